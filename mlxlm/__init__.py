@@ -1,0 +1,1 @@
+"""mlxlm: language models on Apple silicon, with MLX."""

@@ -1,0 +1,111 @@
+"""The `mlxlm` command: finds the sub-command, imports only that, and turns errors into one line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+
+import click
+
+from mlxlm.errors import MlxlmError
+
+# name: (module:attribute, one-line help). The help stands here so that `mlxlm --help` imports nothing else.
+COMMANDS = {
+    "quickstart": ("mlxlm.cli.quickstart:quickstart", "Train a small model on this machine and chat with it."),
+    "chat": ("mlxlm.cli.chat:chat", "Chat with a model in the terminal."),
+    "generate": ("mlxlm.cli.generate:generate", "Continue a prompt, for shells and scripts."),
+    "tokenizer": ("mlxlm.cli.tokenizer:tokenizer", "Train, inspect and apply tokenizers."),
+    "prepare": ("mlxlm.cli.prepare:prepare", "Turn text into memory-mapped token shards."),
+    "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
+    "export": ("mlxlm.cli.export:export", "Write a run as a self-contained model folder, quantized or not."),
+    "presets": ("mlxlm.cli.presets:presets", "List the model sizes that ship with mlxlm."),
+    "doctor": ("mlxlm.cli.doctor:doctor", "Show what this machine offers: device, BLAS, memory."),
+}
+
+DEBUG_HELP = "Show the whole traceback of an error."
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called, not when the help is shown."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[name][0].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        for leaf in (command, *getattr(command, "commands", {}).values()):
+            if not any(p.name == "debug" for p in leaf.params):
+                leaf.params.append(debug_option())
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+def debug_option() -> click.Option:
+    return click.Option(["--debug"], is_flag=True, expose_value=False, help=DEBUG_HELP, callback=_set_debug)
+
+
+def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.find_root().meta["mlxlm.debug"] = True
+
+
+@click.group(
+    cls=LazyGroup,
+    params=[debug_option()],
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with: mlxlm quickstart",
+)
+@click.version_option(package_name="mlxlm", message="%(prog)s %(version)s")
+def app() -> None:
+    """mlxlm: train, quantize and chat with language models on this machine, with MLX."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    sys.exit(_run(args))
+
+
+def _run(args: list[str] | None) -> int:
+    context = None
+    try:
+        with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
+            app.invoke(context)
+        sys.stdout.flush()
+        return 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader left (`mlxlm generate ... | head`): nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # the last line of defence: one line for every failure
+        if context is not None and context.meta.get("mlxlm.debug"):
+            traceback.print_exc()
+        print(f"error: {describe(error)}", file=sys.stderr)
+        return 1
+
+
+def describe(error: Exception) -> str:
+    """One line for any error, ours or not."""
+    if isinstance(error, MlxlmError):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return "out of memory (try: a smaller model, batch or context)"
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    text = " ".join(str(error).split())
+    return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

@@ -1,0 +1,106 @@
+"""What every command shows: progress and messages on stderr, results on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(message: str, style: str | None = None) -> None:
+    """One line for the person, on stderr. Brackets in `message` are text, not markup."""
+    console.print(message, style=style, markup=False)
+
+
+def result(text: str) -> None:
+    """One line of result, on stdout."""
+    click.echo(text)
+
+
+def emit_json(value: Any) -> None:
+    """One JSON object on one line, on stdout."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, title: str | None = None) -> Table:
+    """A plain table; columns of numbers (as strings or not) are right-aligned."""
+    view = Table(title=title, show_header=header is not None, box=None, pad_edge=False, title_justify="left")
+    for i in range(len(rows[0]) if rows else len(header or ())):
+        numeric = bool(rows) and all(_looks_numeric(row[i]) for row in rows)
+        view.add_column(header[i] if header else "", justify="right" if numeric else "left")
+    for row in rows:
+        view.add_row(*(str(cell) for cell in row))
+    return view
+
+
+def print_result(view: Table) -> None:
+    """A table as a command's result, on stdout."""
+    Console(highlight=False, soft_wrap=True).print(view)
+
+
+def _looks_numeric(cell: Any) -> bool:
+    return str(cell).strip()[:1] in set("+-0123456789.")
+
+
+@contextmanager
+def bytes_progress(label: str, total: int | None) -> Iterator[Any]:
+    """A bar over bytes. Yields `advance(n_bytes)`. Silent where stderr is not a terminal.
+
+    `total` None (a pipe) shows the bytes done without an end.
+    """
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda n: bar.advance(task, n)
+
+
+@contextmanager
+def spinner(label: str) -> Iterator[None]:
+    """A sign of life for work of unknown length. One plain line where stderr is not a terminal."""
+    if console.is_terminal:
+        with console.status(label):
+            yield
+    else:
+        say(label)
+        yield
+
+
+def human_bytes(n: float) -> str:
+    """Decimal units: 1.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(n) < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.2f} TB"
+
+
+def human_count(n: float) -> str:
+    """1234567 -> 1.23M."""
+    for unit in ("", "k", "M"):
+        if abs(n) < 1000:
+            return f"{n:.0f}{unit}" if unit == "" else f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g}B"
+
+
+def human_seconds(s: float) -> str:
+    """75 -> 1m15s."""
+    s = max(0, round(s))
+    if s < 60:
+        return f"{s}s"
+    minutes, seconds = divmod(s, 60)
+    if minutes < 60:
+        return f"{minutes}m{seconds:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
