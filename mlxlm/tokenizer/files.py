@@ -1,0 +1,178 @@
+"""Tokenizer files: which are read, in which order, and which are written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from mlxlm.errors import TokenizerError, os_errors_as
+from mlxlm.tokenizer import sentencepiece
+from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer
+
+# Where no file names a special token: the names in use, best known first.
+WELL_KNOWN = {
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|endoftext|>", "[CLS]"),
+    "eos": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[SEP]"),
+    "pad": ("<|pad|>", "<pad>", "[PAD]"),
+    "unk": ("<unk>", "[UNK]"),
+}
+SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def load(path: str | Path) -> Tokenizer:
+    """Read a tokenizer from a folder or from one of its files.
+
+    In a folder tokenizer.json comes first, else tokenizer.model (SentencePiece BPE), else vocab.json with
+    merges.txt (GPT-2). Special tokens are named by tokenizer_config.json, else special_tokens_map.json, else by
+    well-known names. The files are data: nothing in them is executed.
+
+    Raises TokenizerError, naming the file, if one is missing or malformed.
+    """
+    path = Path(path)
+    source = _source(path)
+    folder = source.parent
+    config = _json_object(folder / "tokenizer_config.json")
+    model = None
+    names: dict[str, str | None] = {}
+    if source.suffix == ".json" and source.name != "vocab.json":
+        runtime = _from_json(source)
+        if (folder / "tokenizer.model").is_file():
+            model = _read(folder / "tokenizer.model")
+    elif source.suffix == ".model":
+        model = _read(source)
+        proto = sentencepiece.parse(model, str(source))
+        names = sentencepiece.special_names(proto)
+        add_bos, add_eos = config.get("add_bos_token", True), config.get("add_eos_token", False)
+        runtime = sentencepiece.convert(proto, add_bos=bool(add_bos), add_eos=bool(add_eos))
+    else:
+        runtime = _from_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
+    names = names | _special_names(runtime, config, _json_object(folder / "special_tokens_map.json"), names)
+    return Tokenizer(
+        runtime, names, chat_template=_chat_template(folder, config), sentencepiece_model=model
+    )
+
+
+def save(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json, and tokenizer.model where there is one."""
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{f"{role}_token": name for role, name in tokenizer.names.items()},
+    }
+    if tokenizer.chat_template is not None:
+        config["chat_template"] = tokenizer.chat_template
+    contents = {
+        "tokenizer.json": tokenizer.to_json().encode("utf-8"),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode("utf-8") + b"\n",
+    }
+    if tokenizer.sentencepiece_model is not None:
+        contents["tokenizer.model"] = tokenizer.sentencepiece_model
+    with os_errors_as(TokenizerError, "write a tokenizer to", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            partial = folder / f".{name}.partial"
+            try:
+                partial.write_bytes(content)
+                os.replace(partial, folder / name)
+            finally:
+                partial.unlink(missing_ok=True)
+
+
+def _source(path: Path) -> Path:
+    """The file that holds the vocabulary."""
+    if path.is_dir():
+        for name in SOURCES:
+            if (path / name).is_file():
+                return path / name
+        raise TokenizerError(f"no tokenizer in {path}", f"a folder with {', '.join(SOURCES[:-1])} or vocab.json")
+    if not path.exists():
+        raise TokenizerError(f"cannot read {path}: no such file or folder", "check the path")
+    if path.suffix not in (".json", ".model") and path.name != "merges.txt":
+        raise TokenizerError(f"{path} is not a tokenizer file", "tokenizer.json, tokenizer.model or vocab.json")
+    return path
+
+
+def _read(path: Path) -> bytes:
+    with os_errors_as(TokenizerError, "read", path):
+        data = path.read_bytes()
+    if not data:
+        raise TokenizerError(f"{path} is empty", "the complete file")
+    return data
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The object in an optional JSON file; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}", "the complete file") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} is not a JSON object", "the complete file")
+    return content
+
+
+def _from_json(path: Path) -> tokenizers.Tokenizer:
+    if "model" not in _json_object(path):
+        raise TokenizerError(f"{path} has no field 'model'", "a tokenizer.json of the tokenizers library")
+    try:
+        return tokenizers.Tokenizer.from_buffer(_read(path))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
+
+
+def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokenizer:
+    """GPT-2's two files: byte-level BPE with GPT-2's word pattern, no tokens around a text."""
+    for path in (vocabulary, merges):
+        if not path.is_file():
+            raise TokenizerError(f"cannot read {path}: no such file", "vocab.json and merges.txt in one folder")
+        _read(path)
+    content = _json_object(vocabulary)
+    try:
+        runtime = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"{vocabulary} and {merges.name} are not a tokenizer: {error}") from error
+    special = [name for names in WELL_KNOWN.values() for name in names if name in content]
+    runtime.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    runtime.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    runtime.post_processor = processors.ByteLevel(trim_offsets=False)
+    runtime.decoder = decoders.ByteLevel()
+    return runtime
+
+
+def _special_names(
+    runtime: tokenizers.Tokenizer, config: dict[str, Any], token_map: dict[str, Any], own: dict[str, str | None]
+) -> dict[str, str | None]:
+    """Texts by role. A file that has the field decides, even with null; `own` are the model file's."""
+    names: dict[str, str | None] = {}
+    for role in ROLES:
+        field = f"{role}_token"
+        stated = next((source[field] for source in (config, token_map) if field in source), "")
+        if stated == "":
+            found = (name for name in WELL_KNOWN[role] if runtime.token_to_id(name) is not None)
+            names[role] = own.get(role) or next(found, None)
+        else:
+            names[role] = stated.get("content") if isinstance(stated, dict) else stated
+    return names
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return _read(path).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"{folder / 'tokenizer_config.json'}: 'chat_template' is not text")
+    return template

@@ -1,0 +1,133 @@
+"""SentencePiece BPE models: read, and converted to the common runtime with the same ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from mlxlm.errors import TokenizerError
+
+SPACE = "\u2581"  # SentencePiece writes a space as this character
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
+_BPE = 2  # TrainerSpec.ModelType
+
+
+def parse(data: bytes, name: str) -> Any:
+    """The ModelProto in `data`. Raises TokenizerError, naming the file `name`, if it is not a BPE model that
+    `convert` can reproduce exactly."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise TokenizerError(f"{name} is not a SentencePiece model") from error
+    if not model.pieces:
+        raise TokenizerError(f"{name} is not a SentencePiece model: it has no pieces")
+    unsupported = None
+    if model.trainer_spec.model_type != _BPE:
+        unsupported = "is not of the BPE type"
+    elif model.normalizer_spec.precompiled_charsmap:
+        unsupported = f"normalizes text ({model.normalizer_spec.name or 'its own rules'})"
+    elif any(piece.type in (_USER_DEFINED, _UNUSED) for piece in model.pieces):
+        unsupported = "has user-defined or unused pieces"
+    elif len({piece.piece for piece in model.pieces}) != len(model.pieces):
+        unsupported = "has the same piece twice"
+    if unsupported:
+        raise TokenizerError(f"{name}: this SentencePiece model {unsupported}", "the model's tokenizer.json")
+    return model
+
+
+def special_names(model: Any) -> dict[str, str | None]:
+    """Texts of the special tokens by role."""
+    spec = model.trainer_spec
+    ids = {"bos": spec.bos_id, "eos": spec.eos_id, "pad": spec.pad_id, "unk": spec.unk_id}
+    return {role: model.pieces[i].piece if 0 <= i < len(model.pieces) else None for role, i in ids.items()}
+
+
+def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> tokenizers.Tokenizer:
+    """A runtime with the ids of SentencePiece's own encoder.
+
+    SentencePiece merges the adjacent pair whose joined text is the piece with the best score, leftmost first, so
+    each way to cut a piece in two is a merge here, ranked by the piece's score. Between equal scores (Llama 2's
+    runs of spaces) the longest left part goes first: that extends a run from its left end, as "leftmost first"
+    does. The ids could differ only where two different cuts of one piece overlap in a text.
+
+    A model that alters nothing (identity, no dummy prefix) keeps spaces as they are, so that a literal U+2581 in
+    a text falls back to its bytes and comes back; SentencePiece itself returns it as a space.
+    """
+    rules = model.normalizer_spec
+    lossless = not (rules.add_dummy_prefix or rules.remove_extra_whitespaces) and model.trainer_spec.byte_fallback
+    space = " " if lossless else SPACE
+    texts = [p.piece.replace(SPACE, space) if p.type == _NORMAL else p.piece for p in model.pieces]
+    mergeable = {text: p.score for text, p in zip(texts, model.pieces, strict=True) if p.type == _NORMAL}
+    names = special_names(model)
+    runtime = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={text: i for i, text in enumerate(texts)},
+            merges=_merges(mergeable),
+            unk_token=names["unk"],
+            fuse_unk=True,
+            byte_fallback=model.trainer_spec.byte_fallback,
+        )
+    )
+    runtime.add_special_tokens(
+        [AddedToken(p.piece, special=True, normalized=False) for p in model.pieces if p.type in (_CONTROL, _UNKNOWN)]
+    )
+    if not lossless:
+        runtime.normalizer = _normalizer(rules)
+    if not any(_crosses_words(text, space) for text in mergeable):
+        # No piece spans the end of a word or a line, so that cutting there cannot change the ids; words are then
+        # cached, which makes encoding several times faster.
+        words = rf"\n|{space}+[^{space}\n]*|[^{space}\n]+"
+        runtime.pre_tokenizer = pre_tokenizers.Split(Regex(words), "isolated")
+    steps = [decoders.ByteFallback(), decoders.Fuse()]
+    if not lossless:
+        steps.insert(0, decoders.Replace(SPACE, " "))
+    if rules.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    runtime.decoder = decoders.Sequence(steps)
+    bos = names["bos"] if add_bos else None
+    eos = names["eos"] if add_eos else None
+    if bos or eos:
+        runtime.post_processor = template(runtime, bos, eos)
+    return runtime
+
+
+def template(runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
+    """What goes around a text: `bos` in front and `eos` at the end, each where not None."""
+    around = [token for token in (bos, eos) if token]
+    single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
+    pair = [*single, *(part.replace("$A", "$B").removesuffix(":0") + ":1" for part in single)]
+    return processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(token, runtime.token_to_id(token)) for token in around]
+    )
+
+
+def _merges(mergeable: dict[str, float]) -> list[tuple[str, str]]:
+    ranked = [
+        (-score, -cut, cut - len(text), text[:cut], text[cut:])
+        for text, score in mergeable.items()
+        for cut in range(1, len(text))
+        if text[:cut] in mergeable and text[cut:] in mergeable
+    ]
+    ranked.sort(key=lambda merge: merge[:3])
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _crosses_words(text: str, space: str) -> bool:
+    return "\n" in text or space in text.lstrip(space)
+
+
+def _normalizer(rules: Any) -> normalizers.Normalizer:
+    steps = []
+    if rules.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    return normalizers.Sequence(steps)

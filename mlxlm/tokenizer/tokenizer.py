@@ -1,0 +1,225 @@
+"""The tokenizer: text to ids, ids to text, for every kind of tokenizer through one interface."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from mlxlm.errors import TokenizerError
+from mlxlm.tokenizer.stream import ByteStream, StreamDecoder, WindowStream
+
+ROLES = ("bos", "eos", "pad", "unk")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: highest id + 1, special tokens included.
+        bos_id, eos_id, pad_id, unk_id: ids of the special tokens, or None.
+        special_tokens: text of every special token, with its id.
+        chat_template: jinja source, or None; settable.
+    """
+
+    def __init__(
+        self,
+        runtime: tokenizers.Tokenizer,
+        names: dict[str, str | None],
+        *,
+        chat_template: str | None = None,
+        sentencepiece_model: bytes | None = None,
+    ):
+        """`names`: texts of the special tokens by role, keys from ROLES. `sentencepiece_model`: kept for `save`."""
+        # A tokenizer.json may carry a length limit or padding of the model it was made for: neither is wanted here.
+        runtime.no_truncation()
+        runtime.no_padding()
+        self._runtime = runtime
+        self._lock = threading.Lock()  # guards runtime.encode_special_tokens, a setting and not an argument
+        vocabulary = runtime.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self.names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (vocabulary.get(names.get(role)) for role in ROLES)
+        added = runtime.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {t.content: i for i, t in sorted(added.items()) if t.special}
+        self._special_ids = frozenset(self.special_tokens.values())
+        self.chat_template = chat_template
+        self.sentencepiece_model = sentencepiece_model
+        self._decoder = _ByteDecoder.of(runtime)
+        self._bytes: dict[int, bytes] = {}
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.kind}, vocab_size={self.vocab_size})"
+
+    @property
+    def kind(self) -> str:
+        """"byte-level", "sentencepiece" (BPE with byte fallback), or the lower-case name of another model."""
+        if self._decoder is None:
+            return type(self._runtime.model).__name__.lower()
+        return "byte-level" if self._decoder.byte_level else "sentencepiece"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of the canonical tokenizer.json: equal exactly when two tokenizers give the same ids and
+        text. The chat template is not part of it."""
+        content = json.loads(self._runtime.to_str())
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """The ids of `text`.
+
+        add_special_tokens: also what the tokenizer puts around a text (usually BOS in front), as transformers does.
+        parse_special: False: text that looks like a special token ("<|user|>") is ordinary text, so that neither
+            data nor a person can forge a control token. True: it becomes that token (rendered chat templates).
+
+        Raises TokenizerError if `text` has lone surrogates, which no UTF-8 text contains.
+        """
+        try:
+            with self._lock:
+                self._runtime.encode_special_tokens = not parse_special
+                [encoding] = self._runtime.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise _surrogate(error) from error
+        return encoding.ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        """`encode` of every text, in parallel (Rust threads). Special tokens in the texts are never parsed."""
+        try:
+            with self._lock:
+                self._runtime.encode_special_tokens = True
+                encodings = self._runtime.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise _surrogate(error) from error
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids without a token (a model's padding rows) add nothing.
+
+        Equal to transformers' decode, with one exception: a byte-fallback tokenizer there turns a whole run of
+        byte tokens into U+FFFD if one byte of it is invalid; here valid characters around it survive.
+        """
+        if self._decoder is None:
+            ids = [_checked(i) for i in ids]
+            return self._runtime.decode(ids, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens:
+            data = b"".join(map(self.token_bytes, ids))
+        else:
+            data = b"".join(map(self._content_bytes, ids))
+        text = data.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._decoder.strip_first_space else text
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that a token stands for: b"" for special tokens and for ids without a token.
+
+        A first-space rule of the whole text (Llama 2's dummy prefix) is not applied to single tokens.
+        """
+        return b"" if id in self._special_ids else self._content_bytes(id)
+
+    def stream(self) -> StreamDecoder:
+        """A decoder for one stream of ids; special tokens add no text."""
+        if self._decoder is None:
+            return WindowStream(self.decode)
+        return ByteStream(self.token_bytes, self._decoder.strip_first_space)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files that transformers and mlx_lm read; existing tokenizer files are replaced one by one.
+
+        Raises TokenizerError if the folder cannot be written.
+        """
+        from mlxlm.tokenizer.files import save
+
+        save(self, Path(folder))
+
+    def to_json(self) -> str:
+        """The content of tokenizer.json."""
+        return self._runtime.to_str(pretty=True)
+
+    def _content_bytes(self, id: int) -> bytes:
+        content = self._bytes.get(id)
+        if content is None:
+            token = self._runtime.id_to_token(_checked(id))
+            if token is None:
+                content = b""
+            elif self._decoder is None:
+                content = token.encode("utf-8")
+            else:
+                content = self._decoder.bytes_of(token)
+            self._bytes[int(id)] = content
+        return content
+
+
+class _ByteDecoder:
+    """A decoder whose tokens stand for bytes whatever their neighbours: byte-level, or byte fallback."""
+
+    def __init__(self, byte_level: bool, replacements: list[tuple[str, str]], strip_first_space: bool):
+        self.byte_level = byte_level
+        self.replacements = replacements
+        self.strip_first_space = strip_first_space
+
+    @classmethod
+    def of(cls, runtime: tokenizers.Tokenizer) -> _ByteDecoder | None:
+        """Recognise `runtime`'s decoder; None if it is of another sort."""
+        if runtime.decoder is None:
+            return None
+        spec = json.loads(runtime.decoder.__getstate__())
+        steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+        if [step["type"] for step in steps] == ["ByteLevel"]:
+            return cls(True, [], False)
+        replacements = []
+        kinds = []
+        for step in steps:
+            kinds.append(step["type"])
+            if step["type"] == "Replace" and "String" in step["pattern"] and "ByteFallback" not in kinds:
+                kinds.pop()
+                replacements.append((step["pattern"]["String"], step["content"]))
+        if kinds == ["ByteFallback", "Fuse"]:
+            return cls(False, replacements, False)
+        if kinds == ["ByteFallback", "Fuse", "Strip"] and _strips_one_space(steps[-1]):
+            return cls(False, replacements, True)
+        return None
+
+    def bytes_of(self, token: str) -> bytes:
+        if self.byte_level:
+            try:
+                return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
+            except KeyError:  # an added token, kept as plain text
+                return token.encode("utf-8")
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        match = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(match[1], 16)]) if match else token.encode("utf-8")
+
+
+def _strips_one_space(step: dict[str, Any]) -> bool:
+    return (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table (`bytes_to_unicode` in its encoder.py): printable Latin-1 stands for itself, the other 68
+    bytes, in order, for the characters from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _checked(id: int) -> int:
+    if not 0 <= id < 2**32:
+        raise TokenizerError(f"{id} is not a token id", "ids from 0 up")
+    return int(id)
+
+
+def _surrogate(error: UnicodeEncodeError) -> TokenizerError:
+    where = f"U+{ord(error.object[error.start]):04X} at character {error.start}"
+    return TokenizerError(f"the text has a lone surrogate, {where}", "text that was read as UTF-8")

@@ -1,0 +1,162 @@
+"""Train a tokenizer: byte-level BPE (the kind of GPT-2 and Llama 3) or SentencePiece BPE (Llama 2's kind)."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from mlxlm.errors import TokenizerError
+from mlxlm.tokenizer import sentencepiece
+from mlxlm.tokenizer.tokenizer import Tokenizer
+
+KINDS = ("byte-level", "sentencepiece")
+CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+PAD = "<|pad|>"
+BYTE_LEVEL_NAMES = {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "pad": PAD}
+SENTENCEPIECE_NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": PAD}
+
+# Words for byte-level BPE, after OpenAI's cl100k_base (tiktoken, openai_public.py) and Llama 3: contractions, letters
+# with one leading mark or space, digits in groups of up to three, punctuation with its line ends, line ends, spaces.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+"
+    r"|\s+(?!\S)"
+    r"|\s+"
+)
+
+# SentencePiece keeps its training lines in memory: a sample of this many lines of at most this many bytes. One
+# million lines of ordinary prose are about 200 MB; it skips longer lines than the limit, so they are cut before.
+SAMPLE_LINES = 1_000_000
+LINE_BYTES = 4096
+
+
+def train(texts: Iterable[str], vocab_size: int, kind: str = "byte-level") -> Tokenizer:
+    """Learn a vocabulary of exactly `vocab_size` tokens, special tokens included, from `texts`.
+
+    kind "byte-level": memory grows with the number of different words only. kind "sentencepiece": from a random
+    sample of a million lines, where there are more. The same texts give the same tokenizer.
+
+    Special tokens: "<|begin_of_text|>", "<|end_of_text|>" (byte-level) or "<unk>", "<s>", "</s>" (SentencePiece),
+    and for both "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>". `encode` puts BOS in front.
+
+    Raises TokenizerError for an unknown kind, for no text, and for a vocabulary too small (bytes and special tokens
+    must fit) or larger than the text supports: the message names a size that works.
+    """
+    if kind == "byte-level":
+        return _train_byte_level(texts, vocab_size)
+    if kind == "sentencepiece":
+        return _train_sentencepiece(texts, vocab_size)
+    raise TokenizerError(f"unknown kind of tokenizer: {kind}", " or ".join(KINDS))
+
+
+def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    special = [*BYTE_LEVEL_NAMES.values(), *CHAT_TOKENS]
+    _check_smallest(vocab_size, 256 + len(special))
+    runtime = tokenizers.Tokenizer(models.BPE())
+    runtime.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    runtime.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,  # a pair seen once only memorizes its word
+        special_tokens=[AddedToken(name, special=True, normalized=False) for name in special],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    runtime.train_from_iterator(_non_empty(texts), trainer)
+    _check_largest(vocab_size, runtime.get_vocab_size())
+    runtime.post_processor = sentencepiece.template(runtime, BYTE_LEVEL_NAMES["bos"], None)
+    return Tokenizer(runtime, BYTE_LEVEL_NAMES)
+
+
+def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    import sentencepiece as spm
+
+    _check_smallest(vocab_size, 256 + len(SENTENCEPIECE_NAMES) + len(CHAT_TOKENS) + 1)
+    written = io.BytesIO()
+    spm.set_random_generator_seed(0)
+    try:
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=_lines(_non_empty(texts)),
+            model_writer=written,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            input_sentence_size=SAMPLE_LINES,
+            max_sentence_length=LINE_BYTES,
+            pad_id=3,
+            pad_piece=PAD,
+            control_symbols=list(CHAT_TOKENS),
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _sentencepiece_error(error, vocab_size) from error
+    model = sentencepiece.parse(written.getvalue(), "the trained model")
+    _check_largest(vocab_size, len(model.pieces))
+    return Tokenizer(sentencepiece.convert(model), SENTENCEPIECE_NAMES, sentencepiece_model=written.getvalue())
+
+
+def _non_empty(texts: Iterable[str]) -> Iterator[str]:
+    """`texts`, checked: strings, encodable, and at least one that is not blank."""
+    blank = True
+    for text in texts:
+        blank = blank and (not text or text.isspace())
+        if text:
+            yield text
+    if blank:
+        raise TokenizerError("there is no text to train a tokenizer on", "files with some text")
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines of at most LINE_BYTES. SentencePiece would drop every line that has NUL or U+2585, its own mark for
+    unknown characters, so that these are left out: both are encoded by their bytes."""
+    limit = LINE_BYTES // 4  # characters; each has at most four bytes
+    for text in texts:
+        for line in text.replace("\0", "").replace("\u2585", "").split("\n"):
+            for start in range(0, len(line), limit):
+                yield line[start : start + limit]
+
+
+def _check_smallest(vocab_size: int, smallest: int) -> None:
+    if vocab_size < smallest:
+        raise TokenizerError(
+            f"a vocabulary of {vocab_size} is too small: bytes and special tokens alone need {smallest}",
+            f"a vocabulary size of at least {smallest}",
+        )
+
+
+def _check_largest(vocab_size: int, largest: int) -> None:
+    if vocab_size > largest:
+        raise TokenizerError(
+            f"a vocabulary of {vocab_size} is larger than this text supports, which is {largest}",
+            f"a vocabulary size of {largest} or less, or more text",
+        )
+
+
+def _sentencepiece_error(error: RuntimeError, vocab_size: int) -> TokenizerError:
+    too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+    if too_small:
+        smallest = too_small[1]
+        return TokenizerError(
+            f"a vocabulary of {vocab_size} is too small: bytes, special tokens and this text's characters need "
+            f"{smallest}",
+            f"a vocabulary size of at least {smallest}",
+        )
+    return TokenizerError(f"SentencePiece cannot train on this text: {' '.join(str(error).split())}")
