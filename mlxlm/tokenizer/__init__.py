@@ -1,6 +1,7 @@
 """Tokenizers: load any common kind, train two kinds, encode, decode, stream, save.
 
-One runtime serves every kind, `tokenizers.Tokenizer` (Rust); a SentencePiece model is converted to it in memory.
+One runtime serves every kind, `tokenizers.Tokenizer` (Rust); a SentencePiece model is converted to it in
+memory.
 """
 
 from mlxlm.tokenizer.files import load

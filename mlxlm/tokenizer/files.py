@@ -28,8 +28,8 @@ def load(path: str | Path) -> Tokenizer:
     """Read a tokenizer from a folder or from one of its files.
 
     In a folder tokenizer.json comes first, else tokenizer.model (SentencePiece BPE), else vocab.json with
-    merges.txt (GPT-2). Special tokens are named by tokenizer_config.json, else special_tokens_map.json, else by
-    well-known names. The files are data: nothing in them is executed.
+    merges.txt (GPT-2). Special tokens are named by tokenizer_config.json, else special_tokens_map.json, else
+    by well-known names. The files are data: nothing in them is executed.
 
     Raises TokenizerError, naming the file, if one is missing or malformed.
     """
@@ -38,7 +38,7 @@ def load(path: str | Path) -> Tokenizer:
     folder = source.parent
     config = _json_object(folder / "tokenizer_config.json")
     model = None
-    names: dict[str, str | None] = {}
+    own_names: dict[str, str | None] = {}
     if source.suffix == ".json" and source.name != "vocab.json":
         runtime = _from_json(source)
         if (folder / "tokenizer.model").is_file():
@@ -46,14 +46,16 @@ def load(path: str | Path) -> Tokenizer:
     elif source.suffix == ".model":
         model = _read(source)
         proto = sentencepiece.parse(model, str(source))
-        names = sentencepiece.special_names(proto)
+        own_names = sentencepiece.special_names(proto)
         add_bos, add_eos = config.get("add_bos_token", True), config.get("add_eos_token", False)
         runtime = sentencepiece.convert(proto, add_bos=bool(add_bos), add_eos=bool(add_eos))
     else:
         runtime = _from_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
-    names = names | _special_names(runtime, config, _json_object(folder / "special_tokens_map.json"), names)
     return Tokenizer(
-        runtime, names, chat_template=_chat_template(folder, config), sentencepiece_model=model
+        runtime,
+        _special_names(runtime, folder, config, own_names),
+        chat_template=_chat_template(folder, config),
+        sentencepiece_model=model,
     )
 
 
@@ -89,11 +91,11 @@ def _source(path: Path) -> Path:
         for name in SOURCES:
             if (path / name).is_file():
                 return path / name
-        raise TokenizerError(f"no tokenizer in {path}", f"a folder with {', '.join(SOURCES[:-1])} or vocab.json")
+        raise TokenizerError(f"no tokenizer in {path}", f"a folder with {' or '.join(SOURCES)}")
     if not path.exists():
         raise TokenizerError(f"cannot read {path}: no such file or folder", "check the path")
     if path.suffix not in (".json", ".model") and path.name != "merges.txt":
-        raise TokenizerError(f"{path} is not a tokenizer file", "tokenizer.json, tokenizer.model or vocab.json")
+        raise TokenizerError(f"{path} is not a tokenizer file", " or ".join(SOURCES))
     return path
 
 
@@ -131,7 +133,7 @@ def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokeniz
     """GPT-2's two files: byte-level BPE with GPT-2's word pattern, no tokens around a text."""
     for path in (vocabulary, merges):
         if not path.is_file():
-            raise TokenizerError(f"cannot read {path}: no such file", "vocab.json and merges.txt in one folder")
+            raise TokenizerError(f"{path} is missing", "vocab.json and merges.txt in one folder")
         _read(path)
     content = _json_object(vocabulary)
     try:
@@ -147,19 +149,31 @@ def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokeniz
 
 
 def _special_names(
-    runtime: tokenizers.Tokenizer, config: dict[str, Any], token_map: dict[str, Any], own: dict[str, str | None]
+    runtime: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], own: dict[str, str | None]
 ) -> dict[str, str | None]:
-    """Texts by role. A file that has the field decides, even with null; `own` are the model file's."""
+    """Texts by role. A configuration file that has the field decides, even with null; then `own`, the names
+    in the model file; then the well-known names."""
+    path = folder / "special_tokens_map.json"
+    token_map = _json_object(path)
     names: dict[str, str | None] = {}
     for role in ROLES:
         field = f"{role}_token"
-        stated = next((source[field] for source in (config, token_map) if field in source), "")
-        if stated == "":
-            found = (name for name in WELL_KNOWN[role] if runtime.token_to_id(name) is not None)
-            names[role] = own.get(role) or next(found, None)
+        if field in config:
+            names[role] = _token_text(config[field], folder / "tokenizer_config.json", field)
+        elif field in token_map:
+            names[role] = _token_text(token_map[field], path, field)
         else:
-            names[role] = stated.get("content") if isinstance(stated, dict) else stated
+            known = (name for name in WELL_KNOWN[role] if runtime.token_to_id(name) is not None)
+            names[role] = own.get(role) or next(known, None)
     return names
+
+
+def _token_text(value: Any, path: Path, field: str) -> str | None:
+    """A token is written as its text, as an object with "content", or as null."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not isinstance(text, str):
+        raise TokenizerError(f"{path}: '{field}' is not a token's text")
+    return text
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from mlxlm.errors import TokenizerError
+from mlxlm.tokenizer.tokenizer import around_text
 
 SPACE = "\u2581"  # SentencePiece writes a space as this character
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
@@ -51,16 +52,18 @@ def special_names(model: Any) -> dict[str, str | None]:
 def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> tokenizers.Tokenizer:
     """A runtime with the ids of SentencePiece's own encoder.
 
-    SentencePiece merges the adjacent pair whose joined text is the piece with the best score, leftmost first, so
-    each way to cut a piece in two is a merge here, ranked by the piece's score. Between equal scores (Llama 2's
-    runs of spaces) the longest left part goes first: that extends a run from its left end, as "leftmost first"
-    does. The ids could differ only where two different cuts of one piece overlap in a text.
+    SentencePiece merges the adjacent pair whose joined text is the piece with the best score, leftmost first,
+    so each way to cut a piece in two is a merge here, ranked by the piece's score. Between equal scores
+    (Llama 2's runs of spaces) the longest left part goes first: that extends a run from its left end, as
+    "leftmost first" does. The ids could differ only where two different cuts of one piece overlap in a text,
+    or where a model gives equal scores to pieces other than runs of one character.
 
-    A model that alters nothing (identity, no dummy prefix) keeps spaces as they are, so that a literal U+2581 in
-    a text falls back to its bytes and comes back; SentencePiece itself returns it as a space.
+    A model that alters nothing (identity, no dummy prefix) keeps spaces as they are, so that a literal U+2581
+    in a text falls back to its bytes and comes back; SentencePiece itself returns it as a space.
     """
     rules = model.normalizer_spec
-    lossless = not (rules.add_dummy_prefix or rules.remove_extra_whitespaces) and model.trainer_spec.byte_fallback
+    byte_fallback = model.trainer_spec.byte_fallback
+    lossless = byte_fallback and not (rules.add_dummy_prefix or rules.remove_extra_whitespaces)
     space = " " if lossless else SPACE
     texts = [p.piece.replace(SPACE, space) if p.type == _NORMAL else p.piece for p in model.pieces]
     mergeable = {text: p.score for text, p in zip(texts, model.pieces, strict=True) if p.type == _NORMAL}
@@ -71,17 +74,16 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
             merges=_merges(mergeable),
             unk_token=names["unk"],
             fuse_unk=True,
-            byte_fallback=model.trainer_spec.byte_fallback,
+            byte_fallback=byte_fallback,
         )
     )
-    runtime.add_special_tokens(
-        [AddedToken(p.piece, special=True, normalized=False) for p in model.pieces if p.type in (_CONTROL, _UNKNOWN)]
-    )
+    special = [p.piece for p in model.pieces if p.type in (_CONTROL, _UNKNOWN)]
+    runtime.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     if not lossless:
         runtime.normalizer = _normalizer(rules)
     if not any(_crosses_words(text, space) for text in mergeable):
-        # No piece spans the end of a word or a line, so that cutting there cannot change the ids; words are then
-        # cached, which makes encoding several times faster.
+        # No piece spans the end of a word or a line, so that cutting there cannot change the ids; words are
+        # then cached, which makes encoding several times faster.
         words = rf"\n|{space}+[^{space}\n]*|[^{space}\n]+"
         runtime.pre_tokenizer = pre_tokenizers.Split(Regex(words), "isolated")
     steps = [decoders.ByteFallback(), decoders.Fuse()]
@@ -93,18 +95,8 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
     bos = names["bos"] if add_bos else None
     eos = names["eos"] if add_eos else None
     if bos or eos:
-        runtime.post_processor = template(runtime, bos, eos)
+        runtime.post_processor = around_text(runtime, bos, eos)
     return runtime
-
-
-def template(runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
-    """What goes around a text: `bos` in front and `eos` at the end, each where not None."""
-    around = [token for token in (bos, eos) if token]
-    single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
-    pair = [*single, *(part.replace("$A", "$B").removesuffix(":0") + ":1" for part in single)]
-    return processors.TemplateProcessing(
-        single=single, pair=pair, special_tokens=[(token, runtime.token_to_id(token)) for token in around]
-    )
 
 
 def _merges(mergeable: dict[str, float]) -> list[tuple[str, str]]:

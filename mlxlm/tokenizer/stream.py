@@ -46,12 +46,12 @@ class ByteStream(StreamDecoder):
 class WindowStream(StreamDecoder):
     """For any other decoder (WordPiece, Unigram...): decodes a short window twice and emits the difference.
 
-    The window starts at the tokens that were emitted last, so that a decoder which joins or cleans up neighbours
-    sees one neighbour on the left. Not exact where a decoder looks further than that, or changes text which it
-    has already produced.
+    The window starts at the tokens that were emitted last, so that a decoder which joins or cleans up
+    neighbours sees one neighbour on the left. Not exact where a decoder looks further than that, or changes
+    text which it has already produced.
     """
 
-    # A character has at most four bytes: more unfinished tokens than that are invalid bytes, shown as they are.
+    # A character has at most four bytes: more unfinished tokens than that are invalid bytes, and shown.
     LONGEST_CHARACTER = 4
 
     def __init__(self, decode: Callable[[list[int]], str]):

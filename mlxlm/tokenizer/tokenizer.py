@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer.stream import ByteStream, StreamDecoder, WindowStream
@@ -38,8 +39,8 @@ class Tokenizer:
         chat_template: str | None = None,
         sentencepiece_model: bytes | None = None,
     ):
-        """`names`: texts of the special tokens by role, keys from ROLES. `sentencepiece_model`: kept for `save`."""
-        # A tokenizer.json may carry a length limit or padding of the model it was made for: neither is wanted here.
+        """`names`: texts of the special tokens, keys from ROLES. `sentencepiece_model`: kept for `save`."""
+        # A tokenizer.json may carry the length limit or the padding of its model: neither is wanted here.
         runtime.no_truncation()
         runtime.no_padding()
         self._runtime = runtime
@@ -47,7 +48,7 @@ class Tokenizer:
         vocabulary = runtime.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         self.names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
-        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (vocabulary.get(names.get(role)) for role in ROLES)
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (vocabulary.get(names.get(r)) for r in ROLES)
         added = runtime.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {t.content: i for i, t in sorted(added.items()) if t.special}
         self._special_ids = frozenset(self.special_tokens.values())
@@ -66,10 +67,14 @@ class Tokenizer:
             return type(self._runtime.model).__name__.lower()
         return "byte-level" if self._decoder.byte_level else "sentencepiece"
 
+    @property
+    def adds_first_space(self) -> bool:
+        """Whether `encode` puts a space in front of a text (Llama 2's dummy prefix), which `decode` removes."""
+        return self._decoder is not None and self._decoder.strip_first_space
+
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) of the canonical tokenizer.json: equal exactly when two tokenizers give the same ids and
-        text. The chat template is not part of it."""
+        """sha256 (hex) of the canonical tokenizer.json. The chat template is not part of it."""
         content = json.loads(self._runtime.to_str())
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
@@ -77,9 +82,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """The ids of `text`.
 
-        add_special_tokens: also what the tokenizer puts around a text (usually BOS in front), as transformers does.
-        parse_special: False: text that looks like a special token ("<|user|>") is ordinary text, so that neither
-            data nor a person can forge a control token. True: it becomes that token (rendered chat templates).
+        add_special_tokens: also what the tokenizer puts around a text (usually BOS in front), as
+            transformers does.
+        parse_special: False: text that looks like a special token ("<|user|>") is ordinary text, so that
+            neither data nor a person can forge a control token. True: it becomes that token (rendered chat
+            templates).
 
         Raises TokenizerError if `text` has lone surrogates, which no UTF-8 text contains.
         """
@@ -88,24 +95,26 @@ class Tokenizer:
                 self._runtime.encode_special_tokens = not parse_special
                 [encoding] = self._runtime.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:
-            raise _surrogate(error) from error
+            raise surrogate_error(error) from error
         return encoding.ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
-        """`encode` of every text, in parallel (Rust threads). Special tokens in the texts are never parsed."""
+        """`encode` of every text, in parallel (Rust threads), special tokens in the texts never parsed."""
         try:
             with self._lock:
                 self._runtime.encode_special_tokens = True
-                encodings = self._runtime.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+                encodings = self._runtime.encode_batch_fast(
+                    list(texts), add_special_tokens=add_special_tokens
+                )
         except UnicodeEncodeError as error:
-            raise _surrogate(error) from error
+            raise surrogate_error(error) from error
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids without a token (a model's padding rows) add nothing.
 
-        Equal to transformers' decode, with one exception: a byte-fallback tokenizer there turns a whole run of
-        byte tokens into U+FFFD if one byte of it is invalid; here valid characters around it survive.
+        Equal to transformers' decode, with one exception: a byte-fallback tokenizer there turns a whole run
+        of byte tokens into U+FFFD if one byte of it is invalid; here valid characters around it survive.
         """
         if self._decoder is None:
             ids = [_checked(i) for i in ids]
@@ -131,7 +140,7 @@ class Tokenizer:
         return ByteStream(self.token_bytes, self._decoder.strip_first_space)
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that transformers and mlx_lm read; existing tokenizer files are replaced one by one.
+        """Write the files that transformers and mlx_lm read; existing files are replaced one by one.
 
         Raises TokenizerError if the folder cannot be written.
         """
@@ -155,6 +164,20 @@ class Tokenizer:
                 content = self._decoder.bytes_of(token)
             self._bytes[int(id)] = content
         return content
+
+
+def around_text(
+    runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None
+) -> processors.PostProcessor:
+    """What `encode` puts around a text: `bos` in front and `eos` at the end, each where not None."""
+    tokens = [token for token in (bos, eos) if token]
+    single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
+    second = [part.replace("$A", "$B").removesuffix(":0") + ":1" for part in single]
+    return processors.TemplateProcessing(
+        single=single,
+        pair=[*single, *second],
+        special_tokens=[(token, runtime.token_to_id(token)) for token in tokens],
+    )
 
 
 class _ByteDecoder:
@@ -220,6 +243,7 @@ def _checked(id: int) -> int:
     return int(id)
 
 
-def _surrogate(error: UnicodeEncodeError) -> TokenizerError:
+def surrogate_error(error: UnicodeEncodeError) -> TokenizerError:
+    """For text that no UTF-8 file can hold."""
     where = f"U+{ord(error.object[error.start]):04X} at character {error.start}"
     return TokenizerError(f"the text has a lone surrogate, {where}", "text that was read as UTF-8")

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 
 from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import sentencepiece
-from mlxlm.tokenizer.tokenizer import Tokenizer
+from mlxlm.tokenizer.tokenizer import Tokenizer, around_text, surrogate_error
 
 KINDS = ("byte-level", "sentencepiece")
 CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -19,8 +19,9 @@ PAD = "<|pad|>"
 BYTE_LEVEL_NAMES = {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "pad": PAD}
 SENTENCEPIECE_NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": PAD}
 
-# Words for byte-level BPE, after OpenAI's cl100k_base (tiktoken, openai_public.py) and Llama 3: contractions, letters
-# with one leading mark or space, digits in groups of up to three, punctuation with its line ends, line ends, spaces.
+# Words for byte-level BPE, after OpenAI's cl100k_base (tiktoken, openai_public.py) and Llama 3: contractions,
+# letters with one leading mark or space, digits in groups of up to three, punctuation with its line ends,
+# line ends, spaces.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -31,24 +32,31 @@ WORDS = (
     r"|\s+"
 )
 
-# SentencePiece keeps its training lines in memory: a sample of this many lines of at most this many bytes. One
-# million lines of ordinary prose are about 200 MB; it skips longer lines than the limit, so they are cut before.
+# SentencePiece keeps its training lines in memory: a sample of this many lines, about 200 MB of prose. It
+# skips lines that are longer than its limit in bytes, so they are cut before.
 SAMPLE_LINES = 1_000_000
-LINE_BYTES = 4096
+LINE_CHARACTERS = 1024
+_LINE_PART = re.compile(rf".{{1,{LINE_CHARACTERS}}}(?=[ ]|$)|.{{1,{LINE_CHARACTERS}}}", re.DOTALL)
+_UNTRAINABLE = dict.fromkeys(map(ord, "\0\u2585" + sentencepiece.SPACE))
+
+LARGEST = 1_000_000  # tokens; the largest vocabularies in use have about 260,000
 
 
 def train(texts: Iterable[str], vocab_size: int, kind: str = "byte-level") -> Tokenizer:
     """Learn a vocabulary of exactly `vocab_size` tokens, special tokens included, from `texts`.
 
-    kind "byte-level": memory grows with the number of different words only. kind "sentencepiece": from a random
-    sample of a million lines, where there are more. The same texts give the same tokenizer.
+    kind "byte-level": memory grows with the number of different words only. kind "sentencepiece": from a
+    random sample of a million lines, where there are more. The same texts give the same tokenizer.
 
-    Special tokens: "<|begin_of_text|>", "<|end_of_text|>" (byte-level) or "<unk>", "<s>", "</s>" (SentencePiece),
-    and for both "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>". `encode` puts BOS in front.
+    Special tokens: "<|begin_of_text|>", "<|end_of_text|>" (byte-level) or "<unk>", "<s>", "</s>"
+    (SentencePiece), and for both "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>". `encode`
+    puts BOS in front.
 
-    Raises TokenizerError for an unknown kind, for no text, and for a vocabulary too small (bytes and special tokens
-    must fit) or larger than the text supports: the message names a size that works.
+    Raises TokenizerError for an unknown kind, for no text, and for a vocabulary too small (bytes and special
+    tokens must fit) or larger than the text supports: the message names a size that works.
     """
+    if vocab_size > LARGEST:
+        raise TokenizerError(f"a vocabulary of {vocab_size} is too large", f"{LARGEST} or less")
     if kind == "byte-level":
         return _train_byte_level(texts, vocab_size)
     if kind == "sentencepiece":
@@ -76,7 +84,7 @@ def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     runtime.train_from_iterator(_non_empty(texts), trainer)
     _check_largest(vocab_size, runtime.get_vocab_size())
-    runtime.post_processor = sentencepiece.template(runtime, BYTE_LEVEL_NAMES["bos"], None)
+    runtime.post_processor = around_text(runtime, BYTE_LEVEL_NAMES["bos"], None)
     return Tokenizer(runtime, BYTE_LEVEL_NAMES)
 
 
@@ -86,9 +94,10 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     _check_smallest(vocab_size, 256 + len(SENTENCEPIECE_NAMES) + len(CHAT_TOKENS) + 1)
     written = io.BytesIO()
     spm.set_random_generator_seed(0)
+    failures: list[BaseException] = []
     try:
         spm.SentencePieceTrainer.train(
-            sentence_iterator=_lines(_non_empty(texts)),
+            sentence_iterator=_noting(failures, _lines(_non_empty(texts))),
             model_writer=written,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -100,23 +109,30 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
             input_sentence_size=SAMPLE_LINES,
-            max_sentence_length=LINE_BYTES,
+            max_sentence_length=4 * LINE_CHARACTERS,
             pad_id=3,
             pad_piece=PAD,
             control_symbols=list(CHAT_TOKENS),
             minloglevel=2,
         )
     except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
         raise _sentencepiece_error(error, vocab_size) from error
     model = sentencepiece.parse(written.getvalue(), "the trained model")
     _check_largest(vocab_size, len(model.pieces))
-    return Tokenizer(sentencepiece.convert(model), SENTENCEPIECE_NAMES, sentencepiece_model=written.getvalue())
+    runtime = sentencepiece.convert(model)
+    return Tokenizer(runtime, SENTENCEPIECE_NAMES, sentencepiece_model=written.getvalue())
 
 
 def _non_empty(texts: Iterable[str]) -> Iterator[str]:
-    """`texts`, checked: strings, encodable, and at least one that is not blank."""
+    """The non-empty ones of `texts`, checked: Unicode without lone surrogates, and not all blank."""
     blank = True
     for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise surrogate_error(error) from error
         blank = blank and (not text or text.isspace())
         if text:
             yield text
@@ -125,21 +141,33 @@ def _non_empty(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Lines of at most LINE_BYTES. SentencePiece would drop every line that has NUL or U+2585, its own mark for
-    unknown characters, so that these are left out: both are encoded by their bytes."""
-    limit = LINE_BYTES // 4  # characters; each has at most four bytes
+    """Lines of at most LINE_CHARACTERS, cut before a space where there is one.
+
+    SentencePiece would drop every line that has NUL or U+2585 (its own mark for unknown characters) and read
+    U+2581 as a space: these three are left out, and are later encoded by their bytes.
+    """
     for text in texts:
-        for line in text.replace("\0", "").replace("\u2585", "").split("\n"):
-            for start in range(0, len(line), limit):
-                yield line[start : start + limit]
+        for line in text.translate(_UNTRAINABLE).split("\n"):
+            yield from _LINE_PART.findall(line)
+
+
+def _noting(failures: list[BaseException], lines: Iterator[str]) -> Iterator[str]:
+    """`lines`; an error of theirs is noted, because SentencePiece passes on no more than its text."""
+    try:
+        yield from lines
+    except BaseException as error:
+        failures.append(error)
+        raise
 
 
 def _check_smallest(vocab_size: int, smallest: int) -> None:
     if vocab_size < smallest:
-        raise TokenizerError(
-            f"a vocabulary of {vocab_size} is too small: bytes and special tokens alone need {smallest}",
-            f"a vocabulary size of at least {smallest}",
-        )
+        raise _too_small(vocab_size, "bytes and special tokens alone", smallest)
+
+
+def _too_small(vocab_size: int, what: str, smallest: int) -> TokenizerError:
+    message = f"a vocabulary of {vocab_size} is too small: {what} need {smallest}"
+    return TokenizerError(message, f"a vocabulary size of at least {smallest}")
 
 
 def _check_largest(vocab_size: int, largest: int) -> None:
@@ -153,10 +181,5 @@ def _check_largest(vocab_size: int, largest: int) -> None:
 def _sentencepiece_error(error: RuntimeError, vocab_size: int) -> TokenizerError:
     too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
     if too_small:
-        smallest = too_small[1]
-        return TokenizerError(
-            f"a vocabulary of {vocab_size} is too small: bytes, special tokens and this text's characters need "
-            f"{smallest}",
-            f"a vocabulary size of at least {smallest}",
-        )
+        return _too_small(vocab_size, "bytes, special tokens and this text's characters", int(too_small[1]))
     return TokenizerError(f"SentencePiece cannot train on this text: {' '.join(str(error).split())}")
