@@ -1,0 +1,44 @@
+"""A model together with its tokenizer, as generation and chat take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxlm import checkpoint, tokenizer
+from mlxlm._mlx import nn
+from mlxlm.checkpoint.load import ForeignConfig
+from mlxlm.config import ModelConfig
+from mlxlm.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """`model(tokens, cache=None) -> logits`, the tokenizer it was trained with, and its configuration."""
+
+    model: nn.Module
+    tokenizer: tokenizer.Tokenizer
+    config: ModelConfig | ForeignConfig
+    path: Path
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text: the configuration's and the tokenizer's."""
+        eos = self.tokenizer.eos_id
+        return self.config.eos_ids | (frozenset() if eos is None else {eos})
+
+
+def load(path: Path | str) -> LoadedModel:
+    """Load a model folder or a run (its best checkpoint). The weights are read on first use.
+
+    Raises CheckpointError, ConfigError or TokenizerError naming the file, and CheckpointError for a
+    tokenizer with more tokens than the model. Fewer are normal: vocabularies are padded.
+    """
+    model, config = checkpoint.load_model(path)
+    tokens = tokenizer.load(path)
+    if tokens.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {tokens.vocab_size} tokens and the model {config.vocab_size}",
+            "the tokenizer files that belong to these weights",
+        )
+    return LoadedModel(model, tokens, config, Path(path))
