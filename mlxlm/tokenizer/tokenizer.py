@@ -69,7 +69,7 @@ class Tokenizer:
 
     @property
     def adds_first_space(self) -> bool:
-        """Whether `encode` puts a space in front of a text (Llama 2's dummy prefix), which `decode` removes."""
+        """Whether `encode` puts a space in front of a text (a dummy prefix), which `decode` removes."""
         return self._decoder is not None and self._decoder.strip_first_space
 
     @cached_property

@@ -1,0 +1,199 @@
+"""Text into token shards: one pass, bounded memory, all or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from mlxlm.data import manifest as manifests
+from mlxlm.data.manifest import Manifest
+from mlxlm.data.shards import ShardWriter, Staging, flush_to_disk
+from mlxlm.data.sources import STDIN, Document, documents
+from mlxlm.data.tokenize import tokenize
+from mlxlm.errors import DataError, os_errors_as
+from mlxlm.tokenizer import Tokenizer
+
+FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
+
+
+def prepare(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    out: str | Path,
+    *,
+    validation_fraction: float = 0.05,
+    validation_paths: Sequence[str | Path] = (),
+    seed: int = 0,
+    shard_tokens: int = 1 << 26,
+    progress: Callable[[int], None] | None = None,
+    stdin: IO[bytes] | None = None,
+) -> Manifest:
+    """Tokenize `paths` (see `documents`; tokens as of `tokenize`) into the folder `out`, new or empty.
+
+    `out` gets, for each split ("train", "validation"), <split>-00000.bin (little-endian uint16 where the
+    vocabulary fits, else uint32; `shard_tokens` tokens each, the last one less) with <split>-00000.idx.npy
+    (int64 offsets of the documents that start in it), and manifest.json. It appears complete or not at all:
+    the work is done in a hidden folder beside it. Memory: about a megabyte of text at a time, and the
+    document offsets of one shard.
+
+    Validation is `validation_paths` if given. Otherwise it is one document out of each
+    1/`validation_fraction`, drawn by `seed`; with too few documents for that (20, or 1/fraction) the last
+    `validation_fraction` of all tokens, from the start of a line. Those few documents wait on disk until that
+    is decided.
+
+    progress: called with the number of bytes read since the last call.
+
+    Raises DataError for unusable sources, an `out` in use, and a disk that cannot be written.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"validation fraction {validation_fraction} is not in [0, 1)", "0.05")
+    out = Path(out).absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} already exists", "another name, or delete it first")
+    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    with os_errors_as(DataError, "write", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        try:
+            with ExitStack() as stack:
+                builder = _Builder(tokenizer, partial, shard_tokens, stack)
+                source = documents(paths, stdin=stdin, advance=progress)
+                if validation_paths:
+                    split = "given"
+                    given = documents(validation_paths, stdin=stdin, advance=progress)
+                    builder.add(source, builder.train)
+                    builder.add(given, builder.validation)
+                else:
+                    split = builder.add_and_split(source, validation_fraction, seed)
+                sources = [_source_name(path) for path in (*paths, *validation_paths)]
+                result = builder.finish(split, sources)
+            partial.replace(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return result
+
+
+def _source_name(path: str | Path) -> str:
+    """Names, not absolute paths: a dataset may be published."""
+    return "stdin" if str(path) == STDIN else Path(path).name or str(path)
+
+
+class _Builder:
+    """Tokenizes documents into the shards of the two splits."""
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path, shard_tokens: int, stack: ExitStack):
+        self._tokenizer = tokenizer
+        self._folder = folder
+        self._dtype_name = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        self._dtype = np.dtype(self._dtype_name).newbyteorder("<")
+        self._chat_documents = 0
+        self.train, self.validation = (
+            stack.enter_context(closing(ShardWriter(folder, split, self._dtype, shard_tokens)))
+            for split in manifests.SPLITS
+        )
+
+    def add(self, source: Iterable[Document], writer: ShardWriter) -> None:
+        for chunk in tokenize(self._counted(source), self._tokenizer):
+            writer.add(*chunk)
+
+    def add_and_split(self, source: Iterable[Document], fraction: float, seed: int) -> str:
+        """Write `source` to both splits; returns how, "document" or "tail"."""
+        few = max(FEW_DOCUMENTS, round(1 / fraction)) if fraction else 0
+        writers = (self.validation if drawn else self.train for drawn in _drawn(fraction, seed))
+        count = 0
+        with closing(Staging(self._folder / "staging", self._dtype)) as staging:
+            target: ShardWriter | Staging = staging
+            for chunk in tokenize(self._counted(source), self._tokenizer):
+                if chunk.starts_document:
+                    if count == few:
+                        for _, ids, text_bytes in staging.documents():
+                            next(writers).add(ids, text_bytes, True)
+                        staging.close()
+                    if count >= few:
+                        target = next(writers)
+                    count += 1
+                target.add(*chunk)
+            if target is not staging:
+                return "document"
+            self._split_tail(staging, fraction)
+            return "tail"
+
+    def finish(self, split: str, sources: list[str]) -> Manifest:
+        """Complete the shards, then the manifest."""
+        result = Manifest(
+            fingerprint=self._tokenizer.fingerprint,
+            vocab_size=self._tokenizer.vocab_size,
+            dtype=self._dtype_name,
+            split=split,
+            chat_documents=self._chat_documents,
+            sources=sources,
+            train=self.train.finish(),
+            validation=self.validation.finish(),
+        )
+        with open(self._folder / manifests.FILE, "w", encoding="utf-8") as file:
+            json.dump(result.to_dict(), file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            flush_to_disk(file)
+        return result
+
+    def _counted(self, source: Iterable[Document]) -> Iterator[Document]:
+        for document in source:
+            self._chat_documents += document.messages is not None
+            yield document
+
+    def _split_tail(self, staging: Staging, fraction: float) -> None:
+        cut = staging.tokens - max(1, round(fraction * staging.tokens))
+        for start, ids, text_bytes in staging.documents():
+            if start + len(ids) <= cut:
+                self.train.add(ids, text_bytes, True)
+            elif start >= cut:
+                self.validation.add(ids, text_bytes, True)
+            else:
+                at = self._line_start(ids, cut - start)
+                tail_bytes = self._text_bytes(ids[at:])
+                self.train.add(ids[:at], text_bytes - tail_bytes, True)
+                self.validation.add(ids[at:], tail_bytes, True)
+
+    def _line_start(self, ids: np.ndarray, near: int, reach: int = 4096) -> int:
+        """The last start of a line in the `reach` tokens before `near`; `near` if there is none."""
+        for at in range(near, max(0, near - reach), -1):
+            if self._tokenizer.token_bytes(int(ids[at - 1])).endswith(b"\n"):
+                return at
+        return near
+
+    def _text_bytes(self, ids: np.ndarray, step: int = 1 << 20) -> int:
+        """The bytes that `ids` stand for."""
+        counts = np.zeros(self._tokenizer.vocab_size, np.int64)
+        for start in range(0, len(ids), step):
+            counts += np.bincount(ids[start : start + step], minlength=len(counts))
+        used = np.flatnonzero(counts).tolist()
+        return sum(len(self._tokenizer.token_bytes(i)) * int(counts[i]) for i in used)
+
+
+def _drawn(fraction: float, seed: int) -> Iterator[bool]:
+    """For document 0, 1, ...: whether it is drawn for validation. One document, at a random place, out of each
+    1/`fraction` (stratified sampling), so that no split is empty by bad luck."""
+    if not fraction:
+        yield from itertools.repeat(False)
+    stratum = 0
+    drawn = int(_uniform(seed, 0) / fraction)
+    for index in itertools.count():
+        yield index == drawn
+        while drawn <= index:
+            stratum += 1
+            drawn = int((stratum + _uniform(seed, stratum)) / fraction)
+
+
+def _uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on nothing else."""
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

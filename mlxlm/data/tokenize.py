@@ -1,0 +1,99 @@
+"""Documents into chunks of token ids, tokenized in parallel batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from mlxlm.data.sources import Document
+from mlxlm.errors import DataError
+from mlxlm.tokenizer import Tokenizer
+
+# What a conversation looks like to a model trained here. `tokenize` gives exactly these tokens, then EOS.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ROLES = ("system", "user", "assistant")
+BATCH = 1 << 19  # characters tokenized at once: about 0.1 s of work, and 30 MB of encodings
+
+
+class Chunk(NamedTuple):
+    """Ids of a part of a document, special tokens included; `text_bytes` are the text's UTF-8 bytes only."""
+
+    ids: np.ndarray
+    text_bytes: int
+    starts_document: bool
+
+
+class _Part(NamedTuple):
+    before: list[int]
+    text: str
+    after: list[int]
+    starts_document: bool = False
+    continues: bool = False  # the text goes on where the part before stopped
+
+
+def tokenize(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
+    """The chunks of all documents in order: BOS, text, EOS (each where the tokenizer has one), or a
+    conversation as CHAT_TEMPLATE renders it, and EOS. Text is never parsed for special tokens.
+
+    Raises DataError for a conversation with a role that has no token.
+    """
+    batch: list[_Part] = []
+    size = 0
+    for document in source:
+        for part in _parts(document, tokenizer):
+            batch.append(part)
+            size += len(part.text) + 16  # 16: a bound on the number of parts without text
+            if size >= BATCH:
+                yield from _encode(batch, tokenizer)
+                batch, size = [], 0
+    yield from _encode(batch, tokenizer)
+
+
+def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    if document.messages is None:
+        for i, piece in enumerate(document.pieces):
+            yield _Part([] if i else bos, piece, [], starts_document=i == 0, continues=i > 0)
+    else:
+        yield _Part(bos, "", [], starts_document=True)
+        for role, content in document.messages:
+            end = _control_id(tokenizer, "end", document.where)
+            yield _Part([_role_id(tokenizer, role, document.where)], content, [end])
+    yield _Part([], "", eos)
+
+
+def _role_id(tokenizer: Tokenizer, role: str, where: str) -> int:
+    if role not in ROLES:
+        raise DataError(f"{where}: role '{role}' is not known", f"one of {', '.join(ROLES)}")
+    return _control_id(tokenizer, role, where)
+
+
+def _control_id(tokenizer: Tokenizer, name: str, where: str) -> int:
+    token = tokenizer.special_tokens.get(f"<|{name}|>")
+    if token is None:
+        hint = "a tokenizer from mlxlm tokenizer train"
+        raise DataError(f"{where} is a conversation, but the tokenizer has no <|{name}|>", hint)
+    return token
+
+
+def _encode(batch: list[_Part], tokenizer: Tokenizer) -> Iterator[Chunk]:
+    # A tokenizer that puts a space in front of every text must not do so in the middle of one: a line end
+    # takes that space, and its ids are dropped. Such tokenizers never merge a line end with what follows it.
+    lead = "\n" if tokenizer.adds_first_space else ""
+    dropped = len(tokenizer.encode(lead, add_special_tokens=False))
+    encoded = tokenizer.encode_batch([lead + part.text if part.continues else part.text for part in batch])
+    for part, ids in zip(batch, encoded, strict=True):
+        if part.continues:
+            ids = ids[dropped:]
+        yield Chunk(
+            np.array([*part.before, *ids, *part.after], np.uint32),
+            len(part.text.encode("utf-8")),
+            part.starts_document,
+        )
