@@ -1,0 +1,72 @@
+"""`mlxlm doctor`: what this machine offers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from mlxlm import platform
+from mlxlm.cli import render
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def doctor(as_json: bool) -> None:
+    """Show device, MLX, BLAS and its measured speed, memory, and where models are kept."""
+    facts = collect()
+    if as_json:
+        render.emit_json(facts)
+        return
+    for name, value in facts.items():
+        render.result(f"{name.replace('_', ' '):<24} {_shown(name, value)}")
+    for line in advice(facts):
+        render.say(line, style="yellow")
+
+
+def collect() -> dict[str, Any]:
+    """The facts, with numbers in bytes and GFLOP/s."""
+    from importlib.metadata import version
+
+    from mlxlm._mlx import ON_CPU, mx
+
+    blas = platform.load_blas()
+    info = mx.device_info()
+    memory = platform.total_memory()
+    return {
+        "chip": platform.chip(),
+        "cores": platform.cpu_cores(),
+        "device": "CPU" if ON_CPU else f"GPU ({info.get('device_name', 'unnamed')})",
+        "python": sys.version.split()[0],
+        "mlx": version("mlx"),
+        "metal": mx.metal.is_available(),
+        "cuda": mx.cuda.is_available(),
+        "blas": f"{blas.name} ({blas.path})" if blas.path else blas.name,
+        "matmul_gflops": round(platform.measure_matmul(), 1),
+        "memory": memory,
+        "working_set": int(info.get("max_recommended_working_set_size", 0.75 * memory)),
+        "compiler": platform.has_compiler() if ON_CPU else "not needed",
+        "model_cache": str(platform.model_cache()),
+    }
+
+
+def advice(facts: dict[str, Any]) -> list[str]:
+    """What would make this machine faster, one line each."""
+    lines = []
+    if facts["device"] == "CPU":
+        if warning := platform.blas_warning():
+            lines.append(warning)
+        if not facts["compiler"]:
+            lines.append("no g++ found: compiled graphs are off, training is slower (try: apt-get install g++)")
+    return lines
+
+
+def _shown(name: str, value: Any) -> str:
+    if name in ("memory", "working_set"):
+        return render.human_bytes(value)
+    if name == "matmul_gflops":
+        return f"{value} GFLOP/s (float32, 1024 x 1024)"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

@@ -1,0 +1,49 @@
+"""`mlxlm export`: a run as a self-contained model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mlxlm.cli import render
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The new folder.")
+@click.option("--bits", type=int, default=4, show_default=True, help="2, 3, 4, 5, 6, 8 or 16 (float16).")
+@click.option(
+    "--group-size", type=click.Choice(["32", "64", "128"]), default="64", show_default=True,
+    help="Weights that share a scale; smaller is more precise and larger.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
+def export(source: Path, out: Path, bits: int, group_size: str, as_json: bool) -> None:
+    """Write the best checkpoint of a run (or a model folder) for mlx_lm, transformers and mlxlm."""
+    from mlxlm.export import export as run_export
+
+    with render.spinner(f"exporting {source} at {bits} bits"):
+        report = run_export(source, out, bits, int(group_size))
+    if as_json:
+        render.emit_json(report.to_dict())
+    else:
+        for line in report_lines(report):
+            render.result(line)
+
+
+def report_lines(report) -> list[str]:
+    """The report for people."""
+    lines = [
+        f"{report.path}: {render.human_bytes(report.bytes)}, "
+        f"{render.human_count(report.parameters)} parameters at {report.bits_per_weight:.2f} bits each"
+    ]
+    if report.bits_per_byte_after is not None:
+        change = report.bits_per_byte_after - report.bits_per_byte_before
+        lines.append(
+            f"validation: {report.bits_per_byte_after:.4f} bits per byte ({change:+.4f} by the smaller weights)"
+        )
+    for layer, size in report.regrouped.items():
+        lines.append(f"{layer}: groups of {size} instead of {report.group_size}, which doesn't divide its width")
+    for layer, width in report.skipped.items():
+        lines.append(f"{layer}: left in 16 bits, no group size divides its width {width}")
+    return lines

@@ -1,0 +1,35 @@
+"""`mlxlm presets`: the model sizes that ship with mlxlm."""
+
+from __future__ import annotations
+
+import click
+
+from mlxlm.cli import render
+from mlxlm.config import ModelConfig, preset_names
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def presets(as_json: bool) -> None:
+    """List the model sizes that ship with mlxlm."""
+    found = {name: ModelConfig.preset(name) for name in preset_names()}
+    if as_json:
+        counts = {name: {**c.to_dict(), "parameters": c.parameter_count()} for name, c in found.items()}
+        render.emit_json(counts)
+        return
+    header = ("preset", "parameters", "hidden", "layers", "heads", "KV heads", "vocabulary", "context", "KV/token")
+    rows = [
+        (
+            name,
+            render.human_count(c.parameter_count()),
+            c.hidden_size,
+            c.num_hidden_layers,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.vocab_size,
+            c.max_position_embeddings,
+            render.human_bytes(c.kv_bytes_per_token()),
+        )
+        for name, c in found.items()
+    ]
+    render.print_result(render.table(rows, header))

@@ -1,0 +1,119 @@
+"""`mlxlm pretrain`: train a model from scratch, or continue a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlxlm.cli import render
+
+# Options that are fields of TrainSettings, left to its defaults where not given.
+_SETTINGS = (
+    ("--batch-size", int, "Sequences per forward pass."),
+    ("--sequence-length", int, "Tokens per sequence (default: the preset's context, at most 512)."),
+    ("--accumulate", int, "Forward passes per step, their gradients added."),
+    ("--learning-rate", float, "Peak learning rate (default: by model size)."),
+    ("--schedule", click.Choice(["cosine", "wsd", "constant"]), "Learning rate after the warmup."),
+    ("--warmup-steps", int, "Steps to the peak learning rate (default: 5%, at most 500)."),
+    ("--final-learning-rate", float, "At the end, as a fraction of the peak."),
+    ("--decay-fraction", float, "wsd: the share of steps that decay."),
+    ("--weight-decay", float, "Decoupled, on matrices only."),
+    ("--beta1", float, "AdamW's average of gradients."),
+    ("--beta2", float, "AdamW's average of squared gradients."),
+    ("--clip", float, "Largest global norm of the gradient; 0: none."),
+    ("--dropout", float, "Dropout after each sublayer."),
+    ("--seed", int, "Weights, order of the data, dropout."),
+    ("--eval-every", int, "Steps between validations; 0: at the end only."),
+    ("--eval-tokens", int, "Most tokens per validation."),
+    ("--save-every", int, "Steps between checkpoints; 0: at the end and the best only."),
+    ("--keep", int, "How many of the last checkpoints stay (the best always does)."),
+    ("--sample-every", int, "Steps between sample texts; 0: none."),
+    ("--sample-prompt", str, "What samples begin with."),
+    ("--sample-tokens", int, "Length of a sample."),
+    ("--spike", float, "Stop when the loss has risen by this many nats; 0: never."),
+)
+
+
+def _setting_options(command):
+    for flag, kind, text in reversed(_SETTINGS):
+        command = click.option(flag, type=kind, default=None, help=text)(command)
+    return command
+
+
+@click.command()
+@click.argument("data", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run; no other option.")
+@click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m]")
+@click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
+@click.option("--vocab-size", type=int, help="Of the tokenizer to train (default: the preset's).")
+@click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), default="byte-level", show_default=True)
+@click.option("--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated.")
+@click.option("--validation-fraction", type=float, default=0.05, show_default=True)
+@click.option("--steps", type=int, help="How long to train, in steps,")
+@click.option("--tokens", type=float, help="in tokens (such as 2e7; default: 20 per parameter),")
+@click.option("--minutes", type=float, help="or in minutes.")
+@_setting_options
+def pretrain(data, out, resume, **options: Any) -> None:
+    """Train a model from scratch on DATA: text files, folders, .jsonl, - for stdin, or prepared shards.
+
+    The first Ctrl-C finishes the step, saves, and prints the command that continues.
+    """
+    from mlxlm.cli.training import describe_end, run_training
+    from mlxlm.tokenizer import load
+    from mlxlm.train import Run
+
+    if resume is not None:
+        _only_resume(data, out, options)
+        run = Run.open(resume)
+    else:
+        run = _new_run(data, out, options)
+    ending = run_training(run, load(run.path), resume=resume is not None)
+    describe_end(ending, run)
+    render.result(str(run.path))
+
+
+def _only_resume(data: tuple[str, ...], out: Path | None, options: dict[str, Any]) -> None:
+    context = click.get_current_context()
+    given = [n for n in options if context.get_parameter_source(n) is click.core.ParameterSource.COMMANDLINE]
+    if data or out or given:
+        raise click.UsageError("--resume takes the run's own data and settings: give nothing else")
+
+
+def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
+    from mlxlm.cli.training import phase
+    from mlxlm.config import ModelConfig
+    from mlxlm.train import start_run
+
+    if not data or out is None:
+        raise click.UsageError("give DATA and --out RUN, or --resume RUN")
+    if options["preset"] and options["config"]:
+        raise click.UsageError("--preset and --config each choose a model: give one of them")
+    if options["config"]:
+        config = ModelConfig.load(options["config"])
+    else:
+        config = ModelConfig.preset(options["preset"] or "1m")
+    names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SETTINGS]
+    settings = {name: options[name] for name in names if options[name] is not None}
+    settings.setdefault("sequence_length", min(512, config.max_position_embeddings))
+    if options["steps"] is not None:
+        settings["steps"] = options["steps"]
+    return start_run(
+        out,
+        data,
+        config,
+        tokenizer=options["tokenizer"],
+        kind=options["kind"],
+        vocab_size=options["vocab_size"],
+        validation=options["validation"],
+        validation_fraction=options["validation_fraction"],
+        minutes=options["minutes"],
+        tokens=None if options["tokens"] is None else int(options["tokens"]),
+        settings=settings,
+        stdin=sys.stdin.buffer,
+        phase=phase,
+    )

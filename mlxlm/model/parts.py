@@ -1,0 +1,69 @@
+"""The sublayers of a Llama-style decoder. Parameter names are Hugging Face's."""
+
+from __future__ import annotations
+
+from mlxlm._mlx import mx, nn
+from mlxlm.config import ModelConfig
+from mlxlm.kernels import attention, swiglu
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions (Ainslie et al. 2023; Su et al. 2021)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        h, d, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, d
+        self.scale = d**-0.5
+        self.q_proj = nn.Linear(h, self.heads * d, bias=bias)
+        self.k_proj = nn.Linear(h, self.kv_heads * d, bias=bias)
+        self.v_proj = nn.Linear(h, self.kv_heads * d, bias=bias)
+        self.o_proj = nn.Linear(self.heads * d, h, bias=bias)
+        self.rope = nn.RoPE(d, traditional=False, base=config.rope_theta)
+
+    def __call__(self, x: mx.array, cache=None) -> mx.array:
+        """x `[B, T, hidden]` -> `[B, T, hidden]`; the cache, if any, is advanced by T positions."""
+        B, T, _ = x.shape
+
+        def split(y: mx.array, heads: int) -> mx.array:
+            return y.reshape(B, T, heads, self.head_dim).swapaxes(1, 2)
+
+        queries = split(self.q_proj(x), self.heads)
+        keys = split(self.k_proj(x), self.kv_heads)
+        values = split(self.v_proj(x), self.kv_heads)
+        offset = 0 if cache is None else cache.offset
+        queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
+        if cache is not None:
+            keys, values = cache.update_and_fetch(keys, values)
+        out = attention(queries, keys, values, self.scale)
+        return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        h, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(h, inner, bias=bias)
+        self.up_proj = nn.Linear(h, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, h, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each on the normalised stream and added back (pre-norm)."""
+
+    def __init__(self, config: ModelConfig, dropout: float):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(dropout)
+
+    def __call__(self, x: mx.array, cache=None) -> mx.array:
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cache))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))

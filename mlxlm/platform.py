@@ -1,0 +1,190 @@
+"""Facts about this machine, and a fast BLAS for MLX on Linux. Importing this module does not import MLX."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxlm.errors import PlatformError
+
+# Debian, Fedora and conda names of a library that exports cblas_sgemm. A plain `libblas` may be the slow
+# reference implementation, so it is not listed.
+_SYSTEM_BLAS = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libblis.so.3", "libblis.so")
+
+INSTALL_BLAS = "pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
+INSTALL_BACKEND = "pip install 'mlxlm[cpu]' (or cuda12, cuda13 for an NVIDIA GPU)"
+
+
+@dataclass(frozen=True)
+class Blas:
+    """The library that answers MLX's `cblas_sgemm`. `path` is None for the one MLX ships with."""
+
+    name: str
+    path: str | None
+    handle: ctypes.CDLL | None = None
+
+    def set_threads(self, n: int) -> None:
+        """Let the library use `n` threads per product. Does nothing for a library without that call."""
+        for symbol in ("MKL_Set_Num_Threads", "openblas_set_num_threads", "bli_thread_set_num_threads"):
+            function = getattr(self.handle, symbol, None) if self.handle else None
+            if function is not None:
+                function(ctypes.c_int(n))
+                return
+
+
+_loaded: Blas | None = None
+
+
+def load_blas() -> Blas:
+    """Load an optimised CBLAS before MLX is imported, so that MLX's `cblas_sgemm` resolves to it.
+
+    MLX's Linux CPU wheel is linked to the reference BLAS (7.5 GFLOP/s on two cores; MKL or OpenBLAS give
+    about 200). Order: `$MLXLM_BLAS` (a path, or "none"), MKL from PyPI, the system's OpenBLAS or BLIS.
+    On macOS MLX uses Accelerate and Metal: nothing is loaded. Raises PlatformError if `$MLXLM_BLAS` can't
+    be loaded, since a choice must not be dropped in silence.
+    """
+    global _loaded
+    if _loaded is None:
+        _loaded = _find_blas()
+    return _loaded
+
+
+def _find_blas() -> Blas:
+    if sys.platform == "darwin":
+        return Blas("Accelerate", None)
+    chosen = os.environ.get("MLXLM_BLAS")
+    if chosen == "none":
+        return Blas("MLX's own", None)
+    if chosen:
+        try:
+            return _open_blas(chosen)
+        except OSError as error:
+            raise PlatformError(f"MLXLM_BLAS={chosen} can't be loaded: {error}", "the full path of a CBLAS library")
+    # Sums that don't depend on the alignment of memory, so that equal runs are equal to the bit.
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    candidates = [str(p) for p in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))]
+    for path in (*candidates, *_SYSTEM_BLAS):
+        try:
+            return _open_blas(path)
+        except OSError:
+            continue
+    return Blas("reference", None)
+
+
+def _open_blas(path: str) -> Blas:
+    handle = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    if not hasattr(handle, "cblas_sgemm"):
+        raise OSError("it has no cblas_sgemm")
+    lowered = Path(path).name.lower()
+    names = {"mkl": "MKL", "openblas": "OpenBLAS", "blis": "BLIS"}
+    name = next((label for key, label in names.items() if key in lowered), Path(path).name)
+    return Blas(name, path, handle)
+
+
+def blas_warning() -> str | None:
+    """One line if products will run on the reference BLAS, else None."""
+    if load_blas().name != "reference":
+        return None
+    return f"no fast BLAS found: matrix products will be about 25 times slower (try: {INSTALL_BLAS})"
+
+
+@contextmanager
+def blas_threads(n: int) -> Iterator[None]:
+    """Let each matrix product use `n` threads; on exit, all cores again."""
+    blas = load_blas()
+    blas.set_threads(n)
+    try:
+        yield
+    finally:
+        blas.set_threads(cpu_cores())
+
+
+def cpu_cores() -> int:
+    """Cores this process may use (its affinity, not the machine's total)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_compiler() -> bool:
+    """Whether `mx.compile` can build CPU code: MLX calls g++ for it."""
+    try:
+        return subprocess.run(["g++", "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def total_memory() -> int:
+    """Bytes of physical memory, or of the container's limit where that is lower."""
+    import psutil
+
+    total = psutil.virtual_memory().total
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def process_memory() -> int:
+    """Resident bytes of this process."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def chip() -> str:
+    """The processor's name, e.g. "Apple M2 Max"."""
+    if sys.platform == "darwin":
+        out = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        return out.stdout.strip() or "Apple silicon"
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def model_cache() -> Path:
+    """The folder where downloaded models are kept: Hugging Face's cache."""
+    if "HF_HUB_CACHE" in os.environ:
+        return Path(os.environ["HF_HUB_CACHE"])
+    return Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
+
+
+def state_folder() -> Path:
+    """Where mlxlm keeps its own small files (chat history), by the XDG rules. Not created here."""
+    return Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "mlxlm"
+
+
+def measure_matmul(size: int = 1024, seconds: float = 0.3) -> float:
+    """GFLOP/s of float32 products of `size` x `size` matrices on the default device."""
+    from mlxlm._mlx import mx
+
+    a = mx.random.normal((size, size))
+    mx.eval(a @ a)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end or best == float("inf"):
+        start = time.perf_counter()
+        mx.eval(a @ a)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e9
+
+
+def temporary_folder_is_writable() -> bool:
+    """Whether `mx.compile` can keep its CPU code (it writes to the temporary folder)."""
+    return os.access(tempfile.gettempdir(), os.W_OK)

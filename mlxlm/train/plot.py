@@ -1,0 +1,40 @@
+"""The picture of a run: loss.png."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mlxlm.errors import CheckpointError, os_errors_as
+
+
+def draw_losses(entries: list[dict[str, Any]], path: Path) -> None:
+    """Draw training and validation loss and the learning rate over tokens, from the entries of a log."""
+    from matplotlib.figure import Figure  # half a second: only where a picture is drawn
+
+    steps = [e for e in entries if e["event"] == "step"]
+    validations = [e for e in entries if e["event"] == "validation"]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([e["tokens"] for e in steps], [e["loss"] for e in steps], lw=0.8, color="#9ab", label="training")
+    if validations:
+        x, y = [e["tokens"] for e in validations], [e["loss"] for e in validations]
+        best = min(validations, key=lambda e: e["loss"])
+        label = f"validation (best {best['loss']:.3f} = {best['bits_per_byte']:.3f} bits per byte)"
+        axes.plot(x, y, "o-", ms=3, color="#c33", label=label)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    rate = axes.twinx()
+    rate.plot([e["tokens"] for e in steps], [e["learning_rate"] for e in steps], ":", lw=1, color="#555")
+    rate.set_ylabel("learning rate (dotted)")
+    rate.set_ylim(bottom=0)
+    axes.legend(loc="upper right")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with os_errors_as(CheckpointError, "write", path):
+        try:
+            figure.savefig(temporary, dpi=120, format="png")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

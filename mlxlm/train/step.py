@@ -1,0 +1,103 @@
+"""One training step: the whole graph, from tokens to updated weights, compiled once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxlm._mlx import mx
+from mlxlm.kernels import cross_entropy
+from mlxlm.model import Decoder
+from mlxlm.train.settings import TrainSettings
+
+
+class TrainStep:
+    """AdamW (Loshchilov & Hutter 2019) on a model, its state owned here.
+
+    Decay applies to matrices only: pulling norms and biases to zero has no regularising effect (nanoGPT
+    and GPT-3 do the same).
+    """
+
+    def __init__(self, model: Decoder, settings: TrainSettings):
+        self.model, self.settings = model, settings
+
+        def adamw(decay: float) -> optim.AdamW:
+            return optim.AdamW(
+                settings.learning_rate,
+                betas=(settings.beta1, settings.beta2),
+                weight_decay=decay,
+                bias_correction=True,
+            )
+
+        self._optimizer = optim.MultiOptimizer(
+            [adamw(settings.weight_decay), adamw(0.0)], [lambda _name, weight: weight.ndim >= 2]
+        )
+        self._optimizer.init(model.trainable_parameters())
+        mx.random.seed(settings.seed)
+        self._compile()
+
+    def __call__(self, batch: np.ndarray, learning_rate: float) -> tuple[mx.array, mx.array]:
+        """Update the model on int tokens `[accumulate, batch_size, T + 1]`.
+
+        Returns the mean loss in nats per token and the gradient's norm before clipping, not evaluated:
+        evaluate them with `state`.
+        """
+        return self._step(mx.array(batch), mx.array(learning_rate, mx.float32))
+
+    @property
+    def state(self) -> list[Any]:
+        """Everything that a step changes: weights, optimizer, random state."""
+        return [self.model.state, [o.state for o in self._optimizer.optimizers], mx.random.state]
+
+    def save_state(self) -> dict[str, mx.array]:
+        """Optimizer and random state as named arrays."""
+        return {
+            **dict(tree_flatten(self._optimizer.state)),
+            **{f"random.{i}": key for i, key in enumerate(mx.random.state)},
+        }
+
+    def load_state(self, arrays: dict[str, mx.array]) -> None:
+        """Continue from what `save_state` gave. Raises ValueError if the names or shapes differ."""
+        wanted = {name: value.shape for name, value in self.save_state().items()}
+        if wanted != {name: value.shape for name, value in arrays.items()}:
+            raise ValueError("the optimizer state is of another model")
+        keys = {name: value for name, value in arrays.items() if name.startswith("random.")}
+        self._optimizer.state = tree_unflatten([(k, v) for k, v in arrays.items() if k not in keys])
+        for optimizer in self._optimizer.optimizers:
+            optimizer.init(self._parameters_of(optimizer))
+        mx.random.state[:] = [keys[f"random.{i}"] for i in range(len(keys))]
+        self._compile()
+
+    def _parameters_of(self, optimizer: optim.Optimizer) -> dict:
+        parts = self._optimizer._split_dictionary(self.model.trainable_parameters())
+        return parts[self._optimizer.optimizers.index(optimizer)]
+
+    def _compile(self) -> None:
+        self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
+
+    def _update(self, batch: mx.array, learning_rate: mx.array) -> tuple[mx.array, mx.array]:
+        parameters = self.model.trainable_parameters()
+        loss_and_gradient = mx.value_and_grad(self._summed_loss)
+        total, gradients = mx.array(0.0), None
+        for micro in batch:
+            loss, gradient = loss_and_gradient(parameters, micro)
+            total = total + loss
+            gradients = gradient if gradients is None else tree_map(mx.add, gradients, gradient)
+        # Sums over tokens, divided once: every token weighs the same, whichever part of a step it is in.
+        tokens = batch.shape[0] * batch.shape[1] * (batch.shape[2] - 1)
+        gradients = tree_map(lambda g: g / tokens, gradients)
+        norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
+        if self.settings.clip > 0:
+            factor = mx.minimum(self.settings.clip / (norm + 1e-6), 1.0)
+            gradients = tree_map(lambda g: g * factor, gradients)
+        self.model.update(parameters)
+        self._optimizer.learning_rate = learning_rate
+        self._optimizer.update(self.model, gradients)
+        return total / tokens, norm
+
+    def _summed_loss(self, parameters: dict, tokens: mx.array) -> mx.array:
+        self.model.update(parameters)
+        return cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:]).sum()
