@@ -1,0 +1,136 @@
+"""Prefill and decode: the same tokens as the plainest loop, and an exact account of the cache."""
+
+import pytest
+
+from mlxlm._mlx import mx
+from mlxlm.generate import Context, tokens
+
+PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
+
+
+def greedy(logits):
+    return mx.argmax(logits, axis=-1)
+
+
+def naive(model, prompt, n):
+    """Greedy tokens, each from a forward pass over everything before it."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(model(mx.array([ids]))[0, -1].argmax().item())
+    return ids[len(prompt) :]
+
+
+class Counting:
+    """A model that notes how many tokens each call was given."""
+
+    def __init__(self, model):
+        self._model, self.layers, self.calls = model, model.layers, []
+
+    def __call__(self, ids, cache=None):
+        self.calls.append(ids.shape[1])
+        return self._model(ids, cache=cache)
+
+
+def offsets(context):
+    return {cache.offset for cache in context.caches}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 10, 11, 512])
+def test_any_prefill_chunk_gives_the_tokens_of_the_naive_loop(loaded, chunk):
+    context = Context(loaded.model)
+    assert list(tokens(context, PROMPT, greedy, 20, prefill_chunk=chunk)) == naive(loaded.model, PROMPT, 20)
+
+
+def test_a_prompt_of_one_token(loaded):
+    assert list(tokens(Context(loaded.model), [7], greedy, 5)) == naive(loaded.model, [7], 5)
+
+
+def test_prefill_chunks_and_no_step_after_the_last_token(loaded):
+    model = Counting(loaded.model)
+    told = []
+    list(tokens(Context(model), PROMPT, greedy, 3, prefill_chunk=4, on_prefill=told.append))
+    assert model.calls == [4, 4, 2] + [1, 1, 1]
+    assert told == [4, 8, 10]
+
+
+def test_the_next_step_is_dispatched_before_a_token_is_read(loaded):
+    model = Counting(loaded.model)
+    stream = tokens(Context(model), PROMPT, greedy, 10)
+    next(stream)
+    assert model.calls == [len(PROMPT) - 1, 1, 1]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 7])
+def test_closing_early_leaves_prompt_and_yielded_tokens(loaded, kept):
+    context = Context(loaded.model)
+    stream = tokens(context, PROMPT, greedy, 50)
+    taken = [next(stream) for _ in range(kept)]
+    stream.close()
+    assert context.ids == PROMPT + taken
+    assert offsets(context) == {len(PROMPT) + kept}
+
+
+def test_at_the_limit_the_last_token_is_not_in_the_cache(loaded):
+    context = Context(loaded.model)
+    taken = list(tokens(context, PROMPT, greedy, 6))
+    assert context.ids == PROMPT + taken[:-1]
+    assert offsets(context) == {len(PROMPT) + 5}
+
+
+def test_a_kept_context_reads_only_what_is_new_and_changes_no_token(loaded):
+    model = Counting(loaded.model)
+    context = Context(model)
+    stream = tokens(context, PROMPT, greedy, 50)
+    answer = [next(stream) for _ in range(4)]
+    stream.close()
+    longer = PROMPT + answer[:3] + [50, 51, 52]  # departs from the cache at its last token
+    model.calls.clear()
+    assert list(tokens(context, longer, greedy, 8)) == naive(loaded.model, longer, 8)
+    assert model.calls[:2] == [2, 1]
+
+
+def test_the_same_prompt_again_reads_its_last_token_only(loaded):
+    model = Counting(loaded.model)
+    context = Context(model)
+    first = list(tokens(context, PROMPT, greedy, 4))
+    model.calls.clear()
+    assert list(tokens(context, PROMPT, greedy, 4)) == first
+    assert model.calls == [1] * 4
+
+
+def test_caches_that_cannot_be_shortened_are_emptied(loaded):
+    context = Context(loaded.model)
+    list(tokens(context, PROMPT, greedy, 4))
+    for cache in context.caches:
+        cache.is_trimmable = lambda: False
+    assert list(tokens(context, PROMPT[:6] + [3], greedy, 4)) == naive(loaded.model, PROMPT[:6] + [3], 4)
+
+
+def test_an_exception_inside_a_step_empties_the_context(loaded):
+    context = Context(loaded.model)
+
+    def interrupted(logits):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(tokens(context, PROMPT, interrupted, 4))
+    assert context.ids == []
+    assert list(tokens(context, PROMPT, greedy, 4)) == naive(loaded.model, PROMPT, 4)
+
+
+def test_an_exception_between_chunks_keeps_what_was_read(loaded):
+    context = Context(loaded.model)
+
+    def stop(done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(tokens(context, PROMPT, greedy, 4, prefill_chunk=4, on_prefill=stop))
+    assert context.ids == PROMPT[:4] and offsets(context) == {4}
+    assert list(tokens(context, PROMPT, greedy, 4)) == naive(loaded.model, PROMPT, 4)
+
+
+def test_greedy_tokens_equal_those_of_mlx_lm(loaded):
+    generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
+    theirs = [token for token, _ in generate_step(mx.array(PROMPT), loaded.model, max_tokens=30)]
+    assert list(tokens(Context(loaded.model), PROMPT, greedy, 30)) == theirs

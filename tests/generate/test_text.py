@@ -1,0 +1,138 @@
+"""Streams of text: how they end, what they report, and what they refuse."""
+
+import sys
+
+import pytest
+
+from mlxlm._mlx import mx
+from mlxlm.errors import GenerationError
+from mlxlm.generate import Context, GenerationOptions, LoadedModel, TextStream, generate, stream
+
+
+class Scripted:
+    """A model that answers with given tokens, whatever it is asked; the cache is advanced as by any other."""
+
+    def __init__(self, loaded, answer):
+        self._decoder, self._answer = loaded.model, answer
+        self.layers = loaded.model.layers
+        self.prompt_length = None
+
+    def __call__(self, ids, cache=None):
+        logits = self._decoder(ids, cache=cache)
+        position = cache[0].offset - self.prompt_length
+        wanted = self._answer[position] if 0 <= position < len(self._answer) else 0
+        return mx.where(mx.arange(logits.shape[-1]) == wanted, 100.0, mx.zeros_like(logits))
+
+
+def scripted(loaded, prompt, answer):
+    """`loaded`, with a model that answers `prompt` with the tokens of `answer`, a text or ids."""
+    ids = loaded.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
+    model = Scripted(loaded, ids)
+    model.prompt_length = len(loaded.tokenizer.encode(prompt))
+    return LoadedModel(model, loaded.tokenizer, loaded.config, loaded.path)
+
+
+def test_chunks_join_to_the_result(loaded):
+    text = stream(loaded, "The quick", max_tokens=30, seed=4)
+    chunks = list(text)
+    assert "".join(chunk.text for chunk in chunks) == text.result.text
+    assert [chunk.token for chunk in chunks] == text.result.tokens
+    assert text.result.text == loaded.tokenizer.decode(text.result.tokens)
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 29 + ["length"]
+
+
+def test_characters_are_never_split(loaded):
+    answer = "Grüße, 世界! 🦊"
+    chunks = [chunk.text for chunk in stream(scripted(loaded, "x", answer), "x", max_tokens=25, temperature=0)]
+    assert "".join(chunks).startswith(answer)
+    assert "\ufffd" not in "".join(chunks)
+
+
+def test_the_end_token_ends_the_text_and_adds_nothing(loaded):
+    eos = loaded.tokenizer.eos_id
+    ids = loaded.tokenizer.encode("The fox", add_special_tokens=False)
+    result = generate(scripted(loaded, "x", [*ids, eos, *ids]), "x", temperature=0)
+    assert (result.text, result.finish_reason, result.tokens) == ("The fox", "eos", [*ids, eos])
+
+
+def test_a_stop_string_is_cut_off_with_everything_behind(loaded):
+    result = generate(scripted(loaded, "x", "The quick brown fox"), "x", temperature=0, stop=["ck b", "zzz"])
+    assert (result.text, result.finish_reason) == ("The qui", "stop")
+
+
+def test_text_held_back_is_released_at_the_end(loaded):
+    ids = loaded.tokenizer.encode("The qui", add_special_tokens=False)
+    model = scripted(loaded, "x", [*ids, loaded.tokenizer.eos_id])
+    assert generate(model, "x", temperature=0, stop="quick").text == "The qui"
+
+
+def test_an_unfinished_character_is_shown_as_such_at_the_end(loaded):
+    ids = loaded.tokenizer.encode("🦊", add_special_tokens=False)
+    assert len(ids) > 1
+    result = generate(scripted(loaded, "x", ids), "x", temperature=0, max_tokens=1)
+    assert (result.text, result.finish_reason) == ("\ufffd", "length")
+
+
+def test_the_context_ends_a_text(loaded):
+    result = generate(loaded, [1] * 120, max_tokens=None, temperature=0)
+    assert (len(result.tokens), result.finish_reason) == (8, "context")
+    assert generate(loaded, [1] * 120, max_tokens=8, temperature=0).finish_reason == "length"
+
+
+def test_equal_seeds_equal_texts_and_a_drawn_seed_is_reported(loaded):
+    first = generate(loaded, "The", max_tokens=20, temperature=1.0)
+    again = generate(loaded, "The", max_tokens=20, temperature=1.0, seed=first.seed)
+    assert first.tokens == again.tokens
+    assert first.tokens != generate(loaded, "The", max_tokens=20, temperature=1.0, seed=first.seed + 1).tokens
+
+
+def test_timings(loaded):
+    text = stream(loaded, "The quick", max_tokens=5)
+    before = text.result.timings
+    assert (before.first_token_seconds, before.tokens_per_second) == (None, None)
+    list(text)
+    timings = text.result.timings
+    assert timings.first_token_seconds > 0 and timings.tokens_per_second > 0 and timings.prompt_tokens_per_second > 0
+    assert timings.peak_memory_bytes > 0
+
+
+def test_a_text_left_early_keeps_an_exact_context(loaded):
+    context = Context(loaded.model)
+    prompt = loaded.tokenizer.encode("The quick brown")
+    text = TextStream(loaded, prompt, GenerationOptions(temperature=0), context=context)
+    next(text), next(text)
+    text.close()
+    assert text.result.finish_reason is None
+    assert context.ids == prompt + text.result.tokens
+    follow_up = TextStream(loaded, context.ids + [5], GenerationOptions(temperature=0, max_tokens=1), context=context)
+    list(follow_up)
+    assert follow_up.result.cached_tokens == len(prompt) + 2
+
+
+def test_equal_to_mlx_lm(loaded):
+    generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
+    prompt = loaded.tokenizer.encode("How are you")
+    theirs = [token for token, _ in generate_step(mx.array(prompt), loaded.model, max_tokens=25)]
+    assert generate(loaded, "How are you", max_tokens=25, temperature=0).tokens == theirs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ([1] * 128, {}, "128 tokens.*context of 128.*at most 127"),
+        ([10**6], {}, "ids from 0 to"),
+        ("x", {"max_tokens": 0}, "max_tokens is 0"),
+        ("x", {"stop": ["a", ""]}, "stop string is empty"),
+        ("x", {"temprature": 1}, "no setting temprature.*temperature"),
+    ],
+)
+def test_refused_before_anything_is_computed(loaded, prompt, options, message):
+    with pytest.raises(GenerationError, match=message):
+        stream(loaded, prompt, **options)
+
+
+def test_the_package_is_callable_like_the_function(loaded):
+    package = sys.modules["mlxlm.generate"]
+    assert package(loaded, "x", max_tokens=3, seed=1).tokens == generate(loaded, "x", max_tokens=3, seed=1).tokens
