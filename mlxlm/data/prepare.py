@@ -47,12 +47,13 @@ def prepare(
 
     Validation is `validation_paths` if given. Otherwise it is one document out of each
     1/`validation_fraction`, drawn by `seed`; with too few documents for that (20, or 1/fraction) the last
-    `validation_fraction` of all tokens, from the start of a line. Those few documents wait on disk until that
-    is decided.
+    `validation_fraction` of all tokens, from the start of a line. The first few documents wait on disk until
+    that is decided.
 
     progress: called with the number of bytes read since the last call.
 
-    Raises DataError for unusable sources, an `out` in use, and a disk that cannot be written.
+    Raises DataError for unusable sources, sources without text, an `out` in use, and a disk that cannot be
+    written.
     """
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation fraction {validation_fraction} is not in [0, 1)", "0.05")
@@ -146,9 +147,12 @@ class _Builder:
         return result
 
     def _counted(self, source: Iterable[Document]) -> Iterator[Document]:
+        document = None
         for document in source:
             self._chat_documents += document.messages is not None
             yield document
+        if document is None:
+            raise DataError("there is no text in the sources", "files with some text")
 
     def _split_tail(self, staging: Staging, fraction: float) -> None:
         cut = staging.tokens - max(1, round(fraction * staging.tokens))

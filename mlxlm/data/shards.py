@@ -99,6 +99,8 @@ class Staging:
 
     def documents(self) -> Iterator[tuple[int, np.ndarray, int]]:
         """Every document: its offset, its ids (a view of the file) and its bytes of text."""
+        if not self.tokens:
+            return
         self._file.flush()
         ids = np.memmap(self._path, self._dtype, mode="r")
         ends = [*self._starts[1:], self.tokens]

@@ -21,7 +21,7 @@ from mlxlm.errors import DataError, os_errors_as
 STDIN = "-"
 COMPRESSED = (".gz", ".zst")
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl")  # what is taken from a folder, compressed or not
-PIECE = 1 << 14  # characters; small enough to bound memory, large enough to keep tokenizer threads busy
+PIECE = 1 << 14  # characters: small enough to bound memory, large enough for the tokenizer's threads
 _READ = 1 << 16  # bytes
 
 Advance = Callable[[int], None]

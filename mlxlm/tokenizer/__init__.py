@@ -5,8 +5,9 @@ memory.
 """
 
 from mlxlm.tokenizer.files import load
+from mlxlm.tokenizer.report import Report, report
 from mlxlm.tokenizer.stream import StreamDecoder
 from mlxlm.tokenizer.tokenizer import Tokenizer
 from mlxlm.tokenizer.train import KINDS, train
 
-__all__ = ["KINDS", "StreamDecoder", "Tokenizer", "load", "train"]
+__all__ = ["KINDS", "Report", "StreamDecoder", "Tokenizer", "load", "report", "train"]

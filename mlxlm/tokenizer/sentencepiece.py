@@ -59,7 +59,8 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
     or where a model gives equal scores to pieces other than runs of one character.
 
     A model that alters nothing (identity, no dummy prefix) keeps spaces as they are, so that a literal U+2581
-    in a text falls back to its bytes and comes back; SentencePiece itself returns it as a space.
+    in a text falls back to its bytes and comes back; SentencePiece itself returns it as a space. With a dummy
+    prefix (Llama 2) the ids are SentencePiece's for every text, and a literal U+2581 does come back as a space.
     """
     rules = model.normalizer_spec
     byte_fallback = model.trainer_spec.byte_fallback

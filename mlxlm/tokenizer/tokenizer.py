@@ -119,11 +119,8 @@ class Tokenizer:
         if self._decoder is None:
             ids = [_checked(i) for i in ids]
             return self._runtime.decode(ids, skip_special_tokens=skip_special_tokens)
-        if skip_special_tokens:
-            data = b"".join(map(self.token_bytes, ids))
-        else:
-            data = b"".join(map(self._content_bytes, ids))
-        text = data.decode("utf-8", "replace")
+        bytes_of = self.token_bytes if skip_special_tokens else self._content_bytes
+        text = b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._decoder.strip_first_space else text
 
     def token_bytes(self, id: int) -> bytes:
