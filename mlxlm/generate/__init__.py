@@ -15,11 +15,11 @@ from mlxlm.errors import GenerationError
 from mlxlm.generate.engine import Context, tokens
 from mlxlm.generate.loaded import LoadedModel, load
 from mlxlm.generate.sampling import Sampler, SamplingOptions, filtered_logits
-from mlxlm.generate.text import Chunk, GenerationOptions, Result, TextStream, Timings
+from mlxlm.generate.text import Chunk, FinishReason, GenerationOptions, Result, TextStream, Timings
 
 __all__ = [
-    "Chunk", "Context", "GenerationOptions", "LoadedModel", "Result", "Sampler", "SamplingOptions",
-    "TextStream", "Timings", "filtered_logits", "generate", "load", "stream", "tokens",
+    "Chunk", "Context", "FinishReason", "GenerationOptions", "LoadedModel", "Result", "Sampler",
+    "SamplingOptions", "TextStream", "Timings", "filtered_logits", "generate", "load", "stream", "tokens",
 ]  # fmt: skip
 
 
