@@ -136,6 +136,9 @@ def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokeniz
             raise TokenizerError(f"{path} is missing", "vocab.json and merges.txt in one folder")
         _read(path)
     content = _json_object(vocabulary)
+    for token, id in content.items():
+        if type(id) is not int or not 0 <= id < 2**32:
+            raise TokenizerError(f"{vocabulary}: the id of '{token}' is not a number from 0 up")
     try:
         runtime = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     except Exception as error:  # the library raises bare Exception

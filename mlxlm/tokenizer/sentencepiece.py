@@ -82,9 +82,10 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
     runtime.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     if not lossless:
         runtime.normalizer = _normalizer(rules)
-    if not any(_crosses_words(text, space) for text in mergeable):
+    if byte_fallback and not any(_crosses_words(text, space) for text in mergeable):
         # No piece spans the end of a word or a line, so that cutting there cannot change the ids; words are
-        # then cached, which makes encoding several times faster.
+        # then cached, which makes encoding several times faster. (Without byte fallback, neighbouring unknown
+        # characters are one token, also across words.)
         words = rf"\n|{space}+[^{space}\n]*|[^{space}\n]+"
         runtime.pre_tokenizer = pre_tokenizers.Split(Regex(words), "isolated")
     steps = [decoders.ByteFallback(), decoders.Fuse()]

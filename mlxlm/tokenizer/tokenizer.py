@@ -90,25 +90,11 @@ class Tokenizer:
 
         Raises TokenizerError if `text` has lone surrogates, which no UTF-8 text contains.
         """
-        try:
-            with self._lock:
-                self._runtime.encode_special_tokens = not parse_special
-                [encoding] = self._runtime.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise surrogate_error(error) from error
-        return encoding.ids
+        return self._encode([text], add_special_tokens, parse_special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """`encode` of every text, in parallel (Rust threads), special tokens in the texts never parsed."""
-        try:
-            with self._lock:
-                self._runtime.encode_special_tokens = True
-                encodings = self._runtime.encode_batch_fast(
-                    list(texts), add_special_tokens=add_special_tokens
-                )
-        except UnicodeEncodeError as error:
-            raise surrogate_error(error) from error
-        return [encoding.ids for encoding in encodings]
+        return self._encode(list(texts), add_special_tokens, parse_special=False)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids without a token (a model's padding rows) add nothing.
@@ -148,6 +134,14 @@ class Tokenizer:
     def to_json(self) -> str:
         """The content of tokenizer.json."""
         return self._runtime.to_str(pretty=True)
+
+    def _encode(self, texts: list[str], add_special_tokens: bool, parse_special: bool) -> list[list[int]]:
+        for text in texts:
+            check_unicode(text)
+        with self._lock:
+            self._runtime.encode_special_tokens = not parse_special
+            encodings = self._runtime.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def _content_bytes(self, id: int) -> bytes:
         content = self._bytes.get(id)
@@ -240,7 +234,10 @@ def _checked(id: int) -> int:
     return int(id)
 
 
-def surrogate_error(error: UnicodeEncodeError) -> TokenizerError:
-    """For text that no UTF-8 file can hold."""
-    where = f"U+{ord(error.object[error.start]):04X} at character {error.start}"
-    return TokenizerError(f"the text has a lone surrogate, {where}", "text that was read as UTF-8")
+def check_unicode(text: str) -> None:
+    """Raises TokenizerError if `text` has a lone surrogate, which no UTF-8 text contains."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = f"U+{ord(text[error.start]):04X} at character {error.start}"
+        raise TokenizerError(f"the text has a lone surrogate, {where}", "text read as UTF-8") from error

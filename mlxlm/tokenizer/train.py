@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 
 from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import sentencepiece
-from mlxlm.tokenizer.tokenizer import Tokenizer, around_text, surrogate_error
+from mlxlm.tokenizer.tokenizer import Tokenizer, around_text, check_unicode
 
 KINDS = ("byte-level", "sentencepiece")
 CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -129,10 +129,7 @@ def _non_empty(texts: Iterable[str]) -> Iterator[str]:
     """The non-empty ones of `texts`, checked: Unicode without lone surrogates, and not all blank."""
     blank = True
     for text in texts:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise surrogate_error(error) from error
+        check_unicode(text)
         blank = blank and (not text or text.isspace())
         if text:
             yield text

@@ -1,0 +1,227 @@
+import json
+import shutil
+
+import pytest
+import tokenizers
+
+from mlxlm.errors import TokenizerError
+from mlxlm.tokenizer import load
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    trained.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def change(path, **fields):
+    content = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps(content))
+
+
+def test_save_and_load(trained, saved, sample):
+    for path in (saved, saved / "tokenizer.json"):
+        loaded = load(path)
+        assert loaded.fingerprint == trained.fingerprint
+        assert loaded.special_tokens == trained.special_tokens
+        assert loaded.names == trained.names
+        assert (loaded.bos_id, loaded.eos_id, loaded.pad_id) == (trained.bos_id, trained.eos_id, trained.pad_id)
+        assert loaded.encode(sample) == trained.encode(sample)
+        assert loaded.chat_template is None
+
+
+def test_only_the_expected_files_are_written(trained, saved):
+    expected = {"tokenizer.json", "tokenizer_config.json"}
+    if trained.kind == "sentencepiece":
+        expected.add("tokenizer.model")
+        assert load(saved / "tokenizer.model").fingerprint == trained.fingerprint
+    assert {path.name for path in saved.iterdir()} == expected
+
+
+def test_chat_template_is_kept_and_not_part_of_the_fingerprint(saved, tmp_path):
+    tokenizer = load(saved)
+    before = tokenizer.fingerprint
+    tokenizer.chat_template = "{{ messages }} ▁é"
+    tokenizer.save(tmp_path / "chat")
+    loaded = load(tmp_path / "chat")
+    assert loaded.chat_template == "{{ messages }} ▁é"
+    assert loaded.fingerprint == before
+    (tmp_path / "chat" / "chat_template.jinja").write_text("from its own file")
+    assert load(tmp_path / "chat").chat_template == "from its own file"
+
+
+def test_named_chat_templates(saved):
+    templates = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    change(saved / "tokenizer_config.json", chat_template=templates)
+    assert load(saved).chat_template == "b"
+
+
+def test_special_tokens_are_named_by_the_configuration(saved):
+    change(saved / "tokenizer_config.json", bos_token=None, eos_token={"content": "<|end|>"})
+    tokenizer = load(saved)
+    assert tokenizer.bos_id is None
+    assert tokenizer.eos_id == tokenizer.special_tokens["<|end|>"]
+
+
+def test_special_tokens_are_named_by_the_map_then_by_custom(saved):
+    (saved / "tokenizer_config.json").unlink()
+    (saved / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
+    tokenizer = load(saved)
+    assert tokenizer.eos_id == tokenizer.special_tokens["<|user|>"]
+    assert tokenizer.bos_id == tokenizer.encode("")[0]
+    assert tokenizer.pad_id == tokenizer.special_tokens["<|pad|>"]
+
+
+def test_length_limits_and_padding_of_a_file_are_not_applied(trained, saved):
+    runtime = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    runtime.enable_truncation(4)
+    runtime.enable_padding(length=64)
+    runtime.save(str(saved / "tokenizer.json"))
+    loaded = load(saved)
+    assert loaded.encode("one two three " * 20) == trained.encode("one two three " * 20)
+    assert loaded.fingerprint == trained.fingerprint
+
+
+def test_gpt2(gpt2, gpt2_folder):
+    assert gpt2.vocab_size == 50257
+    assert gpt2.bos_id == gpt2.eos_id == gpt2.special_tokens["<|endoftext|>"] == 50256
+    assert gpt2.encode("Hello world") == [15496, 995]
+    assert load(gpt2_folder / "vocab.json").fingerprint == gpt2.fingerprint
+    assert load(gpt2_folder / "merges.txt").fingerprint == gpt2.fingerprint
+
+
+def test_llama2(llama2, llama2_folder):
+    assert llama2.vocab_size == 32000
+    assert (llama2.unk_id, llama2.bos_id, llama2.eos_id, llama2.pad_id) == (0, 1, 2, None)
+    assert llama2.encode("Hello world") == [1, 15043, 3186]
+    assert llama2.adds_first_space
+    assert load(llama2_folder / "tokenizer.model").fingerprint == llama2.fingerprint
+
+
+def test_llama2_without_bos(llama2_folder, tmp_path):
+    shutil.copy(llama2_folder / "tokenizer.model", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')
+    assert load(tmp_path).encode("Hello world") == [15043, 3186, 2]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"model": ', b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe\0"])
+def test_malformed_json(content, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError, match="tokenizer.json"):
+        load(path)
+
+
+def test_truncated_json(saved):
+    path = saved / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(TokenizerError, match="tokenizer.json is not valid JSON"):
+        load(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a protobuf", b"\x80\x04\x95.", b"\0" * 50])
+def test_malformed_sentencepiece(content, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError, match="tokenizer.model"):
+        load(path)
+
+
+def test_truncated_sentencepiece(llama2_folder, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes((llama2_folder / "tokenizer.model").read_bytes()[:100_000])
+    with pytest.raises(TokenizerError, match="tokenizer.model"):
+        load(path)
+
+
+@pytest.mark.parametrize("merges", ["", "a b c d\n", "x y\n"])
+def test_malformed_merges(merges, tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
+    (tmp_path / "merges.txt").write_text(merges)
+    with pytest.raises(TokenizerError, match="merges.txt"):
+        load(tmp_path)
+
+
+def test_missing_merges(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
+    with pytest.raises(TokenizerError, match="merges.txt is missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("vocabulary", ["[1]", '{"a": "b"}', '{"a": -1}', "{"])
+def test_malformed_vocabulary(vocabulary, tmp_path):
+    (tmp_path / "vocab.json").write_text(vocabulary)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(TokenizerError, match="vocab.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"), [({"bos_token": 3}, "bos_token"), ({"chat_template": 3}, "chat_template")]
+)
+def test_malformed_configuration(saved, fields, field):
+    change(saved / "tokenizer_config.json", **fields)
+    with pytest.raises(TokenizerError, match=f"tokenizer_config.json: '{field}'"):
+        load(saved)
+
+
+def test_paths_that_hold_no_tokenizer(tmp_path):
+    with pytest.raises(TokenizerError, match="no tokenizer in"):
+        load(tmp_path)
+    with pytest.raises(TokenizerError, match="no such file"):
+        load(tmp_path / "absent")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(TokenizerError, match="not a tokenizer file"):
+        load(tmp_path / "model.safetensors")
+
+
+def test_a_folder_that_cannot_be_written(trained, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(TokenizerError, match="cannot write a tokenizer to"):
+        trained.save(tmp_path / "file" / "folder")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_full_disk_leaves_the_old_files(trained, saved, monkeypatch):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+
+    def full(self, data):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(TokenizerError, match="No space left on device .*free some disk space"):
+        trained.save(saved)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+
+
+@pytest.fixture(params=["byte_level", "sentencepiece_bpe", "llama2", "gpt2"])
+def any_folder(request, tmp_path):
+    tokenizer = request.getfixturevalue(request.param)
+    tokenizer.save(tmp_path)
+    return tokenizer, tmp_path
+
+
+def test_transformers_agrees(any_folder, sample):
+    transformers = pytest.importorskip("transformers")
+    tokenizer, folder = any_folder
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.encode(sample, parse_special=True)
+    assert theirs.encode(sample) == ids
+    assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
+    plain = sample.replace("<", "")
+    assert theirs.decode(theirs.encode(plain), skip_special_tokens=True) == tokenizer.decode(tokenizer.encode(plain))
+    assert len(theirs) == tokenizer.vocab_size
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert (theirs.pad_token_id, theirs.unk_token_id) == (tokenizer.pad_id, tokenizer.unk_id)
+
+
+def test_mlx_lm_agrees(any_folder, sample):
+    pytest.importorskip("transformers")
+    utils = pytest.importorskip("mlx_lm.tokenizer_utils")
+    tokenizer, folder = any_folder
+    theirs = utils.load(folder)
+    ids = tokenizer.encode(sample, parse_special=True)
+    assert theirs.encode(sample) == ids
+    assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
+    assert theirs.eos_token_ids == {tokenizer.eos_id}

@@ -1,0 +1,90 @@
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mlxlm.errors import TokenizerError
+from mlxlm.tokenizer import train
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\r\t\0▁▅<|>s/ux0A"), max_size=60)
+ANY = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@given(text=TEXT)
+@example("▁ ▁▁ <s></s><unk><|user|><0x41>")
+@example("\ufeff\r\n \u2028\x85\x00")
+@ANY
+def test_any_text_comes_back(trained, text):
+    for special in (False, True):
+        ids = trained.encode(text, add_special_tokens=special)
+        assert trained.decode(ids) == text
+        assert all(0 <= i < trained.vocab_size for i in ids)
+    assert trained.encode_batch([text, "", text]) == [ids[1:], [], ids[1:]]
+
+
+@given(text=TEXT)
+@ANY
+def test_tokens_are_the_bytes_of_the_text(trained, text):
+    ids = trained.encode(text)
+    assert b"".join(map(trained.token_bytes, ids)) == text.encode("utf-8")
+
+
+@given(text=TEXT)
+@ANY
+def test_any_text_comes_back_from_gpt2(gpt2, text):
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+@given(text=TEXT)
+@ANY
+def test_any_text_comes_back_from_llama2(llama2, text):
+    text = text.replace("▁", "")  # Llama 2's own ids cannot tell it from a space
+    assert llama2.decode(llama2.encode(text)) == text
+
+
+def test_real_text_comes_back(trained, real_text):
+    assert trained.decode(trained.encode(real_text)) == real_text
+
+
+def test_real_text_comes_back_from_gpt2(gpt2, real_text):
+    assert gpt2.decode(gpt2.encode(real_text)) == real_text
+
+
+def test_text_cannot_forge_special_tokens(trained):
+    for name, id in trained.special_tokens.items():
+        text = f"a{name} b"
+        assert id not in trained.encode(text, add_special_tokens=False)
+        assert id not in trained.encode_batch([text])[0]
+        parsed = trained.encode(text, add_special_tokens=False, parse_special=True)
+        assert parsed.count(id) == 1
+        assert trained.decode(parsed) == "a b"
+        assert trained.decode(parsed, skip_special_tokens=False) == text
+        # the choice is the call's, and leaves nothing behind
+        assert id not in trained.encode(text, add_special_tokens=False)
+
+
+def test_special_tokens_stand_for_no_bytes(trained):
+    assert all(trained.token_bytes(id) == b"" for id in trained.special_tokens.values())
+
+
+def test_ids_without_a_token_add_nothing(trained):
+    ids = trained.encode("water")
+    assert trained.decode([*ids, trained.vocab_size, 10**6]) == "water"
+    assert trained.token_bytes(trained.vocab_size) == b""
+    with pytest.raises(TokenizerError, match="-1 is not a token id"):
+        trained.decode([-1])
+    with pytest.raises(TokenizerError):
+        trained.token_bytes(2**40)
+
+
+def test_lone_surrogates_are_named(trained):
+    with pytest.raises(TokenizerError, match=r"U\+DC80 at character 2"):
+        trained.encode("ab\udc80")
+    with pytest.raises(TokenizerError, match="surrogate"):
+        trained.encode_batch(["ab", "\udc80"])
+
+
+def test_equal_ids_in_pieces_cut_at_words(corpus):
+    tokenizer = train(corpus, 420, "byte-level")
+    text = "one two\n\nthree,\nwater"
+    pieces = ["one", " two\n\n", "three,\n", "water"]
+    assert sum(tokenizer.encode_batch(pieces), []) == tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,95 @@
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from mlxlm.tokenizer import Tokenizer
+from mlxlm.tokenizer.stream import WindowStream
+
+ANY = settings(max_examples=200, deadline=None, derandomize=True)
+IDS = st.lists(st.integers(0, 2**32), max_size=40)
+
+
+def streamed(tokenizer, ids):
+    stream = tokenizer.stream()
+    return "".join(map(stream.push, ids)) + stream.finish()
+
+
+@given(numbers=IDS)
+@ANY
+def test_any_ids_stream_to_what_they_decode_to(trained, numbers):
+    ids = [n % (trained.vocab_size + 3) for n in numbers]
+    assert streamed(trained, ids) == trained.decode(ids)
+
+
+@given(numbers=IDS)
+@ANY
+def test_any_ids_stream_to_what_they_decode_to_llama2(llama2, numbers):
+    ids = [n % 300 if n % 3 else n % llama2.vocab_size for n in numbers]  # many byte tokens
+    assert streamed(llama2, ids) == llama2.decode(ids)
+
+
+@pytest.fixture(scope="module")
+def gpt2_runtime(gpt2):
+    return tokenizers.Tokenizer.from_str(gpt2.to_json())
+
+
+@given(numbers=IDS)
+@ANY
+def test_byte_level_decodes_any_ids_as_the_runtime_does(gpt2, gpt2_runtime, numbers):
+    ids = [n % 256 if n % 3 else n % gpt2.vocab_size for n in numbers]
+    for skip in (True, False):
+        assert gpt2.decode(ids, skip_special_tokens=skip) == gpt2_runtime.decode(ids, skip_special_tokens=skip)
+    assert streamed(gpt2, ids) == gpt2.decode(ids)
+
+
+def test_characters_come_whole(trained, sample):
+    stream = trained.stream()
+    parts = [stream.push(id) for id in trained.encode(sample * 2)]
+    assert not any("\ufffd" in part for part in parts)
+    assert "".join(parts) == sample * 2
+    assert stream.finish() == ""
+
+
+def test_an_unfinished_character_is_shown_at_the_end(trained):
+    ids = trained.encode("𐍈", add_special_tokens=False)  # four bytes, never seen in training
+    stream = trained.stream()
+    assert [stream.push(id) for id in ids[:-1]] == ["", "", ""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_the_dummy_prefix_is_stripped_once(llama2):
+    ids = llama2.encode("  two  spaces")
+    assert streamed(llama2, ids) == "  two  spaces"
+    assert streamed(llama2, llama2.encode("")) == ""
+
+
+def word_piece():
+    words = ["[UNK]", "[CLS]", "play", "##ing", "##ed", "the", ".", "do", "n't", "'", "s"]
+    runtime = tokenizers.Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    runtime.decoder = decoders.WordPiece()
+    runtime.add_special_tokens(["[CLS]"])
+    return Tokenizer(runtime, {"unk": "[UNK]", "bos": "[CLS]"})
+
+
+@given(ids=st.lists(st.sampled_from([2, 3, 4, 5, 6]), max_size=20))
+@ANY
+def test_other_decoders_stream_through_a_window(ids):
+    tokenizer = word_piece()
+    assert tokenizer.kind == "wordpiece"
+    assert streamed(tokenizer, [1, *ids]) == tokenizer.decode([1, *ids])
+
+
+def test_the_window_stays_small():
+    lengths = []
+
+    def decode(ids):
+        lengths.append(len(ids))
+        return "".join("\ufffd" if id % 7 else " word" for id in ids)
+
+    stream = WindowStream(decode)
+    for id in range(500):
+        stream.push(id)
+    stream.finish()
+    assert max(lengths) <= 2 * (WindowStream.LONGEST_CHARACTER + 1)

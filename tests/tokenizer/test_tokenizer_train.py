@@ -1,0 +1,112 @@
+import os
+
+import pytest
+
+from mlxlm.errors import DataError, TokenizerError
+from mlxlm.tokenizer import KINDS, train
+
+ROLES = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+
+def test_special_tokens_of_byte_level(corpus):
+    tokenizer = train(corpus, 400, "byte-level")
+    assert tokenizer.kind == "byte-level"
+    assert tokenizer.vocab_size == 400
+    assert list(tokenizer.special_tokens) == ["<|begin_of_text|>", "<|end_of_text|>", *ROLES]
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id) == (0, 1, 2, None)
+
+
+def test_special_tokens_of_sentencepiece(corpus):
+    tokenizer = train(corpus, 420, "sentencepiece")
+    assert tokenizer.kind == "sentencepiece"
+    assert tokenizer.vocab_size == 420
+    assert list(tokenizer.special_tokens) == ["<unk>", "<s>", "</s>", *ROLES]
+    assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_text_gives_the_same_tokenizer(kind, corpus):
+    assert train(corpus, 420, kind).fingerprint == train(iter(corpus), 420, kind).fingerprint
+    assert train(corpus, 420, kind).fingerprint != train(corpus, 419, kind).fingerprint
+
+
+def test_bos_comes_first(trained):
+    ids = trained.encode("water")
+    assert ids[0] == trained.bos_id
+    assert ids[1:] == trained.encode("water", add_special_tokens=False)
+
+
+def test_frequent_words_become_single_tokens(trained):
+    assert len(trained.encode(" token", add_special_tokens=False)) == 1
+
+
+def test_digits_are_split(corpus):
+    numbers = ["1234567 " * 500]
+    sentencepiece = train(numbers, 272, "sentencepiece")
+    assert len(sentencepiece.encode("1234567", add_special_tokens=False)) == 7
+    byte_level = train(numbers, 267, "byte-level")
+    assert len(byte_level.encode("1234567", add_special_tokens=False)) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_too_large_a_vocabulary_names_the_largest_that_works(kind, corpus):
+    with pytest.raises(TokenizerError, match="larger than this text supports") as caught:
+        train(corpus, 100_000, kind)
+    largest = int(caught.value.hint.split()[4])
+    assert train(corpus, largest, kind).vocab_size == largest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_too_small_a_vocabulary_names_the_smallest_that_works(kind, corpus):
+    with pytest.raises(TokenizerError, match="too small") as caught:
+        train(corpus, 100, kind)
+    smallest = int(caught.value.hint.split()[-1])
+    if kind == "sentencepiece":  # the text's own characters come on top
+        with pytest.raises(TokenizerError, match="this text's characters") as caught:
+            train(corpus, smallest, kind)
+        smallest = int(caught.value.hint.split()[-1])
+    assert train(corpus, smallest, kind).vocab_size == smallest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("texts", [[], [""], [" \n\t "]])
+def test_no_text(kind, texts):
+    with pytest.raises(TokenizerError, match="no text"):
+        train(texts, 300, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_the_source_come_through(kind):
+    def texts():
+        yield "some text\n"
+        raise DataError("line 2 is bad", "another line")
+
+    with pytest.raises(DataError, match="line 2 is bad"):
+        train(texts(), 300, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lone_surrogates(kind):
+    with pytest.raises(TokenizerError, match=r"U\+D800 at character 3"):
+        train(["abc\ud800"], 300, kind)
+
+
+def test_unknown_kind_and_huge_vocabulary(corpus):
+    with pytest.raises(TokenizerError, match="unknown kind"):
+        train(corpus, 400, "unigram")
+    with pytest.raises(TokenizerError, match="too large"):
+        train(corpus, 10**9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_silent_and_leaves_no_files(kind, corpus, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    train(corpus, 420, kind)
+    assert os.listdir(tmp_path) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_sentencepiece_learns_from_long_lines():
+    tokenizer = train(["water " * 20_000], 280, "sentencepiece")
+    assert len(tokenizer.encode(" water", add_special_tokens=False)) == 1
