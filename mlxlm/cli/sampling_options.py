@@ -12,14 +12,14 @@ import click
 # Named as the fields of GenerationOptions, which has the defaults: they are repeated here as text only, so
 # that `--help` needn't import MLX.
 OPTIONS = (
-    click.option("-t", "--temperature", type=float, show_default="0.7", help="0 takes the likeliest token."),
-    click.option("--top-k", type=int, show_default="0", help="Only the K likeliest tokens; 0 is off."),
-    click.option("--top-p", type=float, show_default="1.0", help="Only the likeliest of this sum; 1 is off."),
-    click.option("--min-p", type=float, show_default="0.0", help="Only from this share of the best; 0 is off."),
-    click.option("--repetition-penalty", type=float, show_default="1.0", help="Above 1: fewer repetitions."),
-    click.option("--repetition-window", type=int, show_default="64", help="Tokens the penalty looks back on."),
-    click.option("--seed", type=int, show_default="drawn", help="Equal seeds give equal texts."),
-    click.option("-n", "--max-tokens", type=int, show_default="256", help="Stop after so many tokens."),
+    click.option("-t", "--temperature", type=float, help="0 takes the likeliest token.  [default: 0.7]"),
+    click.option("--top-k", type=int, help="Only the K likeliest tokens; 0 is off.  [default: 0]"),
+    click.option("--top-p", type=float, help="Only the likeliest of this sum; 1 is off.  [default: 1.0]"),
+    click.option("--min-p", type=float, help="Only from this share of the best; 0 is off.  [default: 0.0]"),
+    click.option("--repetition-penalty", type=float, help="Above 1: fewer repetitions.  [default: 1.0]"),
+    click.option("--repetition-window", type=int, help="Tokens the penalty looks back on.  [default: 64]"),
+    click.option("--seed", type=int, help="Equal seeds give equal texts.  [default: drawn]"),
+    click.option("-n", "--max-tokens", type=int, help="Stop after so many tokens.  [default: 256]"),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be given again."),
 )
 

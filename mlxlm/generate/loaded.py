@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxlm import checkpoint, tokenizer
@@ -16,7 +16,7 @@ from mlxlm.errors import CheckpointError
 class LoadedModel:
     """`model(tokens, cache=None) -> logits`, the tokenizer it was trained with, and its configuration."""
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     tokenizer: tokenizer.Tokenizer
     config: ModelConfig | ForeignConfig
     path: Path

@@ -1,0 +1,64 @@
+"""A tiny chat model: random weights, a template with roles; in memory and as a folder."""
+
+import json
+
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxlm import tokenizer
+from mlxlm._mlx import mx
+from mlxlm.config import ModelConfig
+from mlxlm.generate import LoadedModel
+from mlxlm.model import Decoder
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+SPECIAL = 7  # special tokens of a trained tokenizer
+TEXT = ["The quick brown fox jumps over the lazy dog. Grüße, 世界! How are you today?\n" * 4]
+
+
+@pytest.fixture
+def tokens():
+    trained = tokenizer.train(TEXT, 300)
+    trained.chat_template = TEMPLATE
+    return trained
+
+
+@pytest.fixture(scope="session")
+def decoder():
+    """Its context is 4096 tokens, so that an answer is long enough to be interrupted."""
+    config = ModelConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=300,
+        max_position_embeddings=4096,
+    )
+    model = Decoder(config)
+    model.initialize(seed=3)
+    # Logits far apart, so that rounding decides nothing, but 0 for the special tokens, the first ones: they
+    # would end answers.
+    model.lm_head.weight = model.lm_head.weight * 20 * (mx.arange(300) >= SPECIAL)[:, None]
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture
+def loaded(tokens, decoder, tmp_path):
+    """The model in memory; `replace` its parts at will."""
+    return LoadedModel(decoder, tokens, decoder.config, tmp_path)
+
+
+@pytest.fixture
+def model_folder(tokens, decoder, tmp_path):
+    """The same model as a folder."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(decoder.config.to_dict()))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(decoder.parameters())))
+    tokens.save(folder)
+    return folder
