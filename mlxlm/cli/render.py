@@ -44,8 +44,9 @@ def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, ti
 
 
 def print_result(view: Table) -> None:
-    """A table as a command's result, on stdout."""
-    Console(highlight=False, soft_wrap=True).print(view)
+    """A table as a command's result, on stdout; in full where that is not a terminal."""
+    width = None if sys.stdout.isatty() else 1000
+    Console(highlight=False, soft_wrap=True, width=width).print(view)
 
 
 def _looks_numeric(cell: Any) -> bool:

@@ -19,9 +19,6 @@ from mlxlm.train.loop import measure_step
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings, default_learning_rate
 
-# A model that only saw plain text continues what people write: no roles, each message a line of its own.
-PLAIN_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
-
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla", table 3)
 # Of the time given in minutes, this share is left for validation, saving and a machine that slows down.
 _OVERHEAD = 0.12
@@ -87,9 +84,13 @@ def start_run(
                 )  # fmt: skip
         manifest = Manifest.read(data)
         _check_length(manifest, settings)
-        with phase("timing a step", None):
+        with phase("timing a training step", None) if minutes else nullcontext():
             chosen = _settings(config, settings, minutes, tokens)
-        words.chat_template = CHAT_TEMPLATE if manifest.chat_documents else PLAIN_TEMPLATE
+        if manifest.chat_documents:
+            # An answer ends with the end of its turn, a text with the end of its document.
+            config = config.with_changes(eos_token_id=[words.eos_id, words.special_tokens["<|end|>"]])
+        # Without conversations in the text there are no roles to speak of: such a model continues texts.
+        words.chat_template = CHAT_TEMPLATE if manifest.chat_documents else None
         return Run.create(out, config, chosen, words, data, adopt=not prepared)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)

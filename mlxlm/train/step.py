@@ -54,21 +54,18 @@ class TrainStep:
 
     def save_state(self) -> dict[str, mx.array]:
         """Optimizer and random state as named arrays."""
-        return {
-            **dict(tree_flatten(self._optimizer.state)),
-            **{f"random.{i}": key for i, key in enumerate(mx.random.state)},
-        }
+        return dict(sorted([*tree_flatten(self._optimizer.state), ("random", mx.random.state[0])]))
 
     def load_state(self, arrays: dict[str, mx.array]) -> None:
         """Continue from what `save_state` gave. Raises ValueError if the names or shapes differ."""
         wanted = {name: value.shape for name, value in self.save_state().items()}
         if wanted != {name: value.shape for name, value in arrays.items()}:
             raise ValueError("the optimizer state is of another model")
-        keys = {name: value for name, value in arrays.items() if name.startswith("random.")}
-        self._optimizer.state = tree_unflatten([(k, v) for k, v in arrays.items() if k not in keys])
+        high, low = arrays["random"].tolist()
+        mx.random.seed(high << 32 | low)  # the seed is the key, in two halves
+        self._optimizer.state = tree_unflatten([(k, v) for k, v in arrays.items() if k != "random"])
         for optimizer in self._optimizer.optimizers:
             optimizer.init(self._parameters_of(optimizer))
-        mx.random.state[:] = [keys[f"random.{i}"] for i in range(len(keys))]
         self._compile()
 
     def _parameters_of(self, optimizer: optim.Optimizer) -> dict:

@@ -1,0 +1,57 @@
+"""Text that every Python installation carries, as conversations: enough to try everything without a download."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+from mlxlm.errors import DataError, os_errors_as
+
+_ANSWER = 600  # characters of an answer: with its question it fits into the context of the small presets
+_QUESTIONS = ("{0}", "What is {0}?", "Tell me about {0}.", "Explain {0}.", "{0} in Python")
+_MORE = ("more", "Go on.", "And then?")
+
+
+def python_reference() -> Iterator[list[dict[str, str]]]:
+    """Conversations about Python's language reference, from `pydoc_data.topics` of the standard library.
+
+    Each topic is told several times from a different start: a question, the next paragraphs as an answer,
+    and "more" for what follows. Yields lists of messages. Raises DataError where Python lacks the module
+    (some minimal Linux packages leave it out).
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise DataError("this Python lacks pydoc_data.topics", "a text file of yours: mlxlm quickstart FILE") from None
+    questions, follow_ups = cycle(_QUESTIONS), cycle(_MORE)
+    for topic, text in sorted(topics.items()):
+        parts = list(_parts(text))
+        for start in range(0, len(parts), 3):
+            messages = [{"role": "user", "content": next(questions).format(topic)}]
+            for i, part in enumerate(parts[start : start + 3]):
+                if i:
+                    messages.append({"role": "user", "content": next(follow_ups)})
+                messages.append({"role": "assistant", "content": part})
+            yield messages
+
+
+def write_python_reference(path: Path) -> None:
+    """Write `python_reference` as JSON lines with "messages"."""
+    with os_errors_as(DataError, "write", path), path.open("w", encoding="utf-8") as file:
+        for messages in python_reference():
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Paragraphs, joined up to _ANSWER characters; a longer paragraph stays whole."""
+    part = ""
+    for paragraph in re.split(r"\n\s*\n", text.strip()):
+        if part and len(part) + len(paragraph) > _ANSWER:
+            yield part
+            part = ""
+        part = f"{part}\n\n{paragraph}" if part else paragraph
+    if part:
+        yield part

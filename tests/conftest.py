@@ -1,0 +1,62 @@
+"""Fixtures that several families of tests share: a tiny model, a tiny tokenizer, a text, real data."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from mlxlm.config import ModelConfig
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+WORDS = "the cat sat on a mat and saw two birds in the old garden while rain fell softly over red roofs".split()
+
+
+def make_text(words: int, seed: int = 0) -> str:
+    """Sentences of common words: easy to learn, the same for the same seed."""
+    rng = random.Random(seed)
+    lines = []
+    while words > 0:
+        n = rng.randint(4, 12)
+        lines.append(" ".join(rng.choice(WORDS) for _ in range(n)).capitalize() + ".")
+        words -= n
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real texts, where a checkout has one beside it."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip("no folder of real texts beside this checkout")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> ModelConfig:
+    return ModelConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=300,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    from mlxlm.tokenizer import train
+
+    return train([make_text(3000)], 300)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(make_text(4000), encoding="utf-8")
+    return path

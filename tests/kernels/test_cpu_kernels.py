@@ -1,0 +1,108 @@
+"""The CPU kernels against float64 numpy and against MLX's own operations, values and gradients."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.kernels import attention, cross_entropy, swiglu
+from mlxlm.kernels.exp import exp_nonpositive
+
+
+def random(shape, seed=0, scale=1.0):
+    return mx.array(np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32))
+
+
+def close(found, expected, tolerance):
+    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=tolerance, atol=tolerance)
+
+
+def test_exp_nonpositive_over_its_whole_range():
+    x = np.concatenate([-np.geomspace(1e-10, 87, 200_001), [0.0]]).astype(np.float32)
+    found = np.array(exp_nonpositive(mx.array(x)), dtype=np.float64)
+    assert np.abs(found / np.exp(x.astype(np.float64)) - 1).max() < 4e-7
+    extremes = np.array(exp_nonpositive(mx.array([-np.inf, -1e30, -100.0, np.nan, 0.0])))
+    assert (extremes[:3] < 2e-38).all() and (extremes[:3] >= 0).all()
+    assert np.isnan(extremes[3]) and extremes[4] == 1
+
+
+def test_swiglu_value_and_gradient():
+    gate, up = random((3, 50), 1, 4.0), random((3, 50), 2)
+
+    def total(f):
+        return lambda g, u: (f(g, u) * random((3, 50), 3)).sum()
+
+    def plain(g, u):
+        return nn.silu(g) * u
+
+    close(swiglu(gate, up), plain(gate, up), 1e-6)
+    for found, expected in zip(
+        mx.grad(total(swiglu), (0, 1))(gate, up), mx.grad(total(plain), (0, 1))(gate, up), strict=True
+    ):
+        close(found, expected, 2e-6)
+    far = mx.array([[-1e4, -200.0, 0.0, 200.0, 1e4]])
+    close(swiglu(far, mx.ones_like(far)), [[0, 0, 0, 200, 1e4]], 1e-6)
+
+
+def test_cross_entropy_value_and_gradient():
+    logits, targets = random((4, 7, 60), 1, 3.0), mx.array(np.random.default_rng(0).integers(0, 60, (4, 7)))
+    weight = random((4, 7), 2)
+    plain = nn.losses.cross_entropy
+    close(cross_entropy(logits, targets), plain(logits, targets), 1e-5)
+    found = mx.grad(lambda x: (cross_entropy(x, targets) * weight).sum())(logits)
+    close(found, mx.grad(lambda x: (plain(x, targets) * weight).sum())(logits), 1e-6)
+    huge = mx.array([[1e5, 0.0, -1e5]])
+    close(cross_entropy(huge, mx.array([0])), [0.0], 1e-6)
+    close(cross_entropy(huge, mx.array([2])), [2e5], 1e-6)
+
+
+def numpy_attention(q, k, v, scale):
+    q, k, v = (np.array(x, dtype=np.float64) for x in (q, k, v))
+    groups, (T, S) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    k, v = k.repeat(groups, 1), v.repeat(groups, 1)
+    scores = q @ k.swapaxes(-1, -2) * scale
+    scores[..., np.arange(S)[None] > np.arange(S - T, S)[:, None]] = -np.inf
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True) @ v
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    new=st.integers(1, 150),
+    old=st.integers(0, 40),
+    dim=st.sampled_from([2, 8, 32]),
+    scale=st.sampled_from([0.01, 0.2, 5.0]),
+)
+def test_attention_equals_float64(batch, kv_heads, groups, new, old, dim, scale):
+    q = random((batch, kv_heads * groups, new, dim), 1)
+    k, v = random((batch, kv_heads, old + new, dim), 2), random((batch, kv_heads, old + new, dim), 3)
+    # With a scale of 5 the scores reach 100, whose own float32 rounding moves the probabilities by 1e-5.
+    close(attention(q, k, v, scale), numpy_attention(q, k, v, scale), 1e-5 if scale < 1 else 1e-4)
+
+
+@pytest.mark.parametrize("length", [5, 64, 200])
+def test_attention_gradient_equals_mlx(length):
+    q, k, v = random((2, 4, length, 16), 1), random((2, 2, length, 16), 2), random((2, 2, length, 16), 3)
+    weight = random((2, 4, length, 16), 4)
+
+    def ours(q, k, v):
+        return (attention(q, k, v, 0.25) * weight).sum()
+
+    def plain(q, k, v):
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask="causal")
+        return (out * weight).sum()
+
+    for f in (mx.grad(ours, (0, 1, 2)), mx.compile(mx.grad(ours, (0, 1, 2)))):
+        for found, expected in zip(f(q, k, v), mx.grad(plain, (0, 1, 2))(q, k, v), strict=True):
+            close(found, expected, 2e-5)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="compares the CPU path with MLX's own on the CPU")
+def test_half_precision_takes_mlx_own_path():
+    q = random((1, 2, 4, 8)).astype(mx.float16)
+    assert attention(q, q, q, 0.3).dtype == mx.float16
+    assert swiglu(q, q).dtype == mx.float16

@@ -1,0 +1,119 @@
+"""The decoder against transformers and against itself."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+from mlxlm._mlx import mx
+from mlxlm.cache import KVCache, make_cache
+from mlxlm.config import ModelConfig, preset_names
+from mlxlm.model import Decoder
+
+SIZES = dict(
+    hidden_size=48, num_hidden_layers=3, num_attention_heads=6, intermediate_size=80, vocab_size=97, head_dim=8
+)
+
+
+def make(seed=0, **changes):
+    config = ModelConfig(**{**SIZES, **changes})
+    model = Decoder(config)
+    model.initialize(seed)
+    return model, config
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_equal_transformers(kv_heads, biases, tied):
+    torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
+    transformers = pytest.importorskip("transformers")
+    model, config = make(
+        num_key_value_heads=kv_heads, attention_bias=biases, mlp_bias=biases, tie_word_embeddings=tied,
+        rope_theta=5000.0, rms_norm_eps=1e-4,
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    weights = {
+        name: rng.normal(0.5 if value.ndim == 1 else 0.0, 0.2, value.shape).astype(np.float32)
+        for name, value in tree_flatten(model.parameters())
+    }
+    model.load_weights([(name, mx.array(value)) for name, value in weights.items()])
+    values = {k: v for k, v in config.to_dict().items() if k not in ("torch_dtype", "architectures")}
+    oracle = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values)).eval()
+    missing, unexpected = oracle.load_state_dict({k: torch.tensor(v) for k, v in weights.items()}, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if tied else set())
+    oracle.tie_weights()
+    tokens = rng.integers(0, 97, (2, 33))
+    with torch.no_grad():
+        expected = oracle(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(np.array(model(mx.array(tokens))), expected, atol=1e-4)
+
+
+def test_parameter_count_and_names_are_those_of_the_arrays():
+    for changes in ({}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}):
+        model, config = make(num_key_value_heads=2, **changes)
+        arrays = dict(tree_flatten(model.parameters()))
+        assert model.num_parameters() == sum(a.size for a in arrays.values()) == config.parameter_count()
+    assert "model.layers.0.self_attn.q_proj.weight" in arrays and "lm_head.weight" in arrays
+
+
+def test_every_preset_builds_with_the_stated_count():
+    for name in preset_names():
+        config = ModelConfig.preset(name)
+        if config.parameter_count() < 20e6:
+            arrays = tree_flatten(Decoder(config).parameters())
+            assert sum(a.size for _, a in arrays) == config.parameter_count()
+
+
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(1, 39), max_size=6, unique=True), kv_heads=st.sampled_from([1, 2, 6]))
+def test_any_split_of_the_prompt_gives_the_same_logits(cuts, kv_heads):
+    model, _ = make(num_key_value_heads=kv_heads)
+    tokens = mx.array(np.random.default_rng(0).integers(0, 97, (1, 40)))
+    whole = model(tokens)
+    cache, parts, start = make_cache(model), [], 0
+    for stop in [*sorted(cuts), 40]:
+        parts.append(model(tokens[:, start:stop], cache))
+        start = stop
+    np.testing.assert_allclose(np.array(mx.concatenate(parts, axis=1)), np.array(whole), atol=2e-5)
+    assert all(c.offset == 40 for c in cache)
+
+
+def test_token_by_token_equals_the_full_forward():
+    model, _ = make(num_key_value_heads=2)
+    tokens = mx.array(np.random.default_rng(0).integers(0, 97, (2, 20)))
+    cache = make_cache(model)
+    steps = [model(tokens[:, i : i + 1], cache) for i in range(20)]
+    np.testing.assert_allclose(np.array(mx.concatenate(steps, axis=1)), np.array(model(tokens)), atol=2e-5)
+
+
+def test_initialization_is_a_function_of_the_seed():
+    first, second, other = (dict(tree_flatten(make(seed)[0].parameters())) for seed in (1, 1, 2))
+    for name in first:
+        assert mx.array_equal(first[name], second[name])
+    assert not mx.array_equal(first["lm_head.weight"], other["lm_head.weight"])
+    assert abs(mx.std(first["lm_head.weight"]).item() - 0.02) < 0.002
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=8))
+def test_cache_is_a_list_that_appends_and_trims(moves):
+    """Any sequence of appends and trims leaves exactly what a concatenation would."""
+    cache, kept = KVCache(), np.zeros((1, 1, 0, 2), np.float32)
+    counter = 0
+    for added, trimmed in moves:
+        if added:
+            new = np.arange(counter, counter + added, dtype=np.float32).reshape(1, 1, added, 1).repeat(2, -1)
+            counter += added
+            keys, values = cache.update_and_fetch(mx.array(new), mx.array(-new))
+            kept = np.concatenate([kept, new], axis=2)
+            np.testing.assert_array_equal(np.array(keys), kept)
+            np.testing.assert_array_equal(np.array(values), -kept)
+        assert cache.trim(trimmed) == min(trimmed, kept.shape[2])
+        kept = kept[:, :, : max(0, kept.shape[2] - trimmed)]
+        assert cache.offset == kept.shape[2]
+    if cache.state:
+        copy = KVCache()
+        copy.state = cache.state
+        assert copy.offset == cache.offset and copy.nbytes <= cache.nbytes

@@ -1,0 +1,269 @@
+"""Runs: bit-equal resume, stopping, failing safely, learning."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint import load_model
+from mlxlm.checkpoint.load import model_folder
+from mlxlm.errors import CheckpointError, ConfigError, DataError, TrainingError
+from mlxlm.tokenizer import load
+from mlxlm.train import Finished, Run, Stopped, TrainSettings, Validation, start_run, train
+from mlxlm.train.step import TrainStep
+
+QUICK = {"steps": 20, "batch_size": 4, "sequence_length": 32, "learning_rate": 3e-3, "save_every": 10, "eval_every": 10}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def new_run(tmp_path, text_file, tiny_config, tokenizer_folder):
+    def make(name: str, **settings) -> Run:
+        values = {**QUICK, **settings}
+        return start_run(tmp_path / name, [text_file], tiny_config, tokenizer=tokenizer_folder, settings=values)
+
+    return make
+
+
+def finish(run: Run, resume: bool = False, stop_at: int | None = None) -> list:
+    events = []
+    for event in train(
+        run, load(run.path), resume=resume, should_stop=lambda: stop_at is not None and _steps(events) >= stop_at
+    ):
+        events.append(event)
+    return events
+
+
+def _steps(events) -> int:
+    return max((getattr(e, "step", 0) for e in events), default=0)
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    return {name: (checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+@pytest.mark.parametrize("changes", [{"dropout": 0.1, "accumulate": 2}, {"schedule": "wsd", "save_every": 7}])
+def test_resume_is_equal_to_the_bit(new_run, changes):
+    """20 steps = 10 + resume + 10, dropout, accumulation and optimizer included."""
+    whole, parts = new_run("whole", **changes), new_run("parts", **changes)
+    assert isinstance(finish(whole)[-1], Finished)
+    assert finish(parts, stop_at=10)[-1] == Stopped(10, parts.path)
+    assert isinstance(finish(Run.open(parts.path), resume=True)[-1], Finished)
+    assert contents(whole.path / "checkpoints/step-20") == contents(parts.path / "checkpoints/step-20")
+
+    def losses(run):
+        return [(e["step"], e["loss"]) for e in run.read_log() if e["event"] == "step"]
+
+    assert losses(whole) == losses(parts)
+
+
+def test_training_learns_and_the_run_is_a_model(new_run):
+    run = new_run("run", steps=60, eval_every=20)
+    events = finish(run)
+    validations = [e for e in events if isinstance(e, Validation)]
+    assert validations[-1].loss < validations[0].loss < np.log(300) + 0.1
+    assert validations[-1].perplexity == pytest.approx(np.exp(validations[-1].loss))
+    manifest = json.loads((run.path / "data/manifest.json").read_text())["validation"]
+    ratio = manifest["tokens"] / manifest["bytes"]
+    assert validations[-1].bits_per_byte == pytest.approx(validations[-1].loss / np.log(2) * ratio)
+    model, config = load_model(run.path)
+    assert config.vocab_size == 300 and model(mx.array([[1, 2, 3]])).shape == (1, 3, 300)
+    assert (run.path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {e["event"] for e in run.read_log()} == {"step", "validation"}
+
+
+def test_the_last_k_and_the_best_are_kept(new_run):
+    run = new_run("run", steps=12, save_every=2, keep=2, eval_every=4)
+    finish(run)
+    steps = {int(c.name.removeprefix("step-")) for c in run.checkpoints()}
+    best = int(model_folder(run.path).name.removeprefix("step-"))
+    logged = {e["step"]: e["loss"] for e in run.read_log() if e["event"] == "validation"}
+    assert best == min(logged, key=logged.get)
+    assert steps == {10, 12, best}
+
+
+def test_nan_stops_before_anything_is_overwritten(new_run, monkeypatch):
+    run = new_run("run", save_every=5, eval_every=5)
+    real, calls = TrainStep.__call__, []
+
+    def breaks(self, batch, rate):
+        calls.append(rate)
+        loss, norm = real(self, batch, rate)
+        return (loss * float("nan"), norm) if len(calls) == 8 else (loss, norm)
+
+    monkeypatch.setattr(TrainStep, "__call__", breaks)
+    with pytest.raises(TrainingError, match="stopped at step 8: the loss is nan.*step-5.*learning-rate"):
+        finish(run)
+    assert [c.name for c in run.checkpoints()] == ["step-5"]
+    assert (run.path / "loss.png").exists()
+
+
+def test_a_loss_spike_stops(new_run, monkeypatch):
+    run = new_run("run", steps=40)
+    real, calls = TrainStep.__call__, []
+
+    def spikes(self, batch, rate):
+        calls.append(rate)
+        loss, norm = real(self, batch, rate)
+        return loss + (3.0 if len(calls) > 20 else 0.0), norm
+
+    monkeypatch.setattr(TrainStep, "__call__", spikes)
+    with pytest.raises(TrainingError, match="the loss rose from .*step-20"):
+        finish(run)
+
+
+def test_one_noisy_batch_is_no_spike(new_run, monkeypatch):
+    run = new_run("run")
+    real, calls = TrainStep.__call__, []
+
+    def noisy(self, batch, rate):
+        calls.append(rate)
+        loss, norm = real(self, batch, rate)
+        return loss + (3.0 if len(calls) == 15 else 0.0), norm
+
+    monkeypatch.setattr(TrainStep, "__call__", noisy)
+    assert isinstance(finish(run)[-1], Finished)
+
+
+def test_accumulation_equals_a_larger_batch(tiny_config):
+    from mlxlm.model import Decoder
+
+    batch = np.random.default_rng(0).integers(0, 300, (4, 2, 17))
+    found = []
+    for shape in ((4, 2, 17), (1, 8, 17)):
+        model = Decoder(tiny_config)
+        model.initialize(0)
+        settings = TrainSettings(steps=5, learning_rate=1e-3, accumulate=shape[0], batch_size=shape[1])
+        step = TrainStep(model, settings)
+        loss, norm = step(batch.reshape(shape), 1e-3)
+        found.append((loss.item(), norm.item(), np.array(model.model.norm.weight)))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5)
+
+
+def test_decay_is_on_matrices_only(tiny_config):
+    from mlxlm.model import Decoder
+
+    def after(decay):
+        model = Decoder(tiny_config)
+        model.initialize(0)
+        step = TrainStep(model, TrainSettings(steps=5, learning_rate=0.1, weight_decay=decay))
+        mx.eval(step(np.ones((1, 2, 9), np.int32), 0.1))
+        return model
+
+    with_decay, without = after(0.5), after(0.0)
+    assert mx.array_equal(with_decay.model.norm.weight, without.model.norm.weight)
+    matrix = with_decay.layers[0].mlp.up_proj.weight
+    start = (without.layers[0].mlp.up_proj.weight - matrix) / (0.1 * 0.5)  # decay takes lr·wd·w off
+    model = Decoder(tiny_config)
+    model.initialize(0)
+    np.testing.assert_allclose(np.array(start), np.array(model.layers[0].mlp.up_proj.weight), atol=1e-4)
+
+
+def test_adamw_equals_torch(tiny_config):
+    torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
+    from mlxlm.model import Decoder
+
+    model = Decoder(tiny_config)
+    model.initialize(0)
+    weight = torch.nn.Parameter(torch.tensor(np.array(model.layers[0].mlp.up_proj.weight)))
+    optimizer = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
+    step = TrainStep(model, TrainSettings(steps=9, learning_rate=1e-2, weight_decay=0.1, clip=0))
+    batch = np.random.default_rng(0).integers(0, 300, (1, 2, 17))
+    for _ in range(4):
+        gradient = mx.grad(step._summed_loss)(model.trainable_parameters(), mx.array(batch[0]))
+        model.load_weights([], strict=False)
+        weight.grad = torch.tensor(np.array(gradient["model"]["layers"][0]["mlp"]["up_proj"]["weight"]) / 32)
+        optimizer.step()
+        mx.eval(step(batch, 1e-2), step.state)
+        np.testing.assert_allclose(
+            np.array(model.layers[0].mlp.up_proj.weight), weight.detach().numpy(), atol=2e-5
+        )
+
+
+def test_an_existing_run_is_refused(new_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/mine.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match="run exists already .*--resume .*another --out"):
+        new_run("run")
+    assert (tmp_path / "run/mine.txt").read_text() == "precious"
+
+
+def test_a_text_shorter_than_a_sequence(tmp_path, tiny_config, tokenizer_folder):
+    (tmp_path / "short.txt").write_text("the cat sat on a mat. " * 8)
+    with pytest.raises(DataError, match="less than one sequence of 64 .*--sequence-length"):
+        start_run(
+            tmp_path / "run", [tmp_path / "short.txt"], tiny_config, tokenizer=tokenizer_folder,
+            settings={**QUICK, "sequence_length": 64},
+        )  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == ["short.txt"]
+
+
+def test_a_damaged_checkpoint_is_named(new_run):
+    run = new_run("run", steps=10)
+    finish(run, stop_at=5)
+    weights = run.checkpoints()[-1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="model.safetensors is truncated"):
+        finish(Run.open(run.path), resume=True)
+    with pytest.raises(CheckpointError, match="model.safetensors is truncated"):
+        load_model(run.path)
+
+
+def test_a_save_that_was_killed_leaves_the_last_checkpoint(new_run, monkeypatch):
+    run = new_run("run", steps=10, save_every=5)
+    monkeypatch.setattr("mlxlm.train.run.save_tensors", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointError, match="cannot write .*step-5.*No space left.*free some disk space"):
+        finish(run)
+    assert run.checkpoints() == [] and list((run.path / "checkpoints").iterdir()) == []
+    monkeypatch.undo()
+    (run.path / "checkpoints/.step-5.1.tmp").mkdir()  # what kill -9 would leave
+    with pytest.raises(CheckpointError, match="no checkpoint to resume"):
+        finish(run, resume=True)
+    assert list((run.path / "checkpoints").iterdir()) == []
+
+
+def test_the_log_of_a_resumed_run_has_every_step_once(new_run):
+    run = new_run("run", steps=20, save_every=5, eval_every=0)
+    finish(run, stop_at=10)
+    run.log({"event": "step", "step": 11, "tokens": 1, "loss": 9.0, "learning_rate": 0.1})  # lost with the power
+    with run.log_file.open("a") as file:
+        file.write('{"event": "st')
+    finish(run, resume=True)
+    assert [e["step"] for e in run.read_log() if e["event"] == "step"] == list(range(1, 21))
+
+
+def test_schedules():
+    def rates(**changes):
+        s = TrainSettings(steps=100, learning_rate=1.0, warmup_steps=10, **changes)
+        return [s.learning_rate_at(i) for i in range(100)]
+
+    cosine, wsd, constant = rates(), rates(schedule="wsd"), rates(schedule="constant")
+    for r in (cosine, wsd, constant):
+        assert r[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
+    assert cosine[10] == 1 and cosine[-1] == pytest.approx(0.1) and cosine == sorted(cosine[:10]) + cosine[10:]
+    assert wsd[10:80] == [1.0] * 70 and wsd[81] < 1 and wsd[99] == pytest.approx(0.1 + 0.9 / 20)
+    assert constant[10:] == [1.0] * 90
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"batch_size": 0, "dropout": 1.0}, "batch_size is 0.*dropout is 1.0"),
+        ({"schedule": "linear"}, "schedule is 'linear'.*cosine, wsd, constant"),
+        ({"warmup_steps": 100}, "warmup_steps 100 leaves nothing of 50 steps"),
+    ],
+)
+def test_impossible_settings(change, expected):
+    with pytest.raises(ConfigError, match=expected):
+        TrainSettings(**{"steps": 50, "learning_rate": 1e-3, **change})
