@@ -118,7 +118,7 @@ class _Fields:
 
     def shard(self) -> Shard:
         shard = Shard(self.get("file", str), self.count("tokens"), self.get("sha256", str))
-        if Path(shard.file).name != shard.file:
+        if not shard.file or Path(shard.file).name != shard.file:
             raise self.error("file", "is not a plain file name")
         return shard
 

@@ -114,14 +114,13 @@ class _Builder:
         with closing(Staging(self._folder / "staging", self._dtype)) as staging:
             target: ShardWriter | Staging = staging
             for chunk in tokenize(self._counted(source), self._tokenizer):
-                if chunk.starts_document:
-                    if count == few:
+                count += chunk.starts_document
+                if chunk.starts_document and count >= few:
+                    if target is staging:
                         for _, ids, text_bytes in staging.documents():
                             next(writers).add(ids, text_bytes, True)
                         staging.close()
-                    if count >= few:
-                        target = next(writers)
-                    count += 1
+                    target = next(writers)
                 target.add(*chunk)
             if target is not staging:
                 return "document"

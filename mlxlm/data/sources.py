@@ -184,14 +184,16 @@ def _decoded(stream: IO[bytes], name: str, advance: Advance) -> Iterator[str]:
         while True:
             chunk = stream.read(_READ)
             advance(len(chunk))
+            if done == 0 and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                hint = f"iconv -f UTF-16 -t UTF-8 {name}"
+                raise DataError(f"{name} is UTF-16, not UTF-8 text", hint)
             if b"\0" in chunk:
                 raise _binary(name, done + chunk.index(b"\0"), "a zero byte")
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 at = done - held + error.start
-                hint = f"iconv -f UTF-16 -t UTF-8 {name}" if at == 0 and _is_utf16(chunk) else None
-                raise _binary(name, at, f"0x{error.object[error.start]:02X}", hint) from error
+                raise _binary(name, at, f"0x{error.object[error.start]:02X}") from error
             if done == 0:
                 text = text.removeprefix("\ufeff")
             done += len(chunk)
@@ -202,13 +204,9 @@ def _decoded(stream: IO[bytes], name: str, advance: Advance) -> Iterator[str]:
                 return
 
 
-def _binary(name: str, offset: int, what: str, hint: str | None = None) -> DataError:
+def _binary(name: str, offset: int, what: str) -> DataError:
     message = f"{name} is not UTF-8 text: {what} at byte {offset}"
-    return DataError(message, hint or "text files, or .jsonl; other encodings can be converted with iconv")
-
-
-def _is_utf16(chunk: bytes) -> bool:
-    return chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return DataError(message, "text files, or .jsonl; other encodings can be converted with iconv")
 
 
 def _pieces(chunks: Iterator[str]) -> Iterator[str]:

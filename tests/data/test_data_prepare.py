@@ -1,0 +1,277 @@
+import hashlib
+import io
+import itertools
+import json
+import tracemalloc
+
+import jinja2
+import numpy as np
+import pytest
+
+from mlxlm.data import CHAT_TEMPLATE, TokenDataset, prepare
+from mlxlm.errors import DataError
+from mlxlm.tokenizer import load
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def tokens(folder, split):
+    data = TokenDataset.open(folder, split)
+    return data.slice(0, len(data)).tolist()
+
+
+def whole(tokenizer, text):
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [*bos, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_id]
+
+
+def test_one_long_text_keeps_its_tail_for_validation(tokenizer, text, tmp_path):
+    content = text(30_000)
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    manifest = prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "out", validation_fraction=0.1)
+    train, validation = tokens(tmp_path / "out", "train"), tokens(tmp_path / "out", "validation")
+    # pieces are tokenized apart, and give what the whole text gives
+    assert train + validation == whole(tokenizer, content)
+    assert manifest.split == "tail"
+    assert (manifest.train.tokens, manifest.validation.tokens) == (len(train), len(validation))
+    assert len(validation) == pytest.approx(0.1 * len(train + validation), rel=0.01)
+    assert manifest.train.bytes + manifest.validation.bytes == len(content.encode("utf-8"))
+    tail = content.encode("utf-8")[manifest.train.bytes :]
+    assert tokenizer.decode(validation).encode("utf-8") == tail
+    assert content.encode("utf-8")[: manifest.train.bytes].endswith(b"\n")
+    assert manifest.fingerprint == tokenizer.fingerprint
+
+
+def test_tiny_texts_still_give_both_splits(byte_level, tmp_path):
+    (tmp_path / "a.txt").write_text("river")
+    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")
+    assert manifest.train.tokens >= 1 and manifest.validation.tokens == 1
+    assert tokens(tmp_path / "out", "train") + tokens(tmp_path / "out", "validation") == whole(byte_level, "river")
+
+
+def test_a_tail_of_several_documents(byte_level, text, tmp_path):
+    contents = [text(300, seed) for seed in range(4)]
+    path = jsonl(tmp_path / "a.jsonl", [{"text": content} for content in contents])
+    manifest = prepare([path], byte_level, tmp_path / "out", validation_fraction=0.4)
+    joined = tokens(tmp_path / "out", "train") + tokens(tmp_path / "out", "validation")
+    assert joined == sum((whole(byte_level, content) for content in contents), [])
+    assert (manifest.train.documents, manifest.validation.documents) == (3, 2)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3])
+def test_many_documents_are_split_whole(byte_level, text, tmp_path, fraction):
+    contents = [f"{i} {text(20, i)}" for i in range(200)]
+    path = jsonl(tmp_path / "a.jsonl", [{"text": content} for content in contents])
+    manifest = prepare([path], byte_level, tmp_path / "out", validation_fraction=fraction)
+    assert manifest.split == "document"
+    assert manifest.validation.documents == pytest.approx(200 * fraction, abs=1)
+    assert manifest.train.documents + manifest.validation.documents == 200
+    found = {}
+    for split in ("train", "validation"):
+        found[split] = documents_of(tmp_path / "out", split)
+        decoded = [byte_level.decode(ids) for ids in found[split]]
+        assert getattr(manifest, split).bytes == sum(len(d.encode()) for d in decoded)
+        assert decoded == [c for c in contents if c in set(decoded)]
+    assert sorted(found["train"] + found["validation"]) == sorted(whole(byte_level, c) for c in contents)
+    again = prepare([path], byte_level, tmp_path / "again", validation_fraction=fraction)
+    assert again == manifest
+    other = prepare([path], byte_level, tmp_path / "other", validation_fraction=fraction, seed=1)
+    assert other.validation.shards[0].sha256 != manifest.validation.shards[0].sha256
+
+
+def documents_of(folder, split):
+    """Documents of a split, cut by its index files."""
+    starts, offset = [], 0
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for shard in manifest[split]["shards"]:
+        index = np.load(folder / shard["file"].replace(".bin", ".idx.npy"))
+        assert index.dtype == np.int64
+        starts += (index + offset).tolist()
+        offset += shard["tokens"]
+    ids = tokens(folder, split)
+    return [ids[a:b] for a, b in itertools.pairwise([*starts, len(ids)])]
+
+
+@pytest.mark.parametrize("n", [19, 20, 21, 40])
+def test_no_split_is_empty_by_bad_luck(byte_level, tmp_path, n):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": f"river {i}"} for i in range(n)])
+    for seed in range(5):
+        manifest = prepare([path], byte_level, tmp_path / f"out{seed}", seed=seed)
+        assert manifest.split == ("tail" if n < 20 else "document")
+        assert manifest.validation.documents >= 1
+
+
+def test_no_validation(byte_level, tmp_path):
+    (tmp_path / "a.txt").write_text("river water")
+    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out", validation_fraction=0)
+    assert manifest.validation.tokens == 0 and manifest.train.documents == 1
+
+
+def test_given_validation(byte_level, tmp_path):
+    (tmp_path / "a.txt").write_text("river")
+    (tmp_path / "b.txt").write_text("stone")
+    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out", validation_paths=[tmp_path / "b.txt"])
+    assert manifest.split == "given" and manifest.sources == ["a.txt", "b.txt"]
+    assert tokens(tmp_path / "out", "train") == whole(byte_level, "river")
+    assert tokens(tmp_path / "out", "validation") == whole(byte_level, "stone")
+
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "river?\n"}, {"role": "assistant", "content": " water 東京 "}],
+    [{"role": "system", "content": ""}, {"role": "user", "content": "the"}],
+]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_bpe"])
+def test_conversations_are_what_the_chat_template_renders(kind, request, tmp_path):
+    tokenizer = request.getfixturevalue(kind)
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
+    manifest = prepare([path], tokenizer, tmp_path / "out", validation_fraction=0)
+    assert manifest.chat_documents == 2
+    assert manifest.train.bytes == sum(len(m["content"].encode()) for c in CONVERSATIONS for m in c)
+    expected = []
+    for messages in CONVERSATIONS:
+        template = jinja2.Environment().from_string(CHAT_TEMPLATE)
+        text = template.render(messages=messages, bos_token=tokenizer.names["bos"])
+        expected += tokenizer.encode(text, add_special_tokens=False, parse_special=True) + [tokenizer.eos_id]
+    assert tokens(tmp_path / "out", "train") == expected
+
+
+def test_contents_cannot_forge_special_tokens(byte_level, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "<|end|><|system|>"}]}, {"text": "<|end_of_text|>"}]
+    prepare([jsonl(tmp_path / "a.jsonl", rows)], byte_level, tmp_path / "out", validation_fraction=0)
+    ids = tokens(tmp_path / "out", "train")
+    special = byte_level.special_tokens
+    assert [ids.count(special[name]) for name in ("<|end|>", "<|system|>", "<|end_of_text|>")] == [1, 0, 2]
+
+
+@pytest.mark.parametrize("role", ["tool", "end", "pad", "User"])
+def test_unknown_roles(byte_level, tmp_path, role):
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": ""}]}])
+    with pytest.raises(DataError, match=f"a.jsonl, line 1: role '{role}' is not known"):
+        prepare([path], byte_level, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_conversations_need_role_tokens(llama2, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": CONVERSATIONS[0]}])
+    with pytest.raises(DataError, match="line 1 is a conversation, but the tokenizer has no <|"):
+        prepare([path], llama2, tmp_path / "out")
+
+
+def test_files_on_disk(byte_level, text, tmp_path):
+    content = text(5000)
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out", shard_tokens=1000)
+    assert manifest.dtype == "uint16"
+    assert [s.tokens for s in manifest.train.shards[:-1]] == [1000] * (len(manifest.train.shards) - 1)
+    names = {"manifest.json"}
+    for split in (manifest.train, manifest.validation):
+        for shard in split.shards:
+            names |= {shard.file, shard.index}
+            data = (tmp_path / "out" / shard.file).read_bytes()
+            assert hashlib.sha256(data).hexdigest() == shard.sha256
+            assert len(data) == 2 * shard.tokens
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    ids = np.concatenate([np.fromfile(tmp_path / "out" / s.file, "<u2") for s in manifest.train.shards])
+    assert ids.tolist() == tokens(tmp_path / "out", "train")
+
+
+def test_large_vocabularies_take_four_bytes(byte_level, tmp_path):
+    tokenizer = load_with_extra_token(byte_level, tmp_path)
+    (tmp_path / "a.txt").write_text("river")
+    manifest = prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "out", validation_fraction=0)
+    assert manifest.dtype == "uint32"
+    assert tokens(tmp_path / "out", "train") == whole(tokenizer, "river")
+
+
+def load_with_extra_token(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "large")
+    path = tmp_path / "large" / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["model"]["vocab"]["☃"] = 70_000
+    path.write_text(json.dumps(content))
+    return load(tmp_path / "large")
+
+
+def test_stdin_and_progress(byte_level, tmp_path):
+    seen = []
+    manifest = prepare(["-"], byte_level, tmp_path / "out", stdin=io.BytesIO(b"river\n" * 1000), progress=seen.append)
+    assert sum(seen) == 6000 and manifest.sources == ["stdin"]
+    assert manifest.train.bytes + manifest.validation.bytes == 6000
+
+
+def test_an_output_in_use_is_left_alone(byte_level, tmp_path):
+    (tmp_path / "a.txt").write_text("river")
+    (tmp_path / "out").mkdir()
+    prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")  # empty: fine
+    before = (tmp_path / "out" / "manifest.json").read_bytes()
+    with pytest.raises(DataError, match="already exists .*another name"):
+        prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == before
+    with pytest.raises(DataError, match="already exists"):
+        prepare([tmp_path / "a.txt"], byte_level, tmp_path / "a.txt")
+
+
+def test_a_failure_leaves_nothing_behind(byte_level, text, tmp_path):
+    (tmp_path / "a.txt").write_text(text(20_000), encoding="utf-8")
+    (tmp_path / "b.txt").write_bytes(b"binary\0")
+    with pytest.raises(DataError, match="b.txt is not UTF-8"):
+        prepare([tmp_path / "a.txt", tmp_path / "b.txt"], byte_level, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt"]
+
+
+def test_a_full_disk(byte_level, text, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(text(2000), encoding="utf-8")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DataError, match="cannot write .*out: No space left on device .*another disk"):
+        prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_an_output_that_cannot_be_made(byte_level, tmp_path):
+    (tmp_path / "a.txt").write_text("river")
+    with pytest.raises(DataError, match="cannot write .*a.txt/out"):
+        prepare([tmp_path / "a.txt"], byte_level, tmp_path / "a.txt" / "out")
+    assert (tmp_path / "a.txt").read_text() == "river"
+
+
+def test_rows_without_any_text(byte_level, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": ""}])
+    for options in ({}, {"validation_fraction": 0}):
+        with pytest.raises(DataError, match="no text in the sources"):
+            prepare([path], byte_level, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1, 2])
+def test_fractions_out_of_range(byte_level, tmp_path, fraction):
+    with pytest.raises(DataError, match="fraction"):
+        prepare([tmp_path], byte_level, tmp_path / "out", validation_fraction=fraction)
+
+
+def test_memory_is_bounded(byte_level, text, tmp_path):
+    block = text(2000).encode("utf-8")
+
+    class Endless(io.RawIOBase):
+        left = 24_000_000 // len(block)
+
+        def read(self, size=-1):
+            self.left -= 1
+            return block if self.left >= 0 else b""
+
+    tracemalloc.start()
+    try:
+        manifest = prepare(["-"], byte_level, tmp_path / "out", stdin=Endless(), shard_tokens=1 << 20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert manifest.train.bytes + manifest.validation.bytes > 23_000_000
+    assert peak < 24_000_000

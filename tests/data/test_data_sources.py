@@ -1,0 +1,142 @@
+import gzip
+import io
+import json
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm.data import documents, texts, total_bytes
+from mlxlm.data.sources import PIECE
+from mlxlm.errors import DataError
+
+
+def read(*paths, **options):
+    return [(d.where, "".join(d.pieces), d.messages) for d in documents(paths, **options)]
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    return path
+
+
+def test_a_text_file_is_one_document_unchanged(tmp_path, text):
+    content = "\r\n\t a\r\r\n" + text(30_000)
+    path = write(tmp_path / "a.txt", content)
+    [(where, pieces, messages)] = [(d.where, list(d.pieces), d.messages) for d in documents([path])]
+    assert "".join(pieces) == content
+    assert where == str(path) and messages is None
+    assert len(pieces) > 3 and max(map(len, pieces)) <= PIECE
+    for piece, following in zip(pieces, pieces[1:], strict=False):
+        assert piece.endswith("\n") and not following[0].isspace()
+
+
+@pytest.mark.parametrize("unit", ["x", "x ", "  ", "\n", "漢", "word\n "])
+def test_texts_without_good_cuts_are_cut_anyway(tmp_path, unit):
+    content = unit * (5 * PIECE // len(unit) + 3)
+    [pieces] = [list(d.pieces) for d in documents([write(tmp_path / "a.txt", content)])]
+    assert "".join(pieces) == content and max(map(len, pieces)) <= PIECE
+
+
+@given(content=st.text(st.sampled_from("a \n漢🎉\r\t"), max_size=200), size=st.integers(1, 9))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_reads_that_end_anywhere(content, size):
+    class Trickle(io.BytesIO):
+        def read(self, n=-1):
+            return super().read(size)
+
+    if content:
+        assert read("-", stdin=Trickle(content.encode("utf-8"))) == [("stdin", content, None)]
+
+
+def test_a_byte_order_mark_is_removed(tmp_path):
+    assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello"))[0][1] == "hello"
+    row = b'\xef\xbb\xbf{"text": "hello"}\n'
+    assert read(write(tmp_path / "a.jsonl", row))[0][1] == "hello"
+
+
+def test_json_lines(tmp_path):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    rows = [{"text": "one", "id": 3}, {"messages": chat}, {"text": ""}, {"text": "two\n\u0000"}, {"messages": []}]
+    path = write(tmp_path / "a.jsonl", "\n\n".join(map(json.dumps, rows)))
+    assert read(path) == [
+        (f"{path}, line 1", "one", None),
+        (f"{path}, line 3", "", [("user", "hi"), ("assistant", "")]),
+        (f"{path}, line 7", "two\n\0", None),
+    ]
+    assert list(texts([path])) == ["one", "hi", "", "two\n\0"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_compressed_files(tmp_path, name, text):
+    content = text(20_000) if name == "a.txt" else json.dumps({"text": text(20_000)}) + "\n"
+    data = content.encode("utf-8")
+    plain = read(write(tmp_path / name, data))[0][1]
+    zipped = gzip.compress(data[:1000]) + gzip.compress(data[1000:])
+    assert read(write(tmp_path / f"{name}.gz", zipped))[0][1] == plain
+    frames = zstandard.compress(data[:1000]) + zstandard.compress(data[1000:])
+    assert read(write(tmp_path / f"{name}.zst", frames))[0][1] == plain
+
+
+def test_folders(tmp_path):
+    for name in ("b.txt", "a.md", "sub/c.jsonl", "sub/d.txt.gz", "empty.txt", "x.py", ".hidden.txt", ".git/e.txt"):
+        content = b"" if name == "empty.txt" else name.encode()
+        if name.endswith(".jsonl"):
+            content = json.dumps({"text": name}).encode()
+        write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+    assert [text for _, text, _ in read(tmp_path)] == ["a.md", "b.txt", "sub/c.jsonl", "sub/d.txt.gz"]
+
+
+def test_stdin_and_progress(tmp_path, text):
+    path = write(tmp_path / "a.txt.gz", gzip.compress(text(20_000).encode()))
+    seen = []
+    read(path, advance=seen.append)
+    assert sum(seen) == path.stat().st_size == total_bytes([path])
+    seen = []
+    assert read("-", stdin=io.BytesIO(b"hello"), advance=seen.append) == [("stdin", "hello", None)]
+    assert sum(seen) == 5
+    assert total_bytes([path, "-"]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "a.txt is empty"),
+        ("a.txt", b"\xef\xbb\xbf", "a.txt is empty"),
+        ("a.jsonl", b" \n\n", "a.jsonl is empty"),
+        ("a.txt", b"abc\xff", "a.txt is not UTF-8 text: 0xFF at byte 3"),
+        ("a.txt", b"abc\0", "a.txt is not UTF-8 text: a zero byte at byte 3"),
+        ("a.txt", b"x" * 65_535 + "é".encode() + b"\xe9a", "0xE9 at byte 65537"),
+        ("a.txt", b"x" * 65_535 + b"\xc3\x28", "0xC3 at byte 65535"),
+        ("a.txt", b"abc\xc3", "0xC3 at byte 3"),
+        ("a.txt", "hello".encode("utf-16"), "a.txt is UTF-16, not UTF-8 text .*iconv -f UTF-16"),
+        ("a.txt.gz", b"hello", "cannot read .*a.txt.gz: .*[Nn]ot a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"hello" * 1000)[:-9], "a.txt.gz is damaged"),
+        ("a.txt.zst", b"hello", "a.txt.zst is damaged"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2 is not valid JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "line 2 must have either 'text' or 'messages'"),
+        ("a.jsonl", b'{"text": "a", "messages": []}\n', "line 1 must have either"),
+        ("a.jsonl", b'["text"]\n', "line 1 must have either"),
+        ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is not text but int"),
+        ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: 'text' has half of a surrogate pair at 0"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8 text: 0xFF at byte 24"),
+        ("a.jsonl", b'{"messages": "hi"}\n', "line 1: 'messages' is not a list"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: a message must have 'role' and 'content'"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not valid JSON"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    with pytest.raises(DataError, match=message):
+        read(path)
+
+
+def test_paths_without_text(tmp_path):
+    with pytest.raises(DataError, match="no such file or folder"):
+        read(tmp_path / "absent")
+    with pytest.raises(DataError, match="no text in .*.jsonl"):
+        read(tmp_path)
+    with pytest.raises(DataError, match="stdin"):
+        read("-")
