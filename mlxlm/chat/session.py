@@ -57,8 +57,8 @@ class ChatSession:
         size = self._loaded.config.max_position_embeddings
         return Stats(self._turns, self._generated, len(self._context.ids), size, self.seed, self._last)
 
-    def ask(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[Chunk]:
-        """Answer a message. Closing the iterator stops the answer: what was said stays in the conversation.
+    def ask(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[Chunk, None, None]:
+        """Answer a message. Closing the generator stops the answer: what was said stays in the conversation.
 
         A message whose answer is stopped before its first token is forgotten. `on_prefill` is that of
         `engine.tokens`. Raises GenerationError, before anything is computed, for an empty message and for
@@ -84,7 +84,7 @@ class ChatSession:
         )
         return self._answer(question, answer)
 
-    def _answer(self, question: Message, answer: TextStream) -> Generator[Chunk]:
+    def _answer(self, question: Message, answer: TextStream) -> Generator[Chunk, None, None]:
         try:
             yield from answer
         finally:

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from mlxlm import platform
@@ -21,10 +21,20 @@ COMMANDS = {
     "/stats": "tokens, speed, and how full the context is",
     "/exit": "leave the chat (Ctrl-D does, too)",
 }
-_HELP = "\n".join(
-    [*(f"{name:8} {text}" for name, text in COMMANDS.items()), "A message that begins with / is typed with //."]
-)
+_HELP = "\n".join(f"{name:8} {text}" for name, text in COMMANDS.items())
+_HELP += "\nA message that begins with / is typed with //."
+_UNFINISHED: dict[FinishReason | None, str] = {
+    None: "(stopped)",
+    "length": "(cut off at --max-tokens)",
+    "context": "(the context is full: /reset begins anew)",
+}
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def write(text: str) -> None:
+    """Text of a model to standard output, at once; in a terminal without control characters."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def printable(text: str) -> str:
@@ -51,11 +61,11 @@ def answer(session: ChatSession, message: str) -> None:
     """Stream one answer to standard output, and end its line."""
     with closing(session.ask(message)) as chunks:
         for chunk in chunks:
-            _write(chunk.text)
-    _write("\n")
+            write(chunk.text)
+    write("\n")
 
 
-def _serve(session: ChatSession, lines: Iterator[str], answer_to) -> None:
+def _serve(session: ChatSession, lines: Iterator[str], answer_to: Callable[[ChatSession, str], None]) -> None:
     for line in lines:
         command = line.strip()
         if command == "/exit":
@@ -81,8 +91,8 @@ def _obey(session: ChatSession, command: str) -> None:
 def _statistics(session: ChatSession) -> str:
     stats = session.stats
     total = (
-        f"{stats.turns} answers, {stats.generated_tokens} tokens; "
-        f"context {stats.context_used} of {stats.context_size} tokens; seed {stats.seed}"
+        f"answers: {stats.turns}, {stats.generated_tokens} tokens; "
+        f"context: {stats.context_used} of {stats.context_size} tokens; seed {stats.seed}"
     )
     if stats.last is None:
         return total
@@ -105,7 +115,7 @@ def _answer_interruptibly(session: ChatSession, message: str, interrupted: threa
     try:
         with closing(session.ask(message, on_prefill=check)) as chunks:
             for chunk in chunks:
-                _write(chunk.text)
+                write(chunk.text)
                 reason = chunk.finish_reason
                 if interrupted.is_set():
                     break
@@ -114,16 +124,9 @@ def _answer_interruptibly(session: ChatSession, message: str, interrupted: threa
     except MlxlmError as error:
         _say(f"error: {error}")
         return
-    _write("\n")
+    write("\n")
     if reason in _UNFINISHED:
         _say(_UNFINISHED[reason])
-
-
-_UNFINISHED = {
-    None: "(stopped)",
-    "length": "(cut off at --max-tokens)",
-    "context": "(the context is full: /reset begins anew)",
-}
 
 
 @contextmanager
@@ -176,11 +179,6 @@ def _piped_lines() -> Iterator[str]:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise GenerationError(f"line {number} of standard input is not UTF-8: {error.reason}") from None
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
 
 
 def _say(text: str) -> None:

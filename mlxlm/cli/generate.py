@@ -12,7 +12,7 @@ from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.errors import GenerationError
 
 if TYPE_CHECKING:
-    from mlxlm.generate import GenerationOptions, LoadedModel, Result
+    from mlxlm.generate import GenerationOptions, LoadedModel, Result, TextStream
 
 
 @click.command()
@@ -60,7 +60,8 @@ def _prompt_text(prompt: str | None) -> str:
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise GenerationError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
+            reason = f"{error.reason} at byte {error.start}"
+            raise GenerationError(f"standard input is not UTF-8: {reason}", "a text file in UTF-8") from None
     if not prompt:
         raise GenerationError("the prompt is empty", "some text to continue")
     return prompt
@@ -76,16 +77,15 @@ def _encode_chat(loaded: LoadedModel, text: str, system: str | None) -> tuple[li
     return template.encode([*messages, Message("user", text)]), loaded.end_ids | template.end_ids
 
 
-def _print_text(stream) -> None:
-    from mlxlm.chat.terminal import printable
+def _print_text(stream: TextStream) -> None:
+    from mlxlm.chat.terminal import write
 
     for chunk in stream:
-        sys.stdout.write(printable(chunk.text) if sys.stdout.isatty() else chunk.text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        write(chunk.text)
+    write("\n")
 
 
-def _print_json(stream) -> None:
+def _print_json(stream: TextStream) -> None:
     from mlxlm.cli.render import emit_json
 
     for _ in stream:

@@ -1,5 +1,7 @@
 """Generation: prefill a prompt, decode token by token, stream text.
 
+`mlxlm.load`, `mlxlm.generate` and `mlxlm.stream` are those of this package:
+
     loaded = load("runs/stories")
     print(generate(loaded, "Once upon a time", temperature=0.8, seed=1).text)
     for chunk in stream(loaded, "Once upon a time"):

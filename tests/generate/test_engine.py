@@ -130,6 +130,24 @@ def test_an_exception_between_chunks_keeps_what_was_read(loaded):
     assert list(tokens(context, PROMPT, greedy, 4)) == naive(loaded.model, PROMPT, 4)
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
+def test_architectures_of_mlx_lm(kind):
+    """Sliding windows and recurrent states, also when a context is kept and departed from."""
+    utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 300}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
+    window = {"sliding_window": 8, "sliding_window_pattern": 2}
+    state = {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
+    mx.random.seed(1)
+    model_class, arguments = utils._get_classes({"model_type": kind})
+    model = model_class(arguments.from_dict({"model_type": kind, **sizes, **heads, **window, **state}))
+    wanted = naive(model, PROMPT, 12)
+    context = Context(model)
+    assert list(tokens(context, PROMPT, greedy, 12, prefill_chunk=4)) == wanted
+    longer = PROMPT + wanted[:5] + [50, 51]
+    assert list(tokens(context, longer, greedy, 8)) == naive(model, longer, 8)
+
+
 def test_greedy_tokens_equal_those_of_mlx_lm(loaded):
     generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), loaded.model, max_tokens=30)]

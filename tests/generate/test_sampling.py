@@ -23,7 +23,7 @@ def reference(logits, options, recent=()):
     p = np.exp(x - x.max())
     p /= p.sum()
     if options.top_k:
-        p[p < np.sort(p)[::-1][:options.top_k].min()] = 0
+        p[p < np.sort(p)[::-1][: options.top_k].min()] = 0
         p /= p.sum()
     if options.top_p < 1:
         mass, kept = 0.0, 0.0
