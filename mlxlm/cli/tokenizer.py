@@ -12,6 +12,7 @@ import click
 from mlxlm.cli import render
 from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import KINDS, load, report, train
+from mlxlm.tokenizer.files import new_folder
 
 SOURCES_HELP = "Sources: text files, .jsonl files, both also as .gz or .zst, folders of them, or - for stdin."
 
@@ -37,12 +38,11 @@ def train_command(files: tuple[str, ...], vocab_size: int, kind: str, out: Path)
     """
     from mlxlm.data import texts, total_bytes
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TokenizerError(f"{out} already exists", "another name, or delete it first")
     started = time.perf_counter()
-    with render.bytes_progress("Training", total_bytes(files)) as advance:
-        trained = train(texts(files, stdin=_stdin(), advance=advance), vocab_size, kind)
-    trained.save(out)
+    with new_folder(out, TokenizerError) as folder:
+        with render.bytes_progress("Training", total_bytes(files)) as advance:
+            trained = train(texts(files, stdin=_stdin(), advance=advance), vocab_size, kind)
+        trained.save(folder)
     seconds = render.human_seconds(time.perf_counter() - started)
     render.say(f"trained a {kind} tokenizer of {trained.vocab_size} tokens in {seconds}")
     render.result(str(out))

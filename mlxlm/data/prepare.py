@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -19,8 +17,9 @@ from mlxlm.data.manifest import Manifest
 from mlxlm.data.shards import ShardWriter, Staging, flush_to_disk
 from mlxlm.data.sources import STDIN, Document, documents
 from mlxlm.data.tokenize import tokenize
-from mlxlm.errors import DataError, os_errors_as
+from mlxlm.errors import DataError
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.tokenizer.files import new_folder
 
 FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 
@@ -57,30 +56,16 @@ def prepare(
     """
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation fraction {validation_fraction} is not in [0, 1)", "0.05")
-    out = Path(out).absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} already exists", "another name, or delete it first")
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
-    with os_errors_as(DataError, "write", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        try:
-            with ExitStack() as stack:
-                builder = _Builder(tokenizer, partial, shard_tokens, stack)
-                source = documents(paths, stdin=stdin, advance=progress)
-                if validation_paths:
-                    split = "given"
-                    given = documents(validation_paths, stdin=stdin, advance=progress)
-                    builder.add(source, builder.train)
-                    builder.add(given, builder.validation)
-                else:
-                    split = builder.add_and_split(source, validation_fraction, seed)
-                sources = [_source_name(path) for path in (*paths, *validation_paths)]
-                result = builder.finish(split, sources)
-            partial.replace(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return result
+    with new_folder(Path(out), DataError) as folder, ExitStack() as stack:
+        builder = _Builder(tokenizer, folder, shard_tokens, stack)
+        source = documents(paths, stdin=stdin, advance=progress)
+        if validation_paths:
+            split = "given"
+            builder.add(source, builder.train)
+            builder.add(documents(validation_paths, stdin=stdin, advance=progress), builder.validation)
+        else:
+            split = builder.add_and_split(source, validation_fraction, seed)
+        return builder.finish(split, [_source_name(path) for path in (*paths, *validation_paths)])
 
 
 def _source_name(path: str | Path) -> str:

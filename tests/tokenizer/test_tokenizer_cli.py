@@ -57,12 +57,20 @@ def test_train_and_info(tmp_path, corpus):
     assert "byte-level" in table and before in table
 
 
+def test_train_where_nothing_can_be_written_fails_before_reading(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    done = mlxlm("tokenizer", "train", "/dev/null", "--vocab-size", "300", "--out", tmp_path / "file" / "t")
+    assert done.returncode == 1
+    assert b"error: cannot write" in done.stderr and done.stderr.count(b"\n") == 1
+    assert (tmp_path / "file").read_text() == "precious"
+
+
 def test_train_from_stdin(tmp_path):
     arguments = ("tokenizer", "train", "-", "--vocab-size", "900", "--kind", "sentencepiece", "--out", tmp_path / "t")
     done = mlxlm(*arguments, stdin=b"water wine water wine waters\n" * 50)
     assert done.returncode == 1 and done.stderr.count(b"\n") == 1
     assert b"larger than this text supports" in done.stderr
-    assert not (tmp_path / "t").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

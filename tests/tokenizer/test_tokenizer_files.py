@@ -207,6 +207,7 @@ def test_transformers_agrees(any_folder, sample):
     tokenizer, folder = any_folder
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.encode(sample, parse_special=True)
+    assert load(folder).fingerprint == tokenizer.fingerprint
     assert theirs.encode(sample) == ids
     assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
     plain = sample.replace("<", "")
