@@ -62,5 +62,7 @@ def os_errors_as(kind: type[MlxlmError], what: str, path: Path | str) -> Iterato
             "Read-only file system": "choose an output folder that you can write to",
             "Permission denied": "choose a path that you have permission for",
             "No such file or directory": "check the path",
+            "File exists": "a path whose parent is a folder, not a file",
+            "Not a directory": "a path whose parent is a folder, not a file",
         }
         raise kind(f"cannot {what} {path}: {reason}", hints.get(reason)) from error

@@ -103,7 +103,7 @@ def layer_plan(quantization: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def dequantized(weights: dict[str, mx.array], quantization: dict[str, Any]) -> dict[str, mx.array]:
-    """The same weights with every quantized matrix as floats (lazily)."""
+    """The same weights with every quantized matrix in float32 (lazily), nothing rounded on the way."""
     result = {}
     for name, value in weights.items():
         if name.endswith((".scales", ".biases")):
@@ -111,7 +111,10 @@ def dequantized(weights: dict[str, mx.array], quantization: dict[str, Any]) -> d
         layer = name.removesuffix(".weight")
         scales = weights.get(f"{layer}.scales")
         if name.endswith(".weight") and scales is not None:
-            value = mx.dequantize(value, scales, weights.get(f"{layer}.biases"), **layer_plan(quantization, layer))
+            plan, biases = layer_plan(quantization, layer), weights.get(f"{layer}.biases")
+            if plan["mode"] == "affine":
+                scales, biases = _as_float32(scales), _as_float32(biases)
+            value = mx.dequantize(value, scales, biases, **plan)
         result[name] = value
     return result
 

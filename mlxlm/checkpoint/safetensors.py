@@ -113,5 +113,6 @@ def save_tensors(path: Path, tensors: dict[str, mx.array]) -> None:
     try:
         mx.save_safetensors(str(path), tensors, metadata={"format": "mlx"})
     except RuntimeError as error:
-        raise CheckpointError(f"cannot write {path}: {error}", "a disk with more room, or a folder you can write") from None
+        hint = "a disk with more room, or a folder you can write"
+        raise CheckpointError(f"cannot write {path}: {error}", hint) from None
     check_file(path)

@@ -1,0 +1,48 @@
+"""Wall time and peak memory of what people run: the help, a first token, the quickstart.
+
+    python benchmarks/footprint.py [--rounds 5] [--quickstart]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from common import median, report, timed_command
+from generation_speed import make_models
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quickstart", action="store_true", help="also the quickstart, about three minutes")
+    options = parser.parse_args()
+    bin_folder = Path(sys.executable).parent
+    with tempfile.TemporaryDirectory() as folder:
+        models = make_models(Path(folder))
+        small = str(models["4-bit"])
+        prompt = ["--prompt", "hello", "--max-tokens", "1"]
+        commands = {
+            "mlxlm --help": [str(bin_folder / "mlxlm"), "--help"],
+            "mlxlm generate, first token": [str(bin_folder / "mlxlm"), "generate", small, *prompt],
+            "mlx_lm.generate, first token": [str(bin_folder / "mlx_lm.generate"), "--model", small, *prompt],
+        }
+        found = {name: [] for name in commands}
+        for _ in range(options.rounds):
+            for name, command in commands.items():
+                found[name].append(timed_command(command)[:2])
+        if options.quickstart:
+            command = [str(bin_folder / "mlxlm"), "quickstart", "--out", str(Path(folder, "run"))]
+            found["mlxlm quickstart"] = [timed_command(command)[:2]]
+    rows, result = [], {}
+    for name, runs in found.items():
+        seconds, memory = median([s for s, _ in runs]), median([m for _, m in runs])
+        rows.append((name, f"{seconds:.2f} s, {memory / 1e6:.0f} MB"))
+        result[name] = {"seconds": round(seconds, 3), "bytes": int(memory)}
+    report("time and peak memory", rows, {"benchmark": "footprint", "commands": result})
+
+
+if __name__ == "__main__":
+    main()

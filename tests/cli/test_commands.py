@@ -1,0 +1,166 @@
+"""The commands as a person meets them: what they print, where, and how they fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import make_text
+
+from mlxlm.cli.main import COMMANDS, _run
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ["--steps", "6", "--batch-size", "4", "--sequence-length", "32", "--vocab-size", "300"]
+
+
+def command(*args, **kwargs):
+    """Run `mlxlm ARGS` in a process of its own, from another folder."""
+    code = "from mlxlm.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=120, check=False, **kwargs
+    )
+
+
+@pytest.fixture
+def run_folder(tmp_path, text_file):
+    assert _run(["pretrain", str(text_file), "--preset", "0.3m", "--out", str(tmp_path / "run"), *QUICK]) == 0
+    return tmp_path / "run"
+
+
+def fails(capsys, *args) -> str:
+    """Exit code 1, nothing on stdout and exactly one line on stderr, which is returned."""
+    capsys.readouterr()
+    assert _run(list(map(str, args))) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_help_imports_neither_mlx_nor_transformers_nor_rich():
+    code = (
+        "import sys\nfrom mlxlm.cli.main import _run\nassert _run(['--help']) == 0\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'rich', 'numpy', 'tokenizers', 'matplotlib'}\n"
+        "print(sorted(heavy & {name.split('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for name in COMMANDS:
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert _run([name, "--help"]) == 0
+    assert "--debug" in capsys.readouterr().out
+
+
+def test_a_checkout_runs_from_any_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "cli.py"), "presets"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert "1m" in done.stdout and done.stderr == ""
+
+
+def test_wrong_usage_is_exit_code_2(capsys):
+    assert _run(["nonsense"]) == 2
+    assert _run(["pretrain"]) == 2
+    assert _run(["pretrain", "--resume", "x", "--steps", "3"]) == 2
+
+
+def test_doctor_and_presets_print_json(capsys):
+    assert _run(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["matmul_gflops"] > 0 and facts["memory"] > 0 and facts["blas"]
+    assert _run(["presets", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["5m"]["hidden_size"] == 256
+
+
+def test_from_text_to_a_continuation(tmp_path, run_folder, capsys):
+    capsys.readouterr()
+    assert _run(["export", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bits_per_weight"] < 6 and report["bits_per_byte_after"] > 0
+    arguments = ["generate", str(tmp_path / "small"), "-p", "The cat", "--max-tokens", "5", "--seed", "1", "--json"]
+    assert _run(arguments) == 0
+    first = capsys.readouterr().out
+    assert _run(arguments) == 0
+    assert json.loads(first)["text"] == json.loads(capsys.readouterr().out)["text"]
+
+
+def test_pretrain_prints_the_run_on_stdout_only(tmp_path, text_file):
+    done = command("pretrain", text_file, "--preset", "0.3m", "--out", tmp_path / "run", *QUICK)
+    assert done.returncode == 0 and done.stdout == f"{tmp_path / 'run'}\n"
+    assert "bits per byte" in done.stderr and "\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number):
+    arguments = ["pretrain", text_file, "--preset", "0.3m", "--out", tmp_path / "run", *QUICK[2:], "--steps", "100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from mlxlm.cli.main import main; main()", *map(str, arguments)],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    for line in process.stderr:
+        if line.startswith("step 1/"):
+            break
+    os.kill(process.pid, number)
+    rest = process.stderr.read()
+    assert process.wait(60) == 0
+    assert f"mlxlm pretrain --resume {tmp_path / 'run'}" in rest
+    assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
+
+
+def test_bad_text(tmp_path, capsys):
+    files = {"empty.txt": b"", "binary.bin": bytes(range(256)) * 10, "short.txt": b"hello there", "bad.jsonl": b"{"}
+    expected = {"empty.txt": "is empty", "binary.bin": "not UTF-8", "short.txt": "try:", "bad.jsonl": "line 1"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        line = fails(capsys, "pretrain", tmp_path / name, "--out", tmp_path / "run", *QUICK)
+        assert expected[name] in line and "(try: " in line
+        assert not (tmp_path / "run").exists()
+    assert "no such file" in fails(capsys, "pretrain", tmp_path / "none.txt", "--out", tmp_path / "run")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(files)
+
+
+def test_a_vocabulary_larger_than_the_text_supports(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(make_text(300))
+    line = fails(capsys, "pretrain", tmp_path / "text.txt", "--out", tmp_path / "run", "--vocab-size", "50000")
+    assert "50000" in line and "(try: " in line
+
+
+def test_bad_models_and_places(tmp_path, text_file, run_folder, capsys):
+    line = fails(capsys, "pretrain", text_file, "--preset", "9b", "--out", tmp_path / "x")
+    assert "no preset '9b'" in line and "one of 0.3m" in line
+    (tmp_path / "config.json").write_text('{"hidden_size": 7, "num_hidden_layers": 1, "num_attention_heads": 2}')
+    line = fails(capsys, "pretrain", text_file, "--config", tmp_path / "config.json", "--out", tmp_path / "x")
+    assert "missing intermediate_size, vocab_size" in line
+    line = fails(capsys, "pretrain", text_file, "--out", run_folder, *QUICK)
+    assert "exists already" in line and f"--resume {run_folder}" in line
+    line = fails(capsys, "pretrain", text_file, "--out", text_file / "run", *QUICK)
+    assert "a path whose parent is a folder" in line
+    assert "there is no model folder" in fails(capsys, "generate", tmp_path / "none", "-p", "x")
+    assert "there is no model folder" in fails(capsys, "export", tmp_path / "none", "--out", tmp_path / "y")
+    assert "is not a run" in fails(capsys, "pretrain", "--resume", tmp_path)
+    line = fails(capsys, "generate", run_folder, "-p", "The cat sat. " * 2000)
+    assert "context of 256" in line and "(try: " in line
+    checkpoint = next((run_folder / "checkpoints").iterdir()) / "model.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    assert "model.safetensors is truncated" in fails(capsys, "generate", run_folder, "-p", "x")
+
+
+def test_debug_shows_the_traceback(tmp_path, capsys):
+    assert _run(["generate", str(tmp_path / "none"), "-p", "x", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path):
+    code = "from mlxlm.cli.main import main; main()"
+    done = subprocess.run(
+        f'"{sys.executable}" -c "{code}" presets | true', shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
