@@ -85,6 +85,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal):
     chat.expect(PROMPT)
     chat.sendintr()
     chat.expect("Ctrl-D leaves the chat")
+    chat.expect(PROMPT)
     chat.sendeof()
     chat.expect(pexpect.EOF)
     chat.close()
