@@ -62,7 +62,7 @@ class Tokenizer:
 
     @property
     def kind(self) -> str:
-        """"byte-level", "sentencepiece" (BPE with byte fallback), or the lower-case name of another model."""
+        """Either "byte-level", "sentencepiece" (BPE with byte fallback), or another model's name in lower case."""
         if self._decoder is None:
             return type(self._runtime.model).__name__.lower()
         return "byte-level" if self._decoder.byte_level else "sentencepiece"
