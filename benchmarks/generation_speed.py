@@ -67,9 +67,9 @@ def make_models(folder: Path) -> dict[str, Path]:
     from mlx.utils import tree_flatten
 
     from mlxlm.checkpoint import save_weights
-    from mlxlm.checkpoint.files import write_json
     from mlxlm.config import ModelConfig
     from mlxlm.export import export
+    from mlxlm.files import write_json
     from mlxlm.model import Decoder
     from mlxlm.tokenizer import train
 

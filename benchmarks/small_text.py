@@ -57,7 +57,8 @@ def main() -> None:
     rows = [
         ("parameters", f"{run.config.parameter_count():,}"),
         ("validation", f"{best:.4f} bits per byte"),
-        ("time", f"{seconds:.0f} s in all, {finished.seconds:.0f} s of steps, {finished.tokens_per_second:,.0f} tokens/s"),
+        ("time", f"{seconds:.0f} s in all, {finished.seconds:.0f} s of steps"),
+        ("speed", f"{finished.tokens_per_second:,.0f} tokens/s"),
         ("peak memory", f"{peak_memory() / 1e6:.0f} MB"),
     ]
     report(

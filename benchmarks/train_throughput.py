@@ -160,7 +160,7 @@ def profile(config: ModelConfig, B: int, T: int) -> None:
         ("swiglu", layers, swiglu, (gate, random(gate.shape))),
         ("cross-entropy", 1, lambda y: cross_entropy(y, targets), (random((B, T, V)),)),
         ("RMSNorm", 2 * layers + 1, lambda y, w: mx.fast.rms_norm(y, w, 1e-5), (x, random((h,)))),
-        ("rotary positions", layers, lambda y: mx.fast.rope(y, d, traditional=False, base=1e4, scale=1, offset=0), (q,)),
+        ("rotary positions", layers, nn.RoPE(d), (q,)),
     ]
     rows, total = [], 0.0
     for name, count, function, arguments in cases:

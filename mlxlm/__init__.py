@@ -13,14 +13,14 @@ Importing this imports nothing else: MLX comes with the first call.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxlm.generate import generate, load, stream
+    from mlxlm.generation import generate, load, stream
 
 __all__ = ["generate", "load", "stream"]
 
 
 def __getattr__(name: str):
     if name in __all__:
-        import mlxlm.generate
+        from mlxlm import generation
 
-        return getattr(mlxlm.generate, name)
+        return getattr(generation, name)
     raise AttributeError(f"module 'mlxlm' has no attribute {name!r}")

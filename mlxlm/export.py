@@ -9,14 +9,14 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from mlxlm._mlx import mx
-from mlxlm.checkpoint import load_model, new_folder, save_weights
-from mlxlm.checkpoint.files import write_json
+from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.load import list_checkpoints
 from mlxlm.checkpoint.quantize import Quantized, quantize_weights
 from mlxlm.config import ModelConfig
 from mlxlm.data import TokenDataset
 from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.evaluate import evaluate
+from mlxlm.files import check_free, new_folder, write_json
 from mlxlm.tokenizer import load as load_tokenizer
 from mlxlm.train import Run
 
@@ -58,8 +58,7 @@ def export(source: Path | str, out: Path | str, bits: int = 4, group_size: int =
     source, out = Path(source), Path(out)
     if bits not in BITS:
         raise ConfigError(f"{bits} bits is not a format", f"one of {', '.join(map(str, BITS))}")
-    if out.exists():
-        raise CheckpointError(f"{out} exists already", "another name for the output")
+    check_free(out, CheckpointError, "another name for the output")
     model, config = load_model(source)
     if not isinstance(config, ModelConfig):
         raise CheckpointError(f"{source} is a {config.model_type} model", "mlx_lm.convert for it")

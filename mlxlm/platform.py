@@ -68,7 +68,8 @@ def _find_blas() -> Blas:
         try:
             return _open_blas(chosen)
         except OSError as error:
-            raise PlatformError(f"MLXLM_BLAS={chosen} can't be loaded: {error}", "the full path of a CBLAS library") from None
+            hint = "the full path of a CBLAS library"
+            raise PlatformError(f"MLXLM_BLAS={chosen} can't be loaded: {error}", hint) from None
     # Sums that don't depend on the alignment of memory, so that equal runs are equal to the bit.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     candidates = [str(p) for p in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))]

@@ -11,18 +11,23 @@ from mlxlm.config import ModelConfig
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
-WORDS = "the cat sat on a mat and saw two birds in the old garden while rain fell softly over red roofs".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "birds", "in", "old", "garden", "while", "rain"]
 
 
-def make_text(words: int, seed: int = 0) -> str:
-    """Sentences of common words: easy to learn, the same for the same seed."""
-    rng = random.Random(seed)
-    lines = []
-    while words > 0:
-        n = rng.randint(4, 12)
-        lines.append(" ".join(rng.choice(WORDS) for _ in range(n)).capitalize() + ".")
-        words -= n
-    return "\n".join(lines) + "\n"
+@pytest.fixture(scope="session")
+def make_text():
+    """`make_text(words)`: sentences of common words, easy to learn, the same every time."""
+
+    def make(words: int) -> str:
+        rng = random.Random(0)
+        lines = []
+        while words > 0:
+            n = rng.randint(4, 12)
+            lines.append(" ".join(rng.choice(WORDS) for _ in range(n)).capitalize() + ".")
+            words -= n
+        return "\n".join(lines) + "\n"
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -49,14 +54,14 @@ def tiny_config() -> ModelConfig:
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer():
+def tiny_tokenizer(make_text):
     from mlxlm.tokenizer import train
 
     return train([make_text(3000)], 300)
 
 
 @pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def text_file(tmp_path: Path, make_text) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(make_text(4000), encoding="utf-8")
     return path

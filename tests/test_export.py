@@ -8,10 +8,10 @@ from mlx.utils import tree_flatten
 import mlxlm
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import save_weights
-from mlxlm.checkpoint.files import write_json
 from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.export import export
+from mlxlm.files import write_json
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import load
 from mlxlm.train import start_run, train
@@ -21,7 +21,8 @@ from mlxlm.train import start_run, train
 def trained(tmp_path_factory, tiny_tokenizer):
     """A run that has learnt a counting rhyme, so that greedy tokens are no coin tosses."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text("The cat sat on a mat and saw two birds in the old garden while rain fell.\n" * 400)
+    rhyme = "The cat sat on a mat and saw two birds in the old garden while rain fell.\n"
+    (folder / "text.txt").write_text(rhyme * 400)
     config = ModelConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=96, vocab_size=300, max_position_embeddings=128,
@@ -104,7 +105,7 @@ def test_what_can_not_be_exported(tmp_path, tiny_tokenizer, trained):
     model = write_model(tmp_path / "model", tiny_tokenizer)
     with pytest.raises(ConfigError, match="7 bits is not a format.*2, 3, 4"):
         export(tmp_path / "model", tmp_path / "out", 7)
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         export(tmp_path / "model", tmp_path / "model", 4)
     export(tmp_path / "model", tmp_path / "out", 4)
     with pytest.raises(CheckpointError, match="quantized already"):

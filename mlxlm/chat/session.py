@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from mlxlm.chat.template import Message, transcript
 from mlxlm.errors import GenerationError
-from mlxlm.generate import Chunk, Context, GenerationOptions, LoadedModel, Result, TextStream
-from mlxlm.generate.sampling import draw_seed
+from mlxlm.generation import Chunk, Context, GenerationOptions, LoadedModel, Result, TextStream
+from mlxlm.generation.sampling import draw_seed
 
 
 @dataclass(frozen=True)

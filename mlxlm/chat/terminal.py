@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from mlxlm import platform
 from mlxlm.chat.session import ChatSession
 from mlxlm.errors import GenerationError, MlxlmError
-from mlxlm.generate import FinishReason
+from mlxlm.generation import FinishReason
 
 COMMANDS = {
     "/help": "show these commands",

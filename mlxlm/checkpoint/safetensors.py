@@ -12,8 +12,8 @@ import struct
 from pathlib import Path
 
 from mlxlm._mlx import mx
-from mlxlm.checkpoint.files import write_json
 from mlxlm.errors import CheckpointError, os_errors_as
+from mlxlm.files import write_json
 
 SHARD_BYTES = 5_000_000_000
 _MAX_HEADER = 100_000_000  # the format's own limit

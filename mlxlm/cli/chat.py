@@ -9,7 +9,7 @@ import click
 from mlxlm.cli.sampling_options import sampling_options
 
 if TYPE_CHECKING:
-    from mlxlm.generate import GenerationOptions
+    from mlxlm.generation import GenerationOptions
 
 
 @click.command()
@@ -25,7 +25,7 @@ def chat(model: str, system: str | None, prompt: str | None, options: Generation
     """
     from mlxlm.chat import terminal
     from mlxlm.chat.session import ChatSession
-    from mlxlm.generate import load
+    from mlxlm.generation import load
 
     loaded = load(model)
     session = ChatSession(loaded, system, options)

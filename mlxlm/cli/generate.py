@@ -12,7 +12,7 @@ from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.errors import GenerationError
 
 if TYPE_CHECKING:
-    from mlxlm.generate import GenerationOptions, LoadedModel, Result, TextStream
+    from mlxlm.generation import GenerationOptions, LoadedModel, Result, TextStream
 
 
 @click.command()
@@ -39,7 +39,7 @@ def generate(
     """
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
-    from mlxlm.generate import TextStream, load
+    from mlxlm.generation import TextStream, load
 
     text = _prompt_text(prompt)
     loaded = load(model)

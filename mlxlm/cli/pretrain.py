@@ -93,10 +93,8 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
         raise click.UsageError("give DATA and --out RUN, or --resume RUN")
     if options["preset"] and options["config"]:
         raise click.UsageError("--preset and --config each choose a model: give one of them")
-    if options["config"]:
-        config = ModelConfig.load(options["config"])
-    else:
-        config = ModelConfig.preset(options["preset"] or "1m")
+    file, preset = options["config"], options["preset"] or "1m"
+    config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
     names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SETTINGS]
     settings = {name: options[name] for name in names if options[name] is not None}
     settings.setdefault("sequence_length", min(512, config.max_position_embeddings))

@@ -31,7 +31,7 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
     from mlxlm.config import ModelConfig
     from mlxlm.data.builtin import write_python_reference
     from mlxlm.export import export
-    from mlxlm.generate import load
+    from mlxlm.generation import load
     from mlxlm.tokenizer import load as load_tokenizer
     from mlxlm.train import Stopped, start_run
 
@@ -42,8 +42,9 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
         if not sources:
             sources = [str(Path(folder, "python-reference.jsonl"))]
             write_python_reference(Path(sources[0]))
-        what = ", ".join(data) or "Python's language reference, as questions and answers"
-        render.say(f"1. A tokenizer and a model of {render.human_count(config.parameter_count())} parameters, from {what}")
+        text = ", ".join(data) or "Python's language reference, as questions and answers"
+        size = render.human_count(config.parameter_count())
+        render.say(f"1. A tokenizer and a model of {size} parameters, from {text}")
         run = start_run(out, sources, config, minutes=minutes, settings=dict(SETTINGS), phase=phase)
     render.say(f"2. Training for about {minutes:g} minutes (Ctrl-C saves and stops)")
     ending = run_training(run, load_tokenizer(run.path))

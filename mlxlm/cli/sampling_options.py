@@ -29,7 +29,7 @@ def sampling_options(command: Callable) -> Callable:
 
     @functools.wraps(command)
     def with_options(**values: Any):
-        from mlxlm.generate import GenerationOptions
+        from mlxlm.generation import GenerationOptions
 
         named = {field.name: values.pop(field.name) for field in fields(GenerationOptions)}
         given = {name: value for name, value in named.items() if value is not None}

@@ -11,8 +11,8 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.errors import TokenizerError
+from mlxlm.files import new_folder
 from mlxlm.tokenizer import KINDS, load, report, train
-from mlxlm.tokenizer.files import new_folder
 
 SOURCES_HELP = "Sources: text files, .jsonl files, both also as .gz or .zst, folders of them, or - for stdin."
 

@@ -90,8 +90,8 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
 def _progress() -> Iterator[object]:
     """Yields `show(event)`: a live line in a terminal, a line every ten seconds elsewhere."""
     live = render.console.is_terminal
-    step, facts = TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[facts]}")
-    with Progress(step, BarColumn(bar_width=16), facts, console=render.console, disable=not live, transient=True) as bar:
+    columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(16), TextColumn("{task.fields[facts]}")
+    with Progress(*columns, console=render.console, disable=not live, transient=True) as bar:
         task = bar.add_task("", total=None, facts="compiling the first step")
         last = 0.0
 

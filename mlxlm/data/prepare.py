@@ -18,8 +18,8 @@ from mlxlm.data.shards import ShardWriter, Staging, flush_to_disk
 from mlxlm.data.sources import STDIN, Document, documents
 from mlxlm.data.tokenize import tokenize
 from mlxlm.errors import DataError
+from mlxlm.files import new_folder
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.tokenizer.files import new_folder
 
 FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 
@@ -40,7 +40,7 @@ def prepare(
 
     `out` gets, for each split ("train", "validation"), <split>-00000.bin (little-endian uint16 where the
     vocabulary fits, else uint32; `shard_tokens` tokens each, the last one less) with <split>-00000.idx.npy
-    (int64 offsets of the documents that start in it), and manifest.json. It appears complete or not at all:
+    (int64 offsets of the documents that start in it), tokenizer/, and manifest.json. It appears complete or not at all:
     the work is done in a hidden folder beside it. Memory: about a megabyte of text at a time, and the
     document offsets of one shard.
 
@@ -56,7 +56,7 @@ def prepare(
     """
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation fraction {validation_fraction} is not in [0, 1)", "0.05")
-    with new_folder(Path(out), DataError) as folder, ExitStack() as stack:
+    with new_folder(out, DataError) as folder, ExitStack() as stack:
         builder = _Builder(tokenizer, folder, shard_tokens, stack)
         source = documents(paths, stdin=stdin, advance=progress)
         if validation_paths:
@@ -65,6 +65,7 @@ def prepare(
             builder.add(documents(validation_paths, stdin=stdin, advance=progress), builder.validation)
         else:
             split = builder.add_and_split(source, validation_fraction, seed)
+        tokenizer.save(folder / "tokenizer")
         return builder.finish(split, [_source_name(path) for path in (*paths, *validation_paths)])
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from mlxlm.errors import MlxlmError, TokenizerError, os_errors_as
+from mlxlm.errors import TokenizerError, os_errors_as
+from mlxlm.files import write_bytes
 from mlxlm.tokenizer import sentencepiece
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer
 
@@ -79,33 +76,8 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         contents["tokenizer.model"] = tokenizer.sentencepiece_model
     with os_errors_as(TokenizerError, "write a tokenizer to", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            partial = folder / f".{name}.partial"
-            try:
-                partial.write_bytes(content)
-                os.replace(partial, folder / name)
-            finally:
-                partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_folder(out: Path, kind: type[MlxlmError]) -> Iterator[Path]:
-    """A hidden folder beside `out`, which becomes `out` at the end: complete, or not there at all.
-
-    Raises `kind` at once if `out` is in use or its place cannot be written, and for a disk that fails later.
-    """
-    out = out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise kind(f"{out} already exists", "another name, or delete it first")
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
-    with os_errors_as(kind, "write", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        try:
-            yield partial
-            partial.replace(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    for name, content in contents.items():
+        write_bytes(folder / name, content, TokenizerError)
 
 
 def _source(path: Path) -> Path:

@@ -297,7 +297,7 @@ def _last_good(run: Run) -> str:
 
 
 def _sample(model: Decoder, config: ModelConfig, tokenizer: Tokenizer, settings: TrainSettings) -> str:
-    from mlxlm.generate import LoadedModel, generate
+    from mlxlm.generation import LoadedModel, generate
 
     model.eval()
     try:

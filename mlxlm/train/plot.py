@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import io
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import CheckpointError, os_errors_as
+from mlxlm.files import write_bytes
 
 
 def draw_losses(entries: list[dict[str, Any]], path: Path) -> None:
@@ -31,10 +31,6 @@ def draw_losses(entries: list[dict[str, Any]], path: Path) -> None:
     rate.set_ylabel("learning rate (dotted)")
     rate.set_ylim(bottom=0)
     axes.legend(loc="upper right")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with os_errors_as(CheckpointError, "write", path):
-        try:
-            figure.savefig(temporary, dpi=120, format="png")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_bytes(path, picture.getvalue())

@@ -11,11 +11,11 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from mlxlm._mlx import mx
-from mlxlm.checkpoint.files import new_folder, write_json, write_text
 from mlxlm.checkpoint.load import list_checkpoints, model_folder, step_of
 from mlxlm.checkpoint.safetensors import check_file, load_weights, save_tensors, save_weights
 from mlxlm.config import ModelConfig, read_json
 from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
+from mlxlm.files import new_folder, write_bytes, write_json
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -144,4 +144,4 @@ class Run:
         """Drop what was logged after `step`, so that a resumed run doesn't log it twice."""
         kept = [json.dumps(e, ensure_ascii=False) + "\n" for e in self.read_log() if e.get("step", 0) <= step]
         if self.log_file.exists():
-            write_text(self.log_file, "".join(kept))
+            write_bytes(self.log_file, "".join(kept).encode("utf-8"))

@@ -14,6 +14,7 @@ from mlxlm.data import CHAT_TEMPLATE, Manifest, prepare, texts, total_bytes
 from mlxlm.data.manifest import FILE as MANIFEST
 from mlxlm.data.sources import STDIN
 from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
+from mlxlm.files import check_free
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.loop import measure_step
 from mlxlm.train.run import Run
@@ -61,8 +62,7 @@ def start_run(
     Raises CheckpointError if `out` exists, and DataError, TokenizerError or ConfigError for what can't work.
     """
     out = Path(out)
-    if out.exists():
-        raise CheckpointError(f"{out} exists already", f"mlxlm pretrain --resume {out}, or another --out")
+    check_free(out, CheckpointError, f"mlxlm pretrain --resume {out}, or another --out")
     settings = dict(settings or {})
     prepared = _prepared(sources)
     if prepared and validation:

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from mlxlm import tokenizer
 from mlxlm._mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.generate import LoadedModel
+from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 
 TEMPLATE = (

@@ -98,7 +98,7 @@ def test_ctrl_c_while_a_long_message_is_read(model_folder, environment):
         "import os, signal\n"
         "from mlxlm.chat import terminal\n"
         "from mlxlm.chat.session import ChatSession\n"
-        "from mlxlm.generate import load\n"
+        "from mlxlm.generation import load\n"
         f"session = ChatSession(load({str(model_folder)!r}))\n"
         "with terminal._noted_interrupts() as interrupted:\n"
         "    ask = session.ask\n"

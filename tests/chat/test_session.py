@@ -8,7 +8,7 @@ import pytest
 from mlxlm.chat.session import ChatSession
 from mlxlm.chat.template import ChatTemplate, Message
 from mlxlm.errors import GenerationError
-from mlxlm.generate import GenerationOptions, generate
+from mlxlm.generation import GenerationOptions, generate
 
 GREEDY = GenerationOptions(temperature=0, max_tokens=12)
 

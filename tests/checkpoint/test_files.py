@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.checkpoint import load_model, load_weights, new_folder, save_weights
+from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.checkpoint.quantize import quantize_weights
 from mlxlm.checkpoint.safetensors import check_file
 from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError, ConfigError, MlxlmError
+from mlxlm.files import new_folder
 from mlxlm.model import Decoder
 
 
@@ -38,7 +39,7 @@ def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
         (folder / "x").write_text("x")
         assert not (tmp_path / "deep/a").exists()
     assert (tmp_path / "deep/a/x").read_text() == "x"
-    with pytest.raises(CheckpointError, match="exists already"), new_folder(tmp_path / "deep/a"):
+    with pytest.raises(CheckpointError, match="already exists"), new_folder(tmp_path / "deep/a"):
         pass
 
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import make_text
 
 from mlxlm.cli.main import COMMANDS, _run
 
@@ -19,9 +18,8 @@ QUICK = ["--steps", "6", "--batch-size", "4", "--sequence-length", "32", "--voca
 def command(*args, **kwargs):
     """Run `mlxlm ARGS` in a process of its own, from another folder."""
     code = "from mlxlm.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=120, check=False, **kwargs
-    )
+    arguments = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, **kwargs)
 
 
 @pytest.fixture
@@ -127,7 +125,7 @@ def test_bad_text(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(files)
 
 
-def test_a_vocabulary_larger_than_the_text_supports(tmp_path, capsys):
+def test_a_vocabulary_larger_than_the_text_supports(tmp_path, make_text, capsys):
     (tmp_path / "text.txt").write_text(make_text(300))
     line = fails(capsys, "pretrain", tmp_path / "text.txt", "--out", tmp_path / "run", "--vocab-size", "50000")
     assert "50000" in line and "(try: " in line
@@ -140,7 +138,7 @@ def test_bad_models_and_places(tmp_path, text_file, run_folder, capsys):
     line = fails(capsys, "pretrain", text_file, "--config", tmp_path / "config.json", "--out", tmp_path / "x")
     assert "missing intermediate_size, vocab_size" in line
     line = fails(capsys, "pretrain", text_file, "--out", run_folder, *QUICK)
-    assert "exists already" in line and f"--resume {run_folder}" in line
+    assert "already exists" in line and f"--resume {run_folder}" in line
     line = fails(capsys, "pretrain", text_file, "--out", text_file / "run", *QUICK)
     assert "a path whose parent is a folder" in line
     assert "there is no model folder" in fails(capsys, "generate", tmp_path / "none", "-p", "x")

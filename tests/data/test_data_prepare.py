@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxlm.data import CHAT_TEMPLATE, TokenDataset, prepare
-from mlxlm.errors import DataError
+from mlxlm.errors import DataError, MlxlmError
 from mlxlm.tokenizer import load
 
 
@@ -168,7 +168,7 @@ def test_files_on_disk(byte_level, text, tmp_path):
     manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out", shard_tokens=1000)
     assert manifest.dtype == "uint16"
     assert [s.tokens for s in manifest.train.shards[:-1]] == [1000] * (len(manifest.train.shards) - 1)
-    names = {"manifest.json"}
+    names = {"manifest.json", "tokenizer"}
     for split in (manifest.train, manifest.validation):
         for shard in split.shards:
             names |= {shard.file, shard.index}
@@ -232,7 +232,7 @@ def test_a_full_disk(byte_level, text, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(DataError, match="cannot write .*out: No space left on device .*another disk"):
+    with pytest.raises(MlxlmError, match="cannot write .*out.*: No space left on device .*another disk"):
         prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 

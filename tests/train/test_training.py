@@ -192,7 +192,7 @@ def test_adamw_equals_torch(tiny_config):
 def test_an_existing_run_is_refused(new_run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/mine.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="run exists already .*--resume .*another --out"):
+    with pytest.raises(CheckpointError, match="run already exists .*--resume .*another --out"):
         new_run("run")
     assert (tmp_path / "run/mine.txt").read_text() == "precious"
 
@@ -220,12 +220,16 @@ def test_a_damaged_checkpoint_is_named(new_run):
 
 def test_a_save_that_was_killed_leaves_the_last_checkpoint(new_run, monkeypatch):
     run = new_run("run", steps=10, save_every=5)
-    monkeypatch.setattr("mlxlm.train.run.save_tensors", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mlxlm.train.run.save_tensors", full_disk)
     with pytest.raises(CheckpointError, match="cannot write .*step-5.*No space left.*free some disk space"):
         finish(run)
     assert run.checkpoints() == [] and list((run.path / "checkpoints").iterdir()) == []
     monkeypatch.undo()
-    (run.path / "checkpoints/.step-5.1.tmp").mkdir()  # what kill -9 would leave
+    (run.path / "checkpoints/.step-5.1.partial").mkdir()  # what kill -9 would leave
     with pytest.raises(CheckpointError, match="no checkpoint to resume"):
         finish(run, resume=True)
     assert list((run.path / "checkpoints").iterdir()) == []

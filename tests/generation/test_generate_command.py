@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlxlm._mlx import mx
 from mlxlm.cli.main import main
 from mlxlm.cli.sampling_options import sampling_options
-from mlxlm.generate import GenerationOptions, generate, load
+from mlxlm.generation import GenerationOptions, generate, load
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_options_are_the_fields_of_generation_options():
 
 def test_heavy_packages_are_not_imported():
     script = (
-        "import sys, mlxlm.generate, mlxlm.chat.terminal\n"
+        "import sys, mlxlm.generation, mlxlm.chat.terminal\n"
         "print([m for m in ('transformers', 'mlx_lm', 'rich', 'prompt_toolkit', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

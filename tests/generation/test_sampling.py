@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
-from mlxlm.generate import Sampler, SamplingOptions, filtered_logits
+from mlxlm.generation import Sampler, SamplingOptions, filtered_logits
 
 V = 50
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
-from mlxlm.generate.engine import Context, tokens
-from mlxlm.generate.loaded import LoadedModel
-from mlxlm.generate.sampling import Sampler, SamplingOptions, draw_seed
-from mlxlm.generate.stops import StopStrings
+from mlxlm.generation.engine import Context, tokens
+from mlxlm.generation.loaded import LoadedModel
+from mlxlm.generation.sampling import Sampler, SamplingOptions, draw_seed
+from mlxlm.generation.stops import StopStrings
 
 FinishReason = Literal["stop", "eos", "length", "context"]
 

@@ -5,7 +5,7 @@ import pytest
 from mlxlm import tokenizer
 from mlxlm._mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.generate import LoadedModel
+from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 
 TEXT = ["The quick brown fox jumps over the lazy dog. Grüße, 世界! How are you today?\n" * 4]

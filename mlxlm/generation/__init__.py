@@ -8,16 +8,14 @@
         print(chunk.text, end="")
 """
 
-import sys
-import types
 from collections.abc import Sequence
 from typing import Any
 
 from mlxlm.errors import GenerationError
-from mlxlm.generate.engine import Context, tokens
-from mlxlm.generate.loaded import LoadedModel, load
-from mlxlm.generate.sampling import Sampler, SamplingOptions, filtered_logits
-from mlxlm.generate.text import Chunk, FinishReason, GenerationOptions, Result, TextStream, Timings
+from mlxlm.generation.engine import Context, tokens
+from mlxlm.generation.loaded import LoadedModel, load
+from mlxlm.generation.sampling import Sampler, SamplingOptions, filtered_logits
+from mlxlm.generation.text import Chunk, FinishReason, GenerationOptions, Result, TextStream, Timings
 
 __all__ = [
     "Chunk", "Context", "FinishReason", "GenerationOptions", "LoadedModel", "Result", "Sampler",
@@ -47,14 +45,3 @@ def generate(loaded: LoadedModel, prompt: str | Sequence[int], **options: Any) -
     for _ in text:
         pass
     return text.result
-
-
-class _CallableModule(types.ModuleType):
-    """Python binds `mlxlm.generate` to this package as soon as anything imports it, over the function of
-    the same name in `mlxlm`. Calling the package is calling the function, so that both orders work."""
-
-    def __call__(self, loaded: LoadedModel, prompt: str | Sequence[int], **options: Any) -> Result:
-        return generate(loaded, prompt, **options)
-
-
-sys.modules[__name__].__class__ = _CallableModule

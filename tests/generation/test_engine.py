@@ -3,7 +3,7 @@
 import pytest
 
 from mlxlm._mlx import mx
-from mlxlm.generate import Context, tokens
+from mlxlm.generation import Context, tokens
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 

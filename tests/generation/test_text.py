@@ -1,12 +1,11 @@
 """Streams of text: how they end, what they report, and what they refuse."""
 
-import sys
 
 import pytest
 
 from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
-from mlxlm.generate import Context, GenerationOptions, LoadedModel, TextStream, generate, stream
+from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, generate, stream
 
 
 class Scripted:
@@ -131,8 +130,3 @@ def test_equal_to_mlx_lm(loaded):
 def test_refused_before_anything_is_computed(loaded, prompt, options, message):
     with pytest.raises(GenerationError, match=message):
         stream(loaded, prompt, **options)
-
-
-def test_the_package_is_callable_like_the_function(loaded):
-    package = sys.modules["mlxlm.generate"]
-    assert package(loaded, "x", max_tokens=3, seed=1).tokens == generate(loaded, "x", max_tokens=3, seed=1).tokens

@@ -1,0 +1,71 @@
+"""Writes that a crash can't leave half done: a temporary name, a flush to disk, a rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlxlm.errors import CheckpointError, MlxlmError, os_errors_as
+
+
+@contextmanager
+def new_folder(
+    path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
+) -> Iterator[Path]:
+    """Fill a hidden folder beside `path`; at the end it is flushed to disk and becomes `path`, else it goes.
+
+    Raises `kind` if `path` exists (an empty folder may), with `hint`, or if the disk refuses.
+    """
+    path = Path(path).absolute()
+    check_free(path, kind, hint)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with os_errors_as(kind, "write", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            for file in partial.rglob("*"):
+                _flush(file)
+            _flush(partial)
+            partial.replace(path)
+            _flush(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_free(path: Path, kind: type[MlxlmError], hint: str) -> None:
+    """Raise `kind` if something is at `path`, an empty folder excepted."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise kind(f"{path} already exists", hint)
+
+
+def write_bytes(path: Path, content: bytes, kind: type[MlxlmError] = CheckpointError) -> None:
+    """Write or replace a file as a whole. Raises `kind` if the disk refuses."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with os_errors_as(kind, "write", path):
+        try:
+            partial.write_bytes(content)
+            _flush(partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write or replace a JSON file as a whole."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_bytes(path, text.encode("utf-8"))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
