@@ -104,7 +104,7 @@ def worker(peer: str, path: str, prompt: str, tokens: str) -> None:
     start, times = time.perf_counter(), []
     for _ in stream(ids, n):
         times.append(time.perf_counter())
-    print(json.dumps({"prompt": len(ids) / (times[0] - start), "decode": (n - 1) / (times[-1] - times[0])}))
+    print(json.dumps({"prompt": len(ids) / (times[0] - start), "decode": (len(times) - 1) / (times[-1] - times[0])}))
 
 
 def mlxlm_stream(path: str):

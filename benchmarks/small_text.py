@@ -76,7 +76,7 @@ def main() -> None:
 
 def prepare(options: argparse.Namespace, folder: Path) -> Run:
     text = options.text.read_bytes()
-    cut = len(text) * 9 // 10
+    cut = text.index(b"\n", len(text) * 9 // 10) + 1
     (folder / "train.txt").write_bytes(text[:cut])
     (folder / "validation.txt").write_bytes(text[cut:])
     config = ModelConfig.load(options.config) if options.config else ModelConfig.preset(options.preset)

@@ -1,6 +1,6 @@
 """Training tokens/s of mlxlm, of the same model in plain MLX, and of PyTorch, in turn on this machine.
 
-    python benchmarks/train_throughput.py [--rounds 5] [--preset 5m | --hidden 256 ...] [--profile]
+    python benchmarks/train_throughput.py [--rounds 5] [--preset NAME] [--profile]
 
 All train in float32 with AdamW on the same random tokens. "plain MLX" is the same decoder with MLX's own
 attention, activation and cross-entropy, compiled, with MLX's default allocator cache. PyTorch is
@@ -17,6 +17,7 @@ from common import in_turn, median, report, spread
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.cli.doctor import measure_matmul
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder, parts
 from mlxlm.train import TrainSettings
@@ -52,7 +53,7 @@ def main() -> None:
         ratios[f"mlxlm/{other}"] = round(median([a / b for a, b in zip(found["mlxlm"], found[other], strict=True)]), 3)
         rows.append((f"mlxlm / {other}", f"{ratios[f'mlxlm/{other}']:.2f}"))
     flops = config.flops_per_token(T // 2, training=True) * median(found["mlxlm"])
-    rows.append(("mlxlm", f"{flops / 1e9:.0f} GFLOP/s of {platform.measure_matmul():.0f} in a matrix product"))
+    rows.append(("mlxlm", f"{flops / 1e9:.0f} GFLOP/s of {measure_matmul():.0f} in a matrix product"))
     report(
         f"training, {config.parameter_count() / 1e6:.1f}M parameters, {B} x {T} tokens a step",
         rows,
@@ -148,10 +149,10 @@ def profile(config: ModelConfig, B: int, T: int) -> None:
     random = mx.random.normal
     x, gate = random((B, T, h)), random((B, T, inner))
     targets = mx.random.randint(0, V, (B, T))
-    linear = {(h, heads * d): 2 * layers, (h, kv * d): 2 * layers, (h, inner): 3 * layers}
+    linear = {"q, o": (heads * d, 2), "k, v": (kv * d, 2), "gate, up, down": (inner, 3)}
     cases = [
-        (f"matrices {a} x {b}", count, lambda y, w: (y @ w.T) * 1.0, (x, random((b, a))))
-        for (a, b), count in linear.items()
+        (f"matrices {name}", count * layers, lambda y, w: (y @ w.T) * 1.0, (x, random((width, h))))
+        for name, (width, count) in linear.items()
     ]
     q, k = random((B, heads, T, d)), random((B, kv, T, d))
     cases += [

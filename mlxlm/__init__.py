@@ -7,15 +7,24 @@
     for chunk in mlxlm.stream(loaded, "Once upon a time"):
         print(chunk.text, end="")
 
-Importing this imports nothing else: MLX comes with the first call.
+Importing this doesn't import MLX, which comes with the first call; on Linux it loads the BLAS that MLX is to use.
 """
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from mlxlm import errors, platform
 
 if TYPE_CHECKING:
     from mlxlm.generation import generate, load, stream
 
+__version__ = "0.1.0"
 __all__ = ["generate", "load", "stream"]
+
+# A millisecond: here, so that `import mlx.core` after this line finds the BLAS. The error of a BLAS that
+# can't be loaded comes with the first use of MLX, where a command can show it.
+with suppress(errors.PlatformError):
+    platform.load_blas()
 
 
 def __getattr__(name: str):

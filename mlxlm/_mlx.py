@@ -1,22 +1,24 @@
 """The one place that imports MLX, with what it needs to run well here.
 
-Every module of mlxlm takes `mx` and `nn` from here, so that the BLAS is always loaded first:
-MLX binds `cblas_sgemm` to whichever library the process already has.
+Every module of mlxlm takes MLX from here. The package has loaded a fast BLAS by then, and MLX binds
+`cblas_sgemm` to whichever library the process already has.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 
 from mlxlm import platform
 from mlxlm.errors import PlatformError
 
-if "mlx.core" not in sys.modules:
-    platform.load_blas()
+platform.load_blas()  # a second call: the first one was in mlxlm/__init__.py; this one raises if it failed
 
 try:
     import mlx.core as mx
     import mlx.nn as nn
+    import mlx.optimizers as optim
+    from mlx.utils import tree_flatten, tree_map, tree_unflatten
 except ImportError as error:
     raise PlatformError(f"MLX has no backend here ({error})", platform.INSTALL_BACKEND) from None
 
@@ -27,5 +29,10 @@ if ON_CPU:
     # gigabytes, and each fresh buffer costs page faults: a float32 add over 8M elements takes 17 ms
     # without and 2 ms with a large enough cache.
     mx.set_cache_limit(platform.total_memory() // 4)
+    if platform.mlx_came_first and sys.platform == "linux":
+        late = "mlx was imported before mlxlm and keeps its slow reference BLAS (try: import mlxlm first)"
+        warnings.warn(late, stacklevel=2)
+    elif problem := platform.blas_warning():
+        warnings.warn(problem, stacklevel=2)
 
-__all__ = ["ON_CPU", "mx", "nn"]
+__all__ = ["ON_CPU", "mx", "nn", "optim", "tree_flatten", "tree_map", "tree_unflatten"]

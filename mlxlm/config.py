@@ -189,6 +189,9 @@ def _problems(c: ModelConfig):
         if heads % kv:
             fits = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
             yield f"num_key_value_heads {kv} does not divide num_attention_heads {heads} (one of {fits} does)"
+        if c.hidden_size % heads:  # transformers refuses to build such a model
+            fits = heads * -(-c.hidden_size // heads)
+            yield f"hidden_size {c.hidden_size} is no multiple of num_attention_heads {heads} ({fits} is)"
         if c.head_dim % 2:
             yield f"head_dim {c.head_dim} is odd, rotary positions need an even one ({c.head_dim + 1})"
         if c.parameter_count() > 10**13:
@@ -218,7 +221,7 @@ def _quantization_problems(quantization: Any):
     plans = {"quantization": quantization, **{k: v for k, v in quantization.items() if isinstance(v, Mapping)}}
     for name, plan in plans.items():
         if plan.get("mode", "affine") != "affine":
-            continue
+            yield f"{name}: mode is {plan['mode']!r}, it must be 'affine'"
         if plan.get("bits") not in (2, 3, 4, 5, 6, 8):
             yield f"{name}: bits is {plan.get('bits')!r}, it must be 2, 3, 4, 5, 6 or 8"
         if plan.get("group_size") not in (32, 64, 128):

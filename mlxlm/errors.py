@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,12 +58,15 @@ def os_errors_as(kind: type[MlxlmError], what: str, path: Path | str) -> Iterato
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        hints = {
-            "No space left on device": "free some disk space, or choose an output on another disk",
-            "Read-only file system": "choose an output folder that you can write to",
-            "Permission denied": "choose a path that you have permission for",
-            "No such file or directory": "check the path",
-            "File exists": "a path whose parent is a folder, not a file",
-            "Not a directory": "a path whose parent is a folder, not a file",
-        }
-        raise kind(f"cannot {what} {path}: {reason}", hints.get(reason)) from error
+        raise kind(f"cannot {what} {path}: {reason}", _HINTS.get(error.errno)) from error
+
+
+_HINTS = {
+    errno.ENOSPC: "free some disk space, or choose an output on another disk",
+    errno.EDQUOT: "free some of your disk quota, or choose an output on another disk",
+    errno.EROFS: "choose an output folder that you can write to",
+    errno.EACCES: "choose a path that you have permission for",
+    errno.ENOENT: "check the path",
+    errno.EEXIST: "a path whose parent is a folder, not a file",
+    errno.ENOTDIR: "a path whose parent is a folder, not a file",
+}

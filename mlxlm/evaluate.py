@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mlxlm import platform
 from mlxlm._mlx import mx
 from mlxlm.data import TokenDataset, validation_batches
 from mlxlm.kernels import cross_entropy
@@ -27,9 +28,10 @@ class Evaluation:
 def evaluate(
     model, data: TokenDataset, sequence_length: int, batch_size: int = 8, max_tokens: int | None = None
 ) -> Evaluation:
-    """Predict each token of `data` once, in windows of `sequence_length`, or only the first `max_tokens`.
+    """Predict each token of `data` once, in windows of `sequence_length`; or `max_tokens` of them, in windows
+    spread evenly over it.
 
-    Bits per byte = loss / ln 2 · (tokens / bytes of the text): unlike a loss per token it can be compared
+    Bits per byte = loss / ln 2 · (tokens / bytes of all of `data`): unlike a loss per token it can be compared
     between tokenizers. Special tokens count as tokens and have no bytes. The model is left in the mode it
     was in.
     """
@@ -38,10 +40,10 @@ def evaluate(
     total, count = 0.0, 0.0
     try:
         for tokens, mask in validation_batches(data, batch_size, sequence_length, max_tokens):
-            tokens, mask = mx.array(tokens), mx.array(mask)
-            losses = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-            total += (losses * mask).sum().item()
-            count += mask.sum().item()
+            inputs, targets = mx.array(tokens[:, :-1]), mx.array(tokens[:, 1:])
+            with platform.interrupts_held():
+                total += (cross_entropy(model(inputs), targets) * mx.array(mask)).sum().item()
+            count += float(mask.sum())
     finally:
         model.train(training)
     loss = total / count

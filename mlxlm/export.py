@@ -1,17 +1,16 @@
-"""A run, or any model of ours, as a self-contained folder that mlx_lm and transformers open."""
+"""A run, or any model of ours, as a self-contained folder: mlx_lm opens it, and at 16 bits transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx.utils import tree_flatten
-
-from mlxlm._mlx import mx
-from mlxlm.checkpoint import load_model, save_weights
-from mlxlm.checkpoint.load import list_checkpoints
-from mlxlm.checkpoint.quantize import Quantized, quantize_weights
+from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.checkpoint import load_model, locate, save_weights
+from mlxlm.checkpoint.layout import is_run
+from mlxlm.checkpoint.quantize import GROUP_SIZES, Quantized, quantize_weights
 from mlxlm.config import ModelConfig
 from mlxlm.data import TokenDataset
 from mlxlm.errors import CheckpointError, ConfigError
@@ -53,11 +52,14 @@ def export(source: Path | str, out: Path | str, bits: int = 4, group_size: int =
     16 bits are float16: weights of models trained here are far below its largest value (checked), and it
     has three more bits of precision than bfloat16. Fewer bits are MLX's affine quantization.
 
-    Raises CheckpointError if `out` exists, if the weights are not finite, or if the source is quantized.
+    Raises CheckpointError if `out` exists, if the weights are not finite, or if the source is quantized, and
+    DataError if a run's validation text is gone: its report would be empty.
     """
     source, out = Path(source), Path(out)
     if bits not in BITS:
         raise ConfigError(f"{bits} bits is not a format", f"one of {', '.join(map(str, BITS))}")
+    if group_size not in GROUP_SIZES:
+        raise ConfigError(f"groups of {group_size} are not a format", f"one of {', '.join(map(str, GROUP_SIZES))}")
     check_free(out, CheckpointError, "another name for the output")
     model, config = load_model(source)
     if not isinstance(config, ModelConfig):
@@ -65,17 +67,19 @@ def export(source: Path | str, out: Path | str, bits: int = 4, group_size: int =
     if config.quantization:
         raise CheckpointError(f"{source} is quantized already", "the unquantized model it was made from")
     _check_finite(model, source)
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(locate(source).root)
     if bits == 16:
         weights = {name: w.astype(mx.float16) for name, w in tree_flatten(model.parameters())}
         written = Quantized(weights, {}, {}, {})
     else:
         written = quantize_weights(model, bits, group_size)
+    bits_per_byte = _validation(locate(source).root)
+    before = bits_per_byte and bits_per_byte(model)
     with new_folder(out) as folder:
         write_json(folder / "config.json", _config_json(config, written))
         tokenizer.save(folder)
         save_weights(folder, written.weights)
-    before, after = _validation_bits_per_byte(source, model, out)
+        after = bits_per_byte and bits_per_byte(load_model(folder)[0])
     return ExportReport(
         path=str(out),
         bits=bits,
@@ -105,13 +109,17 @@ def _check_finite(model, source: Path) -> None:
             raise CheckpointError(f"{source}: {name} has values that 16 bits can't hold (up to {largest})")
 
 
-def _validation_bits_per_byte(source: Path, model, out: Path) -> tuple[float | None, float | None]:
-    if not list_checkpoints(source):
-        return None, None
-    run = Run.open(source)
+def _validation(root: Path) -> Callable[[nn.Module], float] | None:
+    """Bits per byte of a model on the validation text of the run `root`; None where it isn't a run."""
+    if not is_run(root):
+        return None
+    run = Run.open(root)
+    run.check_data()
     data, settings = TokenDataset.open(run.data, "validation"), run.settings
-    found = [
-        evaluate(m, data, settings.sequence_length, settings.batch_size, settings.eval_tokens).bits_per_byte
-        for m in (model, load_model(out)[0])
-    ]
-    return found[0], found[1]
+
+    def bits_per_byte(model: nn.Module) -> float:
+        return evaluate(
+            model, data, settings.sequence_length, settings.batch_size, settings.eval_tokens
+        ).bits_per_byte
+
+    return bits_per_byte

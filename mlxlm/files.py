@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -9,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mlxlm.errors import CheckpointError, MlxlmError, os_errors_as
 
@@ -21,12 +25,12 @@ def new_folder(
 
     Raises `kind` if `path` exists (an empty folder may), with `hint`, or if the disk refuses.
     """
-    path = Path(path).absolute()
     check_free(path, kind, hint)
+    path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with os_errors_as(kind, "write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_abandoned(path)
         partial.mkdir()
         try:
             yield partial
@@ -39,8 +43,9 @@ def new_folder(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_free(path: Path, kind: type[MlxlmError], hint: str) -> None:
+def check_free(path: Path | str, kind: type[MlxlmError], hint: str) -> None:
     """Raise `kind` if something is at `path`, an empty folder excepted."""
+    path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise kind(f"{path} already exists", hint)
 
@@ -63,9 +68,21 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def _remove_abandoned(path: Path) -> None:
+    """Remove what processes that were killed have left of `path`."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        owner = partial.name.split(".")[-2]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        # On macOS fsync stops at the drive's own cache.
+        if hasattr(fcntl, "F_FULLFSYNC"):
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import os
+import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,18 +28,12 @@ class Blas:
 
     name: str
     path: str | None
-    handle: ctypes.CDLL | None = None
-
-    def set_threads(self, n: int) -> None:
-        """Let the library use `n` threads per product. Does nothing for a library without that call."""
-        for symbol in ("MKL_Set_Num_Threads", "openblas_set_num_threads", "bli_thread_set_num_threads"):
-            function = getattr(self.handle, symbol, None) if self.handle else None
-            if function is not None:
-                function(ctypes.c_int(n))
-                return
 
 
 _loaded: Blas | None = None
+
+# Whether MLX was there before this package: then it is too late for another BLAS.
+mlx_came_first = "mlx.core" in sys.modules
 
 
 def load_blas() -> Blas:
@@ -49,8 +41,8 @@ def load_blas() -> Blas:
 
     MLX's Linux CPU wheel is linked to the reference BLAS (7.5 GFLOP/s on two cores; MKL or OpenBLAS give
     about 200). Order: `$MLXLM_BLAS` (a path, or "none"), MKL from PyPI, the system's OpenBLAS or BLIS.
-    On macOS MLX uses Accelerate and Metal: nothing is loaded. Raises PlatformError if `$MLXLM_BLAS` can't
-    be loaded, since a choice must not be dropped in silence.
+    On macOS MLX uses Accelerate and Metal: nothing is loaded, and `$MLXLM_BLAS` has no effect. Raises
+    PlatformError if it can't be loaded on Linux, since a choice must not be dropped in silence.
     """
     global _loaded
     if _loaded is None:
@@ -61,6 +53,8 @@ def load_blas() -> Blas:
 def _find_blas() -> Blas:
     if sys.platform == "darwin":
         return Blas("Accelerate", None)
+    # Sums that don't depend on the alignment of memory, so that equal runs are equal to the bit.
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     chosen = os.environ.get("MLXLM_BLAS")
     if chosen == "none":
         return Blas("MLX's own", None)
@@ -70,8 +64,6 @@ def _find_blas() -> Blas:
         except OSError as error:
             hint = "the full path of a CBLAS library"
             raise PlatformError(f"MLXLM_BLAS={chosen} can't be loaded: {error}", hint) from None
-    # Sums that don't depend on the alignment of memory, so that equal runs are equal to the bit.
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     candidates = [str(p) for p in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))]
     for path in (*candidates, *_SYSTEM_BLAS):
         try:
@@ -88,25 +80,14 @@ def _open_blas(path: str) -> Blas:
     lowered = Path(path).name.lower()
     names = {"mkl": "MKL", "openblas": "OpenBLAS", "blis": "BLIS"}
     name = next((label for key, label in names.items() if key in lowered), Path(path).name)
-    return Blas(name, path, handle)
+    return Blas(name, path)
 
 
 def blas_warning() -> str | None:
-    """One line if products will run on the reference BLAS, else None."""
+    """One line if no fast BLAS was found, so that products run on MLX's reference one; else None."""
     if load_blas().name != "reference":
         return None
-    return f"no fast BLAS found: matrix products will be about 25 times slower (try: {INSTALL_BLAS})"
-
-
-@contextmanager
-def blas_threads(n: int) -> Iterator[None]:
-    """Let each matrix product use `n` threads; on exit, all cores again."""
-    blas = load_blas()
-    blas.set_threads(n)
-    try:
-        yield
-    finally:
-        blas.set_threads(cpu_cores())
+    return f"no fast BLAS found: matrix products are about 25 times slower (try: {INSTALL_BLAS})"
 
 
 def cpu_cores() -> int:
@@ -172,20 +153,15 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "mlxlm"
 
 
-def measure_matmul(size: int = 1024, seconds: float = 0.3) -> float:
-    """GFLOP/s of float32 products of `size` x `size` matrices on the default device."""
-    from mlxlm._mlx import mx
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Keep SIGINT back in this thread, and deliver it afterwards.
 
-    a = mx.random.normal((size, size))
-    mx.eval(a @ a)
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end or best == float("inf"):
-        start = time.perf_counter()
-        mx.eval(a @ a)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e9
-
-
-def temporary_folder_is_writable() -> bool:
-    """Whether `mx.compile` can keep its CPU code (it writes to the temporary folder)."""
-    return os.access(tempfile.gettempdir(), os.W_OK)
+    For evaluations that may compile: MLX starts g++, a terminal's Ctrl-C reaches every process of the
+    group, and a compiler that dies takes the evaluation with it. The compiler inherits what is held back.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,7 +1,10 @@
 """BLAS and backend: chosen in a stated order, never dropped in silence."""
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +14,6 @@ LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="MLX uses Accelerate
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    import os
-
     return subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
@@ -44,14 +45,20 @@ def test_without_an_mlx_backend_one_line_says_which_to_install():
     assert "MLX has no backend here" in done.stderr and "mlxlm[cpu]" in done.stderr
 
 
-def test_no_module_but_one_imports_mlx_core():
-    """Whoever imported mlx.core before the BLAS would get the slow one."""
-    from pathlib import Path
-
+def test_no_module_but_one_imports_mlx():
+    """What MLX needs to run well (BLAS, allocator) is set in one place, which nothing may go around."""
     package = Path(platform.__file__).parent
-    offenders = [
-        str(path)
-        for path in package.rglob("*.py")
-        if path.name != "_mlx.py" and ("import mlx.core" in (text := path.read_text()) or "from mlx.core" in text)
-    ]
-    assert offenders == []
+    importing = re.compile(r"^\s*(import|from) mlx\b", re.MULTILINE)
+    assert [p.name for p in package.rglob("*.py") if importing.search(p.read_text())] == ["_mlx.py"]
+
+
+@LINUX
+def test_the_warning_about_a_slow_blas_reaches_the_person():
+    code = (
+        "from mlxlm import platform\nplatform._loaded = platform.Blas('reference', None)\n"
+        "from mlxlm.cli.main import main\nmain(['doctor'])"
+    )
+    done = python(code)
+    assert "warning: no fast BLAS found" in done.stderr and "pip install mkl" in done.stderr
+    late = python("import mlx.core\nimport mlxlm._mlx")
+    assert "mlx was imported before mlxlm" in late.stderr

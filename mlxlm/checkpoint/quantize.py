@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mlx.utils import tree_flatten
-
-from mlxlm._mlx import mx, nn
+from mlxlm._mlx import mx, nn, tree_flatten
 
 GROUP_SIZES = (128, 64, 32)  # what MLX's affine kernels take
 

@@ -1,4 +1,4 @@
-"""safetensors files: checked before MLX maps them, written in shards.
+"""safetensors files: checked before MLX reads them, written in shards.
 
 Format: 8 bytes of header length (little-endian), a JSON header with dtype, shape and offsets of each
 tensor, then the data (https://github.com/huggingface/safetensors).
@@ -55,7 +55,7 @@ def check_file(path: Path) -> list[str]:
 
 
 def load_weights(folder: Path) -> dict[str, mx.array]:
-    """All tensors of a model folder, mapped and read on first use.
+    """All tensors of a model folder, read on first use.
 
     Takes `model.safetensors.index.json` where there is one, else every `model*.safetensors`.
     """
@@ -116,3 +116,8 @@ def save_tensors(path: Path, tensors: dict[str, mx.array]) -> None:
         hint = "a disk with more room, or a folder you can write"
         raise CheckpointError(f"cannot write {path}: {error}", hint) from None
     check_file(path)
+
+
+def as_float32(value: mx.array) -> mx.array:
+    """Floating-point values in float32, others as they are."""
+    return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value

@@ -13,6 +13,7 @@ def line_chart(points: Sequence[tuple[float, float]], width: int = 60, height: i
 
     Columns show the mean of the points that fall into them. Returns the lines; [] without points.
     """
+    width = max(1, width)
     if not points:
         return []
     columns: list[list[float]] = [[] for _ in range(2 * width)]

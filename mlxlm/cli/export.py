@@ -19,9 +19,12 @@ from mlxlm.cli import render
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
 def export(source: Path, out: Path, bits: int, group_size: str, as_json: bool) -> None:
-    """Write the best checkpoint of a run (or a model folder) for mlx_lm, transformers and mlxlm."""
+    """Write the best checkpoint of a run (or a model folder) for mlxlm, mlx_lm and, at 16 bits, transformers."""
     from mlxlm.export import export as run_export
 
+    given = click.get_current_context().get_parameter_source("group_size") is click.core.ParameterSource.COMMANDLINE
+    if bits == 16 and given:
+        raise click.UsageError("--group-size would have no effect: 16 bits have no groups")
     with render.spinner(f"exporting {source} at {bits} bits"):
         report = run_export(source, out, bits, int(group_size))
     if as_json:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
+import warnings
 
 import click
 
+from mlxlm import __version__
 from mlxlm.errors import MlxlmError
 
 # name: (module:attribute, one-line help). The help stands here so that `mlxlm --help` imports nothing else.
@@ -63,7 +66,7 @@ def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: mlxlm quickstart",
 )
-@click.version_option(package_name="mlxlm", message="%(prog)s %(version)s")
+@click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
     """mlxlm: train, quantize and chat with language models on this machine, with MLX."""
 
@@ -75,6 +78,8 @@ def main(args: list[str] | None = None) -> None:
 
 def _run(args: list[str] | None) -> int:
     context = None
+    warnings.showwarning = _show_warning
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
             app.invoke(context)
@@ -99,6 +104,15 @@ def _run(args: list[str] | None) -> int:
         return 1
 
 
+def _terminate(_number: int, _frame: object) -> None:
+    """SIGTERM unwinds, so that half-written folders are removed."""
+    raise SystemExit(143)
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def describe(error: Exception) -> str:
     """One line for any error, ours or not."""
     if isinstance(error, MlxlmError):
@@ -108,4 +122,6 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     text = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
+        return f"out of memory: {text} (try: a smaller model, batch or context)"
     return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

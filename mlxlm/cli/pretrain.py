@@ -37,6 +37,9 @@ _SETTINGS = (
 )
 
 
+_LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more than a small model learns from them
+
+
 def _setting_options(command):
     for flag, kind, text in reversed(_SETTINGS):
         command = click.option(flag, type=kind, default=None, help=text)(command)
@@ -51,9 +54,9 @@ def _setting_options(command):
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
 @click.option("--vocab-size", type=int, help="Of the tokenizer to train (default: the preset's).")
-@click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), default="byte-level", show_default=True)
+@click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]")
 @click.option("--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated.")
-@click.option("--validation-fraction", type=float, default=0.05, show_default=True)
+@click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
 @click.option("--steps", type=int, help="How long to train, in steps,")
 @click.option("--tokens", type=float, help="in tokens (such as 2e7; default: 20 per parameter),")
 @click.option("--minutes", type=float, help="or in minutes.")
@@ -91,27 +94,43 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
 
     if not data or out is None:
         raise click.UsageError("give DATA and --out RUN, or --resume RUN")
-    if options["preset"] and options["config"]:
-        raise click.UsageError("--preset and --config each choose a model: give one of them")
+    _no_idle_options(options, data)
     file, preset = options["config"], options["preset"] or "1m"
     config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
-    names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SETTINGS]
+    names = ["steps", *(flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SETTINGS)]
     settings = {name: options[name] for name in names if options[name] is not None}
-    settings.setdefault("sequence_length", min(512, config.max_position_embeddings))
-    if options["steps"] is not None:
-        settings["steps"] = options["steps"]
+    settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
+    fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
     return start_run(
         out,
         data,
         config,
         tokenizer=options["tokenizer"],
-        kind=options["kind"],
+        kind=options["kind"] or "byte-level",
         vocab_size=options["vocab_size"],
         validation=options["validation"],
-        validation_fraction=options["validation_fraction"],
         minutes=options["minutes"],
-        tokens=None if options["tokens"] is None else int(options["tokens"]),
+        tokens=options["tokens"],
         settings=settings,
         stdin=sys.stdin.buffer,
         phase=phase,
+        **fraction,
     )
+
+
+def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
+    """Raise a UsageError for an option that would have no effect beside the others."""
+    prepared = any(Path(source, "manifest.json").exists() for source in data)
+    own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
+    has_tokenizer = prepared or options["tokenizer"]
+    for idle, names, reason in (
+        (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
+        (has_tokenizer, ["vocab_size", "kind"], f"{own} has its own"),
+        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
+        (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
+        (not options["sample_every"], ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
+        (options["schedule"] != "wsd", ["decay_fraction"], "--schedule wsd is not given"),
+    ):
+        given = [f"--{name.replace('_', '-')}" for name in names if options[name] not in (None, ())]
+        if idle and given:
+            raise click.UsageError(f"{' and '.join(given)} would have no effect: {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from itertools import count
@@ -60,7 +61,7 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
         _chat(loaded, small, bool(data))
     else:
         _continuation(loaded)
-    render.say(f"Chat with it again: mlxlm chat {small}")
+    render.say(f"Chat with it again: mlxlm chat {shlex.quote(str(small))}")
 
 
 def _free_name(path: Path) -> Path:

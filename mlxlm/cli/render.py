@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +14,24 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _StderrConsole(Console):
+    """stderr is not the result: if its reader is gone, the work goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        self.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+
+
+# No markup: what is shown are paths, texts and error messages, which may contain brackets and colons.
+console = _StderrConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def say(message: str, style: str | None = None) -> None:
-    """One line for the person, on stderr. Brackets in `message` are text, not markup."""
-    console.print(message, style=style, markup=False)
+    """One line for the person, on stderr."""
+    console.print(message, style=style)
 
 
 def result(text: str) -> None:
@@ -39,7 +52,7 @@ def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, ti
         numeric = bool(rows) and all(_looks_numeric(row[i]) for row in rows)
         view.add_column(header[i] if header else "", justify="right" if numeric else "left")
     for row in rows:
-        view.add_row(*(str(cell) for cell in row))
+        view.add_row(*(Text(str(cell)) for cell in row))
     return view
 
 
@@ -54,24 +67,37 @@ def _looks_numeric(cell: Any) -> bool:
 
 
 @contextmanager
-def bytes_progress(label: str, total: int | None) -> Iterator[Any]:
-    """A bar over bytes. Yields `advance(n_bytes)`. Silent where stderr is not a terminal.
+def bytes_progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar over bytes. Yields `advance(n_bytes)`. `total` None (a pipe) shows the bytes done without an end.
 
-    `total` None (a pipe) shows the bytes done without an end.
+    Where stderr is not a terminal: one plain line, if it takes longer than two seconds.
     """
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:
+        yield _say_once_after(2.0, label)
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda n: bar.advance(task, n)
+
+
+def _say_once_after(seconds: float, label: str) -> Callable[[int], None]:
+    start, said = time.monotonic(), False
+
+    def advance(_n: int) -> None:
+        nonlocal said
+        if not said and time.monotonic() - start > seconds:
+            said = True
+            say(label)
+
+    return advance
 
 
 @contextmanager
 def spinner(label: str) -> Iterator[None]:
     """A sign of life for work of unknown length. One plain line where stderr is not a terminal."""
     if console.is_terminal:
-        with console.status(label):
+        with console.status(Text(label)):
             yield
     else:
         say(label)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from mlxlm.cli import render
 from mlxlm.cli.chart import line_chart
-from mlxlm.train import Finished, Run, Sample, Saved, Started, Step, Stopped, Validation, train
+from mlxlm.train import Event, Finished, Run, Sample, Saved, Started, Step, Stopped, Validation, train
 
 _PLAIN_EVERY = 10.0  # seconds between progress lines where stderr is not a terminal
 
 
 @contextmanager
-def phase(label: str, total: int | None) -> Iterator[object]:
+def phase(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A phase of the preparation: a bar over bytes, or a spinner."""
     if total is None:
         with render.spinner(label):
@@ -52,7 +52,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.asked = True
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        print(f"\n{name}: finishing this step and saving (again to stop at once)", file=sys.stderr)
+        render.say(f"\n{name}: finishing this step and saving (again to stop at once)")
 
 
 def run_training(run: Run, tokenizer, resume: bool = False) -> Finished | Stopped:
@@ -69,7 +69,11 @@ def run_training(run: Run, tokenizer, resume: bool = False) -> Finished | Stoppe
 def describe_end(ending: Finished | Stopped, run: Run) -> None:
     """The last lines of a run: the curve, the result, and what to do next."""
     if isinstance(ending, Stopped):
-        render.say(f"stopped after step {ending.step}, saved. Continue with: mlxlm pretrain --resume {run.path}")
+        render.say(f"stopped after step {ending.step}, saved. Continue with:")
+        render.say(f"mlxlm pretrain --resume {shlex.quote(str(run.path))}")
+        return
+    if not ending.tokens_per_second:
+        render.say(f"{run.path} had finished its {ending.step} steps already; nothing was left to do")
         return
     entries = run.read_log()
     validations = [(e["tokens"], e["loss"]) for e in entries if e["event"] == "validation"]
@@ -87,7 +91,7 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[object]:
+def _progress() -> Iterator[Callable[[Event], None]]:
     """Yields `show(event)`: a live line in a terminal, a line every ten seconds elsewhere."""
     live = render.console.is_terminal
     columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(16), TextColumn("{task.fields[facts]}")
@@ -95,7 +99,7 @@ def _progress() -> Iterator[object]:
         task = bar.add_task("", total=None, facts="compiling the first step")
         last = 0.0
 
-        def show(event: object) -> None:
+        def show(event: Event) -> None:
             nonlocal last
             if isinstance(event, Started):
                 bar.update(task, total=event.steps, completed=event.step)

@@ -96,8 +96,9 @@ def validation_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """One pass in order: (tokens int32 [B, T+1], mask float32 [B, T]), every batch of the same shape.
 
-    Every target (token 1, 2, ... of the data; the first `max_tokens` of them if given) has mask 1 exactly
-    once; the padding of the last batch is token 0 with mask 0.
+    Every target (token 1, 2, ... of the data) has mask 1 exactly once; the padding of the last batch is
+    token 0 with mask 0. With `max_tokens`, only as many windows as hold so many targets (at least one),
+    spread evenly over the data.
 
     Raises DataError if the data has fewer than two tokens.
     """
@@ -106,21 +107,21 @@ def validation_batches(
             f"the {data.split} data has {len(data)} tokens, too few to predict any",
             "more text, or a larger validation fraction",
         )
-    targets = len(data) - 1 if max_tokens is None else min(max_tokens, len(data) - 1)
-    return _windows_in_order(data, batch_size, sequence_length, targets)
+    windows = -(-(len(data) - 1) // sequence_length)
+    count = windows if max_tokens is None else max(1, min(windows, max_tokens // sequence_length))
+    chosen = [i * windows // count for i in range(count)]
+    return _batched_windows(data, batch_size, sequence_length, chosen)
 
 
-def _windows_in_order(
-    data: TokenDataset, batch_size: int, length: int, targets: int
+def _batched_windows(
+    data: TokenDataset, batch_size: int, length: int, windows: list[int]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for first in range(0, targets, batch_size * length):
+    for first in range(0, len(windows), batch_size):
         tokens = np.zeros((batch_size, length + 1), np.int32)
         mask = np.zeros((batch_size, length), np.float32)
-        for row in range(batch_size):
-            start = first + row * length
-            n = min(length, targets - start)
-            if n <= 0:
-                break
+        for row, window in enumerate(windows[first : first + batch_size]):
+            start = window * length
+            n = min(length, len(data) - 1 - start)
             tokens[row, : n + 1] = data.slice(start, start + n + 1)
             mask[row, :n] = 1
         yield tokens, mask

@@ -18,8 +18,8 @@ _MORE = ("more", "Go on.", "And then?")
 def python_reference() -> Iterator[list[dict[str, str]]]:
     """Conversations about Python's language reference, from `pydoc_data.topics` of the standard library.
 
-    Each topic is told several times from a different start: a question, the next paragraphs as an answer,
-    and "more" for what follows. Yields lists of messages. Raises DataError where Python lacks the module
+    Each topic is cut into conversations: a question, some paragraphs as the answer, and "more" for the next
+    ones. Yields lists of messages. Raises DataError where Python lacks the module
     (some minimal Linux packages leave it out).
     """
     try:

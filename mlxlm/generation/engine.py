@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.cache import make_cache
 
@@ -77,7 +78,8 @@ def tokens(
             with _emptied_on_error(context):
                 # The logits of these positions are never evaluated: only the caches are.
                 model(mx.array([chunk]), cache=caches)
-                mx.eval([cache.state for cache in caches])
+                with platform.interrupts_held():
+                    mx.eval([cache.state for cache in caches])
                 _clear_allocator()
                 context.ids.extend(chunk)
             done += len(chunk)
@@ -86,7 +88,8 @@ def tokens(
 
         def step(token: mx.array) -> mx.array:
             drawn = sampler(model(token[None], cache=caches)[:, -1])
-            mx.async_eval(drawn)
+            with platform.interrupts_held():
+                mx.async_eval(drawn)
             return drawn
 
         with _emptied_on_error(context):

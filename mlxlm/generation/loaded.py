@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxlm import checkpoint, tokenizer
 from mlxlm._mlx import nn
-from mlxlm.checkpoint.load import ForeignConfig
+from mlxlm.checkpoint.foreign import ForeignConfig
 from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError
 
@@ -35,7 +35,7 @@ def load(path: Path | str) -> LoadedModel:
     tokenizer with more tokens than the model. Fewer are normal: vocabularies are padded.
     """
     model, config = checkpoint.load_model(path)
-    tokens = tokenizer.load(path)
+    tokens = tokenizer.load(checkpoint.locate(path).root)
     if tokens.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has {tokens.vocab_size} tokens and the model {config.vocab_size}",

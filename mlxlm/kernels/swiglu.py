@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mlxlm._mlx import ON_CPU, mx, nn
 from mlxlm.kernels.exp import exp_nonpositive
 
@@ -13,7 +15,7 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return _swiglu_fused(gate, up)
 
 
-@mx.compile
+@partial(mx.compile, shapeless=True)
 def _swiglu_fused(gate: mx.array, up: mx.array) -> mx.array:
     return nn.silu(gate) * up
 
@@ -34,12 +36,12 @@ def _sigmoid(x: mx.array, e: mx.array) -> mx.array:
     return mx.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
-@mx.compile
+@partial(mx.compile, shapeless=True)
 def _forward(gate, e, up):
     return gate * _sigmoid(gate, e) * up
 
 
-@mx.compile
+@partial(mx.compile, shapeless=True)
 def _backward(gate, e, up, cotangent):
     s = _sigmoid(gate, e)
     silu = gate * s

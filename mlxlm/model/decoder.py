@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-from mlx.utils import tree_flatten
-
-from mlxlm._mlx import mx, nn
+from mlxlm._mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
-from mlxlm.model.parts import Block
+from mlxlm.model.parts import Block, Embedding
 
 
 class Backbone(nn.Module):
@@ -16,7 +14,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig, dropout: float):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, dropout) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -64,18 +62,21 @@ class Decoder(nn.Module):
     def initialize(self, seed: int) -> None:
         """Fresh weights, a function of `seed` alone.
 
-        Normal with standard deviation 0.02; the projections back into the residual stream are divided by
-        sqrt(2·layers), so that the stream's variance doesn't grow with depth (Radford et al. 2019, 2.3).
+        Normal with standard deviation 0.5 / sqrt(hidden), which is GPT-2's 0.02 at its width of 768: with
+        0.02 at a width of 96, 1,300 steps end 0.02 bits per byte higher. The projections back into the
+        residual stream are divided by sqrt(2·layers), so that the stream's variance doesn't grow with depth
+        (Radford et al. 2019, 2.3).
         """
         keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(self.parameters()))))
-        back = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
+        deviation = 0.5 / math.sqrt(self.config.hidden_size)
+        back = deviation / math.sqrt(2 * self.config.num_hidden_layers)
         fresh = []
         for name, weight in tree_flatten(self.parameters()):
             key = next(keys)
             if weight.ndim == 1:
                 value = mx.zeros_like(weight) if name.endswith("bias") else mx.ones_like(weight)
             else:
-                scale = back if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                scale = back if name.endswith(("o_proj.weight", "down_proj.weight")) else deviation
                 value = mx.random.normal(weight.shape, scale=scale, key=key)
             fresh.append((name, value))
         self.load_weights(fresh)

@@ -1,17 +1,8 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
-from mlxlm.train.loop import (
-    Event,
-    Finished,
-    Sample,
-    Saved,
-    Started,
-    Step,
-    Stopped,
-    Validation,
-    measure_step,
-    train,
-)
+from mlxlm.train.clock import measure_step
+from mlxlm.train.events import Event, Finished, Sample, Saved, Started, Step, Stopped, Validation
+from mlxlm.train.loop import train
 from mlxlm.train.plot import draw_losses
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx.utils import tree_flatten
-
-from mlxlm._mlx import mx
-from mlxlm.checkpoint.load import list_checkpoints, model_folder, step_of
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.checkpoint.layout import RUN_FILE, best_checkpoint, is_run, list_checkpoints, step_of
 from mlxlm.checkpoint.safetensors import check_file, load_weights, save_tensors, save_weights
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
+from mlxlm.data.manifest import FILE as MANIFEST
+from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.files import new_folder, write_bytes, write_json
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
@@ -25,14 +28,15 @@ from mlxlm.train.step import TrainStep
 class Run:
     """`config.json`, tokenizer files, `train.json`, `log.jsonl`, `checkpoints/step-N/`, `loss.png`.
 
-    `train.json` holds the settings and where the token shards are: in `data/` inside the run, or
-    elsewhere by an absolute path.
+    `train.json` holds the settings, where the token shards are (in `data/` inside the run, or elsewhere by
+    an absolute path), and a digest of them.
     """
 
     path: Path
     config: ModelConfig
     settings: TrainSettings
     data: Path
+    data_digest: str
 
     @classmethod
     def create(
@@ -50,27 +54,29 @@ class Run:
         """
         path = Path(path)
         with new_folder(path) as folder:
+            digest = _digest(data)
             write_json(folder / "config.json", config.to_dict())
             tokenizer.save(folder)
             if adopt:
                 data.rename(folder / "data")
             where = "data" if adopt else str(data.resolve())
-            write_json(folder / "train.json", {"settings": settings.to_dict(), "data": where})
+            content = {"settings": settings.to_dict(), "data": where, "data_digest": digest}
+            write_json(folder / RUN_FILE, content)
         return cls.open(path)
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
         """An existing run. Raises CheckpointError or ConfigError naming the file."""
         path = Path(path)
-        if not (path / "train.json").exists():
-            raise CheckpointError(f"{path} is not a run: it has no train.json", "the --out folder of mlxlm pretrain")
+        if not is_run(path):
+            raise CheckpointError(f"{path} is not a run: it has no {RUN_FILE}", "the --out folder of mlxlm pretrain")
         config = ModelConfig.load(path)
-        values = read_json(path / "train.json")
+        values = read_json(path / RUN_FILE)
         try:
-            settings, data = values["settings"], Path(values["data"])
+            settings, data, digest = values["settings"], path / values["data"], values["data_digest"]
         except (KeyError, TypeError):
-            raise ConfigError(f"{path / 'train.json'}: it needs settings and data") from None
-        return cls(path, config, TrainSettings.from_dict(settings, str(path / "train.json")), path / data)
+            raise ConfigError(f"{path / RUN_FILE}: it needs settings, data and data_digest") from None
+        return cls(path, config, TrainSettings.from_dict(settings, str(path / RUN_FILE)), data, digest)
 
     @property
     def log_file(self) -> Path:
@@ -80,53 +86,92 @@ class Run:
         """Complete checkpoints, oldest first."""
         return list_checkpoints(self.path)
 
+    def last_good(self) -> Path | None:
+        """The last checkpoint that was saved while the loss was sound; None if there is none."""
+        good = [c for c in self.checkpoints() if read_json(c / "state.json").get("healthy")]
+        return good[-1] if good else None
+
+    def check_data(self) -> None:
+        """Raise DataError if the shards are not those that the run began with."""
+        if _digest(self.data) != self.data_digest:
+            raise DataError(f"{self.data} has changed since {self.path} began", "the original shards, or a new run")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for this process. Raises CheckpointError if another one trains it."""
+        with os_errors_as(CheckpointError, "write", self.path), (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(f"{self.path} is being trained by another process", "waiting for it") from None
+            yield
+
     def save(self, step: TrainStep, state: dict[str, Any]) -> Path:
         """Write `checkpoints/step-N` for `state["step"]` = N and drop what is no longer kept.
 
-        The last `settings.keep` and the one with the lowest validation loss stay.
+        The last `settings.keep`, the one with the lowest validation loss and the last good one stay.
         """
         target = self.path / "checkpoints" / f"step-{state['step']}"
         with new_folder(target) as folder:
             save_weights(folder, dict(tree_flatten(step.model.parameters())))
             save_tensors(folder / "optimizer.safetensors", step.save_state())
             write_json(folder / "state.json", {**state, "settings": self.settings.to_dict()})
-        self._drop_old()
-        return target
-
-    def _drop_old(self) -> None:
-        kept = {model_folder(self.path), *self.checkpoints()[-self.settings.keep :]}
+        kept = {best_checkpoint(self.path), self.last_good(), *self.checkpoints()[-self.settings.keep :]}
         for checkpoint in self.checkpoints():
             if checkpoint not in kept:
                 doomed = checkpoint.with_name(f".{checkpoint.name}.old")
                 with os_errors_as(CheckpointError, "remove", checkpoint):
                     checkpoint.rename(doomed)  # so that a crash while deleting leaves no half checkpoint
                     shutil.rmtree(doomed)
+        return target
+
+    def record_validation(self, step: int, loss: float) -> None:
+        """Add the validation loss to a checkpoint that was saved before its validation."""
+        path = self.path / "checkpoints" / f"step-{step}" / "state.json"
+        write_json(path, {**read_json(path), "validation_loss": loss})
 
     def restore(self, step: TrainStep) -> dict[str, Any]:
-        """Load the last checkpoint into `step`; returns its state. Raises CheckpointError naming the file."""
+        """Load the last checkpoint into `step`; returns its state, {} where the run has none yet.
+
+        Raises CheckpointError naming the file, and the checkpoint before it.
+        """
         for litter in (self.path / "checkpoints").glob(".step-*"):  # of a save that was killed
             shutil.rmtree(litter, ignore_errors=True)
         checkpoints = self.checkpoints()
         if not checkpoints:
-            raise CheckpointError(f"{self.path} has no checkpoint to resume from", "starting again under another name")
+            return {}
         folder = checkpoints[-1]
+        try:
+            return self._restore(step, folder)
+        except (CheckpointError, ConfigError) as error:
+            way_back = f"removing it and resuming from {checkpoints[-2].name}" if len(checkpoints) > 1 else None
+            raise CheckpointError(error.message, way_back or error.hint) from None
+
+    def _restore(self, step: TrainStep, folder: Path) -> dict[str, Any]:
         state = read_json(folder / "state.json")
         optimizer = folder / "optimizer.safetensors"
         check_file(optimizer)
         try:
-            step.model.load_weights(list(load_weights(folder).items()))
-            step.load_state(mx.load(str(optimizer)))
+            changed = [k for k, v in self.settings.to_dict().items() if state["settings"].get(k) != v]
             if state["step"] != step_of(folder):
                 raise ValueError(f"state.json is of step {state['step']}")
-        except (ValueError, KeyError, TypeError) as error:
+            step.model.load_weights(list(load_weights(folder).items()))
+            step.load_state(mx.load(str(optimizer)))
+            mx.eval(step.state)
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{folder} does not fit this run: {error}") from None
-        mx.eval(step.state)
+        if changed:
+            raise CheckpointError(
+                f"{self.path / RUN_FILE} has other settings than {folder.name}: {', '.join(changed)}",
+                "the settings that the run began with, or a new run",
+            )
         return state
 
     def log(self, entry: dict[str, Any]) -> None:
         """Append one object to log.jsonl."""
+        line = json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n"
         with os_errors_as(CheckpointError, "write", self.log_file), self.log_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            file.write(line)
 
     def read_log(self) -> list[dict[str, Any]]:
         """The logged objects; a last line cut off by a crash is left out."""
@@ -145,3 +190,9 @@ class Run:
         kept = [json.dumps(e, ensure_ascii=False) + "\n" for e in self.read_log() if e.get("step", 0) <= step]
         if self.log_file.exists():
             write_bytes(self.log_file, "".join(kept).encode("utf-8"))
+
+
+def _digest(data: Path) -> str:
+    """Of the manifest, which has the digests of the shards."""
+    with os_errors_as(DataError, "read", data / MANIFEST):
+        return hashlib.sha256((data / MANIFEST).read_bytes()).hexdigest()

@@ -79,16 +79,16 @@ class TrainSettings:
         elif self.schedule == "cosine":
             remaining = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
         else:
-            start = self.steps * (1 - self.decay_fraction)
-            remaining = min(1.0, max(0.0, (self.steps - step) / max(1.0, self.steps - start)))
+            start = max(self.warmup_steps, round(self.steps * (1 - self.decay_fraction)))
+            remaining = min(1.0, (self.steps - 1 - step) / max(1, self.steps - 1 - start))
         return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * remaining)
 
 
 def default_learning_rate(parameters: int) -> float:
     """A peak learning rate for AdamW by model size.
 
-    Kaplan et al. 2020, equation D.1, gives 0.003239 - 0.0001395·ln N for non-embedding parameters N,
-    measured with batches of half a million tokens. It is capped for very large models.
+    Kaplan et al. 2020, equation D.1: 0.003239 - 0.0001395·ln N for N parameters, there without embeddings
+    and with batches of half a million tokens; never below 1e-4, where the formula leaves its range.
     """
     return max(1e-4, 0.003239 - 0.0001395 * math.log(max(parameters, 1)))
 

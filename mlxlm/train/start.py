@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -9,14 +10,15 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from mlxlm.config import ModelConfig
+from mlxlm import platform
+from mlxlm.config import ModelConfig, preset_names
 from mlxlm.data import CHAT_TEMPLATE, Manifest, prepare, texts, total_bytes
 from mlxlm.data.manifest import FILE as MANIFEST
 from mlxlm.data.sources import STDIN
 from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.files import check_free
 from mlxlm.tokenizer import Tokenizer, load, train
-from mlxlm.train.loop import measure_step
+from mlxlm.train.clock import measure_step
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings, default_learning_rate
 
@@ -43,7 +45,7 @@ def start_run(
     validation: Sequence[str | Path] = (),
     validation_fraction: float = 0.05,
     minutes: float | None = None,
-    tokens: int | None = None,
+    tokens: float | None = None,
     settings: dict[str, Any] | None = None,
     stdin: IO[bytes] | None = None,
     phase: Phase = no_phase,
@@ -51,26 +53,35 @@ def start_run(
     """Make the run `out` that trains `config` on `sources`.
 
     sources: what `mlxlm.data.documents` takes, or one folder made by `mlxlm.data.prepare`.
-    tokenizer: a folder or file; None trains one of `kind` with `vocab_size` tokens (default: the
-        configuration's) on the sources. The configuration gets the tokenizer's vocabulary size and ids.
+    tokenizer: a folder or file; None takes the prepared data's, or trains one of `kind` with `vocab_size`
+        tokens (default: the configuration's) on the sources.
     minutes, tokens: how long to train, instead of `settings["steps"]`; by default 20 tokens a parameter.
-        Minutes are turned into steps by timing three steps here.
+        Minutes are turned into steps by timing some steps here.
     settings: fields of TrainSettings; the learning rate defaults by model size.
     phase: called with a label and a total in bytes (or None) for each phase that takes a while; the context
         it returns yields a function to be called with the bytes done.
 
-    Raises CheckpointError if `out` exists, and DataError, TokenizerError or ConfigError for what can't work.
+    The configuration gets the tokenizer's vocabulary size and special ids, and the sequence length as its
+    context: the model never sees more.
+
+    Raises CheckpointError if `out` exists, and DataError, TokenizerError or ConfigError for what can't work,
+    as early as it can be known.
     """
     out = Path(out)
-    check_free(out, CheckpointError, f"mlxlm pretrain --resume {out}, or another --out")
-    settings = dict(settings or {})
+    check_free(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
+    values = dict(settings or {})
+    length = _length_of_training(minutes, tokens, values.get("steps"))
+    draft = TrainSettings(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or 1})
     prepared = _prepared(sources)
     if prepared and validation:
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
     if STDIN in map(str, sources) and tokenizer is None:
         raise DataError("stdin can be read only once, so it can't train a tokenizer too", "--tokenizer PATH, or a file")
-    words = _tokenizer(prepared or sources, tokenizer, kind, vocab_size or config.vocab_size, phase)
-    config = _with_tokenizer(config, words, settings)
+    vocab_size = config.vocab_size if vocab_size is None else vocab_size
+    config = _fitted(config, draft, {"vocab_size": vocab_size})
+    words = _tokenizer(prepared or sources, tokenizer, kind, vocab_size, phase)
+    ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
+    config = _fitted(config, draft, {"vocab_size": words.vocab_size, **ids})
     with os_errors_as(CheckpointError, "write", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         workspace = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -80,26 +91,51 @@ def start_run(
             with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
                 prepare(
                     sources, words, data, validation_paths=validation, validation_fraction=validation_fraction,
-                    seed=settings.get("seed", 0), progress=advance, stdin=stdin,
+                    seed=draft.seed, progress=advance, stdin=stdin,
                 )  # fmt: skip
         manifest = Manifest.read(data)
-        _check_length(manifest, settings)
-        with phase("timing a training step", None) if minutes else nullcontext():
-            chosen = _settings(config, settings, minutes, tokens)
+        _check_data(manifest, words, draft.sequence_length, data)
         if manifest.chat_documents:
             # An answer ends with the end of its turn, a text with the end of its document.
             config = config.with_changes(eos_token_id=[words.eos_id, words.special_tokens["<|end|>"]])
         # Without conversations in the text there are no roles to speak of: such a model continues texts.
         words.chat_template = CHAT_TEMPLATE if manifest.chat_documents else None
-        return Run.create(out, config, chosen, words, data, adopt=not prepared)
+        values.setdefault("learning_rate", default_learning_rate(config.parameter_count()))
+        with phase("timing a training step", None) if minutes else nullcontext():
+            values["steps"] = length(config, draft)
+        return Run.create(out, config, TrainSettings(**values), words, data, adopt=not prepared)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
+
+
+def _length_of_training(
+    minutes: float | None, tokens: float | None, steps: int | None
+) -> Callable[[ModelConfig, TrainSettings], int]:
+    """How many steps, as a function of what is trained."""
+    given = {"minutes": minutes, "tokens": tokens, "steps": steps}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} each say how long to train", "only one of them")
+    for name in chosen:
+        if not (isinstance(given[name], int | float) and 0 < given[name] < float("inf")):
+            raise ConfigError(f"{name} is {given[name]!r}, it must be a positive number")
+
+    def length(config: ModelConfig, draft: TrainSettings) -> int:
+        if steps is not None:
+            return steps
+        if minutes is not None:
+            return max(1, int(minutes * 60 * (1 - _OVERHEAD) / measure_step(config, draft)))
+        budget = TOKENS_PER_PARAMETER * config.parameter_count() if tokens is None else int(tokens)
+        return max(1, -(-budget // draft.tokens_per_step))
+
+    return length
 
 
 def _prepared(sources: Sequence[str | Path]) -> Path | None:
     folders = [Path(s) for s in sources if (Path(s) / MANIFEST).exists()]
     if folders and len(sources) > 1:
-        raise DataError(f"{folders[0]} is prepared data and can't be mixed with other sources", "one of them alone")
+        hint = "it alone, or text files"
+        raise DataError(f"{folders[0]} is prepared data and can't be mixed with other sources", hint)
     return folders[0] if folders else None
 
 
@@ -109,45 +145,35 @@ def _tokenizer(
     if path is not None:
         return load(path)
     if isinstance(sources, Path):
-        inside = sources / "tokenizer"
-        if not inside.is_dir():
-            raise DataError(f"{sources} has no tokenizer folder", "--tokenizer with the one it was prepared with")
-        return load(inside)
+        return load(sources / "tokenizer")
     with phase(f"training a {kind} tokenizer of {vocab_size} tokens", total_bytes(sources)) as advance:
         return train(texts(sources, advance=advance), vocab_size, kind)
 
 
-def _with_tokenizer(config: ModelConfig, tokenizer: Tokenizer, settings: dict[str, Any]) -> ModelConfig:
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    context = max(config.max_position_embeddings, settings.get("sequence_length", 0))
-    return config.with_changes(vocab_size=tokenizer.vocab_size, max_position_embeddings=context, **ids)
+def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any]) -> ModelConfig:
+    """The configuration to train, if this machine has the memory for it.
+
+    At least 16 bytes a parameter (weights, gradients, AdamW's two averages) and the logits of one forward
+    pass with their gradient, in float32.
+    """
+    length = settings.sequence_length
+    config = config.with_changes(max_position_embeddings=length, quantization=None, **changes)
+    logits = 8 * settings.batch_size * length * config.vocab_size
+    needed, there = 16 * config.parameter_count() + logits, platform.total_memory()
+    if needed > there:
+        fitting = [n for n in preset_names() if 16 * ModelConfig.preset(n).parameter_count() + logits < there / 2]
+        hint = f"a smaller batch, or preset {fitting[-1]}" if fitting else "a smaller batch"
+        raise ConfigError(f"training this takes at least {needed / 1e9:.0f} GB, there are {there / 1e9:.0f} GB", hint)
+    return config
 
 
-def _check_length(manifest: Manifest, settings: dict[str, Any]) -> None:
-    """Raise a DataError if a part of the data is shorter than one sequence."""
-    length = settings.get("sequence_length", TrainSettings.sequence_length)
-    shortest = min(manifest.train.tokens, manifest.validation.tokens)
-    if shortest < length + 1:
-        part = "training" if manifest.train.tokens == shortest else "validation"
-        hint = f"--sequence-length {max(1, shortest - 1)}, or more text"
-        raise DataError(f"the {part} part has {shortest} tokens, less than one sequence of {length}", hint)
-
-
-def _settings(
-    config: ModelConfig, values: dict[str, Any], minutes: float | None, tokens: int | None
-) -> TrainSettings:
-    values.setdefault("learning_rate", default_learning_rate(config.parameter_count()))
-    if sum(x is not None for x in (minutes, tokens, values.get("steps"))) > 1:
-        raise ConfigError("steps, tokens and minutes each say how long to train", "only one of them")
-    if values.get("steps") is not None:
-        return TrainSettings(**values)
-    draft = TrainSettings(**{**values, "steps": 1})
-    if minutes is not None:
-        if not 0 < minutes < float("inf"):
-            raise ConfigError(f"minutes is {minutes}", "a positive number")
-        steps = int(minutes * 60 * (1 - _OVERHEAD) / measure_step(config, draft))
-    else:
-        budget = TOKENS_PER_PARAMETER * config.parameter_count() if tokens is None else tokens
-        steps = -(-budget // draft.tokens_per_step)
-    return TrainSettings(**{**values, "steps": max(1, steps)})
-
+def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Path) -> None:
+    """Raise a DataError for other tokens than the tokenizer's, and for too few of them."""
+    if manifest.fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{data} was prepared with another tokenizer", "the one it was prepared with")
+    if manifest.train.tokens < length + 1:
+        there = manifest.train.tokens
+        hint = f"--sequence-length {there - 1}, or more text" if there > 2 else "more text"
+        raise DataError(f"the text has {there} tokens, less than one sequence of {length}", hint)
+    if manifest.validation.tokens < 2:
+        raise DataError("nothing is held out for validation", "--validation-fraction 0.05, or --validation FILE")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlxlm._mlx import mx
+from mlxlm._mlx import mx, optim, tree_flatten, tree_map, tree_unflatten
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.train.settings import TrainSettings
@@ -80,6 +78,8 @@ class TrainStep:
         loss_and_gradient = mx.value_and_grad(self._summed_loss)
         total, gradients = mx.array(0.0), None
         for micro in batch:
+            if gradients is not None:  # one micro-batch's activations at a time: this one waits for the last
+                micro, total = mx.depends([micro, total], [g for _, g in tree_flatten(gradients)])
             loss, gradient = loss_and_gradient(parameters, micro)
             total = total + loss
             gradients = gradient if gradients is None else tree_map(mx.add, gradients, gradient)

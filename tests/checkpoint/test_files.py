@@ -172,3 +172,45 @@ def test_another_architecture_loads_through_mlx_lm(tmp_path):
     tokens = mx.array([[1, 2, 3, 4]])
     np.testing.assert_allclose(np.array(model(tokens)), np.array(original(tokens)), atol=1e-5)
     assert (config.model_type, config.eos_ids, config.max_position_embeddings) == ("qwen2", {3, 4}, 77)
+
+
+def test_a_tied_model_may_also_store_its_head(model_dir):
+    weights = load_weights(model_dir)
+    save_weights(model_dir, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 1})
+    load_model(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("[1]", "a configuration is a JSON object"),
+        ('{"model_type": "mamba"}', "mlx_lm can't load this mamba model"),
+        ('{"quantization": {"bits": 4}}', "missing|group_size is None"),
+    ],
+)
+def test_a_config_of_another_shape(model_dir, change, expected):
+    (model_dir / "config.json").write_text(change)
+    with pytest.raises(MlxlmError, match=expected):
+        load_model(model_dir)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_quantized_folders_that_disagree_are_one_error(tmp_path, tiny_config, data):
+    """Missing parts, other bits, other groups: an error that names the layer, or a model that loads."""
+    model = Decoder(tiny_config)
+    made = quantize_weights(model, 4, 32)
+    weights = dict(made.weights)
+    bits, group_size = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.sampled_from([32, 64]))
+    plan = {**made.plan, "bits": bits, "group_size": group_size}
+    for name in data.draw(st.lists(st.sampled_from(sorted(weights)), max_size=2)):
+        weights.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config.to_dict(), "quantization": plan}))
+    save_weights(tmp_path, weights)
+    try:
+        loaded, _ = load_model(tmp_path)
+        mx.eval(loaded.parameters())
+        assert plan == made.plan
+    except CheckpointError as error:
+        assert str(tmp_path) in str(error)
+        assert len(weights) < len(made.weights) or plan != made.plan

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -96,21 +97,79 @@ def test_pretrain_prints_the_run_on_stdout_only(tmp_path, text_file):
     assert "bits per byte" in done.stderr and "\x1b" not in done.stderr
 
 
+def start_pretraining(text_file, out, **kwargs):
+    arguments = ["pretrain", text_file, "--preset", "0.3m", "--out", out, *QUICK[2:], "--steps", "100000"]
+    return subprocess.Popen(
+        [sys.executable, "-c", "from mlxlm.cli.main import main; main()", *map(str, arguments)],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True, **kwargs,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number):
-    arguments = ["pretrain", text_file, "--preset", "0.3m", "--out", tmp_path / "run", *QUICK[2:], "--steps", "100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from mlxlm.cli.main import main; main()", *map(str, arguments)],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+    process = start_pretraining(text_file, tmp_path / "my run")
     for line in process.stderr:
         if line.startswith("step 1/"):
             break
     os.kill(process.pid, number)
     rest = process.stderr.read()
     assert process.wait(60) == 0
-    assert f"mlxlm pretrain --resume {tmp_path / 'run'}" in rest
+    assert len(list((tmp_path / "my run/checkpoints").iterdir())) == 1
+    [resume] = [line for line in rest.splitlines() if line.startswith("mlxlm pretrain --resume")]
+    assert shlex.split(resume)[1:] == ["pretrain", "--resume", str(tmp_path / "my run")]
+    again = subprocess.Popen(
+        [sys.executable, "-c", "from mlxlm.cli.main import main; main()", *shlex.split(resume)[1:]],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert "steps " in again.stderr.readline()
+    again.send_signal(number)
+    assert again.wait(60) in (0, 130, 143) and again.stderr.close() is None
+
+
+def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file):
+    """A terminal sends SIGINT to the compiler, too; neither it nor the step may die of that."""
+    (tmp_path / "tmp").mkdir()  # empty: everything is compiled anew
+    process = start_pretraining(text_file, tmp_path / "run", env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
+    for line in process.stderr:
+        if "steps 1 to" in line:
+            break
+    while not list((tmp_path / "tmp").rglob("*.cpp")) and process.poll() is None:
+        pass
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(60) == 0, rest
+    assert "--resume" in rest and [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-1"]
+
+
+def test_training_outlives_the_reader_of_its_messages(tmp_path, text_file):
+    process = start_pretraining(text_file, tmp_path / "run")
+    process.stderr.readline()
+    process.stderr.close()
+    while not (tmp_path / "run/log.jsonl").exists() and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
+
+
+def test_options_without_an_effect_are_wrong_usage(text_file, tmp_path, capsys):
+    for idle in (
+        ["--sample-prompt", "x"], ["--decay-fraction", "0.3"], ["--tokenizer", "t", "--vocab-size", "9"],
+        ["--validation", "v", "--validation-fraction", "0.1"], ["--preset", "1m", "--config", "c"],
+    ):  # fmt: skip
+        assert _run(["pretrain", str(text_file), "--out", str(tmp_path / "run"), *idle]) == 2
+        assert "would have no effect" in capsys.readouterr().err
+
+
+def test_quickstart_on_a_file_and_without_one(tmp_path, text_file, monkeypatch, capsys):
+    monkeypatch.setattr("mlxlm.cli.quickstart.VOCABULARY", 300)
+    monkeypatch.setattr("mlxlm.cli.quickstart.PRESET", "0.3m")
+    monkeypatch.chdir(tmp_path)
+    for arguments, name in (([str(text_file)], "mlxlm-quickstart"), ([], "mlxlm-quickstart-2")):
+        assert _run(["quickstart", *arguments, "--minutes", "0.001"]) == 0
+        out, err = capsys.readouterr()
+        assert out.strip() and f"mlxlm chat {name}/4bit" in err and "bits per byte" in err
+        assert (tmp_path / name / "4bit/model.safetensors").exists()
 
 
 def test_bad_text(tmp_path, capsys):
@@ -145,7 +204,7 @@ def test_bad_models_and_places(tmp_path, text_file, run_folder, capsys):
     assert "there is no model folder" in fails(capsys, "export", tmp_path / "none", "--out", tmp_path / "y")
     assert "is not a run" in fails(capsys, "pretrain", "--resume", tmp_path)
     line = fails(capsys, "generate", run_folder, "-p", "The cat sat. " * 2000)
-    assert "context of 256" in line and "(try: " in line
+    assert "context of 32 " in line and "(try: " in line
     checkpoint = next((run_folder / "checkpoints").iterdir()) / "model.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
     assert "model.safetensors is truncated" in fails(capsys, "generate", run_folder, "-p", "x")

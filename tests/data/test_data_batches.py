@@ -105,7 +105,13 @@ def test_validation_predicts_every_target_once(n, batch_size, length, limit):
         assert (tokens[:, 1:][real] == tokens[:, :-1][real] + 1).all()
         assert (tokens[:, 1:][mask == 0] == 0).all()
         seen += tokens[:, 1:][real].tolist()
-    assert seen == list(range(1, min(n, n if limit is None else limit + 1)))
+    if limit is None or limit >= n - 1 + length:
+        assert seen == list(range(1, n))
+    else:  # whole windows, each once, from all over the data
+        assert seen == sorted(set(seen)) and len(seen) <= max(limit, length)
+        windows = {(target - 1) // length for target in seen}
+        total = -(-(n - 1) // length)
+        assert windows == {i * total // len(windows) for i in range(len(windows))}
 
 
 def test_validation_without_tokens():

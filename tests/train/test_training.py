@@ -8,10 +8,11 @@ import pytest
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import load_model
-from mlxlm.checkpoint.load import model_folder
+from mlxlm.checkpoint.layout import best_checkpoint
 from mlxlm.errors import CheckpointError, ConfigError, DataError, TrainingError
+from mlxlm.evaluate import Evaluation
 from mlxlm.tokenizer import load
-from mlxlm.train import Finished, Run, Stopped, TrainSettings, Validation, start_run, train
+from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validation, start_run, train
 from mlxlm.train.step import TrainStep
 
 QUICK = {"steps": 20, "batch_size": 4, "sequence_length": 32, "learning_rate": 3e-3, "save_every": 10, "eval_every": 10}
@@ -84,7 +85,7 @@ def test_the_last_k_and_the_best_are_kept(new_run):
     run = new_run("run", steps=12, save_every=2, keep=2, eval_every=4)
     finish(run)
     steps = {int(c.name.removeprefix("step-")) for c in run.checkpoints()}
-    best = int(model_folder(run.path).name.removeprefix("step-"))
+    best = int(best_checkpoint(run.path).name.removeprefix("step-"))
     logged = {e["step"]: e["loss"] for e in run.read_log() if e["event"] == "validation"}
     assert best == min(logged, key=logged.get)
     assert steps == {10, 12, best}
@@ -230,9 +231,8 @@ def test_a_save_that_was_killed_leaves_the_last_checkpoint(new_run, monkeypatch)
     assert run.checkpoints() == [] and list((run.path / "checkpoints").iterdir()) == []
     monkeypatch.undo()
     (run.path / "checkpoints/.step-5.1.partial").mkdir()  # what kill -9 would leave
-    with pytest.raises(CheckpointError, match="no checkpoint to resume"):
-        finish(run, resume=True)
-    assert list((run.path / "checkpoints").iterdir()) == []
+    assert isinstance(finish(run, resume=True)[-1], Finished)  # without a checkpoint, from the start
+    assert {c.name for c in (run.path / "checkpoints").iterdir()} == {"step-5", "step-10"}
 
 
 def test_the_log_of_a_resumed_run_has_every_step_once(new_run):
@@ -254,7 +254,8 @@ def test_schedules():
     for r in (cosine, wsd, constant):
         assert r[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
     assert cosine[10] == 1 and cosine[-1] == pytest.approx(0.1) and cosine == sorted(cosine[:10]) + cosine[10:]
-    assert wsd[10:80] == [1.0] * 70 and wsd[81] < 1 and wsd[99] == pytest.approx(0.1 + 0.9 / 20)
+    assert wsd[10:81] == [1.0] * 71 and wsd[81] < 1 and wsd[99] == pytest.approx(0.1)
+    assert wsd == sorted(wsd[:10]) + sorted(wsd[10:], reverse=True)
     assert constant[10:] == [1.0] * 90
 
 
@@ -271,3 +272,130 @@ def test_schedules():
 def test_impossible_settings(change, expected):
     with pytest.raises(ConfigError, match=expected):
         TrainSettings(**{"steps": 50, "learning_rate": 1e-3, **change})
+
+
+def test_samples_with_and_without_a_prompt(new_run):
+    for name, prompt in (("empty", ""), ("given", "The cat")):
+        run = new_run(name, steps=4, sample_every=2, sample_tokens=5, sample_prompt=prompt)
+        samples = [e for e in finish(run) if isinstance(e, Sample)]
+        assert [(s.step, s.prompt) for s in samples] == [(2, prompt), (4, prompt)]
+
+
+def test_sampling_changes_nothing_of_the_training(new_run):
+    with_samples = new_run("a", steps=6, dropout=0.1, sample_every=1, sample_tokens=3)
+    without = new_run("b", steps=6, dropout=0.1)
+    finish(with_samples), finish(without)
+    model = "checkpoints/step-6/model.safetensors"
+    assert (with_samples.path / model).read_bytes() == (without.path / model).read_bytes()
+
+
+def test_a_validation_that_a_stop_skipped_is_made_up_for(new_run):
+    whole, parts = new_run("whole"), new_run("parts")
+    finish(whole)
+    assert not [e for e in finish(parts, stop_at=10) if isinstance(e, Validation)]
+    finish(Run.open(parts.path), resume=True)
+
+    def validations(run):
+        return [(e["step"], e["loss"]) for e in run.read_log() if e["event"] == "validation"]
+
+    assert validations(whole) == validations(parts)
+    assert best_checkpoint(whole.path).name == best_checkpoint(parts.path).name
+
+
+def test_the_last_good_checkpoint_is_one_before_the_rise(new_run, monkeypatch):
+    """A loss that creeps up is saved meanwhile: what is named, and kept, is from before."""
+    run = new_run("run", steps=60, save_every=5, eval_every=0, keep=1)
+    real, calls = TrainStep.__call__, []
+
+    def creeps(self, batch, rate):
+        calls.append(rate)
+        loss, norm = real(self, batch, rate)
+        return loss * 0 + 4.0 + 0.05 * max(0, len(calls) - 20), norm
+
+    monkeypatch.setattr(TrainStep, "__call__", creeps)
+    with pytest.raises(TrainingError, match=r"the loss rose from 4.00 to 5.0.*last good checkpoint is .*step-30"):
+        finish(run)
+    loaded, _ = load_model(run.path / "checkpoints/step-30")
+    assert loaded(mx.array([[1]])).shape == (1, 1, 300)
+
+
+def test_a_validation_that_is_not_finite_stops(new_run, monkeypatch):
+    run = new_run("run")
+    monkeypatch.setattr("mlxlm.train.loop.evaluate", lambda *_: Evaluation(float("nan"), float("nan"), 9))
+    with pytest.raises(TrainingError, match="stopped at step 10: the validation loss is nan"):
+        finish(run)
+    assert run.checkpoints() == []
+
+
+def test_what_resume_refuses(new_run):
+    run = new_run("run", steps=10)
+    finish(run, stop_at=5)
+    with pytest.raises(CheckpointError, match="has been trained already"):
+        finish(run)
+    train_json = run.path / "train.json"
+    values = json.loads(train_json.read_text())
+    train_json.write_text(json.dumps({**values, "settings": {**values["settings"], "batch_size": 2}}))
+    with pytest.raises(CheckpointError, match="other settings than step-5: batch_size"):
+        finish(Run.open(run.path), resume=True)
+    train_json.write_text(json.dumps(values))
+    with run.locked(), pytest.raises(CheckpointError, match="is being trained by another process"):
+        finish(run, resume=True)
+    manifest = run.data / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    with pytest.raises(DataError, match="has changed since"):
+        finish(run, resume=True)
+
+
+def test_settings_are_checked_before_the_work(tmp_path, text_file, tiny_config, tokenizer_folder):
+    def start(**changes):
+        options = {"tokenizer": tokenizer_folder, "settings": dict(QUICK), **changes}
+        start_run(tmp_path / "run", ["/nowhere.txt"], tiny_config, **options)
+
+    for changes, expected in (
+        ({"settings": {**QUICK, "beta1": 2}}, "beta1 is 2"),
+        ({"minutes": 3}, "minutes and steps each say how long"),
+        ({"settings": {}, "tokens": float("nan")}, "tokens is nan"),
+        ({"settings": {}, "minutes": 0}, "minutes is 0"),
+        ({"settings": {}, "tokens": -5}, "tokens is -5"),
+        ({"settings": {**QUICK, "batch_size": 2**40}}, "training this takes at least .* GB"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            start(**changes)
+
+
+def test_a_model_larger_than_the_memory_is_refused(tmp_path, text_file, tiny_config):
+    huge = tiny_config.with_changes(hidden_size=2**15, intermediate_size=2**17, num_hidden_layers=100, head_dim=64)
+    with pytest.raises(ConfigError, match="training this takes at least .* GB, there are .*preset"):
+        start_run(tmp_path / "run", [text_file], huge, vocab_size=300, settings=dict(QUICK))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_context_is_what_the_model_was_trained_on(new_run):
+    assert new_run("run").config.max_position_embeddings == 32
+
+
+def test_conversations_make_a_chat_model(tmp_path, tiny_config, tokenizer_folder):
+    rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The cat."}]}] * 60
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = start_run(
+        tmp_path / "run", [tmp_path / "chat.jsonl"], tiny_config, tokenizer=tokenizer_folder, settings=dict(QUICK)
+    )
+    tokenizer = load(run.path)
+    assert "<|assistant|>" in tokenizer.chat_template
+    assert run.config.eos_token_id == [tokenizer.eos_id, tokenizer.special_tokens["<|end|>"]]
+
+
+def test_accumulation_keeps_one_forward_pass_in_memory(tiny_config):
+    from mlxlm.model import Decoder
+
+    def peak(accumulate):
+        model = Decoder(tiny_config)
+        model.initialize(0)
+        step = TrainStep(model, TrainSettings(steps=5, learning_rate=1e-3, accumulate=accumulate, batch_size=4))
+        batch = np.ones((accumulate, 4, 65), np.int32)
+        mx.eval(step(batch, 1e-3), step.state)
+        mx.reset_peak_memory()
+        mx.eval(step(batch, 1e-3), step.state)
+        return mx.get_peak_memory()
+
+    assert peak(16) < 2 * peak(1)

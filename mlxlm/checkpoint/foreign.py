@@ -1,0 +1,70 @@
+"""Architectures that mlxlm doesn't implement, loaded through mlx_lm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxlm._mlx import ON_CPU, nn
+from mlxlm.checkpoint.safetensors import as_float32, load_weights
+from mlxlm.errors import CheckpointError
+
+_NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ForeignConfig:
+    """What generation asks of the configuration of a model that mlx_lm provides."""
+
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_ids: frozenset[int]
+
+
+def is_foreign(values: Any) -> bool:
+    """Whether a configuration is of another family than Llama, or has what our decoder lacks."""
+    if not isinstance(values, Mapping):
+        return False
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    scaled = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) != "default"
+    quantization = values.get("quantization")
+    mode = quantization.get("mode", "affine") if isinstance(quantization, Mapping) else "affine"
+    return (
+        values.get("model_type", "llama") != "llama"
+        or scaled
+        or bool(values.get("rope_traditional"))
+        or bool(values.get("sliding_window"))
+        or mode != "affine"
+    )
+
+
+def load_foreign(folder: Path, values: Mapping[str, Any]) -> tuple[nn.Module, ForeignConfig]:
+    """The model that mlx_lm makes of `folder`. Code inside the folder is never run.
+
+    Raises CheckpointError for files that are not whole and for whatever mlx_lm can't load.
+    """
+    from mlx_lm.utils import load_model
+
+    load_weights(folder)  # checks the files
+    try:
+        model, _ = load_model(folder, lazy=True, trust_remote_code=False)
+    except Exception as error:  # mlx_lm raises anything from KeyError to RuntimeError for a file it can't read
+        kind = values.get("model_type")
+        raise CheckpointError(f"{folder}: mlx_lm can't load this {kind} model: {error}") from error
+    if ON_CPU:
+        model.apply(as_float32)
+    model.eval()
+    nested = values.get("text_config")
+    values = {**(nested if isinstance(nested, Mapping) else {}), **{k: v for k, v in values.items() if v is not None}}
+    eos = values.get("eos_token_id")
+    return model, ForeignConfig(
+        model_type=str(values.get("model_type")),
+        vocab_size=values.get("vocab_size") or _NO_LIMIT,
+        max_position_embeddings=values.get("max_position_embeddings") or _NO_LIMIT,
+        bos_token_id=values.get("bos_token_id"),
+        eos_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
+    )

@@ -1,0 +1,65 @@
+"""Where a model's files lie: in one folder, or in a run with its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxlm.errors import CheckpointError
+
+RUN_FILE = "train.json"
+
+
+@dataclass(frozen=True)
+class Location:
+    """`root` has config.json and the tokenizer, `weights` the safetensors; the same folder unless in a run."""
+
+    root: Path
+    weights: Path
+
+
+def locate(path: Path | str) -> Location:
+    """Find a model: a model folder, a run (its best checkpoint), or `RUN/checkpoints/step-N`.
+
+    Raises CheckpointError if there is none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"there is no model folder {path}", "the folder of a run or of an exported model")
+    if step_of(path) >= 0 and is_run(path.absolute().parents[1]):
+        return Location(path.absolute().parents[1], path)
+    if not is_run(path):
+        return Location(path, path)
+    best = best_checkpoint(path)
+    if best is None:
+        raise CheckpointError(f"{path} is a run without a checkpoint yet", "mlxlm pretrain --resume with it")
+    return Location(path, best)
+
+
+def is_run(path: Path) -> bool:
+    return (path / RUN_FILE).is_file()
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    return sorted((p for p in (run / "checkpoints").glob("step-*") if step_of(p) >= 0), key=step_of)
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """The one with the lowest validation loss, of equals the latest; None if there is no checkpoint."""
+    return min(list_checkpoints(run), key=lambda c: (_validation_loss(c), -step_of(c)), default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of `.../step-N`, or -1 for another name."""
+    prefix, _, number = checkpoint.name.partition("-")
+    return int(number) if prefix == "step" and number.isascii() and number.isdigit() else -1
+
+
+def _validation_loss(checkpoint: Path) -> float:
+    try:
+        loss = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["validation_loss"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return float("inf")
+    return loss if isinstance(loss, int | float) else float("inf")

@@ -1,0 +1,68 @@
+"""How fast training goes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+
+from mlxlm import platform
+from mlxlm._mlx import mx
+from mlxlm.config import ModelConfig
+from mlxlm.model import Decoder
+from mlxlm.train.settings import TrainSettings
+from mlxlm.train.step import TrainStep
+
+
+class Clock:
+    """Seconds spent in steps; the first step, which compiles, is kept apart from the rates.
+
+    Use it as a context around each step.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._steps = 0
+        self._recent: deque[float] = deque(maxlen=50)
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._start
+        self._steps += 1
+        if self._steps == 1:
+            self._compiled = now
+        else:
+            self._recent.append(now - self._start)
+
+    def rate(self, tokens: int) -> float:
+        """Tokens per second over the last 50 steps of `tokens` each; 0 before the second step."""
+        return tokens * len(self._recent) / sum(self._recent) if self._recent else 0.0
+
+    def left(self, steps: int) -> float:
+        """Seconds that `steps` more will take, with the validation and saving that went between them."""
+        if self._steps < 2:
+            return self.seconds * steps
+        return (time.perf_counter() - self._compiled) / (self._steps - 1) * steps
+
+
+def measure_step(config: ModelConfig, settings: TrainSettings, steps: int = 5) -> float:
+    """Seconds of one training step here: the median of `steps`, on random tokens and throwaway weights.
+
+    Two steps before them, which compile and warm up, are not counted.
+    """
+    model = Decoder(config, dropout=settings.dropout)
+    model.initialize(0)
+    step = TrainStep(model, settings)
+    shape = (settings.accumulate, settings.batch_size, settings.sequence_length + 1)
+    batch = np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
+    times = []
+    for _ in range(steps + 2):
+        start = time.perf_counter()
+        with platform.interrupts_held():
+            mx.eval(step(batch, 0.0), step.state)
+        times.append(time.perf_counter() - start)
+    return sorted(times[2:])[steps // 2]
