@@ -70,3 +70,17 @@ _HINTS = {
     errno.EEXIST: "a path whose parent is a folder, not a file",
     errno.ENOTDIR: "a path whose parent is a folder, not a file",
 }
+
+
+def describe(error: Exception) -> str:
+    """One line for any error, ours or not."""
+    if isinstance(error, MlxlmError):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return "out of memory (try: a smaller model, batch or context)"
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    text = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
+        return f"out of memory: {text} (try: a smaller model, batch or context)"
+    return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +72,17 @@ def _remove_abandoned(path: Path) -> None:
     """Remove what processes that were killed have left of `path`."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         owner = partial.name.split(".")[-2]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+        # An own pid is that of an earlier process, as in containers, where each begins with the same.
+        if owner.isdigit() and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner))):
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # On macOS fsync stops at the drive's own cache.
-        if hasattr(fcntl, "F_FULLFSYNC"):
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, where fsync stops at the drive's own cache
+            with suppress(OSError):  # network drives and folders may not have it
+                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     finally:
         os.close(descriptor)

@@ -70,7 +70,7 @@ class PlainText:
         return ids + self._encode(text, first=not ids)
 
     def _encode(self, text: str, first: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=first)
+        return self._tokenizer.encode(text, continues=not first)
 
 
 class ChatTemplate:
@@ -117,11 +117,11 @@ class ChatTemplate:
         stand_ins = _StandIns(self._tokenizer.chat_template + "".join(m.content for m in messages))
 
         def shielded(match: re.Match) -> str:
-            return stand_ins.take(match[0], self._encode(match[0], parse_special=False))
+            return stand_ins.take(match[0], self._encode(match[0], parse_special=False, continues=True))
 
         shielded_messages = [replace(m, content=self._special.sub(shielded, m.content)) for m in messages]
         spliced_messages = [
-            replace(shown, content=stand_ins.take(m.content, m.ids)) if m.ids else shown
+            replace(shown, content=stand_ins.take(m.content, m.ids, answer=True)) if m.ids else shown
             for m, shown in zip(messages, shielded_messages, strict=True)
         ]
         text = self.render(spliced_messages)
@@ -129,12 +129,20 @@ class ChatTemplate:
         if stand_ins.restored(text) != stand_ins.restored(plain):
             text = plain  # the template changes answers (trims them, drops their reasoning): its text counts
         ids: list[int] = []
-        for piece in stand_ins.split(text):
-            ids += stand_ins.ids.get(piece) or self._encode(piece, parse_special=True)
+        pieces = list(stand_ins.split(text))
+        for piece, following in zip(pieces, [*pieces[1:], ""], strict=True):
+            if piece in stand_ins.ids:
+                ids += stand_ins.ids[piece]
+                continue
+            if following in stand_ins.answers and self._tokenizer.adds_first_space:
+                piece = piece.removesuffix(" ")  # the answer's first token has that space in front
+            ids += self._encode(piece, parse_special=True, continues=bool(ids))
         return ids
 
-    def _encode(self, text: str, *, parse_special: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special)
+    def _encode(self, text: str, *, parse_special: bool, continues: bool) -> list[int]:
+        return self._tokenizer.encode(
+            text, add_special_tokens=False, parse_special=parse_special, continues=continues
+        )
 
     def _find_end_ids(self) -> frozenset[int]:
         answer = _StandIns(self._tokenizer.chat_template).take("", ())
@@ -152,11 +160,22 @@ class _StandIns:
         used = set(text)
         self._free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
         self._texts: dict[str, str] = {}
+        self._taken: dict[str, str] = {}
         self.ids: dict[str, Sequence[int]] = {}
+        self.answers: set[str] = set()
 
-    def take(self, text: str, ids: Sequence[int]) -> str:
-        character = next(self._free)
+    def take(self, text: str, ids: Sequence[int], answer: bool = False) -> str:
+        """The character that stands for `text`; the same one for the same text, unless it is an answer."""
+        if not answer and text in self._taken:
+            return self._taken[text]
+        character = next(self._free, None)
+        if character is None:
+            raise TokenizerError("this conversation has too many answers", "a new one")
         self._texts[character], self.ids[character] = text, ids
+        if answer:
+            self.answers.add(character)
+        else:
+            self._taken[text] = character
         return character
 
     def restored(self, text: str) -> str:

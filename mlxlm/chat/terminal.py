@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 
 from mlxlm import platform
 from mlxlm.chat.session import ChatSession
-from mlxlm.errors import GenerationError, MlxlmError
+from mlxlm.errors import GenerationError, describe
 from mlxlm.generation import FinishReason
 
 COMMANDS = {
@@ -48,7 +48,7 @@ def run(session: ChatSession, greeting: Sequence[str]) -> None:
     In a terminal Ctrl-C stops an answer and never the chat, and an error ends a turn. Over a pipe an error
     is raised, and there is no greeting.
     """
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         _serve(session, _piped_lines(), answer)
         return
     for line in greeting:
@@ -59,10 +59,12 @@ def run(session: ChatSession, greeting: Sequence[str]) -> None:
 
 def answer(session: ChatSession, message: str) -> None:
     """Stream one answer to standard output, and end its line."""
-    with closing(session.ask(message)) as chunks:
-        for chunk in chunks:
-            write(chunk.text)
-    write("\n")
+    try:
+        with closing(session.ask(message)) as chunks:
+            for chunk in chunks:
+                write(chunk.text)
+    finally:
+        write("\n")
 
 
 def _serve(session: ChatSession, lines: Iterator[str], answer_to: Callable[[ChatSession, str], None]) -> None:
@@ -121,8 +123,9 @@ def _answer_interruptibly(session: ChatSession, message: str, interrupted: threa
                     break
     except KeyboardInterrupt:
         pass  # between two chunks of the message: there is no answer yet
-    except MlxlmError as error:
-        _say(f"error: {error}")
+    except Exception as error:  # whatever it is (the device's memory, say), the conversation goes on
+        write("\n")
+        _say(f"error: {describe(error)}")
         return
     write("\n")
     if reason in _UNFINISHED:
@@ -163,6 +166,19 @@ def _history():
     """The lines of earlier chats, in a file that only its owner can read."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+    class SafeHistory(FileHistory):
+        """A disk that is full must not disturb the chat."""
+
+        kept = True
+
+        def store_string(self, string: str) -> None:
+            try:
+                if self.kept:
+                    super().store_string(string)
+            except OSError as error:
+                self.kept = False
+                _say(f"the history of this chat is no longer kept: {path}: {error.strerror}")
+
     path = platform.state_folder() / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,11 +186,11 @@ def _history():
     except OSError as error:
         _say(f"the history of this chat won't be kept: {path}: {error.strerror}")
         return InMemoryHistory()
-    return FileHistory(path)
+    return SafeHistory(path)
 
 
 def _piped_lines() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, 1):
+    for number, line in enumerate(sys.stdin.buffer if sys.stdin else (), 1):
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from mlxlm.checkpoint.safetensors import as_float32, load_weights
 from mlxlm.errors import CheckpointError
 
 _NO_LIMIT = 2**31 - 1
+_CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def load_foreign(folder: Path, values: Mapping[str, Any]) -> tuple[nn.Module, Fo
     return model, ForeignConfig(
         model_type=str(values.get("model_type")),
         vocab_size=values.get("vocab_size") or _NO_LIMIT,
-        max_position_embeddings=values.get("max_position_embeddings") or _NO_LIMIT,
+        max_position_embeddings=next((values[name] for name in _CONTEXT if values.get(name)), _NO_LIMIT),
         bos_token_id=values.get("bos_token_id"),
         eos_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
     )

@@ -54,7 +54,7 @@ def generate(
 
 
 def _prompt_text(prompt: str | None) -> str:
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("there is no prompt (try: --prompt TEXT, or pipe a text in)")
     if prompt is None or prompt == "-":
         try:
@@ -80,9 +80,11 @@ def _encode_chat(loaded: LoadedModel, text: str, system: str | None) -> tuple[li
 def _print_text(stream: TextStream) -> None:
     from mlxlm.chat.terminal import write
 
-    for chunk in stream:
-        write(chunk.text)
-    write("\n")
+    try:
+        for chunk in stream:
+            write(chunk.text)
+    finally:
+        write("\n")  # also after Ctrl-C: what is said next begins on a line of its own
 
 
 def _print_json(stream: TextStream) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import warnings
 import click
 
 from mlxlm import __version__
-from mlxlm.errors import MlxlmError
+from mlxlm.errors import describe
 
 # name: (module:attribute, one-line help). The help stands here so that `mlxlm --help` imports nothing else.
 COMMANDS = {
@@ -80,6 +81,8 @@ def _run(args: list[str] | None) -> int:
     context = None
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
     try:
         with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
             app.invoke(context)
@@ -111,17 +114,3 @@ def _terminate(_number: int, _frame: object) -> None:
 
 def _show_warning(message: Warning | str, *_: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
-
-
-def describe(error: Exception) -> str:
-    """One line for any error, ours or not."""
-    if isinstance(error, MlxlmError):
-        return " ".join(str(error).split())
-    if isinstance(error, MemoryError):
-        return "out of memory (try: a smaller model, batch or context)"
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    text = " ".join(str(error).split())
-    if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
-        return f"out of memory: {text} (try: a smaller model, batch or context)"
-    return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
+from mlxlm.errors import DataError
 
 # Chosen on two CPU cores: the largest of a few sizes whose loss after two minutes was still the lowest.
 PRESET, VOCABULARY = "1m", 1024
@@ -37,7 +38,7 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
     from mlxlm.train import Stopped, start_run
 
     out = out or _free_name(Path("mlxlm-quickstart"))
-    config = ModelConfig.preset(PRESET, vocab_size=VOCABULARY)
+    config = ModelConfig.preset(PRESET, vocab_size=_vocabulary(data))
     with tempfile.TemporaryDirectory() as folder:
         sources = list(data)
         if not sources:
@@ -62,6 +63,22 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
     else:
         _continuation(loaded)
     render.say(f"Chat with it again: mlxlm chat {shlex.quote(str(small))}")
+
+
+def _vocabulary(data: tuple[str, ...]) -> int:
+    """The size of the tokenizer's vocabulary, smaller for a short text, which has fewer frequent words."""
+    from mlxlm.data import texts
+
+    size = 0
+    for piece in texts(data) if data else ():
+        size += len(piece)
+        if size >= 100_000:
+            break
+    if not data or size >= 100_000:
+        return VOCABULARY
+    if size < 20_000:
+        raise DataError(f"{', '.join(data)}: {size} characters are too few to learn from", "at least 20,000")
+    return VOCABULARY // 2
 
 
 def _free_name(path: Path) -> Path:

@@ -76,7 +76,7 @@ def decode(path: str) -> None:
     loaded = load(path)
     ids = []
     for word in _stdin().read().split():
-        if not word.isdigit():
+        if not word.isdigit() or len(word) > 10:
             shown = word[:20].decode("utf-8", "replace")
             raise TokenizerError(f"'{shown}' is not a token id", "numbers with spaces between them")
         ids.append(int(word))

@@ -66,7 +66,10 @@ class TokenDataset:
         while start < stop:
             first = self._ends[shard] - len(self._shards[shard])
             end = min(stop, self._ends[shard])
-            parts.append(self._shards[shard][start - first : end - first])
+            part = self._shards[shard][start - first : end - first]
+            if part.max() >= self.vocab_size:  # MLX would read past the end of the embedding
+                raise DataError(f"the {self.split} data has a token {part.max()}, not below {self.vocab_size}")
+            parts.append(part)
             start = end
             shard += 1
         if len(parts) == 1:

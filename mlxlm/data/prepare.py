@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -14,11 +14,11 @@ import numpy as np
 
 from mlxlm.data import manifest as manifests
 from mlxlm.data.manifest import Manifest
-from mlxlm.data.shards import ShardWriter, Staging, flush_to_disk
+from mlxlm.data.shards import ShardWriter, Staging
 from mlxlm.data.sources import STDIN, Document, documents
 from mlxlm.data.tokenize import tokenize
 from mlxlm.errors import DataError
-from mlxlm.files import new_folder
+from mlxlm.files import new_folder, write_json
 from mlxlm.tokenizer import Tokenizer
 
 FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
@@ -54,8 +54,8 @@ def prepare(
     Raises DataError for unusable sources, sources without text, an `out` in use, and a disk that cannot be
     written.
     """
-    if not 0 <= validation_fraction < 1:
-        raise DataError(f"validation fraction {validation_fraction} is not in [0, 1)", "0.05")
+    if not (validation_fraction == 0 or 1e-9 <= validation_fraction < 1):
+        raise DataError(f"validation fraction {validation_fraction} is neither 0 nor from 1e-9 to 1", "0.05")
     with new_folder(out, DataError) as folder, ExitStack() as stack:
         builder = _Builder(tokenizer, folder, shard_tokens, stack)
         source = documents(paths, stdin=stdin, advance=progress)
@@ -94,7 +94,7 @@ class _Builder:
 
     def add_and_split(self, source: Iterable[Document], fraction: float, seed: int) -> str:
         """Write `source` to both splits; returns how, "document" or "tail"."""
-        few = max(FEW_DOCUMENTS, round(1 / fraction)) if fraction else 0
+        few = max(FEW_DOCUMENTS, math.ceil(1 / fraction)) if fraction else 0
         writers = (self.validation if drawn else self.train for drawn in _drawn(fraction, seed))
         count = 0
         with closing(Staging(self._folder / "staging", self._dtype)) as staging:
@@ -125,10 +125,7 @@ class _Builder:
             train=self.train.finish(),
             validation=self.validation.finish(),
         )
-        with open(self._folder / manifests.FILE, "w", encoding="utf-8") as file:
-            json.dump(result.to_dict(), file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            flush_to_disk(file)
+        write_json(self._folder / manifests.FILE, result.to_dict())
         return result
 
     def _counted(self, source: Iterable[Document]) -> Iterator[Document]:
@@ -148,7 +145,7 @@ class _Builder:
                 self.validation.add(ids, text_bytes, True)
             else:
                 at = self._line_start(ids, cut - start)
-                tail_bytes = self._text_bytes(ids[at:])
+                tail_bytes = min(text_bytes, self._text_bytes(ids[at:]))
                 self.train.add(ids[:at], text_bytes - tail_bytes, True)
                 self.validation.add(ids[at:], tail_bytes, True)
 
@@ -160,7 +157,10 @@ class _Builder:
         return near
 
     def _text_bytes(self, ids: np.ndarray, step: int = 1 << 20) -> int:
-        """The bytes that `ids` stand for."""
+        """The bytes of text that `ids` stand for; nearly so where tokens depend on their neighbours."""
+        if not self._tokenizer.has_byte_tokens:
+            parts = (ids[start : start + step].tolist() for start in range(0, len(ids), step))
+            return sum(len(self._tokenizer.decode(part).encode("utf-8")) for part in parts)
         counts = np.zeros(self._tokenizer.vocab_size, np.int64)
         for start in range(0, len(ids), step):
             counts += np.bincount(ids[start : start + step], minlength=len(counts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,17 +26,19 @@ class ShardWriter:
         self._hash = hashlib.sha256()
         self._starts = array("q")
         self._tokens = 0  # in the open shard
+        self._starting = False  # a document whose first ids are still to come
 
     def add(self, ids: np.ndarray, text_bytes: int, starts_document: bool) -> None:
         """Append `ids` (1-D), which stand for `text_bytes` bytes of text."""
         self._result.bytes += text_bytes
         self._result.documents += starts_document
+        self._starting |= starts_document
         while len(ids):
             if self._file is None:
                 self._open()
-            if starts_document:
+            if self._starting:
                 self._starts.append(self._tokens)
-                starts_document = False
+                self._starting = False
             part = np.ascontiguousarray(ids[: self._shard_tokens - self._tokens], self._dtype)
             self._file.write(part.data)
             self._hash.update(part.data)
@@ -47,7 +48,7 @@ class ShardWriter:
                 self._close_shard()
 
     def finish(self) -> Split:
-        """Flush everything to disk; returns what was written."""
+        """Complete the last shard; returns what was written."""
         if self._file is not None:
             self._close_shard()
         return self._result
@@ -70,12 +71,10 @@ class ShardWriter:
         shard.tokens = self._tokens
         shard.sha256 = self._hash.hexdigest()
         self._result.tokens += self._tokens
-        flush_to_disk(self._file)
         self._file.close()
         self._file = None
         with open(self._folder / shard.index, "wb") as file:
             np.save(file, np.frombuffer(self._starts, "<i8"))
-            flush_to_disk(file)
 
 
 class Staging:
@@ -111,9 +110,3 @@ class Staging:
         """Delete the file."""
         self._file.close()
         self._path.unlink(missing_ok=True)
-
-
-def flush_to_disk(file: IO[bytes]) -> None:
-    """Everything written to `file` so far survives a crash."""
-    file.flush()
-    os.fsync(file.fileno())

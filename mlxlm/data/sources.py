@@ -210,7 +210,7 @@ def _binary(name: str, offset: int, what: str) -> DataError:
 
 
 def _pieces(chunks: Iterator[str]) -> Iterator[str]:
-    """Cut a text into pieces of about PIECE characters, at places where no token would cross the cut."""
+    """Cut a text into pieces of about PIECE characters, where tokens rarely cross: see `_cut`."""
     buffer = ""
     for chunk in chunks:
         buffer += chunk
@@ -225,14 +225,18 @@ def _pieces(chunks: Iterator[str]) -> Iterator[str]:
 
 
 def _cut(text: str, start: int) -> int:
-    """Where the piece from `start` ends: after a line end before visible text, else before a lone space, else
-    after PIECE characters."""
+    """Where the piece from `start` ends: after a single line end between visible text, else after any line end
+    before visible text, else before a lone space, else after PIECE characters."""
     stop = start + PIECE
-    end = text.rfind("\n", start, stop) + 1
-    while end > start and text[end].isspace():
+    fallback = end = text.rfind("\n", start, stop) + 1
+    while end > start and (text[end].isspace() or text[end - 2 : end - 1].isspace()):
+        if fallback > start and text[fallback].isspace():
+            fallback = end
         end = text.rfind("\n", start, end - 1) + 1
-    if end > start:
+    if end > start + 1:
         return end
+    if fallback > start and not text[fallback].isspace():
+        return fallback
     end = text.rfind(" ", start + 1, stop)
     while end > start and text[end - 1].isspace():
         end = text.rfind(" ", start + 1, end)

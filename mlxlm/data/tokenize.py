@@ -38,11 +38,14 @@ class _Part(NamedTuple):
 
 
 def tokenize(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """The chunks of all documents in order: BOS, text, EOS (each where the tokenizer has one), or a
-    conversation as CHAT_TEMPLATE renders it, and EOS. Text is never parsed for special tokens.
+    """The chunks of all documents in order: BOS, text, EOS (each where the tokenizer has one, BOS unless it
+    is EOS), or a conversation as CHAT_TEMPLATE renders it, and EOS. Text is never parsed for special tokens.
 
-    Raises DataError for a conversation with a role that has no token.
+    Raises DataError for a conversation with a role that has no token, and for a tokenizer with neither BOS
+    nor EOS: nothing would mark where a document ends.
     """
+    if tokenizer.bos_id is None and tokenizer.eos_id is None:
+        raise DataError("the tokenizer has no token that begins or ends a text", "one from mlxlm tokenizer train")
     batch: list[_Part] = []
     size = 0
     for document in source:
@@ -56,8 +59,9 @@ def tokenize(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk
 
 
 def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    # Where one token serves as both (GPT-2's <|endoftext|>), once between two texts is enough.
+    bos = [] if tokenizer.bos_id in (None, tokenizer.eos_id) else [tokenizer.bos_id]
     if document.messages is None:
         for i, piece in enumerate(document.pieces):
             yield _Part([] if i else bos, piece, [], starts_document=i == 0, continues=i > 0)
@@ -84,14 +88,8 @@ def _control_id(tokenizer: Tokenizer, name: str, where: str) -> int:
 
 
 def _encode(batch: list[_Part], tokenizer: Tokenizer) -> Iterator[Chunk]:
-    # A tokenizer that puts a space in front of every text must not do so in the middle of one: a line end
-    # takes that space, and its ids are dropped. Such tokenizers never merge a line end with what follows it.
-    lead = "\n" if tokenizer.adds_first_space else ""
-    dropped = len(tokenizer.encode(lead, add_special_tokens=False))
-    encoded = tokenizer.encode_batch([lead + part.text if part.continues else part.text for part in batch])
+    encoded = tokenizer.encode_batch([part.text for part in batch], continues=[part.continues for part in batch])
     for part, ids in zip(batch, encoded, strict=True):
-        if part.continues:
-            ids = ids[dropped:]
         yield Chunk(
             np.array([*part.before, *ids, *part.after], np.uint32),
             len(part.text.encode("utf-8")),

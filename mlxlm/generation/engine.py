@@ -122,15 +122,25 @@ def _clear_allocator() -> None:
         mx.clear_cache()
 
 
+_wired = {"users": 0, "before": 0}
+
+
 @contextmanager
 def _wired_memory() -> Iterator[None]:
-    """On Metal, keep weights and cache resident: macOS would page out a large model between tokens."""
-    if not mx.metal.is_available():
+    """On Metal, keep weights and cache resident: macOS would page out a large model between tokens.
+
+    The first of several texts at once raises the limit, the last one lowers it.
+    """
+    if ON_CPU or not mx.metal.is_available():
         yield
         return
-    previous = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+    if _wired["users"] == 0:
+        _wired["before"] = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+    _wired["users"] += 1
     try:
         yield
     finally:
-        mx.synchronize()  # the limit must not change under a step in flight
-        mx.set_wired_limit(previous)
+        _wired["users"] -= 1
+        if _wired["users"] == 0:
+            mx.synchronize()  # the limit must not change under a step in flight
+            mx.set_wired_limit(_wired["before"])

@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer.tokenizer import Tokenizer
 
@@ -33,7 +31,7 @@ class Report:
 
 def report(tokenizer: Tokenizer, texts: Iterable[str]) -> Report:
     """Encode `texts`, in bounded memory. Raises TokenizerError if there is no text."""
-    used = np.zeros(tokenizer.vocab_size, bool)
+    used = bytearray(tokenizer.vocab_size)
     n_bytes = tokens = size = 0
     seconds = 0.0
     batch: list[str] = []
@@ -45,7 +43,8 @@ def report(tokenizer: Tokenizer, texts: Iterable[str]) -> Report:
         seconds += time.perf_counter() - started
         for ids in encoded:
             tokens += len(ids)
-            used[ids] = True
+            for token in set(ids):
+                used[token] = 1
 
     for text in texts:
         batch.append(text)
@@ -57,4 +56,4 @@ def report(tokenizer: Tokenizer, texts: Iterable[str]) -> Report:
     encode()
     if not tokens:
         raise TokenizerError("there is no text to measure", "a file with some text")
-    return Report(n_bytes, tokens, n_bytes / tokens, tokens / seconds, float(used.mean()))
+    return Report(n_bytes, tokens, n_bytes / tokens, tokens / seconds, sum(used) / len(used))

@@ -71,6 +71,8 @@ class WindowStream(StreamDecoder):
         if text.endswith("\ufffd") and not final:
             return ""
         new = text[len(self._decode(self._shown)) :] if self._shown else text
-        if new:  # a token without text (a special one) stays pending, not to hide its left neighbour
+        if new:
             self._shown, self._pending = self._pending, []
+        elif final:  # tokens without text (special ones) must not hide the left neighbour, nor pile up
+            self._pending = self._pending[-1:]
         return new

@@ -17,6 +17,8 @@ from tokenizers import processors
 from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer.stream import ByteStream, StreamDecoder, WindowStream
 
+LARGEST_VOCABULARY = 1 << 24  # the largest in use have about 260,000 tokens
+_LEAD = "\n"
 ROLES = ("bos", "eos", "pad", "unk")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -47,6 +49,8 @@ class Tokenizer:
         self._lock = threading.Lock()  # guards runtime.encode_special_tokens, a setting and not an argument
         vocabulary = runtime.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > LARGEST_VOCABULARY:  # tables of this length will be allocated
+            raise TokenizerError(f"a token has the id {self.vocab_size - 1}", f"ids below {LARGEST_VOCABULARY}")
         self.names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (vocabulary.get(names.get(r)) for r in ROLES)
         added = runtime.get_added_tokens_decoder()
@@ -67,10 +71,16 @@ class Tokenizer:
             return type(self._runtime.model).__name__.lower()
         return "byte-level" if self._decoder.byte_level else "sentencepiece"
 
-    @property
+    @cached_property
     def adds_first_space(self) -> bool:
-        """Whether `encode` puts a space in front of a text (a dummy prefix), which `decode` removes."""
-        return self._decoder is not None and self._decoder.strip_first_space
+        """Whether `encode` puts a space in front of a text (a dummy prefix)."""
+        line_end, both = self._encode([_LEAD, _LEAD + "a"], add_special_tokens=False, parse_special=False)
+        return both[len(line_end) :] != self._encode(["a"], add_special_tokens=False, parse_special=False)[0]
+
+    @property
+    def has_byte_tokens(self) -> bool:
+        """Whether `token_bytes` are the bytes of text, whatever a token's neighbours; else they are its spelling."""
+        return self._decoder is not None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -79,7 +89,9 @@ class Tokenizer:
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False, continues: bool = False
+    ) -> list[int]:
         """The ids of `text`.
 
         add_special_tokens: also what the tokenizer puts around a text (usually BOS in front), as
@@ -87,14 +99,30 @@ class Tokenizer:
         parse_special: False: text that looks like a special token ("<|user|>") is ordinary text, so that
             neither data nor a person can forge a control token. True: it becomes that token (rendered chat
             templates).
+        continues: `text` goes on where another one stopped: nothing is put around it, and no space in front.
 
         Raises TokenizerError if `text` has lone surrogates, which no UTF-8 text contains.
         """
-        return self._encode([text], add_special_tokens, parse_special)[0]
+        [ids] = self._encode_parts([text], [continues], add_special_tokens and not continues, parse_special)
+        return ids
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False, continues: Sequence[bool] | None = None
+    ) -> list[list[int]]:
         """`encode` of every text, in parallel (Rust threads), special tokens in the texts never parsed."""
-        return self._encode(list(texts), add_special_tokens, parse_special=False)
+        return self._encode_parts(texts, continues or [False] * len(texts), add_special_tokens, parse_special=False)
+
+    def _encode_parts(
+        self, texts: Sequence[str], continues: Sequence[bool], add_special_tokens: bool, parse_special: bool
+    ) -> list[list[int]]:
+        if not (any(continues) and self.adds_first_space):
+            return self._encode(list(texts), add_special_tokens, parse_special)
+        # A line end takes the space that would come first, and its ids are dropped. Tokenizers that add a
+        # space never merge a line end with what follows it.
+        dropped = len(self._encode([_LEAD], False, False)[0])
+        led = [_LEAD + text if goes_on else text for text, goes_on in zip(texts, continues, strict=True)]
+        encoded = self._encode(led, add_special_tokens, parse_special)
+        return [ids[dropped:] if goes_on else ids for ids, goes_on in zip(encoded, continues, strict=True)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids without a token (a model's padding rows) add nothing.

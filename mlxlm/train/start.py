@@ -175,5 +175,5 @@ def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Pat
         there = manifest.train.tokens
         hint = f"--sequence-length {there - 1}, or more text" if there > 2 else "more text"
         raise DataError(f"the text has {there} tokens, less than one sequence of {length}", hint)
-    if manifest.validation.tokens < 2:
+    if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
         raise DataError("nothing is held out for validation", "--validation-fraction 0.05, or --validation FILE")

@@ -165,6 +165,7 @@ def test_quickstart_on_a_file_and_without_one(tmp_path, text_file, monkeypatch, 
     monkeypatch.setattr("mlxlm.cli.quickstart.VOCABULARY", 300)
     monkeypatch.setattr("mlxlm.cli.quickstart.PRESET", "0.3m")
     monkeypatch.chdir(tmp_path)
+    text_file.write_text(text_file.read_text() * 6)
     for arguments, name in (([str(text_file)], "mlxlm-quickstart"), ([], "mlxlm-quickstart-2")):
         assert _run(["quickstart", *arguments, "--minutes", "0.001"]) == 0
         out, err = capsys.readouterr()

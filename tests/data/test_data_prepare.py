@@ -3,6 +3,7 @@ import io
 import itertools
 import json
 import tracemalloc
+from pathlib import Path
 
 import jinja2
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from mlxlm.data import CHAT_TEMPLATE, TokenDataset, prepare
 from mlxlm.errors import DataError, MlxlmError
-from mlxlm.tokenizer import load
+from mlxlm.tokenizer import Tokenizer, load
 
 
 def jsonl(path, rows):
@@ -275,3 +276,25 @@ def test_memory_is_bounded(byte_level, text, tmp_path):
         tracemalloc.stop()
     assert manifest.train.bytes + manifest.validation.bytes > 15_900_000
     assert peak < 7_000_000
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+def test_cutting_a_long_text_into_pieces_changes_no_ids(name, tmp_path):
+    folder = Path(__file__).resolve().parents[3] / "shared"
+    if not folder.is_dir():
+        pytest.skip("no folder of real texts and tokenizers beside this checkout")
+    real = load(folder / "tokenizers" / name)
+    content = (folder / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:200_000]
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    prepare([tmp_path / "a.txt"], real, tmp_path / "out", validation_fraction=0)
+    data = TokenDataset.open(tmp_path / "out", "train")
+    bos = [] if real.bos_id == real.eos_id else [real.bos_id]
+    expected = [*bos, *real.encode(content, add_special_tokens=False), real.eos_id]
+    assert data.slice(0, len(data)).tolist() == expected
+
+
+def test_a_tokenizer_without_an_end_is_refused(byte_level, tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    mute = Tokenizer(byte_level._runtime, {})
+    with pytest.raises(DataError, match="no token that begins or ends a text"):
+        prepare([tmp_path / "a.txt"], mute, tmp_path / "out")
