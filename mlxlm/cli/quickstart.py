@@ -7,11 +7,15 @@ import sys
 import tempfile
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mlxlm.cli import render
 from mlxlm.errors import DataError
+
+if TYPE_CHECKING:
+    from mlxlm.generation import LoadedModel
 
 # Chosen on two CPU cores: the largest of a few sizes whose loss after two minutes was still the lowest.
 PRESET, VOCABULARY = "1m", 1024
@@ -59,7 +63,7 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
         render.say(line)
     loaded = load(small)
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
-        _chat(loaded, small, bool(data))
+        _chat(loaded)
     else:
         _continuation(loaded)
     render.say(f"Chat with it again: mlxlm chat {shlex.quote(str(small))}")
@@ -86,18 +90,24 @@ def _free_name(path: Path) -> Path:
     return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
 
 
-def _chat(loaded, path: Path, plain: bool) -> None:
+def _chat(loaded: LoadedModel) -> None:
     from mlxlm.chat import terminal
     from mlxlm.chat.session import ChatSession
 
-    hint = "Begin a sentence, and the model goes on." if plain else "Ask it, for example: What is assert?"
-    terminal.run(ChatSession(loaded), [f"4. Chat: {hint} A model of this size gets the form right, seldom the facts."])
+    greeting = "4. Chat. A model of this size gets the form right, seldom the facts. /help lists the commands.\n"
+    greeting += "Ask it, for example: What is assert?" if _has_roles(loaded) else "Begin a text, and the model goes on."
+    terminal.run(ChatSession(loaded), [greeting])
 
 
-def _continuation(loaded) -> None:
+def _continuation(loaded: LoadedModel) -> None:
     from mlxlm.chat import terminal
     from mlxlm.chat.session import ChatSession
 
-    question = "What is assert?" if loaded.tokenizer.chat_template else "The "
+    question = "What is assert?" if _has_roles(loaded) else "The"
     render.say(f"4. {question}")
     terminal.answer(ChatSession(loaded), question)
+
+
+def _has_roles(loaded: LoadedModel) -> bool:
+    """Whether it was trained on conversations."""
+    return loaded.tokenizer.chat_template is not None
