@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--slow-tokens", type=int, default=16, help="for mlx_lm at 4 bits on a CPU")
+    parser.add_argument("--short", type=int, default=8, help="prompt and tokens at 4 bits, slow in mlx_lm on a CPU")
     parser.add_argument("--model", type=Path, help="an exported folder instead of the 26M model")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -54,9 +54,8 @@ def measure(path: Path, label: str, options: argparse.Namespace) -> dict[str, li
     found: dict[str, list[dict[str, float]]] = {peer: [] for peer in PEERS}
     for _ in range(options.rounds):
         for peer in PEERS:
-            slow = peer != "mlxlm" and label == "4-bit"
-            tokens = min(options.tokens, options.slow_tokens) if slow else options.tokens
-            arguments = [peer, str(path), str(options.prompt), str(tokens)]
+            lengths = [options.short, options.short] if label == "4-bit" else [options.prompt, options.tokens]
+            arguments = [peer, str(path), *map(str, lengths)]
             _, _, out = timed_command([sys.executable, __file__, "--worker", *arguments])
             found[peer].append(json.loads(out.splitlines()[-1]))
             print(f"{label} {peer}: {found[peer][-1]}", file=sys.stderr)
@@ -83,7 +82,7 @@ def make_models(folder: Path) -> dict[str, Path]:
     model.initialize(0)
     save_weights(source, dict(tree_flatten(model.parameters())))
     write_json(source / "config.json", config.to_dict())
-    train(["a tokenizer that the benchmark never uses: prompts are token ids"], 300).save(source)
+    train(["a tokenizer that the benchmark never uses: prompts are token ids"], 270).save(source)
     models = {}
     for bits in (16, 4):
         models[f"{bits}-bit"] = folder / f"{bits}-bit"

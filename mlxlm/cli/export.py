@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -45,8 +46,16 @@ def report_lines(report) -> list[str]:
         lines.append(
             f"validation: {report.bits_per_byte_after:.4f} bits per byte ({change:+.4f} by the smaller weights)"
         )
-    for layer, size in report.regrouped.items():
-        lines.append(f"{layer}: groups of {size} instead of {report.group_size}, which doesn't divide its width")
-    for layer, width in report.skipped.items():
-        lines.append(f"{layer}: left in 16 bits, no group size divides its width {width}")
+    for size, layers in _by_value(report.regrouped).items():
+        lines.append(f"groups of {size} instead of {report.group_size}, which doesn't divide the width: {layers}")
+    for width, layers in _by_value(report.skipped).items():
+        lines.append(f"left in 16 bits, since no group size divides a width of {width}: {layers}")
     return lines
+
+
+def _by_value(layers: dict[str, int]) -> dict[int, str]:
+    """The layers of each value, with * for the numbers of equal ones."""
+    found: dict[int, dict[str, None]] = {}
+    for name, value in layers.items():
+        found.setdefault(value, {})[re.sub(r"\.\d+\.", ".*.", name)] = None
+    return {value: ", ".join(names) for value, names in found.items()}
