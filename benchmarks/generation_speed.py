@@ -28,9 +28,13 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=8, help="prompt and tokens at 4 bits, slow in mlx_lm on a CPU")
     parser.add_argument("--model", type=Path, help="an exported folder instead of the 26M model")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--make", type=Path, metavar="DIR", help="only write the 26M models into DIR")
     options = parser.parse_args()
     if options.worker:
         worker(*options.worker)
+        return
+    if options.make:
+        make_models(options.make)
         return
     with tempfile.TemporaryDirectory() as folder:
         models = {"model": options.model} if options.model else make_models(Path(folder))
