@@ -62,10 +62,9 @@ class Decoder(nn.Module):
     def initialize(self, seed: int) -> None:
         """Fresh weights, a function of `seed` alone.
 
-        Normal with standard deviation 0.5 / sqrt(hidden), which is GPT-2's 0.02 at its width of 768: with
-        0.02 at a width of 96, 1,300 steps end 0.02 bits per byte higher. The projections back into the
-        residual stream are divided by sqrt(2·layers), so that the stream's variance doesn't grow with depth
-        (Radford et al. 2019, 2.3).
+        Normal with standard deviation 0.5 / sqrt(hidden), which is GPT-2's 0.02 at its width of 768 and
+        larger below it. The projections back into the residual stream are divided by sqrt(2·layers), so
+        that the stream's variance doesn't grow with depth (Radford et al. 2019, 2.3).
         """
         keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(self.parameters()))))
         deviation = 0.5 / math.sqrt(self.config.hidden_size)

@@ -87,8 +87,8 @@ class TrainSettings:
 def default_learning_rate(parameters: int) -> float:
     """A peak learning rate for AdamW by model size: 6e-4 · (N / 125M)^-0.39, at most 0.01.
 
-    The power law runs through GPT-3's rates from 125M to 1.3B parameters (Brown et al. 2020, table 2.1), and
-    through the best of 4e-3, 6e-3 and 1e-2 for 0.4M parameters on a megabyte of plays.
+    The power law runs near GPT-3's rates from 125M to 1.3B parameters (Brown et al. 2020, table 2.1), and
+    through 6e-3 at 0.4M parameters, where 1e-2 did no better on a megabyte of plays.
     """
     return min(0.01, 6e-4 * (parameters / 125e6) ** -0.39)
 
