@@ -67,13 +67,14 @@ def export(source: Path | str, out: Path | str, bits: int = 4, group_size: int =
     if config.quantization:
         raise CheckpointError(f"{source} is quantized already", "the unquantized model it was made from")
     _check_finite(model, source)
-    tokenizer = load_tokenizer(locate(source).root)
+    root = locate(source).root
+    tokenizer = load_tokenizer(root)
     if bits == 16:
         weights = {name: w.astype(mx.float16) for name, w in tree_flatten(model.parameters())}
         written = Quantized(weights, {}, {}, {})
     else:
         written = quantize_weights(model, bits, group_size)
-    bits_per_byte = _validation(locate(source).root)
+    bits_per_byte = _validation(root)
     before = bits_per_byte and bits_per_byte(model)
     with new_folder(out) as folder:
         write_json(folder / "config.json", _config_json(config, written))

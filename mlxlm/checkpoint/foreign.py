@@ -22,7 +22,6 @@ class ForeignConfig:
     model_type: str
     vocab_size: int
     max_position_embeddings: int
-    bos_token_id: int | None
     eos_ids: frozenset[int]
 
 
@@ -66,6 +65,5 @@ def load_foreign(folder: Path, values: Mapping[str, Any]) -> tuple[nn.Module, Fo
         model_type=str(values.get("model_type")),
         vocab_size=values.get("vocab_size") or _NO_LIMIT,
         max_position_embeddings=next((values[name] for name in _CONTEXT if values.get(name)), _NO_LIMIT),
-        bos_token_id=values.get("bos_token_id"),
         eos_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
     )

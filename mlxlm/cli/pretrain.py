@@ -120,7 +120,9 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
 
 def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
     """Raise a UsageError for an option that would have no effect beside the others."""
-    prepared = any(Path(source, "manifest.json").exists() for source in data)
+    from mlxlm.data.manifest import is_prepared
+
+    prepared = any(map(is_prepared, data))
     own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     has_tokenizer = prepared or options["tokenizer"]
     for idle, names, reason in (

@@ -15,6 +15,11 @@ SPLITS = ("train", "validation")
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes per token, little-endian
 
 
+def is_prepared(path: str | Path) -> bool:
+    """Whether `path` is a prepared dataset: the manifest is there, so all of it is."""
+    return Path(path, FILE).is_file()
+
+
 @dataclass
 class Shard:
     """One file of tokens; beside it lies <stem>.idx.npy, the int64 offsets where documents start in it."""
@@ -60,7 +65,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Raises DataError, naming the file and the field, if `folder` has no valid manifest."""
         path = folder / FILE
-        if not path.is_file():
+        if not is_prepared(folder):
             raise DataError(f"{folder} is not a prepared dataset: it has no {FILE}", "mlxlm prepare")
         with os_errors_as(DataError, "read", path):
             content = path.read_bytes()

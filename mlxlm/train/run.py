@@ -99,7 +99,9 @@ class Run:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process. Raises CheckpointError if another one trains it."""
-        with os_errors_as(CheckpointError, "write", self.path), (self.path / ".lock").open("w") as file:
+        with os_errors_as(CheckpointError, "write", self.path):
+            file = (self.path / ".lock").open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

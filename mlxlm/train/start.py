@@ -13,7 +13,7 @@ from typing import IO, Any
 from mlxlm import platform
 from mlxlm.config import ModelConfig, preset_names
 from mlxlm.data import CHAT_TEMPLATE, Manifest, prepare, texts, total_bytes
-from mlxlm.data.manifest import FILE as MANIFEST
+from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import STDIN
 from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.files import check_free
@@ -132,7 +132,7 @@ def _length_of_training(
 
 
 def _prepared(sources: Sequence[str | Path]) -> Path | None:
-    folders = [Path(s) for s in sources if (Path(s) / MANIFEST).exists()]
+    folders = [Path(s) for s in sources if is_prepared(s)]
     if folders and len(sources) > 1:
         hint = "it alone, or text files"
         raise DataError(f"{folders[0]} is prepared data and can't be mixed with other sources", hint)

@@ -35,7 +35,7 @@ class TrainStep:
         )
         self._optimizer.init(model.trainable_parameters())
         mx.random.seed(settings.seed)
-        self._compile()
+        self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: np.ndarray, learning_rate: float) -> tuple[mx.array, mx.array]:
         """Update the model on int tokens `[accumulate, batch_size, T + 1]`.
@@ -61,17 +61,9 @@ class TrainStep:
             raise ValueError("the optimizer state is of another model")
         high, low = arrays["random"].tolist()
         mx.random.seed(high << 32 | low)  # the seed is the key, in two halves
-        self._optimizer.state = tree_unflatten([(k, v) for k, v in arrays.items() if k != "random"])
-        for optimizer in self._optimizer.optimizers:
-            optimizer.init(self._parameters_of(optimizer))
-        self._compile()
-
-    def _parameters_of(self, optimizer: optim.Optimizer) -> dict:
-        parts = self._optimizer._split_dictionary(self.model.trainable_parameters())
-        return parts[self._optimizer.optimizers.index(optimizer)]
-
-    def _compile(self) -> None:
-        self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
+        loaded = tree_unflatten([(k, v) for k, v in arrays.items() if k != "random"])
+        for optimizer, state in zip(self._optimizer.optimizers, loaded["states"], strict=True):
+            optimizer.state.update(state)
 
     def _update(self, batch: mx.array, learning_rate: mx.array) -> tuple[mx.array, mx.array]:
         parameters = self.model.trainable_parameters()

@@ -7,7 +7,6 @@ from mlx.utils import tree_flatten
 
 from mlxlm import tokenizer
 from mlxlm._mlx import mx
-from mlxlm.config import ModelConfig
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 
@@ -27,17 +26,9 @@ def tokens():
 
 
 @pytest.fixture(scope="session")
-def decoder():
+def decoder(tiny_config):
     """Its context is 4096 tokens, so that an answer is long enough to be interrupted."""
-    config = ModelConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=300,
-        max_position_embeddings=4096,
-    )
+    config = tiny_config.with_changes(tie_word_embeddings=False, max_position_embeddings=4096)
     model = Decoder(config)
     model.initialize(seed=3)
     # Logits far apart, so that rounding decides nothing, but 0 for the special tokens, the first ones: they
