@@ -88,7 +88,7 @@ def ours(config: ModelConfig, tokens: np.ndarray, steps: int):
 def plain(config: ModelConfig, tokens: np.ndarray, steps: int):
     """The same step on MLX's own operations; they are swapped in while its graph is traced."""
 
-    def attention(queries, keys, values, scale):
+    def attention(queries, keys, values, scale, training):
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
 
     def swiglu(gate, up):

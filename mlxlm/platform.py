@@ -153,6 +153,11 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "mlxlm"
 
 
+def cache_folder() -> Path:
+    """Where mlxlm keeps what it can find out again (kernel measurements), by the XDG rules. Not created here."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mlxlm"
+
+
 @contextmanager
 def interrupts_held() -> Iterator[None]:
     """Keep SIGINT back in this thread, and deliver it afterwards.

@@ -14,6 +14,14 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "birds", "in", "old", "garden", "while", "rain"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """What was measured on this machine must not change what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def make_text():
     """`make_text(words)`: sentences of common words, easy to learn, the same every time."""

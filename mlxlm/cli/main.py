@@ -25,6 +25,7 @@ COMMANDS = {
     "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
     "export": ("mlxlm.cli.export:export", "Write a run as a self-contained model folder, quantized or not."),
     "presets": ("mlxlm.cli.presets:presets", "List the model sizes that ship with mlxlm."),
+    "kernels": ("mlxlm.cli.kernels:kernels", "Show or measure what computes norms and attention here."),
     "doctor": ("mlxlm.cli.doctor:doctor", "Show what this machine offers: device, BLAS, memory."),
 }
 

@@ -81,6 +81,22 @@ def bytes_progress(label: str, total: int | None) -> Iterator[Callable[[int], No
         yield lambda n: bar.advance(task, n)
 
 
+@contextmanager
+def steps_progress(label: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar over steps. Yields `advance(what was done)`. Plain lines of it where stderr is not a terminal."""
+    if not console.is_terminal:
+        yield say
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+
+        def advance(done: str) -> None:
+            bar.update(task, advance=1, description=f"{label}: {done}")
+
+        yield advance
+
+
 def _say_once_after(seconds: float, label: str) -> Callable[[int], None]:
     start, said = time.monotonic(), False
 

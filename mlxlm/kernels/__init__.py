@@ -1,11 +1,14 @@
 """Operations with more than one implementation: one contract each, and the choice of what runs here.
 
-On a GPU these are MLX's own fused kernels. On the CPU backend, whose `exp` is a scalar 12 ns per element
-and whose fused operations fall back to it, they are MLX graphs built on a vectorised `exp`.
+Norms and attention have paths (see `dispatch`): MLX's operations, kernels of our own for Metal, blocks with
+linear memory. On the CPU backend, whose `exp` is a scalar 12 ns per element, MLX's operations give way to
+graphs built on a vectorised `exp`.
 """
 
-from mlxlm.kernels.attention import attention
+from mlxlm.kernels.attention import attention, quantized_attention
 from mlxlm.kernels.cross_entropy import cross_entropy
+from mlxlm.kernels.dispatch import using
+from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 from mlxlm.kernels.swiglu import swiglu
 
-__all__ = ["attention", "cross_entropy", "swiglu"]
+__all__ = ["add_rms_norm", "attention", "cross_entropy", "quantized_attention", "rms_norm", "swiglu", "using"]

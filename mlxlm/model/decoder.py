@@ -6,7 +6,7 @@ import math
 
 from mlxlm._mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
-from mlxlm.model.parts import Block, Embedding
+from mlxlm.model.parts import Block, Embedding, StreamNorm
 
 
 class Backbone(nn.Module):
@@ -16,13 +16,13 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, dropout) for _ in range(config.num_hidden_layers)]
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = StreamNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(self, tokens: mx.array, cache=None) -> mx.array:
-        x = self.embed_tokens(tokens)
+        stream, update = self.embed_tokens(tokens), None
         for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = layer(x, layer_cache)
-        return self.norm(x)
+            stream, update = layer(stream, update, layer_cache)
+        return self.norm(stream, update)[1]
 
 
 class Decoder(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlxlm._mlx import ON_CPU, mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import attention, swiglu
+from mlxlm.kernels import add_rms_norm, attention, rms_norm, swiglu
 
 
 class Embedding(nn.Embedding):
@@ -35,6 +35,16 @@ def _lookup_vjp(primals, cotangent, _output):
     return total, mx.zeros_like(tokens)
 
 
+class StreamNorm(nn.RMSNorm):
+    """RMSNorm of the residual stream, which takes up the output of the sublayer before on the way."""
+
+    def __call__(self, stream: mx.array, update: mx.array | None) -> tuple[mx.array, mx.array]:
+        """`[B, T, hidden]` -> stream + update and the norm of that; `update` is None at the start of the stream."""
+        if update is None:
+            return stream, rms_norm(stream, self.weight, self.eps)
+        return add_rms_norm(update, stream, self.weight, self.eps)
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions (Ainslie et al. 2023; Su et al. 2021)."""
 
@@ -63,7 +73,7 @@ class Attention(nn.Module):
         queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-        out = attention(queries, keys, values, self.scale)
+        out = attention(queries, keys, values, self.scale, training=self.training)
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
 
 
@@ -82,16 +92,22 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each on the normalised stream and added back (pre-norm)."""
+    """One layer: attention and feed-forward, each on the normalised stream and added back (pre-norm).
+
+    An addition waits for the norm that follows it, so that one pass over memory does both.
+    """
 
     def __init__(self, config: ModelConfig, dropout: float):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = StreamNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = StreamNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(dropout)
 
-    def __call__(self, x: mx.array, cache=None) -> mx.array:
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cache))
-        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+    def __call__(self, stream: mx.array, update: mx.array | None, cache=None) -> tuple[mx.array, mx.array]:
+        """The stream and what the layer before adds to it -> the stream and what this one adds to it."""
+        stream, x = self.input_layernorm(stream, update)
+        update = self.dropout(self.self_attn(x, cache))
+        stream, x = self.post_attention_layernorm(stream, update)
+        return stream, self.dropout(self.mlp(x))

@@ -1,0 +1,59 @@
+// Residual addition and RMSNorm in one pass: h = x + residual, y = h / sqrt(mean(h²) + eps) · weight, over rows.
+//
+// inputs    x, residual [R, N], weight [N] of any floating type, eps float32 scalar
+// outputs   h [R, N] of type H, y [R, N] of type T
+// template  H, T    types of h and y
+//           CHUNKS  runs of four values that a thread holds of a row
+//           WIDE    a team is a threadgroup; otherwise it is one SIMD group
+// grid      any number of threadgroups of whole SIMD groups, in x; they share out the rows
+//
+// The method is rms_norm.metal's. The norm is that of h as rounded to H, which is what the next layer adds to.
+// Of a row longer than one tile, all tiles but the last are read again from h.
+
+const int rows = x_shape[0], N = x_shape[1];
+const uint lane = thread_index_in_simdgroup;
+const int team = WIDE ? threadgroup_position_in_grid.x
+                      : threadgroup_position_in_grid.x * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup;
+const int teams = WIDE ? threadgroups_per_grid.x : threadgroups_per_grid.x * simdgroups_per_threadgroup;
+const int threads = WIDE ? threads_per_threadgroup.x : SIMD;
+const int first = 4 * (WIDE ? thread_index_in_threadgroup : lane);
+const int stride = 4 * threads;
+const int tiles = (N + stride * CHUNKS - 1) / (stride * CHUNKS);
+const float epsilon = eps;
+
+threadgroup float scratch[SIMD];
+float4 values[CHUNKS], weights[CHUNKS];
+
+if (tiles == 1) {
+  UNROLL for (int c = 0; c < CHUNKS; c++) {
+    const int i = first + c * stride;
+    weights[c] = load4(weight + i, N - i);
+  }
+}
+for (int row = team; row < rows; row += teams) {
+  const size_t start = size_t(row) * N;
+  float sum = 0.0f;
+  for (int tile = 0; tile < tiles; tile++) {
+    UNROLL for (int c = 0; c < CHUNKS; c++) {
+      const int i = first + (tile * CHUNKS + c) * stride;
+      values[c] = round4<H>(load4(x + start + i, N - i) + load4(residual + start + i, N - i));
+      store4<H>(h + start + i, values[c], N - i);
+      sum += dot(values[c], values[c]);
+    }
+  }
+  sum = WIDE ? threadgroup_sum(sum, scratch, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, lane)
+             : simd_sum(sum);
+  const float inverse = precise::rsqrt(sum / N + epsilon);
+  for (int tile = tiles - 1; tile >= 0; tile--) {  // the last tile is still at hand
+    UNROLL for (int c = 0; c < CHUNKS; c++) {
+      const int i = first + (tile * CHUNKS + c) * stride;
+      if (tile < tiles - 1) {
+        values[c] = load4(h + start + i, N - i);
+      }
+      if (tiles > 1) {
+        weights[c] = load4(weight + i, N - i);
+      }
+      store4<T>(y + start + i, values[c] * inverse * weights[c], N - i);
+    }
+  }
+}

@@ -1,0 +1,64 @@
+// Attention of few queries (decoding) over a long key-value cache, the keys divided over threadgroups.
+//
+// Inputs, by their strides, T = float, half or bfloat16_t:
+//   queries [B, H, QUERIES, D], keys and values [B, H_kv, S, D], H = GROUPED * H_kv
+//   scale, cap: 0-d float32; window: 0-d int32, at most S; slopes [H] float32 (ALiBi)
+//   cap, window and slopes are read only with SOFTCAP, WINDOW and SLOPES
+// Output `out`:
+//   without SPLIT, T [B, H, QUERIES, D];
+//   with SPLIT, float32 [B, H, QUERIES, splits, D + 2]: the unnormalised sum, the greatest score (base 2) and the sum
+//   of exp2(score - greatest) of each part of the keys, for attention_decode_combine
+// Template: T; OUT, the output's type; D; GROUPED; QUERIES; ROW_GROUPS and KEY_GROUPS, which the rows and the keys
+//   are divided into within a threadgroup; TILE, the keys staged at once (0 with one row group); SPLIT; WINDOW;
+//   SOFTCAP; SLOPES
+// Grid: (32 * ROW_GROUPS * KEY_GROUPS, B * H_kv, splits); threadgroup: the same with 1, 1
+//
+// Query t of QUERIES stands at S - QUERIES + t and sees the keys up to there, with WINDOW the last `window` of those.
+// Method: split keys with a combining pass (Flash-Decoding: Dao et al. 2023) around DecodeRows of attention_decode.h: a
+// threadgroup serves all query rows of a key head, so each key and value is loaded once.
+
+using Rows = DecodeRows<T, D, GROUPED, QUERIES, ROW_GROUPS, KEY_GROUPS, WINDOW, SOFTCAP, SLOPES>;
+threadgroup float scratch[Rows::SCRATCH];
+threadgroup T tile[ROW_GROUPS > 1 ? 2 * TILE * D : 1];
+
+const int kv_heads = keys_shape[1], S = keys_shape[2];
+const int place = threadgroup_position_in_grid.y, batch = place / kv_heads, head = place % kv_heads;
+const int split = threadgroup_position_in_grid.z, splits = threadgroups_per_grid.z;
+
+Rows rows;
+rows.begin(
+    simdgroup_index_in_threadgroup,
+    thread_index_in_simdgroup,
+    S,
+    WINDOW ? int(window) : 0,
+    SOFTCAP ? float(cap) : 0.0f,
+    split,
+    splits);
+if (SLOPES) {
+  rows.share_slopes(rows.speaks() ? slopes[head * GROUPED + rows.row() / QUERIES] : 0.0f);
+}
+rows.load_queries(
+    queries + batch * queries_strides[0] + head * GROUPED * queries_strides[1],
+    queries_strides[1],
+    queries_strides[2],
+    queries_strides[3],
+    SOFTCAP ? scale / cap : scale * M_LOG2E_F,
+    scratch);
+
+const device T* const own_keys = keys + batch * keys_strides[0] + head * keys_strides[1];
+const device T* const own_values = values + batch * values_strides[0] + head * values_strides[1];
+const int64_t key_stride = keys_strides[2], key_step = keys_strides[3];
+const int64_t value_stride = values_strides[2], value_step = values_strides[3];
+if (key_step == 1 && value_step == 1) {
+  const DecodeDense<const device T*, D, true> dense_keys = {own_keys, key_stride, 1};
+  const DecodeDense<const device T*, D, true> dense_values = {own_values, value_stride, 1};
+  rows.template attend<TILE>(dense_keys, dense_values, tile);
+} else {
+  const DecodeDense<const device T*, D, false> dense_keys = {own_keys, key_stride, key_step};
+  const DecodeDense<const device T*, D, false> dense_values = {own_values, value_stride, value_step};
+  rows.template attend<TILE>(dense_keys, dense_values, tile);
+}
+
+const int64_t out_stride = SPLIT ? int64_t(splits) * (D + 2) : D;
+rows.template finish<SPLIT>(
+    out + place * out_stride * Rows::ROWS + (SPLIT ? split * (D + 2) : 0), out_stride, scratch);

@@ -1,0 +1,67 @@
+// attention_decode over a quantized cache: codes are unpacked in registers.
+//
+// Inputs, by their strides, T = float, half or bfloat16_t:
+//   queries [B, H, QUERIES, D], H = GROUPED * H_kv
+//   keys, values: uint32 [B, H_kv, S, D * BITS / 32], the codes of mx.quantize (affine), the first in the lowest bits
+//   key_scales, key_biases, value_scales, value_biases: T [B, H_kv, S, D / GROUP]; value = scale * code + bias
+//   (these six may have more than B batch entries; with fewer than 8 elements MLX would pass them in the constant
+//   address space, which the body does not serve)
+//   scale, cap, window, slopes and the output as in attention_decode
+// Template: as in attention_decode, and GROUP (32 or 64, a divisor of D), BITS (4 or 8)
+// Grid, threadgroup and method: as in attention_decode
+
+using Rows = DecodeRows<T, D, GROUPED, QUERIES, ROW_GROUPS, KEY_GROUPS, WINDOW, SOFTCAP, SLOPES>;
+threadgroup float scratch[Rows::SCRATCH];
+threadgroup T tile[ROW_GROUPS > 1 ? 2 * TILE * D : 1];
+
+const int kv_heads = keys_shape[1], S = keys_shape[2];
+const int place = threadgroup_position_in_grid.y, batch = place / kv_heads, head = place % kv_heads;
+const int split = threadgroup_position_in_grid.z, splits = threadgroups_per_grid.z;
+
+Rows rows;
+rows.begin(
+    simdgroup_index_in_threadgroup,
+    thread_index_in_simdgroup,
+    S,
+    WINDOW ? int(window) : 0,
+    SOFTCAP ? float(cap) : 0.0f,
+    split,
+    splits);
+if (SLOPES) {
+  rows.share_slopes(rows.speaks() ? slopes[head * GROUPED + rows.row() / QUERIES] : 0.0f);
+}
+rows.load_queries(
+    queries + batch * queries_strides[0] + head * GROUPED * queries_strides[1],
+    queries_strides[1],
+    queries_strides[2],
+    queries_strides[3],
+    SOFTCAP ? scale / cap : scale * M_LOG2E_F,
+    scratch);
+
+const device uint32_t* const own_keys = keys + batch * keys_strides[0] + head * keys_strides[1];
+const device T* const k_scales = key_scales + batch * key_scales_strides[0] + head * key_scales_strides[1];
+const device T* const k_biases = key_biases + batch * key_biases_strides[0] + head * key_biases_strides[1];
+const device uint32_t* const own_values = values + batch * values_strides[0] + head * values_strides[1];
+const device T* const v_scales = value_scales + batch * value_scales_strides[0] + head * value_scales_strides[1];
+const device T* const v_biases = value_biases + batch * value_biases_strides[0] + head * value_biases_strides[1];
+if (keys_strides[3] == 1 && values_strides[3] == 1) {
+  const DecodePacked<T, D, GROUP, BITS, true> packed_keys = {
+      own_keys, k_scales, k_biases, keys_strides[2], 1,
+      key_scales_strides[2], key_scales_strides[3], key_biases_strides[2], key_biases_strides[3]};
+  const DecodePacked<T, D, GROUP, BITS, true> packed_values = {
+      own_values, v_scales, v_biases, values_strides[2], 1,
+      value_scales_strides[2], value_scales_strides[3], value_biases_strides[2], value_biases_strides[3]};
+  rows.template attend<TILE>(packed_keys, packed_values, tile);
+} else {
+  const DecodePacked<T, D, GROUP, BITS, false> packed_keys = {
+      own_keys, k_scales, k_biases, keys_strides[2], keys_strides[3],
+      key_scales_strides[2], key_scales_strides[3], key_biases_strides[2], key_biases_strides[3]};
+  const DecodePacked<T, D, GROUP, BITS, false> packed_values = {
+      own_values, v_scales, v_biases, values_strides[2], values_strides[3],
+      value_scales_strides[2], value_scales_strides[3], value_biases_strides[2], value_biases_strides[3]};
+  rows.template attend<TILE>(packed_keys, packed_values, tile);
+}
+
+const int64_t out_stride = SPLIT ? int64_t(splits) * (D + 2) : D;
+rows.template finish<SPLIT>(
+    out + place * out_stride * Rows::ROWS + (SPLIT ? split * (D + 2) : 0), out_stride, scratch);

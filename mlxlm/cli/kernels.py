@@ -1,0 +1,92 @@
+"""`mlxlm kernels`: which implementation each operation of a model takes here and why, and measuring them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mlxlm.cli import render
+from mlxlm.config import ModelConfig, preset_names
+
+_DEFAULT = "15m"
+_MODEL = click.argument("model", default=_DEFAULT)
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+
+
+@click.group()
+def kernels() -> None:
+    """Show or measure what computes norms and attention on this machine.
+
+    MODEL is a model folder or the name of a preset (15m if left out). The environment variable
+    MLXLM_KERNELS takes one kind of implementation wherever it exists: auto (the default), metal, mlx, blockwise.
+    """
+
+
+@kernels.command("list")
+@_MODEL
+@_JSON
+def list_(model: str, as_json: bool) -> None:
+    """Show the path of each operation of MODEL here, and why."""
+    from mlxlm.kernels import dispatch, records
+    from mlxlm.kernels.bench import cases_of
+
+    choices = [(case, dispatch.choose(operation, case)) for operation, case in cases_of(_config(model))]
+    if as_json:
+        found = [{"case": str(case), "path": c.path, "why": c.why} for case, c in choices]
+        render.emit_json({"machine": records.machine(), "mode": dispatch.mode(), "operations": found})
+        return
+    rows = [(case.operation, case.dtype, _sizes(case), c.path, c.why) for case, c in choices]
+    render.print_result(render.table(rows, ("operation", "dtype", "case", "path", "why")))
+
+
+@kernels.command()
+@_MODEL
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings per path.")
+@_JSON
+def bench(model: str, rounds: int, as_json: bool) -> None:
+    """Time all paths of the operations of MODEL on this machine; the fastest ones are taken from then on."""
+    from mlxlm.kernels import records
+    from mlxlm.kernels.bench import cases_of, measure_all
+
+    config = _config(model)
+    found = []
+    with render.steps_progress("measuring", len(cases_of(config))) as advance:
+        for measurement in measure_all(config, rounds):
+            found.append(measurement)
+            advance(str(measurement.case))
+    if as_json:
+        cases = [m.to_dict() for m in found]
+        render.emit_json({"machine": records.machine(), "rounds": rounds, "cases": cases})
+        return
+    header = ("operation", "case", "path", "ms", "least to most", "error", "peak memory", "")
+    render.print_result(render.table([row for m in found for row in _rows(m)], header))
+    refused = {f"{path}: {reason}" for m in found for path, reason in m.refused.items()}
+    for line in sorted(refused):
+        render.say(f"not measured: {line}")
+    render.say(f"kept in {records.path()} for this chip, MLX version and state of the kernels")
+
+
+def _rows(m):
+    for path, timing in m.timings.items():
+        first, last = min(timing.seconds), max(timing.seconds)
+        yield (
+            f"{m.case.operation} {m.case.dtype}",
+            _sizes(m.case),
+            path,
+            f"{1e3 * timing.median:.3f}",
+            f"{1e3 * first:.3f} to {1e3 * last:.3f}",
+            f"{timing.error:.1e}",
+            render.human_bytes(timing.peak_bytes),
+            "taken" if path == m.fastest else "",
+        )
+
+
+def _sizes(case) -> str:
+    return " ".join([*(f"{name}={size}" for name, size in case.sizes), *case.features])
+
+
+def _config(model: str) -> ModelConfig:
+    if model in preset_names() and not Path(model).exists():
+        return ModelConfig.preset(model)
+    return ModelConfig.load(model)

@@ -1,0 +1,237 @@
+"""Attention of few queries over a long key-value cache, plain or quantized, on Metal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxlm._mlx import mx
+from mlxlm.kernels.metal import MetalKernel
+
+HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 256)
+MAX_QUERIES = 8
+MAX_ROWS = 64  # query rows per key head: what fits the registers of one threadgroup
+
+_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+_OPTIONS = ("scale", "cap", "window", "slopes")
+_QUANTIZED = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
+_HEADERS = ("common.h", "attention_decode.h")
+_DENSE_KERNEL = MetalKernel(
+    "attention_decode",
+    inputs=("queries", "keys", "values", *_OPTIONS),
+    outputs=("out",),
+    contiguous=False,
+    headers=_HEADERS,
+)
+_QUANTIZED_KERNEL = MetalKernel(
+    "attention_decode_quantized",
+    inputs=("queries", *_QUANTIZED, *_OPTIONS),
+    outputs=("out",),
+    contiguous=False,
+    headers=_HEADERS,
+)
+_COMBINE_KERNEL = MetalKernel("attention_decode_combine", inputs=("parts",), outputs=("out",))
+
+_SIMD = 32  # threads of a SIMD group
+_SIMDGROUPS = 8  # of a threadgroup, unless the rows need more
+_TILE_BYTES = 16384  # of threadgroup memory for staged keys and values: half of what Metal gives
+_THREADGROUPS = 128  # wanted on the GPU: three on each of the 40 cores of a large one
+_SPLIT_SHARE = 12  # splits may add a twelfth to the bytes that the keys and values take
+_CONSTANT_SIZE = 8  # MLX passes an input of fewer elements in Metal's constant address space
+
+
+def decode_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: mx.array | None = None,
+) -> mx.array:
+    """softmax(scores) · values for up to 8 queries at the end of the keys, in one pass over the visible keys.
+
+    queries `[B, H, T, D]`, keys and values `[B, H_kv, S, D]`, all float32, float16 or bfloat16, lying in memory as
+    they please (a cache hands over slices of its buffers). Query t stands at p = S - T + t and sees the keys
+    s <= p, with a `window` those > p - window; scores are scale · q · k, then softcap · tanh(score / softcap), then
+    plus slopes[h] · (s - p) with float32 slopes `[H]` (ALiBi). Returns `[B, H, T, D]`, 0 for a query that sees no
+    key; arithmetic is in float32.
+
+    The keys are divided over threadgroups, whose results a second kernel combines (Flash-Decoding, Dao et al.
+    2023): see `_splits`. Raises ValueError for shapes, dtypes or options that are not served: D in HEAD_DIMS, T at
+    most 8 and T · H / H_kv at most 64.
+    """
+    _check(queries, scale, window, softcap, slopes)
+    shape = queries.shape
+    for name, x in (("keys", keys), ("values", values)):
+        _check_rows(name, x, keys.shape[:3], shape, shape[3])
+        if x.dtype != queries.dtype:
+            raise ValueError(f"{name} must be {queries.dtype} like the queries, not {x.dtype}")
+    row_bytes = 2 * shape[3] * queries.itemsize
+    return _attend(_DENSE_KERNEL, queries, (keys, values), row_bytes, {}, scale, window, softcap, slopes)
+
+
+def quantized_decode_attention(
+    queries: mx.array,
+    keys: tuple[mx.array, mx.array, mx.array],
+    values: tuple[mx.array, mx.array, mx.array],
+    scale: float,
+    *,
+    group_size: int,
+    bits: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: mx.array | None = None,
+) -> mx.array:
+    """`decode_attention` over keys and values that `mx.quantize(x, group_size=group_size, bits=bits)` gave.
+
+    keys and values are its triples: codes uint32 `[B, H_kv, S, D · bits / 32]`, scales and biases
+    `[B, H_kv, S, D / group_size]` in the queries' dtype; group_size 32 or 64, a divisor of D; bits 4 or 8. They are
+    unpacked in registers. Raises ValueError as `decode_attention` does.
+    """
+    _check(queries, scale, window, softcap, slopes)
+    head_dim = queries.shape[3]
+    if bits not in (4, 8) or group_size not in (32, 64) or head_dim % group_size:
+        raise ValueError(f"no quantization to {bits} bits in groups of {group_size} for head dim {head_dim}")
+    arrays = (*keys, *values)
+    for name, x in zip(_QUANTIZED, arrays, strict=True):
+        codes = name in ("keys", "values")
+        width = head_dim * bits // 32 if codes else head_dim // group_size
+        dtype = mx.uint32 if codes else queries.dtype
+        _check_rows(name, x, keys[0].shape[:3], queries.shape, width)
+        if x.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype}, not {x.dtype}")
+    row_bytes = 2 * (head_dim * bits // 8 + 2 * head_dim // group_size * queries.itemsize)
+    template = {"GROUP": group_size, "BITS": bits}
+    arrays = [_in_device_memory(x) for x in arrays]
+    return _attend(_QUANTIZED_KERNEL, queries, arrays, row_bytes, template, scale, window, softcap, slopes)
+
+
+def _check(queries, scale, window, softcap, slopes):
+    if queries.ndim != 4 or queries.dtype not in _DTYPES:
+        raise ValueError(f"queries must be [B, H, T, D] of float32, float16 or bfloat16, not {_describe(queries)}")
+    heads, count, head_dim = queries.shape[1:]
+    if 0 in queries.shape or count > MAX_QUERIES:
+        raise ValueError(f"decoding takes 1 to {MAX_QUERIES} queries of at least one head, not {_describe(queries)}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head dim {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}")
+    if window is not None and window < 1:
+        raise ValueError(f"the window must be at least 1, not {window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"the soft cap must be above 0, not {softcap}")
+    if slopes is not None and (slopes.shape != (heads,) or slopes.dtype != mx.float32):
+        raise ValueError(f"slopes must be float32 ({heads},), one per head, not {_describe(slopes)}")
+
+
+def _check_rows(name: str, x: mx.array, like: tuple[int, ...], queries: tuple[int, ...], width: int) -> None:
+    """One of the arrays that make up the keys and values, of which all have the first three axes of the keys."""
+    if x.ndim != 4 or x.shape != (queries[0], *like[1:], width) or 0 in x.shape:
+        raise ValueError(f"{name} do not fit queries {queries}: {_describe(x)}, not ({queries[0]}, H_kv, S, {width})")
+    heads, count = queries[1:3]
+    if heads % x.shape[1] or heads // x.shape[1] * count > MAX_ROWS:
+        raise ValueError(
+            f"{heads} heads of {count} queries on {x.shape[1]} key heads: heads must be a multiple of key heads, "
+            f"with at most {MAX_ROWS} queries on each"
+        )
+
+
+def _describe(x: mx.array) -> str:
+    return f"{x.dtype} {x.shape}"
+
+
+def _in_device_memory(x: mx.array) -> mx.array:
+    """Enough batch entries, which nothing reads, for an array to be no constant: a kernel of its own to compile."""
+    if x.size >= _CONSTANT_SIZE:
+        return x
+    return mx.pad(x, [(0, _CONSTANT_SIZE), (0, 0), (0, 0), (0, 0)])
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How a threadgroup divides query rows and keys among its SIMD groups."""
+
+    row_groups: int
+    key_groups: int
+    step: int  # keys that a SIMD group takes in at once
+    tile: int  # keys in threadgroup memory, 0 if read from device memory directly
+
+    @classmethod
+    def of(cls, rows: int, head_dim: int, itemsize: int) -> _Division:
+        """A SIMD group holds up to 8 rows in registers (4 of head dim 256): 64 for queries and sums, of Apple's 128.
+
+        With more rows, row groups share tiles of the keys in threadgroup memory; there are at most 8, since 16 of so
+        many registers would not fit a threadgroup, so that 33 rows of head dim 256 and more spill.
+        """
+        row_groups = min(_SIMDGROUPS, -(-rows // (8 if head_dim <= 128 else 4)))
+        mine = -(-rows // row_groups)
+        step = _SIMD >> (mine - 1).bit_length()
+        if row_groups == 1:
+            return cls(1, _SIMDGROUPS, step, 0)
+        fit = _TILE_BYTES // (2 * head_dim * itemsize)
+        key_groups = max(1, min(_SIMDGROUPS // row_groups, fit // step))
+        run = key_groups * step
+        return cls(row_groups, key_groups, step, fit // run * run)
+
+
+def _splits(visible: int, kv_heads: int, rows: int, head_dim: int, itemsize: int, row_bytes: int, run: int) -> int:
+    """How many threadgroups share the visible keys of a head: enough to fill the GPU, as long as that is cheap.
+
+    Each split costs its queries (read again) and its partial result (float32, written and read): all splits together
+    at most 1/12 of the bytes of the keys and values. Nor has one fewer keys than its threadgroup takes in at once.
+    """
+    wanted = -(-_THREADGROUPS // kv_heads)
+    split_bytes = rows * (head_dim * itemsize + 8 * (head_dim + 2) + 4)
+    least = max(run, -(-_SPLIT_SHARE * split_bytes // row_bytes))
+    return max(1, min(wanted, visible // least))
+
+
+def _attend(kernel, queries, arrays, row_bytes, template, scale, window, softcap, slopes):
+    B, heads, T, D = queries.shape
+    kv_heads, S = arrays[0].shape[1:3]
+    grouped = heads // kv_heads
+    rows = grouped * T
+    division = _Division.of(rows, D, queries.itemsize)
+    windowed = window is not None
+    window = min(window, S) if windowed else S
+    visible = min(S, window + T - 1)  # by any of the queries
+    run = division.key_groups * division.step
+    splits = _splits(visible, B * kv_heads, rows, D, queries.itemsize, row_bytes, run)
+    out_type = mx.float32 if splits > 1 else queries.dtype
+    threads = _SIMD * division.row_groups * division.key_groups
+    options = [
+        mx.array(scale, mx.float32),
+        mx.array(softcap or 0.0, mx.float32),
+        mx.array(window, mx.int32),
+        mx.zeros(1, mx.float32) if slopes is None else slopes,
+    ]
+    (out,) = kernel(
+        inputs=[queries, *arrays, *options],
+        template={
+            "T": queries.dtype,
+            "OUT": out_type,
+            "D": D,
+            "GROUPED": grouped,
+            "QUERIES": T,
+            "ROW_GROUPS": division.row_groups,
+            "KEY_GROUPS": division.key_groups,
+            "TILE": division.tile,
+            "SPLIT": splits > 1,
+            "WINDOW": windowed,
+            "SOFTCAP": softcap is not None,
+            "SLOPES": slopes is not None,
+            **template,
+        },
+        grid=(threads, B * kv_heads, splits),
+        threadgroup=(threads, 1, 1),
+        outputs=[((B * heads * T, splits, D + 2) if splits > 1 else queries.shape, out_type)],
+    )
+    if splits == 1:
+        return out
+    (out,) = _COMBINE_KERNEL(
+        inputs=[out],
+        template={"T": queries.dtype, "D": D},
+        grid=(_SIMD, B * heads * T, 1),
+        threadgroup=(_SIMD, 1, 1),
+        outputs=[(queries.shape, queries.dtype)],
+    )
+    return out

@@ -1,0 +1,87 @@
+"""Attention in MLX's own operations: its fused kernels on a GPU, a graph in blocks of rows on the CPU."""
+
+from __future__ import annotations
+
+from mlxlm._mlx import ON_CPU, mx
+from mlxlm.kernels.exp import exp_nonpositive
+
+_MIN_ROWS = 64  # least query rows per block on the CPU: below that the products are too small
+
+
+def plain_attention(queries, keys, values, scale, *, window=None):
+    """`mlxlm.kernels.attention` without soft cap and ALiBi, for S >= T. A gradient keeps all probabilities."""
+    T, S = queries.shape[2], keys.shape[2]
+    if ON_CPU and queries.dtype == mx.float32 and T > 1:
+        return _attention_cpu(queries, keys, values, scale, window)
+    mask = "causal" if T > 1 else None
+    if window is not None:
+        first = max(0, S - T - window + 1)  # what no row sees
+        keys, values = keys[:, :, first:], values[:, :, first:]
+        if T > 1 and S - first > window:
+            mask = _visible(T, S - first, window)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def _visible(T: int, S: int, window: int | None) -> mx.array:
+    """Whether a row sees a key: bool `[T, S]`."""
+    distance = mx.arange(S - T, S)[:, None] - mx.arange(S)[None]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _attention_cpu(queries, keys, values, scale, window):
+    """Blocks of query rows, each against the keys it can see: half the work of the whole square."""
+    B, H, T, D = queries.shape
+    kv_heads, S = keys.shape[1], keys.shape[2]
+    groups = H // kv_heads
+    queries = (queries * scale).reshape(B, kv_heads, groups, T, D)
+    step = max(_MIN_ROWS, -(-T // 4))
+    out = []
+    for start in range(0, T, step):
+        stop = min(start + step, T)
+        seen = S - T + stop
+        first = 0 if window is None else max(0, S - T + start - window + 1)
+        # The heads of a group are stacked as rows, so that one product serves them all.
+        rows = queries[:, :, :, start:stop].reshape(B, kv_heads, groups * (stop - start), D)
+        scores = rows @ keys[:, :, first:seen].swapaxes(-1, -2)
+        mask = mx.where(_visible(stop - start, seen - first, window), 0.0, -mx.inf)
+        probs = _masked_softmax(scores, mx.tile(mask, (groups, 1)))
+        block = probs @ values[:, :, first:seen]
+        out.append(block.reshape(B, kv_heads, groups, stop - start, D))
+    return mx.concatenate(out, axis=3).reshape(B, H, T, D)
+
+
+@mx.custom_function
+def _masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
+    """softmax(scores + mask) over the last axis; the mask takes no gradient."""
+    shifted = scores + mask
+    e = exp_nonpositive(shifted - mx.max(shifted, axis=-1, keepdims=True))
+    return e / mx.sum(e, axis=-1, keepdims=True)
+
+
+@_masked_softmax.vjp
+def _masked_softmax_vjp(primals, cotangent, probs):
+    return _softmax_backward(cotangent, probs), mx.zeros_like(primals[1])
+
+
+@mx.compile
+def _softmax_backward(cotangent, probs):
+    weighted = cotangent * probs
+    return weighted - probs * mx.sum(weighted, axis=-1, keepdims=True)
+
+
+def plain_quantized_attention(
+    queries, keys, values, scale, *, group_size, bits, window=None, softcap=None, slopes=None
+):
+    """Two quantized products around a softmax, which never dequantize the cache as a whole."""
+    B, H, T, D = queries.shape
+    kv_heads, S = keys[0].shape[1], keys[0].shape[2]
+    form = {"group_size": group_size, "bits": bits}
+    rows = (queries * scale).reshape(B, kv_heads, -1, D)  # the heads of a group stacked
+    scores = mx.quantized_matmul(rows, *keys, transpose=True, **form).astype(mx.float32).reshape(B, H, T, S)
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * (mx.arange(S)[None] - mx.arange(S - T, S)[:, None])
+    probs = mx.softmax(mx.where(_visible(T, S, window), scores, -mx.inf), axis=-1).astype(queries.dtype)
+    out = mx.quantized_matmul(probs.reshape(B, kv_heads, -1, S), *values, transpose=False, **form)
+    return out.reshape(B, H, T, D)

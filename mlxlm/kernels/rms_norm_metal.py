@@ -1,0 +1,163 @@
+"""RMSNorm by the kernels of `metal_kernels/`: which threads take which rows, and the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from mlxlm._mlx import mx
+from mlxlm.kernels.metal import MetalKernel
+
+_NORM = MetalKernel("rms_norm", inputs=("x", "weight", "eps"), outputs=("y",))
+_ADD_NORM = MetalKernel("add_rms_norm", inputs=("x", "residual", "weight", "eps"), outputs=("h", "y"))
+_GRADIENT = MetalKernel("rms_norm_grad", inputs=("x", "weight", "dy", "dh", "eps"), outputs=("dx", "dw"))
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+# A forward thread holds a run's values and weights, a gradient thread also gradients and column sums. 64 floats
+# of that in 512 threads are 128 KB of the 208 KB of registers of a GPU core: rows up to 16384 and 8192 values
+# are read once, longer ones twice.
+_THREADS = 512
+_FORWARD_CHUNKS, _GRADIENT_CHUNKS = 8, 4
+_NARROW = 512  # up to here a SIMD group holds a row, and a threadgroup has four of them
+# A team takes many rows, so that reading the weight (forward) and writing its part of the weight's gradient
+# costs little beside them, but not before there are teams enough to fill the GPU.
+_FORWARD_ROWS, _FORWARD_TEAMS = 16, 256
+_GRADIENT_ROWS, _GRADIENT_TEAMS = 32, 128
+
+
+def rms_norm_metal(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """`rms_norm` by the kernels of `metal_kernels/`: rows are read once, here and in the gradient.
+
+    Float32, float16 or bfloat16. Raises ValueError if shapes or dtypes don't fit.
+    """
+    _check(x, weight)
+    return _rms_norm_metal(eps)(x, weight)
+
+
+def add_rms_norm_metal(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """`add_rms_norm` by the kernels of `metal_kernels/`, the addition within the norm's one pass over the rows.
+
+    The norm is that of h as rounded to its dtype. In the gradient too, what h's other users send back is added
+    in the same pass. x and residual have one shape. Raises ValueError if shapes or dtypes don't fit.
+    """
+    _check(x, weight)
+    if residual.shape != x.shape or residual.dtype not in _FLOATS:
+        raise ValueError(f"residual is {_describe(residual)}, but x is {_describe(x)}")
+    return _add_rms_norm_metal(eps)(x, residual, weight)
+
+
+def _check(x: mx.array, weight: mx.array) -> None:
+    if x.ndim == 0 or weight.ndim != 1 or x.shape[-1] != weight.size:
+        raise ValueError(f"weight is {_describe(weight)}, but x is {_describe(x)}")
+    if x.dtype not in _FLOATS or weight.dtype not in _FLOATS:
+        raise ValueError(f"x and weight are {x.dtype} and {weight.dtype}, not float32, float16 or bfloat16")
+
+
+def _describe(x: mx.array) -> str:
+    return f"{list(x.shape)} of {x.dtype}"
+
+
+@dataclass(frozen=True)
+class _Teams:
+    """The threads that share out the rows: `rms_norm.metal` says how."""
+
+    wide: bool  # a team is a threadgroup, else a SIMD group
+    chunks: int  # runs of four values that a thread holds
+    threads: int  # of a threadgroup
+    groups: int
+
+    @property
+    def count(self) -> int:
+        return self.groups if self.wide else self.groups * self.threads // 32
+
+    @property
+    def template(self) -> dict[str, int | bool]:
+        return {"CHUNKS": self.chunks, "WIDE": self.wide}
+
+    @property
+    def size(self) -> dict[str, tuple[int, int, int]]:
+        return {"grid": (self.groups * self.threads, 1, 1), "threadgroup": (self.threads, 1, 1)}
+
+
+def _teams(rows: int, N: int, most_chunks: int, most_rows: int, enough: int) -> _Teams:
+    """Teams for rows of N values: at most `most_rows` rows each, and `enough` teams if there are the rows."""
+    count = -(-rows // max(1, min(most_rows, rows // enough)))
+    if N <= _NARROW:
+        chunks = 1 if N <= 128 else 2 if N <= 256 else 4
+        simdgroups = min(4, count)
+        return _Teams(False, chunks, 32 * simdgroups, -(-count // simdgroups))
+    chunks = 2
+    while chunks < most_chunks and 4 * chunks * _THREADS < N:
+        chunks *= 2
+    threads = min(_THREADS, 32 * -(-N // (128 * chunks)))
+    return _Teams(True, chunks, threads, count)
+
+
+@cache
+def _rms_norm_metal(eps: float):
+    @mx.custom_function
+    def norm(x, weight):
+        dtype = mx.result_type(x, weight)
+        if x.size == 0:
+            return mx.zeros(x.shape, dtype)
+        x2 = x.reshape(-1, x.shape[-1])
+        teams = _teams(*x2.shape, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+        (y,) = _NORM(
+            [x2, weight, mx.array(eps, mx.float32)],
+            {"T": dtype, **teams.template},
+            **teams.size,
+            outputs=[(x2.shape, dtype)],
+        )
+        return y.reshape(x.shape)
+
+    @norm.vjp
+    def gradient(primals, dy, _output):
+        return _gradient(*primals, dy, None, eps)
+
+    return norm
+
+
+@cache
+def _add_rms_norm_metal(eps: float):
+    @mx.custom_function
+    def add_norm(x, residual, weight):
+        dtype = mx.result_type(x, residual)
+        out_dtype = mx.result_type(x, residual, weight)
+        if x.size == 0:
+            return mx.zeros(x.shape, dtype), mx.zeros(x.shape, out_dtype)
+        x2 = x.reshape(-1, x.shape[-1])
+        teams = _teams(*x2.shape, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+        h, y = _ADD_NORM(
+            [x2, residual.reshape(x2.shape), weight, mx.array(eps, mx.float32)],
+            {"H": dtype, "T": out_dtype, **teams.template},
+            **teams.size,
+            outputs=[(x2.shape, dtype), (x2.shape, out_dtype)],
+        )
+        return h.reshape(x.shape), y.reshape(x.shape)
+
+    @add_norm.vjp
+    def gradient(primals, cotangents, outputs):
+        x, residual, weight = primals
+        dh, dy = cotangents
+        dx, dw = _gradient(outputs[0], weight, dy, dh, eps)
+        return dx.astype(x.dtype), dx.astype(residual.dtype), dw
+
+    return add_norm
+
+
+def _gradient(x, weight, dy, dh, eps):
+    """Gradients by x and weight; dh, if any, is added to the first."""
+    if x.size == 0:
+        return mx.zeros_like(x), mx.zeros_like(weight)
+    x2 = x.reshape(-1, x.shape[-1])
+    teams = _teams(*x2.shape, _GRADIENT_CHUNKS, _GRADIENT_ROWS, _GRADIENT_TEAMS)
+    dy = dy.reshape(x2.shape)
+    stream = dh is not None
+    dx, dw = _GRADIENT(
+        [x2, weight, dy, dh.reshape(x2.shape) if stream else dy, mx.array(eps, mx.float32)],
+        {"T": x.dtype, "STREAM": stream, "ROWS": _GRADIENT_ROWS, **teams.template},
+        **teams.size,
+        outputs=[(x2.shape, x.dtype), ((teams.count, x2.shape[1]), mx.float32)],
+    )
+    return dx.reshape(x.shape), dw.sum(axis=0).astype(weight.dtype)

@@ -1,0 +1,60 @@
+"""`mlxlm kernels list` and `bench`."""
+
+import json
+
+import pytest
+
+from mlxlm.cli.main import _run
+from mlxlm.kernels import dispatch, records
+
+
+@pytest.fixture
+def tiny_model(tmp_path, tiny_config, monkeypatch):
+    """A model folder, an own cache, and no remembered choices."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(dispatch, "_choices", {})
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    return str(tmp_path)
+
+
+def run_json(capsys, *args):
+    assert _run([*args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_list_names_a_path_and_a_reason_for_each_operation(tiny_model, capsys):
+    found = run_json(capsys, "kernels", "list", tiny_model)
+    assert found["mode"] == "auto"
+    names = {operation["case"].split()[0] for operation in found["operations"]}
+    assert names >= {"rms_norm", "add_rms_norm", "decode_attention", "prompt_attention", "training_attention"}
+    assert all(operation["why"] and operation["path"] in dispatch.MODES for operation in found["operations"])
+    assert _run(["kernels", "list", "0.3m"]) == 0
+    assert "decode_attention" in capsys.readouterr().out
+
+
+def test_bench_measures_keeps_and_is_used(tiny_model, capsys):
+    found = run_json(capsys, "kernels", "bench", tiny_model, "--rounds", "2")
+    for case in found["cases"]:
+        assert case["fastest"] in case["paths"]
+        for timing in case["paths"].values():
+            assert len(timing["milliseconds"]) == 2 and min(timing["milliseconds"]) > 0
+            assert timing["error"] < dispatch.TOLERANCE[case["case"].split()[1]] and timing["peak_bytes"] > 0
+    listed = run_json(capsys, "kernels", "list", tiny_model)
+    for case, operation in zip(found["cases"], listed["operations"], strict=True):
+        assert operation["case"] == case["case"] and "measured fastest here" in operation["why"]
+        assert operation["path"] == case["fastest"] == records.fastest(case["case"])
+
+
+def test_the_mode_of_the_environment_is_shown_and_checked(tiny_model, capsys, monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, "blockwise")
+    found = run_json(capsys, "kernels", "list", tiny_model)
+    paths = {operation["case"].split()[0]: operation["path"] for operation in found["operations"]}
+    assert paths["training_attention"] == "blockwise"
+    monkeypatch.setenv(dispatch.VARIABLE, "fastest")
+    assert _run(["kernels", "list", tiny_model]) == 1
+    assert "auto, metal, mlx, blockwise" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist(capsys):
+    assert _run(["kernels", "list", "nowhere"]) == 1
+    assert "nowhere" in capsys.readouterr().err

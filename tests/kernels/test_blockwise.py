@@ -1,0 +1,126 @@
+"""Blockwise attention against float64 numpy and MLX, values and gradients, and its memory."""
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.kernels import blockwise
+from mlxlm.kernels.blockwise import blockwise_attention
+
+
+def random(shape, seed, scale=1.0, dtype=mx.float32):
+    return mx.array(np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32)).astype(dtype)
+
+
+def arrays(B, K, G, T, S, D, scale=1.0, dtype=mx.float32):
+    shapes = ((B, K * G, T, D), (B, K, S, D), (B, K, S, D))
+    return [random(shape, seed, scale, dtype) for seed, shape in enumerate(shapes)]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of one row or a few, so that short lengths have many of them."""
+    monkeypatch.setattr(blockwise, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 2000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    B=st.integers(1, 2), K=st.integers(1, 3), G=st.integers(1, 8), T=st.integers(1, 130), old=st.integers(0, 40),
+    D=st.sampled_from([2, 8, 32]), window=st.none() | st.integers(1, 60), scale=st.sampled_from([0.01, 0.3, 30.0]),
+    block=st.sampled_from([100, 5000, 1 << 20]),
+)  # fmt: skip
+def test_values_and_gradients_equal_float64(B, K, G, T, old, D, window, scale, block):
+    q, k, v = arrays(B, K, G, T, T + old, D)
+    g = random(q.shape, 3)
+    before = blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS
+    blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS = block, 1
+    try:
+        (out,), grads = mx.vjp(lambda *x: blockwise_attention(*x, scale, window=window), [q, k, v], [g])
+        mx.eval(out, grads)
+    finally:
+        blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS = before
+    q, k, v, g = (oracle.as64(x) for x in (q, k, v, g))
+    # Scores of 100 are themselves rounded by 1e-5 in float32.
+    tolerance = {0.01: 2e-6, 0.3: 1e-5, 30.0: 5e-4}[scale]
+    np.testing.assert_allclose(oracle.as64(out), oracle.attention(q, k, v, scale, window)[0], atol=tolerance, rtol=0)
+    for found, wanted in zip(grads, oracle.attention_grad(q, k, v, scale, g, window), strict=True):
+        np.testing.assert_allclose(oracle.as64(found), wanted, atol=tolerance * max(1, np.abs(wanted).max()), rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_soft_cap_and_alibi(softcap, alibi, small_blocks):
+    q, k, v = arrays(2, 2, 3, 20, 27, 8, 2.0)
+    slopes = -(2.0 ** -mx.arange(1, 7)) if alibi else None
+    out = blockwise_attention(q, k, v, 0.5, window=9, softcap=softcap, slopes=slopes)
+    wanted, _ = oracle.attention(*map(oracle.as64, (q, k, v)), 0.5, 9, softcap, slopes)
+    np.testing.assert_allclose(oracle.as64(out), wanted, atol=1e-5)
+
+
+def test_gradient_of_the_soft_cap_by_finite_differences(small_blocks):
+    q, k, v = arrays(1, 1, 2, 6, 6, 4)
+    slopes = mx.array([-0.5, -0.25])
+    weight = oracle.as64(random(q.shape, 5))
+
+    def loss(q, k, v):
+        return (oracle.attention(q, k, v, 0.7, 4, 2.0, slopes)[0] * weight).sum()
+
+    def ours(q, k, v):
+        out = blockwise_attention(q, k, v, 0.7, window=4, softcap=2.0, slopes=slopes)
+        return (out * mx.array(weight.astype(np.float32))).sum()
+
+    exact = [oracle.as64(x) for x in (q, k, v)]
+    for i, found in enumerate(mx.grad(ours, (0, 1, 2))(q, k, v)):
+        step = np.random.default_rng(i).normal(size=exact[i].shape)
+        h = 1e-5
+        up, down = ([x + (s * h * step if j == i else 0) for j, x in enumerate(exact)] for s in (1, -1))
+        difference = (loss(*up) - loss(*down)) / (2 * h)
+        assert (oracle.as64(found) * step).sum() == pytest.approx(difference, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("transform", [mx.compile, mx.checkpoint, lambda f: mx.compile(mx.checkpoint(f))])
+def test_under_compile_and_checkpoint(transform, small_blocks):
+    q, k, v = arrays(1, 2, 2, 50, 50, 8)
+    f = transform(lambda q, k, v: blockwise_attention(q, k, v, 0.3, window=20))
+
+    def loss(q, k, v):
+        return f(q, k, v).square().sum()
+
+    def plain(q, k, v):
+        distance = mx.arange(50)[:, None] - mx.arange(50)[None]
+        mask = (distance >= 0) & (distance < 20)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask).square().sum()
+
+    for found, wanted in zip(mx.grad(loss, (0, 1, 2))(q, k, v), mx.grad(plain, (0, 1, 2))(q, k, v), strict=True):
+        np.testing.assert_allclose(np.array(found), np.array(wanted), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(mx.float16, 4e-3), (mx.bfloat16, 3e-2)])
+def test_half_precision(dtype, tolerance, small_blocks):
+    q, k, v = arrays(1, 2, 2, 40, 40, 16, dtype=dtype)
+    g = random(q.shape, 3, dtype=dtype)
+    (out,), grads = mx.vjp(lambda *x: blockwise_attention(*x, 0.25), [q, k, v], [g])
+    assert out.dtype == dtype and all(x.dtype == dtype for x in grads)
+    q, k, v, g = (oracle.as64(x) for x in (q, k, v, g))
+    np.testing.assert_allclose(oracle.as64(out), oracle.attention(q, k, v, 0.25)[0], atol=tolerance)
+    for found, wanted in zip(grads, oracle.attention_grad(q, k, v, 0.25, g), strict=True):
+        np.testing.assert_allclose(oracle.as64(found), wanted, atol=3 * tolerance)
+
+
+def test_memory_of_a_gradient_is_linear_in_the_length(monkeypatch):
+    monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 1 << 18)
+
+    def peak(T):
+        q, k, v = arrays(1, 4, 1, T, T, 16)
+        mx.eval(q, k, v)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(lambda *x: blockwise_attention(*x, 0.25).square().sum(), (0, 1, 2))(q, k, v))
+        return mx.get_peak_memory() - mx.get_active_memory()
+
+    short, long = peak(512), peak(2048)
+    assert long < 5 * short  # 16 times, if it held every probability

@@ -1,0 +1,111 @@
+"""RMSNorm of MLX operations, values and gradients against float64 numpy; alone, compiled and recomputed."""
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.kernels import add_rms_norm, rms_norm
+from mlxlm.kernels.rms_norm import add_rms_norm_mlx, rms_norm_mlx
+
+TOLERANCE = 2e-6  # of float32, beside the sum of the sizes of the terms
+
+
+def arrays(shape, N, seed=0):
+    rng = np.random.default_rng(seed)
+    x, residual, g, f = (rng.normal(0, 1, (*shape, N)).astype(np.float32) for _ in range(4))
+    return x, residual, rng.normal(1, 0.3, N).astype(np.float32), g, f
+
+
+def sizes(h, weight, g, f, eps):
+    """The sums of the absolute terms of y and of the gradients by h and the weight."""
+    inverse = 1 / np.sqrt((h * h).mean(-1, keepdims=True) + eps)
+    normed, gw = np.abs(h * inverse), np.abs(g * weight)
+    dh = inverse * (gw + normed * (gw * normed).mean(-1, keepdims=True)) + np.abs(f)
+    return np.abs(normed * weight), dh, (np.abs(g) * normed).reshape(-1, h.shape[-1]).sum(0)
+
+
+def close(found, wanted, size=30.0):
+    assert found.shape == wanted.shape
+    assert (np.abs(np.array(found) - np.array(wanted)) <= TOLERANCE * size).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 20), max_size=3).map(tuple),
+    N=st.sampled_from([1, 3, 64, 255, 700]),
+    eps=st.sampled_from([1e-6, 1e-2]),
+)
+def test_values_and_gradients_equal_float64(shape, N, eps):
+    x, residual, weight, g, f = arrays(shape, N)
+
+    def total(x, residual, weight):
+        h, y = add_rms_norm(x, residual, weight, eps)
+        return (mx.array(f) * h + mx.array(g) * y).sum(), (h, y)
+
+    primals = [mx.array(a) for a in (x, residual, weight)]
+    (_, (h, y)), (dx, d_residual, dw) = mx.value_and_grad(total, (0, 1, 2))(*primals)
+    assert np.array_equal(np.array(h), x + residual) and mx.array_equal(dx, d_residual)
+    h, weight, g = (a.astype(np.float64) for a in (x + residual, weight, g))
+    dh, dw64 = oracle.rms_norm_grad(h, weight, eps, g)
+    wanted = oracle.rms_norm(h, weight, eps), dh + f, dw64
+    for found, exact, size in zip((y, dx, dw), wanted, sizes(h, weight, g, f, eps), strict=True):
+        close(found, exact, size)
+
+
+def test_alone_it_equals_mlx_with_its_gradient():
+    x, _, weight, g, _ = (mx.array(a) for a in arrays((3, 50), 64))
+
+    def total(norm):
+        return lambda x, w: (norm(x, w, 1e-5) * g).sum()
+
+    for norm in (rms_norm, rms_norm_mlx):
+        found = [norm(x, weight, 1e-5), *mx.grad(total(norm), (0, 1))(x, weight)]
+        wanted = [mx.fast.rms_norm(x, weight, 1e-5), *mx.grad(total(mx.fast.rms_norm), (0, 1))(x, weight)]
+        for a, b in zip(found, wanted, strict=True):
+            close(a, b)
+
+
+def test_compiled_and_recomputed_gradients_are_the_same():
+    x, residual, weight, g, f = (mx.array(a) for a in arrays((4, 40), 100))
+
+    def total(x, residual, weight):
+        h, y = add_rms_norm_mlx(x, residual, weight, 1e-5)
+        return (f * h + g * y).sum()
+
+    plain = mx.grad(total, (0, 1, 2))
+    for other in (mx.compile(plain), mx.grad(mx.checkpoint(total), (0, 1, 2))):
+        for a, b in zip(other(x, residual, weight), plain(x, residual, weight), strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_extremes_are_those_of_mlx(rows):
+    """Zeros stay, NaN keeps to its row, and squares beyond float32 make a row 0."""
+    x = np.random.default_rng(0).normal(0, 1, (rows, 5, 64)).astype(np.float32)
+    x[0, 0] = 0
+    x[0, 1, 3] = np.nan
+    x[0, 2] *= 1e20
+    weight = mx.ones(64)
+    found = np.array(rms_norm(mx.array(x), weight, 1e-5))
+    np.testing.assert_allclose(found, np.array(mx.fast.rms_norm(mx.array(x), weight, 1e-5)), rtol=2e-6)
+    assert (found[0, 0] == 0).all() and np.isnan(found[0, 1]).all() and (found[0, 2] == 0).all()
+    assert np.isfinite(np.delete(found.reshape(-1, 64), 1, axis=0)).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_dtypes_promote_as_in_mlx(dtype):
+    x = mx.array(arrays((40,), 128)[0]).astype(dtype)
+    for weight in (mx.ones(128, dtype), mx.ones(128)):
+        h, y = add_rms_norm(x, x, weight, 1e-5)
+        assert h.dtype == dtype and y.dtype == mx.fast.rms_norm(x, weight, 1e-5).dtype
+        assert mx.array_equal(y, mx.fast.rms_norm(h, weight, 1e-5))
+
+
+def test_no_rows():
+    empty, weight = mx.zeros((2, 0, 8)), mx.ones(8)
+    assert rms_norm(empty, weight, 1e-5).shape == (2, 0, 8)
+    h, y = add_rms_norm(empty, empty, weight, 1e-5)
+    assert h.shape == y.shape == (2, 0, 8)
