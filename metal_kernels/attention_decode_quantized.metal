@@ -28,7 +28,7 @@ rows.begin(
     split,
     splits);
 if (SLOPES) {
-  rows.share_slopes(rows.speaks() ? slopes[head * GROUPED + rows.row() / QUERIES] : 0.0f);
+  rows.share_slopes(rows.speaks() ? slopes[(head * GROUPED + rows.row() / QUERIES) * slopes_strides[0]] : 0.0f);
 }
 rows.load_queries(
     queries + batch * queries_strides[0] + head * GROUPED * queries_strides[1],

@@ -32,7 +32,9 @@ class MetalKernel:
 
     @cached_property
     def header(self) -> str:
-        return "\n".join(resource("metal_kernels", name).read_text(encoding="utf-8") for name in self.headers)
+        """The headers' text, which compilers' messages refer to by name and line."""
+        texts = ((name, resource("metal_kernels", name).read_text(encoding="utf-8")) for name in self.headers)
+        return "".join(f'#line 1 "{name}"\n{text}\n' for name, text in texts)
 
     def __call__(
         self,
@@ -64,7 +66,7 @@ def _compiled(kernel: MetalKernel):
         name=f"mlxlm_{kernel.name}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=kernel.source,
+        source=f'#line 1 "{kernel.name}.metal"\n{kernel.source}',
         header=kernel.header,
         ensure_row_contiguous=kernel.contiguous,
     )

@@ -22,7 +22,7 @@ _FORWARD_CHUNKS, _GRADIENT_CHUNKS = 8, 4
 _NARROW = 512  # up to here a SIMD group holds a row, and a threadgroup has four of them
 # A team takes many rows, so that reading the weight (forward) and writing its part of the weight's gradient
 # costs little beside them, but not before there are teams enough to fill the GPU.
-_FORWARD_ROWS, _FORWARD_TEAMS = 16, 256
+_FORWARD_ROWS, _FORWARD_TEAMS = 16, 128
 _GRADIENT_ROWS, _GRADIENT_TEAMS = 32, 128
 
 

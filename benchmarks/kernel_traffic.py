@@ -1,0 +1,158 @@
+"""Errors and device traffic of every Metal kernel, by running its text on the CPU. Not a timing.
+
+    python benchmarks/kernel_traffic.py [--only NAME]
+
+"moved" is every byte that a thread loads from or stores to device memory, over the least possible: each input
+read once, each output written once. The counts have no noise. "error" is the largest one against float64,
+relative to the largest value. Needs clang 19, as the tests of the kernels do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from common import report
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "metal")]
+
+import harness  # noqa: E402
+import oracle  # noqa: E402
+
+from mlxlm._mlx import mx  # noqa: E402
+from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention  # noqa: E402
+from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal  # noqa: E402
+from mlxlm.kernels.tiled_attention import tiled_attention  # noqa: E402
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+EPS = 1e-5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    options = parser.parse_args()
+    if reason := harness.available():
+        raise SystemExit(f"error: {reason}")
+    rows, found = [], {}
+    for name, case in cases().items():
+        if options.only not in name:
+            continue
+        errors, ratios = {}, {}
+        for dtype in DTYPES:
+            key = str(dtype).removeprefix("mlx.core.")
+            errors[key], ratios[key] = case(dtype)
+        found[name] = {"error": errors, "moved_over_least": ratios}
+        shown = "  ".join(f"{key}: error {errors[key]:.1e}, moved {ratios[key]:.3f}" for key in errors)
+        rows.append((name, shown))
+        print(f"{name}: {shown}", file=sys.stderr)
+    title = "kernels: largest error, bytes moved over the least possible"
+    report(title, rows, {"benchmark": "kernel_traffic", "cases": found})
+
+
+def random(shape, dtype, seed):
+    return mx.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(dtype)
+
+
+def error(found: list[mx.array], wanted: list[np.ndarray]) -> float:
+    return max(float(np.abs(oracle.as64(f) - w).max() / np.abs(w).max()) for f, w in zip(found, wanted, strict=True))
+
+
+def nbytes(*arrays: mx.array) -> int:
+    return sum(x.nbytes for x in arrays)
+
+
+def run(function: Callable[[], list[mx.array]], kernels: str) -> tuple[list[mx.array], int]:
+    """Outputs, and the bytes moved by those launches whose kernel's name begins so."""
+    with harness.use(seed=0) as log:
+        out = function()
+        mx.eval(out)
+    return out, sum(x.read + x.written for x in log.launches if x.kernel.startswith(kernels))
+
+
+def cases() -> dict[str, Callable]:
+    named = {}
+    for rows, N in ((2048, 256), (2048, 1024), (512, 4096), (512, 8192)):
+        size = f"{rows} x {N}"
+        named[f"rms_norm {size}"] = partial(norm, rows, N)
+        named[f"rms_norm_grad {size}"] = partial(norm_grad, rows, N)
+        named[f"add_rms_norm {size}"] = partial(add_norm, rows, N, False)
+        named[f"add_rms_norm {size}, over the two operations apart"] = partial(add_norm, rows, N, True)
+    for D, S, G, T in ((64, 4096, 1, 1), (64, 4096, 4, 1), (80, 2048, 4, 1), (128, 2048, 8, 1), (128, 1024, 8, 8)):
+        named[f"attention_decode D={D} S={S} G={G} T={T}"] = partial(decode, D, S, G, T)
+    for bits, group in ((8, 64), (8, 32), (4, 64), (4, 32)):
+        named[f"attention_decode_quantized {bits} bits / {group} D=128 S=2048 G=4"] = partial(quantized, bits, group)
+    for T in (256, 512):
+        for kernel in ("attention_forward", "attention_grad_query", "attention_grad_key_value"):
+            named[f"{kernel} T={T} D=64"] = partial(tiled, kernel, T)
+    return named
+
+
+def norm(rows, N, dtype):
+    x, w = random((rows, N), dtype, 0), random((N,), dtype, 1)
+    (y,), moved = run(lambda: [rms_norm_metal(x, w, EPS)], "rms_norm")
+    return error([y], [oracle.rms_norm(oracle.as64(x), oracle.as64(w), EPS)]), moved / nbytes(x, w, y)
+
+
+def norm_grad(rows, N, dtype):
+    x, w, g = random((rows, N), dtype, 0), random((N,), dtype, 1), random((rows, N), dtype, 2)
+    (dx, dw), moved = run(lambda: mx.vjp(lambda x, w: rms_norm_metal(x, w, EPS), [x, w], [g])[1], "rms_norm_grad")
+    wanted = oracle.rms_norm_grad(oracle.as64(x), oracle.as64(w), EPS, oracle.as64(g))
+    return error([dx, dw], wanted), moved / nbytes(x, w, g, dx, dw)
+
+
+def add_norm(rows, N, apart, dtype):
+    x, r, w = random((rows, N), dtype, 0), random((rows, N), dtype, 1), random((N,), dtype, 2)
+    (h, y), moved = run(lambda: list(add_rms_norm_metal(x, r, w, EPS)), "add_rms_norm")
+    wanted = [oracle.as64(x + r), oracle.rms_norm(oracle.as64(x + r), oracle.as64(w), EPS)]
+    least = nbytes(x, r, w, h, y)
+    return error([h, y], wanted), moved / (least + h.nbytes if apart else least)
+
+
+def decode(D, S, G, T, dtype):
+    q, k, v = random((1, 2 * G, T, D), dtype, 0), random((1, 2, S, D), dtype, 1), random((1, 2, S, D), dtype, 2)
+    (out,), moved = run(lambda: [decode_attention(q, k, v, D**-0.5)], "attention_decode")
+    return error([out], [oracle.attention(*map(oracle.as64, (q, k, v)), D**-0.5)[0]]), moved / nbytes(q, k, v, out)
+
+
+def quantized(bits, group_size, dtype):
+    D, S, form = 128, 2048, {"bits": bits, "group_size": group_size}
+    q, k, v = random((1, 8, 1, D), dtype, 0), random((1, 2, S, D), dtype, 1), random((1, 2, S, D), dtype, 2)
+    k, v = mx.quantize(k, **form), mx.quantize(v, **form)
+    (out,), moved = run(lambda: [quantized_decode_attention(q, k, v, D**-0.5, **form)], "attention_decode")
+    exact = [dequantized(x, bits, group_size) for x in (k, v)]
+    return error([out], [oracle.attention(oracle.as64(q), *exact, D**-0.5)[0]]), moved / nbytes(q, *k, *v, out)
+
+
+def dequantized(packed, bits, group_size):
+    words, scales, biases = packed
+    exact = (x.astype(mx.float32) for x in (scales, biases))
+    return oracle.as64(mx.dequantize(words, *exact, bits=bits, group_size=group_size))
+
+
+def tiled(kernel, T, dtype):
+    q, k, v, g = (random((1, h, T, 64), dtype, seed) for seed, h in enumerate((4, 2, 2, 4)))
+    out, grads = [], []
+
+    def both():
+        out[:], grads[:] = mx.vjp(lambda *x: tiled_attention(*x, 0.125), [q, k, v], [g])
+        return out + grads
+
+    _, moved = run(both, kernel)
+    exact = [oracle.as64(x) for x in (q, k, v, g)]
+    rows = 4 * q.size // 64  # bytes of a float32 for each row
+    if kernel == "attention_forward":
+        return error(out, [oracle.attention(*exact[:3], 0.125)[0]]), moved / (nbytes(q, k, v, *out) + rows)
+    dq, dk, dv = oracle.attention_grad(*exact[:3], 0.125, exact[3])
+    if kernel == "attention_grad_query":
+        return error(grads[:1], [dq]), moved / (nbytes(q, k, v, g, *out, grads[0]) + 3 * rows)
+    return error(grads[1:], [dk, dv]), moved / (nbytes(q, k, v, g, *grads[1:]) + 2 * rows)
+
+
+if __name__ == "__main__":
+    main()

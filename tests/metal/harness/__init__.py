@@ -1,0 +1,20 @@
+"""Runs the Metal kernels of `metal_kernels/` on a Linux CPU, and watches what they do.
+
+A body is given the signature that MLX gives it (signature.py), is translated to a C++ dialect that has Metal's
+address spaces (translate.py), compiled with a stand-in for Metal's standard library (build.py, metal_stdlib.h), held
+against rules of Metal that clang does not know (audit.py), and run one fiber per thread (run.py, runtime/). Every
+load and store is checked: bounds, initialisation, data races, with barriers understood as in Metal; every collective
+for divergence. What goes wrong raises Fault. test_planted_bugs.py lists the alarms.
+
+Not seen: speed, registers, occupancy; the rounding of Apple's functions and matrix units and their order of summation;
+what Apple's compiler refuses beyond the rules here; an index that is off by more than three times the largest buffer
+and so hits another one; a race on a path that no thread of the run takes; accesses of more than 16 bytes. Atomics,
+textures, quad functions and threadgroup memory sized at launch do not compile.
+"""
+
+from .build import available
+from .fault import Fault
+from .inline import inline
+from .run import Launch, Log, launch, use
+
+__all__ = ["Fault", "Launch", "Log", "available", "inline", "launch", "use"]

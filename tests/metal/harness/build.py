@@ -1,0 +1,200 @@
+"""Compiles the runtime and the translated kernels, once per text and compiler.
+
+Objects are kept in a folder of this user under the system's temporary directory, named by a hash of everything
+that goes into them, so that a second run of the tests compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from mlxlm.kernels.metal import MetalKernel
+
+from .audit import audit
+from .fault import Fault
+from .signature import Signature
+from .translate import translate
+
+HERE = Path(__file__).parent
+
+# What Metal has of OpenCL and what not, the same for every processor: no double, no variables of a program outside
+# the constant address space.
+EXTENSIONS = "+cl_khr_fp16,+__opencl_c_generic_address_space," + ",".join(
+    f"-{name}"
+    for name in (
+        "cl_khr_fp64",
+        "__opencl_c_fp64",
+        "__opencl_c_program_scope_global_variables",
+        "__opencl_c_device_enqueue",
+        "__opencl_c_pipes",
+    )
+)
+DIALECT = shlex.split(f"""
+    -x cl -cl-std=CLC++2021 -cl-no-stdinc -Xclang -cl-ext={EXTENSIONS}
+    -Wno-unknown-attributes -fno-color-diagnostics -fno-caret-diagnostics
+""")
+# - half and bfloat are rounded after every operation, as by a GPU.
+# - -O1: no vectorised loops, so that the loads and stores are about those that the kernel's text does.
+# - Thread instrumentation reports every load and store, also a load just before a store to the same place.
+# - What a kernel leaves uninitialised of its own variables becomes NaN, so that it can't pass by luck.
+KERNEL_FLAGS = shlex.split("""
+    -O1 -gline-tables-only -fPIC -shared -ffp-contract=off
+    -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
+    -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
+    -ftrivial-auto-var-init=pattern
+""")
+RUNTIME_FLAGS = shlex.split("""
+    -x c++ -std=c++17 -O2 -g -fPIC -shared -fno-exceptions -fno-rtti -fno-threadsafe-statics -fvisibility=hidden
+    -ffp-contract=off
+""")
+# Metal's own headers: ours stands for all of them.
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>.*$", re.MULTILINE)
+
+
+@cache
+def clang() -> str | None:
+    """A clang of version 19 or later, or None. MLXLM_CLANG names another than the one on the PATH."""
+    names = ["clang-19", *(f"clang-{n}" for n in range(30, 19, -1)), "clang"]
+    for name in filter(None, [os.environ.get("MLXLM_CLANG"), *names]):
+        if (path := shutil.which(name)) and _version(path) >= 19:
+            return path
+    return None
+
+
+@cache
+def _version(path: str) -> int:
+    text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"clang version (\d+)", text)
+    return int(found[1]) if found and "Apple" not in text else 0
+
+
+def available() -> str | None:
+    """None if kernels can run on this machine's processor, else why not."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"the Metal harness runs on Linux on x86-64 and aarch64, not on {sys.platform} {platform.machine()}"
+    if not clang():
+        return "the Metal harness needs clang 19 or later (apt install clang-19 lld-19)"
+    return None
+
+
+@cache
+def _target() -> tuple[str, ...]:
+    """Conversions between half and float in one instruction where the processor has it: all x86-64 since 2013."""
+    if platform.machine() != "x86_64":
+        return ()
+    flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0].split()
+    return ("-march=x86-64-v3",) if {"avx2", "f16c", "fma", "bmi2"} <= set(flags) else ()
+
+
+@cache
+def _linker() -> tuple[str, ...]:
+    version = _version(clang())
+    return ("-fuse-ld=lld",) if shutil.which(f"ld.lld-{version}") or shutil.which("ld.lld") else ()
+
+
+@cache
+def symbolizer() -> str | None:
+    """A program that tells lines from addresses, if there is one: messages are poorer without."""
+    names = (f"llvm-symbolizer-{_version(clang())}", "llvm-symbolizer", "addr2line")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+@cache
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"mlxlm-metal-harness-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return Path(tempfile.mkdtemp(prefix="mlxlm-metal-harness-"))
+    return folder
+
+
+@cache
+def _key_of_harness() -> bytes:
+    files = sorted([*HERE.glob("*.h"), *HERE.glob("runtime/*"), HERE / "audit.py"])
+    version = subprocess.run([clang(), "--version"], capture_output=True).stdout
+    return b"\0".join([version, *(f.read_bytes() for f in files)])
+
+
+def _object(text: str, flags: list[str]) -> Path:
+    """Where the shared object for a text is, or will be."""
+    command = [clang(), *flags, *_target(), *_linker()]
+    key = hashlib.sha256("\0".join([text, *command]).encode() + _key_of_harness()).hexdigest()[:32]
+    return _folder() / f"{key}.so"
+
+
+def _compile(text: str, flags: list[str], target: Path, what: str) -> None:
+    with tempfile.TemporaryDirectory(dir=_folder()) as work:
+        made = Path(work, "object.so")
+        _run([*flags, *_target(), *_linker(), "-", "-o", str(made)], text, what)
+        os.replace(made, target)  # at once: other processes may look for it
+
+
+def _run(arguments: list[str], text: str, what: str) -> str:
+    """Clang's output."""
+    done = subprocess.run([clang(), *arguments], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise Fault(f"{what} does not compile:\n{done.stderr}")
+    return done.stdout
+
+
+@cache
+def runtime() -> ctypes.CDLL:
+    text = (HERE / "runtime" / "runtime.cpp").read_text(encoding="utf-8")
+    flags = [*RUNTIME_FLAGS, f"-I{HERE / 'runtime'}", "-lm"]
+    path = _object(text, flags)
+    if not path.exists():
+        _compile(text, flags, path, "the runtime")
+    # Global, because the kernels call it by name.
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+class Compiled:
+    """A kernel in this process: `entry` is the address to call, `path` its shared object."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self.entry = ctypes.cast(self._library.hx_entry, ctypes.c_void_p)
+
+
+_compiled: dict[tuple, Compiled] = {}
+
+
+def compiled(kernel: MetalKernel, signature: Signature) -> Compiled:
+    key = (kernel.header, kernel.source, signature)
+    if key not in _compiled:
+        runtime()
+        text = translated(kernel, signature)
+        flags = [*DIALECT, f"-I{HERE}"]
+        path = _object(text, [*flags, *KERNEL_FLAGS])
+        if not path.exists():
+            what = f"{kernel.name} ({signature.name})"
+            tree = _run([*flags, "-w", "-fsyntax-only", "-Xclang", "-ast-dump", "-"], text, what)
+            if offences := audit(tree):
+                raise Fault(f"{kernel.name}: Metal's compiler would refuse this:\n" + "\n".join(offences))
+            _compile(text, [*flags, *KERNEL_FLAGS], path, what)
+        _compiled[key] = Compiled(path)
+    return _compiled[key]
+
+
+def translated(kernel: MetalKernel, signature: Signature) -> str:
+    """What clang compiles: the stand-in library, MLX's text translated, the entry point."""
+    text = (
+        f'#line 1 "header"\n{kernel.header}\n'
+        f'#line 1 "signature"\n{signature.text}'
+        f'#line 1 "{kernel.name}.metal"\n{kernel.source}\n}}\n'
+    )
+    preprocessor = shlex.split("-E -x c++ -std=c++17 -undef -nostdinc -D__METAL__=1 -D__METAL_VERSION__=310 -")
+    expanded = _run(preprocessor, _INCLUDE.sub("", text), kernel.name)
+    return '#include "metal_stdlib.h"\n' + translate(expanded, signature.name) + f'\n#line 1 "entry"\n{signature.entry}'

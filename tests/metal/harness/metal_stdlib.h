@@ -1,0 +1,343 @@
+// The part of Metal's standard library that the kernels use, for clang's "C++ for OpenCL" dialect on a CPU.
+//
+// The dialect has Metal's address spaces under other names (see the end of this file), so that a pointer to
+// threadgroup memory and one to device memory are different types here too. What this file leaves out does not
+// compile, which is the right answer for a test. Functions that threads run together are in metal_simdgroup.h.
+#pragma once
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long int64_t;
+typedef uchar uint8_t;
+typedef ushort uint16_t;
+typedef uint uint32_t;
+typedef ulong uint64_t;
+typedef ulong size_t;
+typedef long ptrdiff_t;
+typedef __bf16 bfloat;
+typedef bfloat bfloat16_t;  // these two names are MLX's
+typedef half float16_t;
+
+#define METAL_FUNC inline __attribute__((always_inline))
+#define INFINITY (__builtin_inff())
+#define NAN (__builtin_nanf(""))
+#define MAXFLOAT 3.40282346638528859811704183484516925e+38f
+#define FLT_MAX MAXFLOAT
+#define FLT_MIN 1.17549435082228750796873653722224568e-38f
+#define FLT_EPSILON 1.1920928955078125e-07f
+#define M_PI_F 3.14159265358979323846f
+#define M_LOG2E_F 1.44269504088896340736f
+#define M_LN2_F 0.69314718055994530942f
+#define MLX_MTL_PRAGMA_UNROLL _Pragma("clang loop unroll(full)")
+
+namespace metal {
+
+template <typename T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
+
+#define HX_VECTORS(T)     \
+  typedef vec<T, 2> T##2; \
+  typedef vec<T, 3> T##3; \
+  typedef vec<T, 4> T##4;
+HX_VECTORS(char) HX_VECTORS(uchar) HX_VECTORS(short) HX_VECTORS(ushort) HX_VECTORS(int) HX_VECTORS(uint)
+HX_VECTORS(half) HX_VECTORS(float) HX_VECTORS(bfloat)
+#undef HX_VECTORS
+typedef vec<long, 2> long2;  // not longer: the instrumentation does not report accesses of more than 16 bytes
+typedef vec<ulong, 2> ulong2;
+
+template <typename A, typename B>
+__constant constexpr bool is_same_v = __is_same(A, B);
+template <bool condition, typename T = void>
+struct enable_if {};
+template <typename T>
+struct enable_if<true, T> {
+  using type = T;
+};
+template <bool condition, typename T = void>
+using enable_if_t = typename enable_if<condition, T>::type;
+template <bool condition, typename A, typename B>
+struct conditional {
+  using type = A;
+};
+template <typename A, typename B>
+struct conditional<false, A, B> {
+  using type = B;
+};
+template <bool condition, typename A, typename B>
+using conditional_t = typename conditional<condition, A, B>::type;
+
+}  // namespace metal
+
+// What the translation puts in place of constructs whose meaning differs between the dialects.
+namespace hx {
+
+template <typename T>
+struct shape {
+  using element = T;
+  static __constant constexpr int size = 0;  // a scalar or a class
+};
+#define HX_SHAPE(T, N)                   \
+  template <>                            \
+  struct shape<metal::vec<T, N>> {       \
+    using element = T;                   \
+    static __constant constexpr int size = N; \
+  };
+#define HX_SHAPES(T) HX_SHAPE(T, 2) HX_SHAPE(T, 3) HX_SHAPE(T, 4)
+HX_SHAPES(char) HX_SHAPES(uchar) HX_SHAPES(short) HX_SHAPES(ushort) HX_SHAPES(int) HX_SHAPES(uint)
+HX_SHAPES(half) HX_SHAPES(float) HX_SHAPES(bfloat) HX_SHAPE(long, 2) HX_SHAPE(ulong, 2)
+#undef HX_SHAPES
+#undef HX_SHAPE
+
+template <typename T>
+using element = typename shape<T>::element;
+template <typename T>
+__constant constexpr bool is_vector = shape<T>::size > 0;
+template <typename T>
+__constant constexpr bool is_float =
+    __is_same(element<T>, float) || __is_same(element<T>, half) || __is_same(element<T>, bfloat);
+template <typename T>
+__constant constexpr bool is_number = is_float<T> || __is_integral(element<T>);
+// The smallest part of a threadgroup variable that threads may share out: of a class, any byte.
+template <typename T>
+__constant constexpr ulong unit = __is_class(T) ? 1 : sizeof(element<T>);
+template <typename T>
+using if_float = metal::enable_if_t<is_float<T>, T>;
+template <typename T>
+using if_number = metal::enable_if_t<is_number<T>, T>;
+
+template <typename V, typename A>
+METAL_FUNC constexpr int append(__private V& v, int at, A a) {
+  if constexpr (is_vector<A>) {
+    for (int i = 0; i < shape<A>::size; i++) v[at + i] = static_cast<element<V>>(a[i]);
+    return at + shape<A>::size;
+  } else {
+    v[at] = static_cast<element<V>>(a);
+    return at + 1;
+  }
+}
+
+// T(arguments): OpenCL reads float4(a) with an int4 as a reinterpretation of the bits, Metal as a conversion.
+template <typename T, typename... A>
+METAL_FUNC constexpr T make(A... a) {
+  if constexpr (!is_vector<T>) {
+    return T(a...);
+  } else {
+    static_assert(sizeof...(A) > 0, "a vector without a value");
+    constexpr int given = ((is_vector<A> ? shape<A>::size : 1) + ...);
+    static_assert(given == shape<T>::size || given == 1, "wrong number of elements for this vector");
+    T v{};
+    int at = 0;
+    ((at = append(v, at, a)), ...);
+    if constexpr (given == 1) v = v[0];
+    return v;
+  }
+}
+
+}  // namespace hx
+
+namespace metal {
+
+template <typename To, typename From>
+METAL_FUNC constexpr To as_type(From x) {
+  static_assert(sizeof(To) == sizeof(From), "as_type needs equal sizes");
+  return __builtin_bit_cast(To, x);
+}
+
+template <typename T>
+struct numeric_limits;
+#define HX_INTEGER(T, low, high)                      \
+  template <>                                         \
+  struct numeric_limits<T> {                          \
+    static constexpr T min() { return low; }          \
+    static constexpr T lowest() { return low; }       \
+    static constexpr T max() { return high; }         \
+  };
+HX_INTEGER(char, -128, 127)
+HX_INTEGER(int8_t, -128, 127)
+HX_INTEGER(uchar, 0, 255)
+HX_INTEGER(short, -32768, 32767)
+HX_INTEGER(ushort, 0, 65535)
+HX_INTEGER(int, -2147483647 - 1, 2147483647)
+HX_INTEGER(uint, 0, 4294967295u)
+HX_INTEGER(long, -9223372036854775807L - 1, 9223372036854775807L)
+HX_INTEGER(ulong, 0, 18446744073709551615ul)
+#undef HX_INTEGER
+#define HX_FLOAT(T, B, smallest, largest, one_ulp, inf, nan)                        \
+  template <>                                                                       \
+  struct numeric_limits<T> {                                                        \
+    static constexpr T min() { return __builtin_bit_cast(T, B(smallest)); }         \
+    static constexpr T max() { return __builtin_bit_cast(T, B(largest)); }          \
+    static constexpr T lowest() { return -max(); }                                  \
+    static constexpr T epsilon() { return __builtin_bit_cast(T, B(one_ulp)); }      \
+    static constexpr T infinity() { return __builtin_bit_cast(T, B(inf)); }         \
+    static constexpr T quiet_NaN() { return __builtin_bit_cast(T, B(nan)); }        \
+  };
+HX_FLOAT(float, uint, 0x00800000, 0x7f7fffff, 0x34000000, 0x7f800000, 0x7fc00000)
+HX_FLOAT(half, ushort, 0x0400, 0x7bff, 0x1400, 0x7c00, 0x7e00)
+HX_FLOAT(bfloat, ushort, 0x0080, 0x7f7f, 0x3c00, 0x7f80, 0x7fc0)
+#undef HX_FLOAT
+
+// A function of half or bfloat is computed in float and rounded once.
+#define HX_UNARY(name, expression)                                                       \
+  template <typename T>                                                                  \
+  METAL_FUNC hx::if_float<T> name(T value) {                                             \
+    if constexpr (hx::is_vector<T>) {                                                    \
+      for (int i = 0; i < hx::shape<T>::size; i++) value[i] = name(hx::element<T>(value[i])); \
+      return value;                                                                      \
+    } else {                                                                             \
+      float x = float(value);                                                            \
+      return T(expression);                                                              \
+    }                                                                                    \
+  }
+#define HX_BINARY(name, expression)                                                      \
+  template <typename T>                                                                  \
+  METAL_FUNC hx::if_float<T> name(T first, T second) {                                   \
+    if constexpr (hx::is_vector<T>) {                                                    \
+      for (int i = 0; i < hx::shape<T>::size; i++)                                       \
+        first[i] = name(hx::element<T>(first[i]), hx::element<T>(second[i]));            \
+      return first;                                                                      \
+    } else {                                                                             \
+      float x = float(first), y = float(second);                                         \
+      return T(expression);                                                              \
+    }                                                                                    \
+  }
+#define HX_MATH                                     \
+  HX_UNARY(exp, __builtin_expf(x))                  \
+  HX_UNARY(exp2, __builtin_exp2f(x))                \
+  HX_UNARY(exp10, __builtin_powf(10.0f, x))         \
+  HX_UNARY(log, __builtin_logf(x))                  \
+  HX_UNARY(log2, __builtin_log2f(x))                \
+  HX_UNARY(log10, __builtin_log10f(x))              \
+  HX_UNARY(sqrt, __builtin_sqrtf(x))                \
+  HX_UNARY(rsqrt, 1.0f / __builtin_sqrtf(x))        \
+  HX_UNARY(sin, __builtin_sinf(x))                  \
+  HX_UNARY(cos, __builtin_cosf(x))                  \
+  HX_UNARY(tan, __builtin_tanf(x))                  \
+  HX_UNARY(asin, __builtin_asinf(x))                \
+  HX_UNARY(acos, __builtin_acosf(x))                \
+  HX_UNARY(atan, __builtin_atanf(x))                \
+  HX_UNARY(sinh, __builtin_sinhf(x))                \
+  HX_UNARY(cosh, __builtin_coshf(x))                \
+  HX_UNARY(tanh, __builtin_tanhf(x))                \
+  HX_UNARY(fabs, __builtin_fabsf(x))                \
+  HX_UNARY(floor, __builtin_floorf(x))              \
+  HX_UNARY(ceil, __builtin_ceilf(x))                \
+  HX_UNARY(round, __builtin_roundf(x))              \
+  HX_UNARY(rint, __builtin_rintf(x))                \
+  HX_UNARY(trunc, __builtin_truncf(x))              \
+  HX_UNARY(sign, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : 0.0f * x)  \
+  HX_UNARY(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f)) \
+  HX_BINARY(pow, __builtin_powf(x, y))              \
+  HX_BINARY(powr, __builtin_powf(x, y))             \
+  HX_BINARY(atan2, __builtin_atan2f(x, y))          \
+  HX_BINARY(fmod, __builtin_fmodf(x, y))            \
+  HX_BINARY(copysign, __builtin_copysignf(x, y))    \
+  HX_BINARY(fmin, __builtin_fminf(x, y))            \
+  HX_BINARY(fmax, __builtin_fmaxf(x, y))
+HX_MATH
+// The two families differ in accuracy on a GPU; here both are the precise one.
+namespace fast { HX_MATH }
+namespace precise { HX_MATH }
+#undef HX_MATH
+#undef HX_UNARY
+#undef HX_BINARY
+
+template <typename T>
+METAL_FUNC constexpr hx::if_number<T> min(T a, T b) {
+  if constexpr (hx::is_vector<T>) {
+    for (int i = 0; i < hx::shape<T>::size; i++) a[i] = min(hx::element<T>(a[i]), hx::element<T>(b[i]));
+    return a;
+  } else if constexpr (hx::is_float<T>) {
+    return fmin(a, b);
+  } else {
+    return b < a ? b : a;
+  }
+}
+template <typename T>
+METAL_FUNC constexpr hx::if_number<T> max(T a, T b) {
+  if constexpr (hx::is_vector<T>) {
+    for (int i = 0; i < hx::shape<T>::size; i++) a[i] = max(hx::element<T>(a[i]), hx::element<T>(b[i]));
+    return a;
+  } else if constexpr (hx::is_float<T>) {
+    return fmax(a, b);
+  } else {
+    return a < b ? b : a;
+  }
+}
+template <typename T>
+METAL_FUNC constexpr hx::if_number<T> clamp(T x, T low, T high) {
+  return min(max(x, low), high);
+}
+template <typename T>
+METAL_FUNC constexpr hx::if_number<T> abs(T x) {
+  if constexpr (hx::is_float<T>) {
+    return fabs(x);
+  } else if constexpr (hx::is_vector<T>) {
+    return max(x, -x);
+  } else {
+    return x < 0 ? -x : x;
+  }
+}
+template <typename T>
+METAL_FUNC hx::if_float<T> fma(T a, T b, T c) {
+  if constexpr (hx::is_vector<T>) {
+    for (int i = 0; i < hx::shape<T>::size; i++)
+      c[i] = fma(hx::element<T>(a[i]), hx::element<T>(b[i]), hx::element<T>(c[i]));
+    return c;
+  } else {
+    return T(__builtin_fmaf(float(a), float(b), float(c)));
+  }
+}
+template <typename T>
+METAL_FUNC hx::if_float<T> mix(T a, T b, T t) {
+  return a + (b - a) * t;
+}
+template <typename T>
+METAL_FUNC hx::if_number<T> select(T a, T b, bool second) {
+  return second ? b : a;
+}
+template <typename T>
+METAL_FUNC hx::element<hx::if_float<T>> dot(T a, T b) {
+  static_assert(hx::is_vector<T>, "dot is for vectors");
+  hx::element<T> sum = 0;
+  for (int i = 0; i < hx::shape<T>::size; i++) sum += a[i] * b[i];
+  return sum;
+}
+template <typename T, typename = hx::if_float<T>>
+METAL_FUNC bool isnan(T x) {
+  return x != x;
+}
+template <typename T, typename = hx::if_float<T>>
+METAL_FUNC bool isinf(T x) {
+  return fabs(x) == numeric_limits<T>::infinity();
+}
+template <typename T, typename = hx::if_float<T>>
+METAL_FUNC bool isfinite(T x) {
+  return fabs(x) < numeric_limits<T>::infinity();
+}
+METAL_FUNC constexpr int popcount(uint x) { return __builtin_popcount(x); }
+METAL_FUNC constexpr int clz(uint x) { return x ? __builtin_clz(x) : 32; }
+METAL_FUNC constexpr int ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
+
+}  // namespace metal
+
+#include "metal_simdgroup.h"
+
+using namespace metal;
+
+// Metal's address spaces in the dialect's words.
+#define device __global
+#define constant __constant
+#define threadgroup __local
+#define thread __private
+// Words that OpenCL reserves and Metal does not.
+#define local hx_local
+#define global hx_global
+#define generic hx_generic
+#define pipe hx_pipe

@@ -1,0 +1,204 @@
+"""Launches: arrays to bytes and back, the limits that a GPU has, and what is observed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlxlm._mlx import mx
+from mlxlm.kernels import metal
+from mlxlm.kernels.metal import MetalKernel, Output
+
+from .build import Compiled, compiled, runtime, symbolizer
+from .fault import Fault
+from .signature import Parameter, signature
+
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch did. Bytes are of device memory; inputs of fewer than 8 elements are not in it."""
+
+    kernel: str
+    threads: int
+    groups: int
+    read: int  # by every load of every thread
+    written: int
+    unique_read: int  # distinct addresses in the launch
+    unique_written: int
+    loaded: int  # distinct addresses per threadgroup, summed: the traffic of groups with perfect caches
+    stored: int
+    threadgroup_memory: int  # bytes per threadgroup
+
+
+@dataclass
+class Log:
+    launches: list[Launch] = field(default_factory=list)
+
+
+@contextmanager
+def use(seed: int = 0) -> Iterator[Log]:
+    """While this is open, MetalKernel launches run here. `seed` shuffles the order of threads and memory layouts."""
+    log = Log()
+
+    def launch_here(kernel, inputs, template, grid, threadgroup, outputs):
+        return launch(kernel, inputs, template, grid, threadgroup, outputs, seed=seed, report=log.launches)
+
+    real, metal.launch = metal.launch, launch_here
+    try:
+        yield log
+    finally:
+        metal.launch = real
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("start", ctypes.c_uint64),
+        ("granule", ctypes.c_uint32),
+        ("kind", ctypes.c_uint32),
+    ]
+
+
+_INPUT, _OUTPUT, _CONSTANT = range(3)
+_COUNTS = ("read", "written", "unique_read", "unique_written", "loaded", "stored", "threadgroup_memory", "groups")
+
+
+class _Report(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in _COUNTS),
+        ("place", ctypes.c_int64),
+        ("other_place", ctypes.c_int64),
+        ("message", ctypes.c_char * 1000),
+    ]
+
+
+def launch(
+    kernel: MetalKernel,
+    inputs: Sequence[mx.array],
+    template: Mapping[str, int | bool | mx.Dtype],
+    grid: Sequence[int],
+    threadgroup: Sequence[int],
+    outputs: Sequence[Output],
+    seed: int = 0,
+    report: list[Launch] | None = None,
+) -> list[mx.array]:
+    """As `mlxlm.kernels.metal.launch`, evaluated at once. Raises Fault for what the kernel does wrong."""
+    inputs = list(inputs)
+    head = signature(kernel, inputs, template, outputs)
+    group = _group(kernel, grid, threadgroup)
+    code = compiled(kernel, head)
+
+    mx.eval(inputs)
+    rng = np.random.default_rng(seed)
+    arrays = {name: _in_memory(a, kernel.contiguous, rng) for name, a in zip(kernel.inputs, inputs, strict=True)}
+    results = {n: np.zeros(shape, _numpy_type(t)) for n, (shape, t) in zip(kernel.outputs, outputs, strict=True)}
+    buffers = (_Buffer * len(head.parameters))()
+    data = [results[p.of] if p.of in results else _argument(p, *arrays[p.of]) for p in head.parameters]
+    for buffer, parameter, values in zip(buffers, head.parameters, data, strict=True):
+        in_device = parameter.what == "data" and "device" in parameter.type.split()
+        buffer.kind = _OUTPUT if parameter.of in results else _INPUT if in_device else _CONSTANT
+        buffer.name, buffer.data = parameter.name.encode(), values.ctypes.data
+        buffer.bytes, buffer.granule = values.nbytes, values.itemsize
+        if parameter.what == "data" and parameter.of in arrays:
+            memory, view = arrays[parameter.of]
+            buffer.start = view.__array_interface__["data"][0] - memory.ctypes.data
+
+    seen = _Report()
+    three = ctypes.c_uint32 * 3
+    failed = runtime().hx_launch(
+        code.entry, buffers, len(buffers), three(*grid), three(*group), ctypes.c_uint64(seed), ctypes.byref(seen)
+    )
+    if failed:
+        raise Fault(_explain(kernel, code, seen))
+    if report is not None:
+        counts = {name: getattr(seen, name) for name in _COUNTS}
+        report.append(Launch(kernel=kernel.name, threads=math.prod(grid), **counts))
+    return [_to_mlx(results[n], dtype) for n, (_, dtype) in zip(kernel.outputs, outputs, strict=True)]
+
+
+def _group(kernel: MetalKernel, grid: Sequence[int], threadgroup: Sequence[int]) -> list[int]:
+    """Threads of a full group, as MLX dispatches them."""
+    if len(grid) != 3 or len(threadgroup) != 3 or min(grid) < 1 or min(threadgroup) < 1:
+        raise Fault(f"{kernel.name}: grid {tuple(grid)} and threadgroup {tuple(threadgroup)} must be 3 positive sizes")
+    if math.prod(threadgroup) > MAX_THREADS:
+        raise Fault(f"{kernel.name}: a threadgroup of {math.prod(threadgroup)} threads, the limit is {MAX_THREADS}")
+    return [min(t, g) for t, g in zip(threadgroup, grid, strict=True)]
+
+
+def _numpy_type(dtype: mx.Dtype) -> np.dtype:
+    """Of the same size; bfloat16, which numpy lacks, as uint16."""
+    return np.dtype(np.uint16) if dtype == mx.bfloat16 else np.array(mx.array([], dtype)).dtype
+
+
+def _to_numpy(array: mx.array) -> np.ndarray:
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def _to_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    return mx.array(array).view(mx.bfloat16) if dtype == mx.bfloat16 else mx.array(array)
+
+
+def _in_memory(array: mx.array, contiguous: bool, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(memory, view): the bytes that a kernel gets, and the array as a strided view of them.
+
+    A kernel that takes inputs as they lie gets a layout by lot, of those that transposing, slicing and broadcasting
+    make: axes in any order, padded rows, steps, negative strides, stride 0 along an axis without change. What is
+    between the elements is NaN (all bits set), so that an index that forgets a stride shows.
+    """
+    values = _to_numpy(array)
+    if contiguous or values.size == 0 or values.ndim == 0:
+        memory = np.ascontiguousarray(values)
+        return memory, memory
+    kept = values
+    for axis in range(values.ndim):
+        first = kept.take([0], axis)
+        if rng.integers(2) and (kept == first).all():
+            kept = first
+    order = rng.permutation(values.ndim)
+    stored = [kept.shape[axis] for axis in order]
+    step = int(rng.integers(1, 3))
+    extents = [n + int(rng.integers(3)) for n in stored[:-1]] + [stored[-1] * step]
+    memory = np.frombuffer(b"\xff" * (math.prod(extents) * values.itemsize), values.dtype).reshape(extents).copy()
+    inside = memory[(*(slice(n) for n in stored[:-1]), slice(None, None, step))].transpose(np.argsort(order))
+    view = inside[tuple(slice(None, None, 1 - 2 * int(rng.integers(2))) for _ in range(values.ndim))]
+    view[...] = kept
+    return memory, np.broadcast_to(view, values.shape)
+
+
+def _argument(parameter: Parameter, memory: np.ndarray, view: np.ndarray) -> np.ndarray:
+    if parameter.what == "shape":
+        return np.array(view.shape, np.int32)
+    if parameter.what == "strides":
+        return np.array(view.strides, np.int64) // view.itemsize
+    return np.array(view.ndim, np.int32) if parameter.what == "ndim" else memory
+
+
+def _explain(kernel: MetalKernel, code: Compiled, seen: _Report) -> str:
+    text = f"{kernel.name}: {seen.message.decode(errors='replace')}"
+    if place := _line(code, seen.place):
+        text += f"; at {place}"
+    if other := _line(code, seen.other_place):
+        text += f", the other access at {other}"
+    return text
+
+
+def _line(code: Compiled, offset: int) -> str:
+    """file:line of a place in the code, if a symbolizer is installed."""
+    tool = symbolizer()
+    if offset < 0 or tool is None:
+        return ""
+    command = [tool, "-e", str(code.path), "-i", hex(offset - 1)]  # the call itself, not where it returns to
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    places = [p.rsplit("/", 1)[-1] for p in lines if ":" in p and "??" not in p]
+    ours = [":".join(p.split(":")[:2]) for p in places if not p.startswith(("metal_", "entry", "signature"))]
+    return ours[0] if ours else ""

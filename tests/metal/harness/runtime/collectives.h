@@ -1,0 +1,154 @@
+// What kernels call; declared for them in metal_simdgroup.h.
+#pragma once
+#include <math.h>
+#include <stdlib.h>
+
+#include "schedule.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define PLACE __builtin_return_address(0)
+
+EXPORT void hx_threadgroup_barrier(int flags) { yield(State::barrier, 0, flags, PLACE); }
+EXPORT void hx_simdgroup_barrier(int flags) { yield(State::collective, kBarrier, flags, PLACE); }
+EXPORT uint32_t hx_lane() { return L.current->lane; }
+
+// The exchange into which the current lane puts something before it meets the others.
+static Exchange& mine() { return simds[L.current->simd].exchange[L.current->phase]; }
+
+static void whole_simd(const void* place, const char* what) {
+  if (simds[L.current->simd].active != ~0u) fault(place, -1, "%s in a SIMD group of less than 32 threads", what);
+}
+
+EXPORT void hx_simd_meet(int what) {
+  whole_simd(PLACE, name_of(what));
+  yield(State::collective, what, 0, PLACE);
+}
+
+// Reduces in a tree, as a GPU does; the first lane that comes back does it for all.
+template <typename T, typename Combine>
+static T reduce(int what, T value, T identity, const void* place, Combine combine) {
+  Exchange& x = mine();
+  memcpy(&x.value[L.current->lane], &value, sizeof value);
+  yield(State::collective, kReduce + what, 0, place);
+  if (!x.reduced) {
+    T tree[kLanes];
+    for (int i = 0; i < kLanes; i++) {
+      tree[i] = identity;
+      if (simds[L.current->simd].active >> i & 1) memcpy(&tree[i], &x.value[i], sizeof(T));
+    }
+    for (int width = kLanes / 2; width; width /= 2)
+      for (int i = 0; i < width; i++) tree[i] = combine(tree[i], tree[i + width]);
+    memcpy(&x.result, &tree[0], sizeof(T));
+    x.reduced = true;
+  }
+  T result;
+  memcpy(&result, &x.result, sizeof result);
+  return result;
+}
+
+EXPORT float hx_simd_reduce_float(int what, float value) {
+  const void* place = PLACE;
+  switch (what) {
+    case 0: return reduce(what, value, 0.0f, place, [](float a, float b) { return a + b; });
+    case 1: return reduce(what, value, 1.0f, place, [](float a, float b) { return a * b; });
+    case 2: return reduce(what, value, INFINITY, place, [](float a, float b) { return fminf(a, b); });
+    default: return reduce(what, value, -INFINITY, place, [](float a, float b) { return fmaxf(a, b); });
+  }
+}
+EXPORT int64_t hx_simd_reduce_long(int what, int64_t value) {
+  const void* place = PLACE;
+  switch (what) {
+    case 0: return reduce(what, value, int64_t(0), place, [](int64_t a, int64_t b) { return a + b; });
+    case 1: return reduce(what, value, int64_t(1), place, [](int64_t a, int64_t b) { return a * b; });
+    case 2: return reduce(what, value, INT64_MAX, place, [](int64_t a, int64_t b) { return a < b ? a : b; });
+    default: return reduce(what, value, INT64_MIN, place, [](int64_t a, int64_t b) { return a > b ? a : b; });
+  }
+}
+
+// Lanes that a shift leaves without a source keep their value. A source that does not exist is a fault: on a GPU the
+// value is undefined.
+EXPORT uint64_t hx_simd_shuffle(int what, uint64_t bits, uint32_t argument) {
+  const int lane = L.current->lane;
+  Exchange& x = mine();
+  x.value[lane] = bits;
+  yield(State::collective, kShuffle + what, 0, PLACE);
+  const int64_t by = argument;
+  int64_t from = what == 0 ? by : what == 1 ? lane ^ by : what == 2 ? lane + by : lane - by;
+  if (what >= 2 && (from < 0 || from >= kLanes)) from = lane;
+  if (from >= kLanes || !(simds[L.current->simd].active >> from & 1))
+    fault(PLACE, -1, "a SIMD shuffle reads lane %ld, which does not exist", long(from));
+  return x.value[from];
+}
+
+typedef float float2 __attribute__((ext_vector_type(2)));
+EXPORT float2 hx_multiply(float2 a, float2 b, float2 c) {
+  whole_simd(PLACE, "simdgroup_multiply");
+  Exchange& x = mine();
+  const int lane = L.current->lane;
+  const int row = (lane / 4 & 4) + lane / 2 % 4, column = (lane / 4 & 2) * 2 + lane % 2 * 2;
+  x.a[row * 8 + column] = a.x, x.a[row * 8 + column + 1] = a.y;
+  x.b[row * 8 + column] = b.x, x.b[row * 8 + column + 1] = b.y;
+  yield(State::collective, kMultiply, 0, PLACE);
+  for (int k = 0; k < 8; k++) c += x.a[row * 8 + k] * float2{x.b[k * 8 + column], x.b[k * 8 + column + 1]};
+  return c;
+}
+
+EXPORT uint64_t hx_buffer(int index) { return (uint64_t)(L.buffers[index].base + L.buffers[index].start); }
+
+// A threadgroup array of the kernel. Each has a slot of its own, so that an index past its end hits nothing else.
+EXPORT uint64_t hx_threadgroup_memory(int index, const char* name, uint64_t bytes, uint64_t unit) {
+  if (index >= kMaxSites) fault(PLACE, -1, "more than %d threadgroup arrays", kMaxSites);
+  Region& site = L.sites[index];
+  if (!site.base) {
+    L.report->threadgroup_memory += (bytes + 15) / 16 * 16;
+    if (L.report->threadgroup_memory > kThreadgroupLimit)
+      fault(PLACE, -1, "%lu bytes of threadgroup memory, the limit is %zu",
+            (unsigned long)L.report->threadgroup_memory, kThreadgroupLimit);
+    site = {name, arena() + index * kArenaSlot + kArenaFront, bytes, 0, uint32_t(unit), kOutput, nullptr, nullptr};
+    site.cells = (Cell*)calloc(bytes / unit, sizeof(Cell));
+    memset(site.base, 0xff, bytes);
+  }
+  return (uint64_t)site.base;
+}
+
+// In the order of signature.ATTRIBUTES.
+EXPORT uint32_t hx_attribute(int index, int axis) {
+  const Fiber& f = *L.current;
+  const uint32_t full = L.dispatched[0] * L.dispatched[1] * L.dispatched[2], threads = L.threads;
+  switch (index) {
+    case 0: return (full + 3) / 4;
+    case 1: return (full + kLanes - 1) / kLanes;
+    case 2: return L.dispatched[axis];
+    case 3: return 0;
+    case 4: return L.grid[axis];
+    case 5: return f.thread / 4;
+    case 6: return (threads + 3) / 4;
+    case 7: return f.simd;
+    case 8: return L.simds;
+    case 9: return kLanes;
+    case 10: return f.thread % 4;
+    case 11: return f.lane;
+    case 12: return f.thread;
+    case 13: return L.group_position[axis] * L.dispatched[axis] + f.position[axis];
+    case 14: return f.position[axis];
+    case 15: return L.group_position[axis];
+    case 16: return L.groups[axis];
+    case 17: return L.grid[axis];
+    case 18: return kLanes;
+    default: return L.group_size[axis];
+  }
+}
+
+// clang rounds to bfloat and half through these where the processor has no instruction.
+static uint16_t round_to_bfloat(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  if (value != value) return (bits >> 16) | 0x40;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+EXPORT __bf16 __truncsfbf2(float value) {
+  const uint16_t bits = round_to_bfloat(value);
+  __bf16 result;
+  memcpy(&result, &bits, 2);
+  return result;
+}

@@ -1,0 +1,141 @@
+// Runs a kernel that was compiled for this machine: all threads of a threadgroup as fibers, group after group.
+//
+// The kernel is compiled with -fsanitize=thread for the instrumentation only: the __tsan_* calls that the compiler
+// puts before every load and store end here, not in ThreadSanitizer's runtime.
+#include <dlfcn.h>
+#include <link.h>
+
+#include "collectives.h"
+#include "signals.h"
+
+// The compiler states that an address is a multiple of its access's size, or calls the unaligned variant.
+static void aligned_access(const void* pointer, size_t n, bool write, const void* place) {
+  if ((uintptr_t)pointer % n)
+    fault(place, -1, "misaligned %s: %zu bytes at an address that is no multiple", write ? "write" : "read", n);
+  access(pointer, n, write, place);
+}
+
+#define ACCESS(n)                                                                   \
+  EXPORT void __tsan_read##n(void* p) { aligned_access(p, n, false, PLACE); }       \
+  EXPORT void __tsan_write##n(void* p) { aligned_access(p, n, true, PLACE); }       \
+  EXPORT void __tsan_unaligned_read##n(void* p) { access(p, n, false, PLACE); }     \
+  EXPORT void __tsan_unaligned_write##n(void* p) { access(p, n, true, PLACE); }
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+EXPORT void __tsan_init() {}
+EXPORT void* __tsan_memcpy(void* to, const void* from, size_t n) {
+  access(from, n, false, PLACE);
+  access(to, n, true, PLACE);
+  return memcpy(to, from, n);
+}
+EXPORT void* __tsan_memmove(void* to, const void* from, size_t n) {
+  access(from, n, false, PLACE);
+  access(to, n, true, PLACE);
+  return memmove(to, from, n);
+}
+EXPORT void* __tsan_memset(void* to, int value, size_t n) {
+  access(to, n, true, PLACE);
+  return memset(to, value, n);
+}
+
+static void find_code(const void* entry) {
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* entry) {
+        uintptr_t low = info->dlpi_addr, high = low;
+        for (int i = 0; i < info->dlpi_phnum; i++)
+          if (info->dlpi_phdr[i].p_type == PT_LOAD) {
+            uintptr_t end = low + info->dlpi_phdr[i].p_vaddr + info->dlpi_phdr[i].p_memsz;
+            if (end > high) high = end;
+          }
+        if ((uintptr_t)entry < low || (uintptr_t)entry >= high) return 0;
+        L.code_low = low, L.code_high = high;
+        return 1;
+      },
+      (void*)entry);
+}
+
+// Each buffer lies a quarter into a slot at least four times its size: what misses it by less hits no other buffer.
+// Inputs begin at any element, as slices do that MLX passes without a copy.
+static bool place_buffers(const Buffer* given, int count) {
+  uint64_t largest = 1 << 18;
+  for (int i = 0; i < count; i++) largest = given[i].bytes > largest ? given[i].bytes : largest;
+  L.slot_shift = 64 - __builtin_clzl(largest * 4 - 1);
+  L.space_bytes = size_t(count) << L.slot_shift;
+  void* p = mmap(nullptr, L.space_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) return false;
+  L.space = (uintptr_t)p;
+  L.buffer_count = count;
+  for (int i = 0; i < count; i++) {
+    const Buffer& b = given[i];
+    uint8_t* base = (uint8_t*)p + (size_t(i) << L.slot_shift) + (size_t(1) << (L.slot_shift - 2));
+    if (b.kind == kInput) base += random_below(4) * b.granule;
+    L.buffers[i] = {b.name, base, b.bytes, b.start, b.granule, b.kind, nullptr, nullptr};
+    const size_t cells = b.bytes / b.granule + 1;
+    if (b.kind == kOutput) memset(base, 0xff, b.bytes), L.buffers[i].cells = (Cell*)calloc(cells, sizeof(Cell));
+    else memcpy(base, b.data, b.bytes);
+    if (b.kind == kInput) L.buffers[i].read_marks = (uint32_t*)calloc(cells, sizeof(uint32_t));
+  }
+  return true;
+}
+
+static void finish(const Buffer* given) {
+  L.current = nullptr;
+  for (int i = 0; i < L.buffer_count; i++) {
+    Region& r = L.buffers[i];
+    if (r.kind == kOutput && !L.faulted) {
+      memcpy(given[i].data, r.base, r.bytes);
+      for (uint64_t c = 0; c < r.bytes / r.granule; c++)
+        if (!r.cells[c].write_group) {
+          snprintf(L.report->message, sizeof L.report->message, "no thread writes %s[%lu]", r.name, (unsigned long)c);
+          L.faulted = true;
+          break;
+        }
+    }
+    free(r.cells), free(r.read_marks);
+  }
+  for (Region& site : L.sites) free(site.cells), site = Region{};
+  munmap((void*)L.space, L.space_bytes);
+  L.space_bytes = 0;
+}
+
+static uint32_t common_factor(uint32_t a, uint32_t b) { return b ? common_factor(b, a % b) : a; }
+
+EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const uint32_t* grid, const uint32_t* group,
+                     uint64_t seed, Report* report) {
+  L.report = report;
+  L.entry = entry;
+  L.faulted = false;
+  L.group = 0;
+  report->place = report->other_place = -1;
+  find_code((void*)entry);
+  random_state = (seed + 1) * 0x9e3779b97f4a7c15ull;
+  if (!place_buffers(buffers, count)) {
+    snprintf(report->message, sizeof report->message, "no address space for the buffers");
+    return 1;
+  }
+  uint32_t total = 1;
+  for (int i = 0; i < 3; i++) {
+    L.grid[i] = grid[i], L.dispatched[i] = group[i];
+    L.groups[i] = (grid[i] + group[i] - 1) / group[i];
+    total *= L.groups[i];
+  }
+  // A stride without a common factor with the number of groups visits each once.
+  uint32_t step = 1 + random_below(total);
+  while (common_factor(step, total) != 1) step++;
+  uint32_t number = random_below(total);
+  watch(true);
+  for (uint32_t i = 0; i < total && !L.faulted; i++) {
+    number = uint32_t((uint64_t(number) + step) % total);
+    L.group_position[0] = number % L.groups[0];
+    L.group_position[1] = number / L.groups[0] % L.groups[1];
+    L.group_position[2] = number / L.groups[0] / L.groups[1];
+    for (int k = 0; k < 3; k++) {
+      const uint32_t left = L.grid[k] - L.group_position[k] * L.dispatched[k];
+      L.group_size[k] = left < L.dispatched[k] ? left : L.dispatched[k];
+    }
+    run_group();
+  }
+  watch(false);
+  report->groups = total;
+  finish(buffers);
+  return L.faulted;
+}

@@ -1,0 +1,161 @@
+"""The function that `mx.fast.metal_kernel` writes around a body, as text.
+
+Follows mlx/backend/common/metal_kernel.cpp, so that what compiles here is what a GPU would get: which inputs come
+in which address space, which extra arguments a name in the body brings, and how the function is named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlxlm._mlx import mx
+from mlxlm.kernels.metal import MetalKernel
+
+from .fault import Fault
+
+MAX_BUFFERS = 31  # arguments that a Metal function can have
+CONSTANT_BELOW = 8  # inputs of fewer elements are passed in the constant address space
+
+TYPES = {
+    mx.bool_: "bool",
+    mx.uint8: "uint8_t",
+    mx.uint16: "uint16_t",
+    mx.uint32: "uint32_t",
+    mx.uint64: "uint64_t",
+    mx.int8: "int8_t",
+    mx.int16: "int16_t",
+    mx.int32: "int32_t",
+    mx.int64: "int64_t",
+    mx.float16: "float16_t",
+    mx.float32: "float",
+    mx.bfloat16: "bfloat16_t",
+}
+
+# Attribute and whether it has three components; runtime.cpp knows them by their place in this list.
+ATTRIBUTES = {
+    "dispatch_quadgroups_per_threadgroup": False,
+    "dispatch_simdgroups_per_threadgroup": False,
+    "dispatch_threads_per_threadgroup": True,
+    "grid_origin": True,
+    "grid_size": True,
+    "quadgroup_index_in_threadgroup": False,
+    "quadgroups_per_threadgroup": False,
+    "simdgroup_index_in_threadgroup": False,
+    "simdgroups_per_threadgroup": False,
+    "thread_execution_width": False,
+    "thread_index_in_quadgroup": False,
+    "thread_index_in_simdgroup": False,
+    "thread_index_in_threadgroup": False,
+    "thread_position_in_grid": True,
+    "thread_position_in_threadgroup": True,
+    "threadgroup_position_in_grid": True,
+    "threadgroups_per_grid": True,
+    "threads_per_grid": True,
+    "threads_per_simdgroup": False,
+    "threads_per_threadgroup": True,
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of the generated function. `of` is the array it comes from: an input's or output's name."""
+
+    type: str  # with address space and * or &
+    name: str
+    of: str
+    what: str  # "data", "shape", "strides" or "ndim"
+
+    @property
+    def is_reference(self) -> bool:
+        return self.type.endswith("&")
+
+
+@dataclass(frozen=True)
+class Signature:
+    name: str
+    template: tuple[tuple[str, str, str], ...]  # kind, name, value
+    parameters: tuple[Parameter, ...]
+    attributes: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The head of the function, up to the opening brace."""
+        lines = []
+        if self.template:
+            lines.append("template <" + ", ".join(f"{kind} {name}" for kind, name, _ in self.template) + ">")
+        lines.append(f"[[kernel]] void {self.name}(")
+        arguments = [f"  {p.type} {p.name} [[buffer({i})]]" for i, p in enumerate(self.parameters)]
+        arguments += [f"  {'uint3' if ATTRIBUTES[a] else 'uint'} {a} [[{a}]]" for a in self.attributes]
+        return "\n".join(lines) + "\n" + ",\n".join(arguments) + ") {\n"
+
+    @property
+    def entry(self) -> str:
+        """The function without arguments that the runtime calls on every thread."""
+        arguments = []
+        for i, p in enumerate(self.parameters):
+            pointer = f"({p.type[:-1]}*)hx::hx_buffer({i})"
+            arguments.append(f"*{pointer}" if p.is_reference else pointer)
+        numbers = list(ATTRIBUTES)
+        for a in self.attributes:
+            i = numbers.index(a)
+            arguments.append(f"hx::attribute({i})" if ATTRIBUTES[a] else f"hx::hx_attribute({i}, 0)")
+        values = ", ".join(value for _, _, value in self.template)
+        call = self.name + (f"<{values}>" if self.template else "")
+        joined = ",\n    ".join(arguments)
+        return f'extern "C" __attribute__((no_sanitize("thread"))) void hx_entry() {{\n  {call}(\n    {joined});\n}}\n'
+
+
+def signature(kernel: MetalKernel, inputs: Sequence[mx.array], template: Mapping, outputs: Sequence) -> Signature:
+    """Raises Fault for what MLX or the Metal compiler would refuse."""
+    if not kernel.outputs:
+        raise Fault(f"{kernel.name}: a kernel needs at least one output")
+    for what, given, names in (("inputs", inputs, kernel.inputs), ("outputs", outputs, kernel.outputs)):
+        if len(given) != len(names):
+            raise Fault(f"{kernel.name}: {len(names)} {what} are declared ({', '.join(names)}), {len(given)} given")
+
+    arguments = tuple(_template_argument(kernel, name, value) for name, value in template.items())
+    name = f"custom_kernel_mlxlm_{kernel.name}"
+    if arguments:
+        name += "_" + "_".join(value for _, _, value in arguments)
+    parameters = []
+    for array_name, array in zip(kernel.inputs, inputs, strict=True):
+        space = "constant" if array.size < CONSTANT_BELOW else "device"
+        dtype = _type(kernel, array.dtype)
+        parameters.append(
+            Parameter(f"const {space} {dtype}{'*' if array.ndim else '&'}", array_name, array_name, "data")
+        )
+        name += f"_{dtype}{'' if array.size >= CONSTANT_BELOW else 'c' if array.ndim else 's'}"
+        if array.ndim:
+            for what, dtype in (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&")):
+                if f"{array_name}_{what}" in kernel.source:
+                    parameters.append(Parameter(f"const constant {dtype}", f"{array_name}_{what}", array_name, what))
+    for array_name, (_, dtype) in zip(kernel.outputs, outputs, strict=True):
+        dtype = _type(kernel, dtype)
+        parameters.append(Parameter(f"device {dtype}*", array_name, array_name, "data"))
+        name += f"_{dtype}"
+    if len(parameters) > MAX_BUFFERS:
+        raise Fault(f"{kernel.name}: {len(parameters)} buffers with shapes and strides, the limit is {MAX_BUFFERS}")
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise Fault(f"{kernel.name}: MLX would name the function {name}, which Metal can't parse (a negative number?)")
+    attributes = tuple(a for a in ATTRIBUTES if a in kernel.source)
+    return Signature(name, arguments, tuple(parameters), attributes)
+
+
+def _type(kernel: MetalKernel, dtype: mx.Dtype) -> str:
+    if dtype not in TYPES:
+        raise Fault(f"{kernel.name}: the harness has no {dtype}")
+    return TYPES[dtype]
+
+
+def _template_argument(kernel: MetalKernel, name: str, value) -> tuple[str, str, str]:
+    if isinstance(value, bool):
+        return "bool", name, str(int(value))
+    if isinstance(value, int):
+        if not -(2**31) <= value < 2**31:
+            raise Fault(f"{kernel.name}: the template argument {name}={value} is no 32-bit integer")
+        return "int", name, str(value)
+    if isinstance(value, mx.Dtype):
+        return "typename", name, _type(kernel, value)
+    raise Fault(f"{kernel.name}: the template argument {name}={value!r} is no int, bool or dtype")

@@ -1,0 +1,240 @@
+"""Decoding attention over plain and quantized caches against float64 numpy, and the bytes that it moves."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import harness
+import numpy as np
+import oracle
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import as64
+
+from mlxlm._mlx import mx
+from mlxlm.kernels import decode_attention as module
+from mlxlm.kernels.decode_attention import MAX_QUERIES, decode_attention, quantized_decode_attention
+
+# Largest error over the largest value, of which every output is a mean: a few roundings of the dtype.
+TOLERANCE = {mx.float32: 1e-6, mx.float16: 8e-4, mx.bfloat16: 6e-3}
+
+few = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a kernel is compiled for. `quantized` is (group size, bits); with `splits` the combining pass runs."""
+
+    D: int
+    G: int
+    T: int
+    dtype: mx.Dtype
+    quantized: tuple[int, int] | None = None
+    window: bool = False
+    softcap: bool = False
+    slopes: bool = False
+    splits: bool = False
+
+    def __str__(self):
+        options = [o for o in ("window", "softcap", "slopes", "splits") if getattr(self, o)]
+        kind = "q{1}g{0}".format(*self.quantized) if self.quantized else "plain"
+        return "-".join([f"D{self.D}", f"G{self.G}", f"T{self.T}", str(self.dtype)[9:], kind, *options])
+
+
+CASES = [  # every head dim; up to 8 rows (4 of 256) in registers, and more by tiles in threadgroup memory
+    Case(32, 1, 1, mx.float32),
+    Case(32, 8, 2, mx.float16, window=True),
+    Case(48, 3, 1, mx.bfloat16, window=True),
+    Case(64, 4, 1, mx.float16, splits=True),
+    Case(64, 1, 8, mx.float32, window=True, softcap=True, slopes=True),
+    Case(64, 32, 2, mx.float16, window=True, splits=True),
+    Case(80, 2, 1, mx.float32, slopes=True, splits=True),
+    Case(96, 5, 1, mx.bfloat16, softcap=True),
+    Case(112, 6, 3, mx.float32, splits=True),
+    Case(128, 8, 1, mx.bfloat16, window=True, splits=True),
+    Case(128, 7, 5, mx.float16, slopes=True),
+    Case(128, 1, 1, mx.float32, softcap=True, slopes=True, splits=True),
+    Case(256, 2, 1, mx.float16, window=True, splits=True),
+    Case(256, 4, 2, mx.float32, splits=True),
+    Case(256, 8, 8, mx.bfloat16, softcap=True),
+    Case(32, 4, 1, mx.float32, (32, 4)),
+    Case(64, 1, 2, mx.float16, (64, 8), splits=True),
+    Case(64, 8, 2, mx.float16, (32, 4), window=True),
+    Case(96, 3, 1, mx.bfloat16, (32, 8), splits=True),
+    Case(96, 5, 1, mx.float32, (32, 4), window=True, softcap=True),
+    Case(128, 8, 1, mx.float16, (64, 4), splits=True),
+    Case(128, 2, 1, mx.float32, (32, 8), slopes=True),
+    Case(256, 2, 1, mx.float32, (64, 4), window=True, splits=True),
+    Case(256, 4, 4, mx.float32, (32, 8)),
+]
+
+
+def named(cases):
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+def normal(seed, *shape, dtype=mx.float32):
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def problem(case, B, kv_heads, S):
+    """Queries, keys and values."""
+    keys = (B, kv_heads, S, case.D)
+    shapes = (B, kv_heads * case.G, case.T, case.D), keys, keys
+    return [normal(i, *shape, dtype=case.dtype) for i, shape in enumerate(shapes)]
+
+
+def options(case, heads, window=None):
+    return {
+        "window": window if case.window else None,
+        "softcap": 2.5 if case.softcap else None,
+        "slopes": mx.linspace(0.5, 0.01, heads) if case.slopes else None,
+    }
+
+
+def attend(case, q, k, v, scale, **options):
+    """The output, and the keys and values as float64 that it is made of."""
+    if case.quantized is None:
+        return decode_attention(q, k, v, scale, **options), as64(k), as64(v)
+    group_size, bits = case.quantized
+    k, v = (mx.quantize(x, group_size=group_size, bits=bits) for x in (k, v))
+    out = quantized_decode_attention(q, k, v, scale, group_size=group_size, bits=bits, **options)
+    return out, *(as64(dequantized(x, *case.quantized)) for x in (k, v))
+
+
+def dequantized(x, group_size, bits):
+    codes, scales, biases = x
+    scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
+
+
+def check(case, q, k, v, scale=None, tolerance=None, **options):
+    scale = case.D**-0.5 if scale is None else scale
+    out, k64, v64 = attend(case, q, k, v, scale, **options)
+    assert (out.dtype, out.shape) == (q.dtype, q.shape)
+    if options.get("slopes") is not None:
+        options["slopes"] = as64(options["slopes"])
+    expected, _ = oracle.attention(as64(q), k64, v64, scale, **options)
+    assert np.abs(as64(out) - expected).max() <= (tolerance or TOLERANCE[q.dtype]) * np.abs(v64).max()
+    return out
+
+
+def run_with(metal, seed):
+    """In the harness, another order of the threads and other layouts of the inputs."""
+    return nullcontext() if metal is None else harness.use(seed)
+
+
+def split_into(count):
+    """Another number of threadgroups per head than the rule says: parts without keys, too."""
+    return patch.object(module, "_splits", lambda *_: count)
+
+
+@named(CASES)
+@few
+@given(data=st.data())
+def test_matches_the_oracle(metal, case, data):
+    draw = data.draw
+    S = draw(st.one_of(st.integers(1, MAX_QUERIES + 1), st.integers(10, 150)), "S")
+    kv_heads = draw(st.integers(1, 2), "kv_heads")
+    q, k, v = problem(case, draw(st.integers(1, 2), "B"), kv_heads, S)
+    window = draw(st.one_of(st.integers(1, 20), st.integers(S - 1 or 1, S + 20)), "window") if case.window else None
+    splits = draw(st.integers(2, 5), "splits") if case.splits else 1
+    with run_with(metal, draw(st.integers(0, 1000), "seed")), split_into(splits):
+        check(case, q, k, v, **options(case, q.shape[1], window))
+
+
+@named([CASES[15], CASES[16]])
+def test_a_single_key(metal, case):
+    """Arrays of fewer than 8 elements come in another address space; rows without a key give 0."""
+    with split_into(2 if case.splits else 1):
+        out = check(case, *problem(case, 1, 1, 1))
+    assert not np.any(as64(out)[:, :, :-1])
+
+
+def test_more_parts_than_lanes(metal):
+    case = CASES[20]
+    with split_into(40):
+        check(case, *problem(case, 1, 1, 150))
+
+
+@named([CASES[1], CASES[3]])
+def test_caches_as_they_lie(metal, case):
+    """Slices of a larger buffer, heads after positions, every second element, one head for all."""
+    S, (q, k, v) = 37, problem(case, 2, 2, 50)
+    given = options(case, q.shape[1], 30)
+    with split_into(2 if case.splits else 1):
+        check(case, q, k[:, :, 5 : S + 5], v[:, :, :S], **given)
+        check(case, q.swapaxes(1, 2).reshape(2, case.T, -1, case.D).swapaxes(1, 2), k, v, **given)
+        wide = mx.concatenate([k, v], axis=-1)
+        check(case, q, wide[..., ::2], wide[..., 1::2], **given)
+        turned = v.swapaxes(2, 3).reshape(v.shape[::-1]).transpose(3, 2, 1, 0)
+        check(case, q, mx.broadcast_to(k[:, :1], k.shape), turned, **given)
+
+
+@named([CASES[0], CASES[8], CASES[21]])
+def test_scores_beyond_the_range_of_exp(metal, case):
+    """Scores of 1e4 or -1e4 that differ by about 1 have errors of 1e-3 in float32, and their weights with them."""
+    q, k, v = problem(case, 1, 1, 60)
+    if not case.quantized:
+        k[..., 0] = 1
+    for score in (1e4, -1e4):
+        q[..., 0] = score * case.D**0.5
+        with split_into(3 if case.splits else 1):
+            check(case, q, k, v, tolerance=5e-3, **options(case, q.shape[1]))
+
+
+@named([CASES[5], CASES[8], CASES[20]])
+def test_result_is_the_same_in_any_order(needs_harness, case):
+    q, k, v = problem(case, 1, 1, 90)
+    results = []
+    for seed in range(3):
+        with harness.use(seed), split_into(3):
+            results.append(np.array(attend(case, q, k, v, 0.1, **options(case, q.shape[1], 70))[0].view(mx.uint16)))
+    assert all(np.array_equal(results[0], r) for r in results)
+
+
+@named([case for case in CASES if case.splits])
+def test_moves_little_more_than_it_must(metal, case):
+    """At most 1.1 times the queries, the visible keys and values, and the output; nothing before a window."""
+    window = 1050
+    S = 3000 if case.window else window
+    q, k, v = problem(case, 1, 1, S)
+    check(case, q, k, v, **options(case, q.shape[1], window))
+    if metal is not None:
+        visible = window + case.T - 1 if case.window else S
+        row = case.D * case.dtype.size
+        if case.quantized:
+            group_size, bits = case.quantized
+            row = case.D * bits // 8 + 2 * case.D // group_size * case.dtype.size
+        least = 2 * (visible * row + q.nbytes)
+        assert least <= sum(launch.read + launch.written for launch in metal.launches) <= 1.1 * least
+
+
+REFUSED = {
+    "head dim 72": lambda q, k, v: decode_attention(q[..., :72], k, v, 1.0),
+    "[B, H, T, D]": lambda q, k, v: decode_attention(q[0], k, v, 1.0),
+    "1 to 8": lambda q, k, v: decode_attention(mx.tile(q, (1, 1, 9, 1)), k, v, 1.0),
+    "float16": lambda q, k, v: decode_attention(q, k.astype(mx.float16), v, 1.0),
+    "int32": lambda q, k, v: decode_attention(q.astype(mx.int32), k, v, 1.0),
+    "values do not fit": lambda q, k, v: decode_attention(q, k, v[:, :, 1:], 1.0),
+    "keys do not fit": lambda q, k, v: decode_attention(q, k[:, :, :0], v, 1.0),
+    "multiple of key heads": lambda q, k, v: decode_attention(q[:, :3], k, v, 1.0),
+    "at most 64": lambda q, k, v: decode_attention(mx.tile(q, (1, 5, 8, 1)), k, v, 1.0),
+    "window": lambda q, k, v: decode_attention(q, k, v, 1.0, window=0),
+    "soft cap": lambda q, k, v: decode_attention(q, k, v, 1.0, softcap=0.0),
+    "slopes": lambda q, k, v: decode_attention(q, k, v, 1.0, slopes=mx.zeros(3)),
+    "to 3 bits": lambda q, k, v: quantized_decode_attention(q, (k,) * 3, (v,) * 3, 1.0, group_size=32, bits=3),
+    "groups of 64": lambda q, k, v: quantized_decode_attention(q, (k,) * 3, (v,) * 3, 1.0, group_size=64, bits=4),
+    "must be mlx.core.uint32": lambda q, k, v: quantized_decode_attention(
+        q, (k[..., :12],) * 3, (v,) * 3, 1.0, group_size=32, bits=4
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_refuses_what_it_cannot_do(said):
+    keys = mx.zeros((1, 2, 5, 96))
+    with pytest.raises(ValueError) as error:
+        REFUSED[said](mx.zeros((1, 4, 1, 96)), keys, keys)
+    assert said in str(error.value) and "\n" not in str(error.value)

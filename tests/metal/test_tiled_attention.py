@@ -1,0 +1,256 @@
+"""The training attention against float64 numpy: values, log-sum-exp and all gradients."""
+
+import harness
+import numpy as np
+import oracle
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import as64
+
+import mlxlm.kernels.metal
+from mlxlm._mlx import mx
+from mlxlm.kernels.tiled_attention import tiled_attention, tiled_attention_with_lse
+
+# Largest error over the largest expected value, or over 1, the size of the inputs. Gradients start from the rounded
+# output, and so are no better than it.
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+# The log-sum-exp is float32 whatever the inputs are, and the oracle sees the same rounded inputs.
+LSE_TOLERANCE = 2e-6
+
+few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def normal(seed, *shape, dtype=mx.float32):
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def problem(B, H, kv_heads, T, S, D, dtype=mx.float32):
+    """Queries, keys, values and the cotangents of output and log-sum-exp."""
+    return (
+        normal(0, B, H, T, D, dtype=dtype),
+        normal(1, B, kv_heads, S, D, dtype=dtype),
+        normal(2, B, kv_heads, S, D, dtype=dtype),
+        normal(3, B, H, T, D, dtype=dtype),
+        normal(4, B, H, T),
+    )
+
+
+def error(actual, expected):
+    assert actual.shape == expected.shape
+    actual = as64(actual)
+    assert np.array_equal(np.isfinite(actual), np.isfinite(expected))
+    finite = np.isfinite(expected)
+    if not finite.any():
+        return 0.0
+    return np.abs(actual[finite] - expected[finite]).max() / max(np.abs(expected[finite]).max(), 1)
+
+
+def lse_gradients(q, k, scale, lse_grad, window):
+    """Gradients of sum(lse_grad * lse) by queries and keys: the probabilities times the other one."""
+    dq = scale * lse_grad[..., None] * oracle.attention(q, k, k, scale, window)[0]
+    dk = oracle.attention_grad(q, k, k, scale, scale * lse_grad[..., None] * q, window)[2]
+    return dq, dk
+
+
+def check(q, k, v, output_grad, lse_grad, scale, window=None):
+    (output, lse), gradients = mx.vjp(
+        lambda *qkv: tiled_attention_with_lse(*qkv, scale, window=window), [q, k, v], [output_grad, lse_grad]
+    )
+    q64, k64, v64, do64, dlse64 = map(as64, (q, k, v, output_grad, lse_grad))
+    expected, expected_lse = oracle.attention(q64, k64, v64, scale, window)
+    dq, dk, dv = oracle.attention_grad(q64, k64, v64, scale, do64, window)
+    more_dq, more_dk = lse_gradients(q64, k64, scale, dlse64, window)
+    assert output.dtype == q.dtype and lse.dtype == mx.float32
+    assert error(lse, expected_lse) < LSE_TOLERANCE
+    errors = [
+        error(actual, wanted)
+        for actual, wanted in zip((output, *gradients), (expected, dq + more_dq, dk + more_dk, dv), strict=True)
+    ]
+    assert max(errors) < TOLERANCE[q.dtype], errors
+    return errors
+
+
+@given(data=st.data())
+@few
+def test_matches_the_textbook_on_ragged_lengths(metal, data):
+    draw = data.draw
+    kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 3), (1, 8)]))
+    T = draw(st.integers(1, 70))
+    S = max(1, T + draw(st.integers(-8, 60)))
+    window = draw(st.none() | st.integers(1, 40))
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    D = {mx.float32: 24, mx.float16: 64, mx.bfloat16: 40}[dtype]
+    B = draw(st.integers(1, 2)) if kv_heads * groups == 1 else 1
+    check(*problem(B, kv_heads * groups, kv_heads, T, S, D, dtype), D**-0.5, window)
+
+
+# By the bytes of a row: 32 rows are staged at a time up to 256 bytes, then 24, then 16.
+HEADS = [(32, mx.float32), (48, mx.bfloat16), (64, mx.float32), (80, mx.float32), (96, mx.bfloat16), (112, mx.float32)]
+
+
+@pytest.mark.parametrize("D, dtype", [*HEADS, (128, mx.float32), (128, mx.bfloat16)], ids=str)
+def test_every_head_dimension(metal, D, dtype):
+    check(*problem(1, 1, 1, 35, 41, D, dtype), D**-0.5)
+
+
+@pytest.mark.parametrize("T", [1, 8, 9, 32, 33, 65])
+@pytest.mark.parametrize("window", [None, 1, 2, 8, 9, 32, 33])
+def test_edges_of_tiles(metal, T, window):
+    for more in (0, 1, 7, 8, 31, 32, 33):
+        check(*problem(1, 1, 1, T, T + more, 8), 0.35, window)
+
+
+def test_what_no_row_sees_does_not_count(metal):
+    q, k, v, output_grad, _ = problem(1, 1, 1, 40, 168, 32)
+    unseen = mx.arange(168)[:, None] < 128 - 8 + 1  # the first row sits at 128 and sees eight keys
+    k, v = (mx.where(unseen, mx.nan, x) for x in (k, v))
+    output, gradients = mx.vjp(lambda *qkv: tiled_attention(*qkv, 0.2, window=8), [q, k, v], [output_grad])
+    for x in (*output, *gradients):
+        assert mx.isfinite(x).all()
+    for x in gradients[1:]:
+        assert (mx.where(unseen, x, 0) == 0).all()
+
+
+@pytest.mark.parametrize("window, times", [(16, 2), (None, 4.5)])
+def test_tiles_that_no_row_sees_are_not_read(needs_harness, window, times):
+    """32 rows with a window of 16 see 47 others, two tiles; all of 8 tiles of rows see 4.5 on average."""
+    q, k, v, output_grad, _ = problem(1, 1, 1, 256, 256, 32)
+    with harness.use() as log:
+        mx.vjp(lambda *qkv: tiled_attention(*qkv, 0.2, window=window), [q, k, v], [output_grad])
+    assert len(log.launches) == 3
+    for launch in log.launches:
+        assert launch.loaded <= times * launch.unique_read
+
+
+def test_rows_without_keys_are_zero(metal):
+    T, S = 45, 9
+    q, k, v, output_grad, lse_grad = problem(1, 2, 1, T, S, 32)
+    check(q, k, v, output_grad, lse_grad, 0.3)
+    output, lse = tiled_attention_with_lse(q, k, v, 0.3)
+    assert (output[:, :, : T - S] == 0).all() and (lse[:, :, : T - S] == -mx.inf).all()
+    (query_grad,) = mx.vjp(lambda q: tiled_attention(q, k, v, 0.3), [q], [output_grad])[1]
+    assert (query_grad[:, :, : T - S] == 0).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_extreme_scores(metal, sign):
+    """Scores of some 1e4 either way: float32 resolves them to 1e-3, and so the probabilities."""
+    q, k, v, output_grad, lse_grad = problem(1, 1, 1, 40, 40, 32)
+    q, k = mx.round(4 * mx.abs(q)), mx.round(4 * sign * mx.abs(k))  # whole, so that the products are exact
+    scale = 32.0
+    assert np.abs(as64(q) @ as64(k).swapaxes(-1, -2)).max() * scale > 1e4
+    output, lse = tiled_attention_with_lse(q, k, v, scale)
+    expected, expected_lse = oracle.attention(*map(as64, (q, k, v)), scale)
+    assert error(output, expected) < 2e-3 and error(lse, expected_lse) < 1e-6
+    gradients = mx.vjp(lambda *qkv: tiled_attention(*qkv, scale), [q, k, v], [output_grad])[1]
+    for actual, wanted in zip(
+        gradients, oracle.attention_grad(*map(as64, (q, k, v)), scale, as64(output_grad)), strict=True
+    ):
+        assert error(actual, wanted) < 5e-3
+
+
+def test_arrays_of_any_strides(metal):
+    q, k, v, output_grad, lse_grad = problem(2, 2, 1, 20, 26, 32)
+    straight = check(q, k, v, output_grad, lse_grad, 0.2)
+    q = mx.contiguous(q.swapaxes(1, 2)).swapaxes(1, 2)  # a projection's heads
+    k = mx.concatenate([k, k], axis=2)[:, :, :26]  # a cache's view
+    v = mx.contiguous(v.swapaxes(2, 3)).swapaxes(2, 3)
+    output_grad = mx.contiguous(output_grad.swapaxes(0, 2)).swapaxes(0, 2)
+    lse_grad = mx.contiguous(lse_grad.swapaxes(0, 2)).swapaxes(0, 2)
+    mx.eval(q, k, v, output_grad, lse_grad)
+    assert check(q, k, v, output_grad, lse_grad, 0.2) == straight
+    ones = mx.broadcast_to(mx.array(1.0), q.shape)
+    check(q, k, v, ones, mx.broadcast_to(mx.array(0.5), lse_grad.shape), 0.2)
+
+
+def test_gradient_and_checkpoint(metal):
+    q, k, v, weight, _ = problem(1, 2, 1, 40, 40, 32)
+
+    def loss(attend):
+        return mx.grad(lambda *qkv: (weight * attend(*qkv)).sum(), argnums=(0, 1, 2))(q, k, v)
+
+    def attend(q, k, v):
+        return tiled_attention(q, k, v, 0.2)
+
+    plain, again = loss(attend), loss(mx.checkpoint(attend))
+    expected = oracle.attention_grad(*map(as64, (q, k, v)), 0.2, as64(weight))
+    for one, other, wanted in zip(plain, again, expected, strict=True):
+        assert error(one, wanted) < TOLERANCE[mx.float32]
+        assert (one == other).all()
+
+
+def test_the_order_of_threads_does_not_matter(needs_harness):
+    q, k, v, output_grad, lse_grad = problem(1, 2, 1, 37, 70, 32)
+    results = []
+    for seed in range(3):
+        with harness.use(seed=seed):
+            outputs, gradients = mx.vjp(
+                lambda *qkv: tiled_attention_with_lse(*qkv, 0.2, window=40), [q, k, v], [output_grad, lse_grad]
+            )
+            results.append([*outputs, *gradients])
+    for other in results[1:]:
+        assert all((a == b).all() for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Launches are recorded and give lazy zeros: the wiring without a GPU, and without a computation."""
+    launches = []
+
+    def launch(kernel, inputs, template, grid, threadgroup, outputs):
+        launches.append((kernel.name, outputs))
+        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+
+    monkeypatch.setattr(mlxlm.kernels.metal, "launch", launch)
+    return launches
+
+
+def test_traces_under_compile(traced):
+    def loss(q, k, v):
+        return tiled_attention(q, k, v, 0.2, window=16).sum()
+
+    step = mx.compile(mx.value_and_grad(mx.checkpoint(loss), argnums=(0, 1, 2)))
+    q, k, v, _, _ = problem(1, 4, 2, 24, 40, 32, mx.bfloat16)
+    for _ in range(2):
+        value, gradients = step(q, k, v)
+        assert value.item() == 0
+        assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+        assert all(g.dtype == mx.bfloat16 for g in gradients)
+    assert {name for name, _ in traced} == {
+        "attention_forward", "attention_grad_query", "attention_grad_key_value"
+    }  # fmt: skip
+
+
+def test_memory_is_linear_in_the_length(traced):
+    T = 1 << 20
+    q = mx.broadcast_to(mx.array(0.0, mx.bfloat16), (1, 2, T, 64))
+    mx.grad(lambda q: tiled_attention(q, q, q, 0.125).sum())(q)
+    bytes_written = sum(np.prod(shape) * dtype.size for _, outputs in traced for shape, dtype in outputs)
+    assert bytes_written == 4 * q.size * 2 + 2 * q.size // 64 * 4  # output and three gradients, two statistics
+
+
+def array(*shape, dtype=mx.float32):
+    return mx.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "queries, keys, values, window, complaint",
+    [
+        (array(2, 8, 32), array(2, 8, 32), array(2, 8, 32), None, "four axes"),
+        (array(1, 2, 8, 32), array(1, 2, 8, 32, dtype=mx.float16), array(1, 2, 8, 32), None, "the same for all"),
+        (*[array(1, 2, 8, 32, dtype=mx.int32)] * 3, None, "float32, float16 or bfloat16"),
+        (array(1, 2, 8, 32), array(1, 2, 8, 32), array(1, 2, 9, 32), None, "one shape"),
+        (array(1, 2, 8, 32), array(2, 2, 8, 32), array(2, 2, 8, 32), None, "fits the queries"),
+        (array(1, 2, 8, 32), array(1, 2, 8, 40), array(1, 2, 8, 40), None, "fits the queries"),
+        (array(1, 2, 8, 32), array(1, 2, 0, 32), array(1, 2, 0, 32), None, "empty"),
+        (array(1, 3, 8, 32), array(1, 2, 8, 32), array(1, 2, 8, 32), None, "multiple of 2"),
+        (*[array(1, 2, 8, 36)] * 3, None, "head dimension 36"),
+        (*[array(1, 2, 8, 256)] * 3, None, "head dimension 256"),
+        (*[array(1, 2, 8, 32)] * 3, 0, "window 0"),
+    ],
+)
+def test_complains_in_one_line(queries, keys, values, window, complaint):
+    with pytest.raises(ValueError, match=complaint) as caught:
+        tiled_attention(queries, keys, values, 1.0, window=window)
+    assert "\n" not in str(caught.value)
