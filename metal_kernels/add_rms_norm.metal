@@ -1,4 +1,4 @@
-// Residual addition and RMSNorm in one pass: h = x + residual, y = h / sqrt(mean(h²) + eps) · weight, over rows.
+// Residual addition and RMSNorm in one pass: h = x + residual, y = h / sqrt(mean(h^2) + eps) * weight, over rows.
 //
 // inputs    x, residual [R, N], weight [N] of any floating type, eps float32 scalar
 // outputs   h [R, N] of type H, y [R, N] of type T

@@ -1,4 +1,5 @@
-// What the decode-attention kernels share; after common.h.
+// What the decode-attention kernels share; after common.h. Members are inlined, so that arrays stay in registers, and
+// say where `this` lies, which is no longer `thread` by default in MSL 4.1.
 
 // How the D elements of a key, value or output row lie in the lanes of a SIMD group: COUNT neighbouring lanes with
 // EACH neighbouring elements; SIMD / COUNT rows side by side.
@@ -11,7 +12,7 @@ struct DecodeLanes {
 // For lane i of each aligned block of N lanes (N a power of two): the sum of values[i] over the block. N - 1
 // shuffles, while a sum of its own for each value would take N log2 N.
 template <int N>
-inline float sum_to_lanes(thread float* values, ushort lane) {
+METAL_FUNC float sum_to_lanes(thread float* values, ushort lane) {
   UNROLL
   for (int width = N / 2; width > 0; width /= 2) {
     const bool upper = (lane & width) != 0;
@@ -33,13 +34,13 @@ struct DecodeDense {
   P rows;
   int64_t stride, step;
 
-  DecodeDense from(int row) const {
+  METAL_FUNC DecodeDense from(int row) const thread {
     const DecodeDense rest = {rows + row * stride, stride, step};
     return rest;
   }
 
   // The lane's elements of a row, zeros if it is not `inside`. All lanes of the SIMD group must call it.
-  void load(thread float* x, int row, bool inside, ushort lane) const {
+  METAL_FUNC void load(thread float* x, int row, bool inside, ushort lane) const thread {
     constexpr int EACH = DecodeLanes<D>::EACH;
     const int first = lane % DecodeLanes<D>::COUNT * EACH;
     if (inside && first < D) {
@@ -66,7 +67,7 @@ struct DecodePacked {
   const device T* biases;
   int64_t word_stride, word_step, scale_stride, scale_step, bias_stride, bias_step;
 
-  DecodePacked from(int row) const {
+  METAL_FUNC DecodePacked from(int row) const thread {
     DecodePacked rest = *this;
     rest.words += row * word_stride;
     rest.scales += row * scale_stride;
@@ -74,7 +75,7 @@ struct DecodePacked {
     return rest;
   }
 
-  void load(thread float* x, int row, bool inside, ushort lane) const {
+  METAL_FUNC void load(thread float* x, int row, bool inside, ushort lane) const thread {
     constexpr int EACH = DecodeLanes<D>::EACH, COUNT = DecodeLanes<D>::COUNT, PARTS = D / GROUP;
     const int place = lane % COUNT, first = place * EACH;
     uint codes[EACH / 4];  // four codes each
@@ -144,13 +145,13 @@ struct DecodeRows {
   float query[MINE * EACH], sum[MINE * EACH];
 
   // The lane's row, of which it holds one score per step; ROWS or more if none.
-  int row() const {
+  METAL_FUNC int row() const thread {
     const int slot = lane % SLOTS;
     return slot < MINE ? row_group * MINE + slot : ROWS;
   }
 
   // For part `split` of `splits` of the S keys.
-  void begin(uint simdgroup, uint lane_, int S, int window_, float cap_, int split, int splits) {
+  METAL_FUNC void begin(uint simdgroup, uint lane_, int S, int window_, float cap_, int split, int splits) thread {
     lane = ushort(lane_);
     row_group = simdgroup / KEY_GROUPS;
     key_group = simdgroup % KEY_GROUPS;
@@ -171,23 +172,23 @@ struct DecodeRows {
   }
 
   // The one lane of the SIMD group that speaks for its row.
-  bool speaks() const {
+  METAL_FUNC bool speaks() const thread {
     return lane < SLOTS && row() < ROWS;
   }
 
   // Takes the slope of each row from the lane that speaks for it.
-  void share_slopes(float given) {
+  METAL_FUNC void share_slopes(float given) thread {
     slope = M_LOG2E_F * simd_shuffle(given, ushort(lane % SLOTS));
   }
 
   // Every query element is loaded once per threadgroup. `scratch` holds SCRATCH floats.
-  void load_queries(
+  METAL_FUNC void load_queries(
       const device T* from,
       int64_t head_stride,
       int64_t query_stride,
       int64_t step,
       float scale,
-      threadgroup float* scratch) {
+      threadgroup float* scratch) thread {
     const DecodeDense<const threadgroup float*, D, true> rows = {scratch + row_group * KEY_GROUPS * D, D, 1};
     UNROLL
     for (int r = 0; r < MINE; r += KEY_GROUPS) {
@@ -219,7 +220,7 @@ struct DecodeRows {
 
   // The lane's elements of a row to threadgroup memory.
   template <typename U>
-  void put(threadgroup U* to, const thread float* x, bool used) const {
+  METAL_FUNC void put(threadgroup U* to, const thread float* x, bool used) const thread {
     const int first = lane % LANES * EACH;
     if (used && first < D) {
       UNROLL
@@ -232,7 +233,7 @@ struct DecodeRows {
   // Takes in the keys [key, key + STEP) without those from `end` on, which are then S or more, and so seen by no
   // query; `origin` is the key of the first row of both. FULL says that all rows exist.
   template <bool FULL, typename Keys, typename Values>
-  void take(const Keys keys, const Values values, int key, int origin, int end) {
+  METAL_FUNC void take(const Keys keys, const Values values, int key, int origin, int end) thread {
     const int mine = key + lane / LANES;
     const Keys near_keys = keys.from(mine - origin);  // so that the strides below are the same for all lanes
     const Values near_values = values.from(mine - origin);
@@ -298,7 +299,7 @@ struct DecodeRows {
   // Takes in all keys of the threadgroup. One row group reads them from device memory; several share tiles of TILE
   // keys and values in threadgroup memory, each row loaded once.
   template <int TILE, typename Keys, typename Values>
-  void attend(const Keys keys, const Values values, threadgroup T* tile) {
+  METAL_FUNC void attend(const Keys keys, const Values values, threadgroup T* tile) thread {
     const int end = end_key;
     if (ROW_GROUPS == 1) {
       for (int key = first_key + key_group * STEP; key < end; key += KEY_GROUPS * STEP) {
@@ -333,8 +334,8 @@ struct DecodeRows {
 
   // One element of a row: its share of the output, or without SPLIT the output itself.
   template <bool SPLIT, typename Out>
-  void write(device Out* to, int d, float value, float peak, float all) const {
-    to[d] = Out(SPLIT ? value : all > 0 ? value / all : 0.0f);
+  METAL_FUNC void write(device Out* to, int d, float value, float peak, float all) const thread {
+    to[d] = Out(SPLIT ? value : all == 0 ? 0.0f : value / all);
     if (SPLIT && d == 0) {
       to[D] = Out(peak);
       to[D + 1] = Out(all);
@@ -344,7 +345,7 @@ struct DecodeRows {
   // Merges the SIMD groups. Row i goes to out + i * stride: D elements, with SPLIT unnormalised and followed by the
   // greatest score and the sum of exp2(score - greatest). `scratch` holds SCRATCH floats.
   template <bool SPLIT, typename Out>
-  void finish(device Out* out, int64_t stride, threadgroup float* scratch) {
+  METAL_FUNC void finish(device Out* out, int64_t stride, threadgroup float* scratch) thread {
     UNROLL
     for (int lanes = SLOTS; lanes < SIMD; lanes *= 2) {
       total += simd_shuffle_xor(total, ushort(lanes));

@@ -8,7 +8,7 @@
 //   without SPLIT, T [B, H, QUERIES, D];
 //   with SPLIT, float32 [B, H, QUERIES, splits, D + 2]: the unnormalised sum, the greatest score (base 2) and the sum
 //   of exp2(score - greatest) of each part of the keys, for attention_decode_combine
-// Template: T; OUT, the output's type; D; GROUPED; QUERIES; ROW_GROUPS and KEY_GROUPS, which the rows and the keys
+// Template: T; D; GROUPED; QUERIES; ROW_GROUPS and KEY_GROUPS, which the rows and the keys
 //   are divided into within a threadgroup; TILE, the keys staged at once (0 with one row group); SPLIT; WINDOW;
 //   SOFTCAP; SLOPES
 // Grid: (32 * ROW_GROUPS * KEY_GROUPS, B * H_kv, splits); threadgroup: the same with 1, 1

@@ -49,6 +49,6 @@ UNROLL
 for (int i = 0; i < EACH; ++i) {
   const int d = i * SIMD + lane;
   if (d < D) {
-    out[int64_t(row) * D + d] = T(total > 0 ? sum[i] / total : 0.0f);
+    out[int64_t(row) * D + d] = T(total == 0 ? 0.0f : sum[i] / total);
   }
 }

@@ -10,7 +10,7 @@
 //
 // Method: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 1. A SIMD group keeps its rows of queries and of
 // the output in registers; the threadgroup stages a tile of keys and values at a time and skips the tiles that none
-// of its rows sees. Scores are in units of log 2, since exp2 is the instruction that the GPU has.
+// of its rows sees. Scores are in units of log 2: one multiplication less for each exponential.
 
 constexpr int THREADS = ROWS / 8 * SIMD;
 constexpr int TILES = D / 8;

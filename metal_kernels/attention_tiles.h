@@ -4,13 +4,13 @@
 // factor or sum: a product can be masked, exponentiated and multiplied again without leaving the registers.
 
 // Column (x) and row (y) of a lane's first element.
-inline ushort2 tile_place(uint lane) {
+METAL_FUNC ushort2 tile_place(uint lane) {
   const uint quad = lane / 4;
   return ushort2((quad & 2) * 2 + (lane % 2) * 2, (quad & 4) + (lane / 2) % 4);
 }
 
 // sum += left * right, in float32.
-inline void tile_multiply_add(thread float2& sum, float2 left, float2 right) {
+METAL_FUNC void tile_multiply_add(thread float2& sum, float2 left, float2 right) {
   simdgroup_float8x8 a, b, c;
   a.thread_elements()[0] = left.x;
   a.thread_elements()[1] = left.y;
@@ -23,13 +23,13 @@ inline void tile_multiply_add(thread float2& sum, float2 left, float2 right) {
 }
 
 // Over the eight elements of the lane's row, which lie in the lanes that differ in bits 0 and 3.
-inline float tile_row_max(float2 pair) {
+METAL_FUNC float tile_row_max(float2 pair) {
   float top = max(pair.x, pair.y);
   top = max(top, simd_shuffle_xor(top, ushort(1)));
   return max(top, simd_shuffle_xor(top, ushort(8)));
 }
 
-inline float tile_row_sum(float2 pair) {
+METAL_FUNC float tile_row_sum(float2 pair) {
   float sum = pair.x + pair.y;
   sum += simd_shuffle_xor(sum, ushort(1));
   return sum + simd_shuffle_xor(sum, ushort(8));
@@ -37,13 +37,13 @@ inline float tile_row_sum(float2 pair) {
 
 // The lane's part of the 8 x 8 tile at `corner` of a matrix with rows of LD elements, and of its transpose.
 template <typename T, int LD>
-inline float2 tile_load(const threadgroup T* corner, ushort2 place) {
+METAL_FUNC float2 tile_load(const threadgroup T* corner, ushort2 place) {
   const threadgroup T* at = corner + place.y * LD + place.x;
   return float2(float(at[0]), float(at[1]));
 }
 
 template <typename T, int LD>
-inline float2 tile_load_transposed(const threadgroup T* corner, ushort2 place) {
+METAL_FUNC float2 tile_load_transposed(const threadgroup T* corner, ushort2 place) {
   const threadgroup T* at = corner + place.x * LD + place.y;
   return float2(float(at[0]), float(at[LD]));
 }
@@ -51,7 +51,7 @@ inline float2 tile_load_transposed(const threadgroup T* corner, ushort2 place) {
 // A lane's part of 8 rows of D elements, kept as they are stored: half precision halves the registers. Zeros if the
 // lane's row is not `inside`.
 template <typename T, int D>
-inline void tile_hold_row(thread T* held, const device T* row, int64_t stride, bool inside, ushort2 place) {
+METAL_FUNC void tile_hold_row(thread T* held, const device T* row, int64_t stride, bool inside, ushort2 place) {
   UNROLL
   for (int d = 0; d < D / 8; ++d) {
     const int64_t at = (8 * d + place.x) * stride;
@@ -63,7 +63,7 @@ inline void tile_hold_row(thread T* held, const device T* row, int64_t stride, b
 // All THREADS of a threadgroup copy ROWS rows of D elements into rows of LD; zeros from row `count` on. A thread takes
 // runs of four; when they are neighbours in memory, a run can become one load.
 template <typename T, int ROWS, int D, int LD, int THREADS>
-inline void tile_stage_rows(
+METAL_FUNC void tile_stage_rows(
     threadgroup T* to,
     const device T* from,
     int64_t row_stride,

@@ -9,7 +9,7 @@ constant constexpr int SIMD = 32;  // threads of a SIMD group on every Apple GPU
 
 // The sum of `value` over all threads of a threadgroup of whole SIMD groups, for every one of them, always in
 // the same order. All must call it. `scratch` holds one value per SIMD group and may be used again at once.
-inline float threadgroup_sum(float value, threadgroup float* scratch, uint simdgroup, uint simdgroups, uint lane) {
+METAL_FUNC float threadgroup_sum(float value, threadgroup float* scratch, uint simdgroup, uint simdgroups, uint lane) {
   value = simd_sum(value);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // until the sums of the call before have been read
   if (lane == 0) {
@@ -20,7 +20,8 @@ inline float threadgroup_sum(float value, threadgroup float* scratch, uint simdg
 }
 
 // Two sums for the barriers of one.
-inline float2 threadgroup_sum(float2 value, threadgroup float2* scratch, uint simdgroup, uint simdgroups, uint lane) {
+METAL_FUNC float2
+threadgroup_sum(float2 value, threadgroup float2* scratch, uint simdgroup, uint simdgroups, uint lane) {
   value = float2(simd_sum(value.x), simd_sum(value.y));
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (lane == 0) {
@@ -35,7 +36,7 @@ inline float2 threadgroup_sum(float2 value, threadgroup float2* scratch, uint si
 
 // Four consecutive values as float32, those from `left` on as 0. `P` is a pointer in any address space.
 template <typename P>
-inline float4 load4(P from, int left) {
+METAL_FUNC float4 load4(P from, int left) {
   if (left >= 4) {
     return float4(float(from[0]), float(from[1]), float(from[2]), float(from[3]));
   }
@@ -45,13 +46,13 @@ inline float4 load4(P from, int left) {
 
 // Four values rounded to T, as float32.
 template <typename T>
-inline float4 round4(float4 values) {
+METAL_FUNC float4 round4(float4 values) {
   return float4(float(T(values.x)), float(T(values.y)), float(T(values.z)), float(T(values.w)));
 }
 
 // The first `left` of four consecutive values, rounded to T.
 template <typename T>
-inline void store4(device T* to, float4 values, int left) {
+METAL_FUNC void store4(device T* to, float4 values, int left) {
   if (left >= 4) {
     to[0] = T(values.x);
     to[1] = T(values.y);

@@ -1,4 +1,4 @@
-// RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x²) + eps) · weight, over rows.
+// RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight, over rows.
 //
 // inputs    x [R, N], weight [N] of any floating type, eps float32 scalar
 // outputs   y [R, N] of type T
@@ -8,7 +8,7 @@
 // grid      any number of threadgroups of whole SIMD groups, in x; they share out the rows
 //
 // A team takes every so-many-th row. Thread t of a team of L threads holds the runs t, t + L, ... of a tile of
-// 4·L·CHUNKS values, so that neighbours read neighbouring addresses. A row of one tile is read once from
+// 4 * L * CHUNKS values, so that neighbours read neighbouring addresses. A row of one tile is read once from
 // device memory and the weight once per team; of a longer row all tiles but the last are read twice.
 // Everything is float32 until y is rounded.
 

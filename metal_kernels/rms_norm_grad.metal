@@ -1,6 +1,6 @@
-// Gradients of RMSNorm. With r = 1 / sqrt(mean(x²) + eps), over rows:
-//   dx = r·(dy·weight - x·r²·mean(dy·weight·x)) + dh
-//   dw = sum over rows of dy·x·r
+// Gradients of RMSNorm. With r = 1 / sqrt(mean(x^2) + eps), over rows:
+//   dx = r * (dy * weight - x * r^2 * mean(dy * weight * x)) + dh
+//   dw = sum over rows of dy * x * r
 //
 // inputs    x, dy, dh [R, N], weight [N] of any floating type, eps float32 scalar;
 //           dh is what reaches x past the norm (the residual stream); unread unless STREAM
@@ -71,7 +71,7 @@ for (int tile = 0; tile < tiles; tile++) {
       sums = float2(simd_sum(sums.x), simd_sum(sums.y));
     }
     const float inverse = precise::rsqrt(sums.x / N + epsilon);
-    const float mean = sums.y / N * inverse * inverse;  // in this order: inverse³ could leave float32
+    const float mean = sums.y / N * inverse * inverse;  // in this order: inverse^3 could leave float32
     UNROLL for (int c = 0; c < CHUNKS; c++) {
       const int i = from + c * stride;
       float4 gradient = inverse * (gradients[c] * weights[c] - values[c] * mean);

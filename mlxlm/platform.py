@@ -128,7 +128,8 @@ def process_memory() -> int:
 def chip() -> str:
     """The processor's name, e.g. "Apple M2 Max"."""
     if sys.platform == "darwin":
-        out = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        out = subprocess.run(command, capture_output=True, text=True, check=False)
         return out.stdout.strip() or "Apple silicon"
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -150,12 +151,20 @@ def model_cache() -> Path:
 
 def state_folder() -> Path:
     """Where mlxlm keeps its own small files (chat history), by the XDG rules. Not created here."""
-    return Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "mlxlm"
+    return _own_folder("XDG_STATE_HOME", ".local/state")
 
 
 def cache_folder() -> Path:
     """Where mlxlm keeps what it can find out again (kernel measurements), by the XDG rules. Not created here."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mlxlm"
+    return _own_folder("XDG_CACHE_HOME", ".cache")
+
+
+def _own_folder(variable: str, below_home: str) -> Path:
+    """Raises PlatformError for a user without a home, as containers have."""
+    try:
+        return Path(os.environ.get(variable) or Path.home() / below_home) / "mlxlm"
+    except RuntimeError:
+        raise PlatformError("this user has no home folder", f"set HOME or {variable}") from None
 
 
 @contextmanager

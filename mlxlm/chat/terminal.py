@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 
 from mlxlm import platform
 from mlxlm.chat.session import ChatSession
-from mlxlm.errors import GenerationError, describe
+from mlxlm.errors import GenerationError, PlatformError, describe
 from mlxlm.generation import FinishReason
 
 COMMANDS = {
@@ -179,7 +179,11 @@ def _history():
                 self.kept = False
                 _say(f"the history of this chat is no longer kept: {path}: {error.strerror}")
 
-    path = platform.state_folder() / "chat_history"
+    try:
+        path = platform.state_folder() / "chat_history"
+    except PlatformError as error:
+        _say(f"the history of this chat won't be kept: {error.message}")
+        return InMemoryHistory()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode=0o600))

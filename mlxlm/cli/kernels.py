@@ -8,9 +8,13 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.config import ModelConfig, preset_names
+from mlxlm.errors import MlxlmError, PlatformError
 
 _DEFAULT = "15m"
 _MODEL = click.argument("model", default=_DEFAULT)
+_DTYPE = click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of inference [float16; on a CPU float32]."
+)
 _JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 
 
@@ -25,46 +29,64 @@ def kernels() -> None:
 
 @kernels.command("list")
 @_MODEL
+@_DTYPE
 @_JSON
-def list_(model: str, as_json: bool) -> None:
+def list_(model: str, dtype: str | None, as_json: bool) -> None:
     """Show the path of each operation of MODEL here, and why."""
     from mlxlm.kernels import dispatch, records
     from mlxlm.kernels.bench import cases_of
 
-    choices = [(case, dispatch.choose(operation, case)) for operation, case in cases_of(_config(model))]
+    choices = [(case, _choice(operation, case)) for operation, case in cases_of(_config(model), dtype)]
     if as_json:
         found = [{"case": str(case), "path": c.path, "why": c.why} for case, c in choices]
         render.emit_json({"machine": records.machine(), "mode": dispatch.mode(), "operations": found})
         return
-    rows = [(case.operation, case.dtype, _sizes(case), c.path, c.why) for case, c in choices]
+    rows = [(case.operation, case.dtype, case.described, c.path or "-", c.why) for case, c in choices]
     render.print_result(render.table(rows, ("operation", "dtype", "case", "path", "why")))
 
 
 @kernels.command()
 @_MODEL
+@_DTYPE
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings per path.")
 @_JSON
-def bench(model: str, rounds: int, as_json: bool) -> None:
-    """Time all paths of the operations of MODEL on this machine; the fastest ones are taken from then on."""
+def bench(model: str, dtype: str | None, rounds: int, as_json: bool) -> None:
+    """Time all paths of the operations of MODEL on this machine; the fastest ones are taken from then on.
+
+    A run that is resumed after this may take other paths, whose sums round in another way.
+    """
     from mlxlm.kernels import records
     from mlxlm.kernels.bench import cases_of, measure_all
 
-    config = _config(model)
-    found = []
-    with render.steps_progress("measuring", len(cases_of(config))) as advance:
-        for measurement in measure_all(config, rounds):
-            found.append(measurement)
-            advance(str(measurement.case))
+    config, found, unkept = _config(model), [], None
+    with render.steps_progress("measuring", len(cases_of(config, dtype))) as advance:
+        try:
+            for measurement in measure_all(config, dtype, rounds):
+                found.append(measurement)
+                advance(str(measurement.case))
+        except MlxlmError as problem:
+            unkept = problem
     if as_json:
         cases = [m.to_dict() for m in found]
         render.emit_json({"machine": records.machine(), "rounds": rounds, "cases": cases})
-        return
-    header = ("operation", "case", "path", "ms", "least to most", "error", "peak memory", "")
-    render.print_result(render.table([row for m in found for row in _rows(m)], header))
-    refused = {f"{path}: {reason}" for m in found for path, reason in m.refused.items()}
-    for line in sorted(refused):
-        render.say(f"not measured: {line}")
-    render.say(f"kept in {records.path()} for this chip, MLX version and state of the kernels")
+    else:
+        header = ("operation", "case", "path", "ms", "least to most", "error", "peak memory", "")
+        render.print_result(render.table([row for m in found for row in _rows(m)], header))
+        for line in sorted({f"{path}: {reason}" for m in found for path, reason in m.refused.items()}):
+            render.say(f"not measured: {line}")
+    if unkept:
+        raise unkept
+    if not as_json:
+        render.say(f"kept in {records.path()} for this device, MLX version and state of the kernels")
+
+
+def _choice(operation, case):
+    from mlxlm.kernels import dispatch
+
+    try:
+        return dispatch.choose(operation, case)
+    except PlatformError as problem:
+        return dispatch.Choice(None, problem.message)
 
 
 def _rows(m):
@@ -72,7 +94,7 @@ def _rows(m):
         first, last = min(timing.seconds), max(timing.seconds)
         yield (
             f"{m.case.operation} {m.case.dtype}",
-            _sizes(m.case),
+            m.case.described,
             path,
             f"{1e3 * timing.median:.3f}",
             f"{1e3 * first:.3f} to {1e3 * last:.3f}",
@@ -80,10 +102,6 @@ def _rows(m):
             render.human_bytes(timing.peak_bytes),
             "taken" if path == m.fastest else "",
         )
-
-
-def _sizes(case) -> str:
-    return " ".join([*(f"{name}={size}" for name, size in case.sizes), *case.features])
 
 
 def _config(model: str) -> ModelConfig:

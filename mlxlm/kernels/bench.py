@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
+from mlxlm.errors import MlxlmError
 from mlxlm.kernels import dispatch, records
-from mlxlm.kernels.attention import DECODE, PREFILL, QUANTIZED, TRAINING
-from mlxlm.kernels.dispatch import Case, Operation, round_up
-from mlxlm.kernels.rms_norm import ADD_NORM, NORM
+from mlxlm.kernels.attention_paths import DECODE, LENGTHS, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels.dispatch import Case, Operation
+from mlxlm.kernels.rms_norm import ADD_NORM, NORM, ROWS
+from mlxlm.kernels.trial import TOLERANCE, error, outputs
 
 ROUNDS = 7
 _LEAST_SECONDS = 0.01  # of one timing: as many calls as it takes
@@ -25,7 +28,7 @@ class Timing:
     """Seconds of single calls, gradient included where the operation has one, after a warm-up."""
 
     seconds: list[float]
-    error: float  # relative, against MLX's operations in float32
+    error: float  # relative, against MLX's operations in float32 on the CPU
     peak_bytes: int  # the most memory that MLX held at once, arguments included
 
     @property
@@ -35,19 +38,18 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All paths of a case that can run here, and the path that `mlxlm` takes from now on."""
+    """The paths of a case that can run here, and the one that is taken from now on."""
 
-    operation: Operation
     case: Case
     timings: dict[str, Timing]
-    refused: dict[str, str]  # path: why it can't run
-    fastest: str
+    refused: dict[str, str]  # path: why it wasn't measured
+    fastest: str | None
 
     def to_dict(self) -> dict[str, Any]:
         timings = {
             path: {
                 "milliseconds": [round(1e3 * s, 4) for s in sorted(t.seconds)],
-                "error": float(f"{t.error:.2e}") if t.error == t.error else None,
+                "error": float(f"{t.error:.2e}") if math.isfinite(t.error) else None,
                 "peak_bytes": t.peak_bytes,
             }
             for path, t in self.timings.items()
@@ -55,79 +57,96 @@ class Measurement:
         return {"case": str(self.case), "fastest": self.fastest, "paths": timings, "refused": self.refused}
 
 
-def cases_of(config: ModelConfig) -> list[tuple[Operation, Case]]:
-    """The operations that a model calls: decoding, reading a prompt and training at typical lengths.
+def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operation, Case]]:
+    """The operations of a model: decoding, reading a prompt and training, at the lengths that are told apart.
 
-    Inference in float16 (float32 on the CPU), training in float32.
+    Inference in `dtype` (float16 if None, on the CPU float32), training in float32. Decoding on a quantized cache
+    is `mlxlm.kernels.quantized_attention`.
     """
-    dtype = "float32" if ON_CPU else "float16"
+    dtype = dtype or ("float32" if ON_CPU else "float16")
     N, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    least, most = LENGTHS
+    longest = max(least, min(most, config.max_position_embeddings))
+    lengths = [n for n in (256, 512, 1024, 2048, 4096) if n <= longest]
     found: list[tuple[Operation, Case]] = []
-
-    def norm(operation: Operation, dtype: str, rows: int) -> None:
-        found.append((operation, Case(operation.name, dtype, (("N", N), ("rows", rows)))))
-
-    def attend(operation: Operation, dtype: str, **sizes: int) -> None:
-        found.append((operation, Case(operation.name, dtype, (("D", D), ("H", H), ("K", K), *sizes.items()))))
-
-    longest = round_up(config.max_position_embeddings)
-    lengths = sorted({min(longest, n) for n in (256, 1024, 4096)})
     for operation in (NORM, ADD_NORM):
-        norm(operation, dtype, 1)
-        norm(operation, "float32", 2048)
-    for S in lengths:
-        attend(DECODE, dtype, T=1, S=S)
-    group_size = next((n for n in (64, 32) if D % n == 0), None)
-    for bits in (8, 4) if group_size else ():
-        attend(QUANTIZED, dtype, group_size=group_size, bits=bits, T=1, S=lengths[-1])
-    for T in lengths:
-        attend(PREFILL, dtype, T=T)
-    for T in lengths:
-        attend(TRAINING, "float32", T=T)
+        decoding, prompt, training = (Case(operation.name, dtype, ("N", "rows"), (N, rows)) for rows in ROWS)
+        found += [(operation, case) for case in (decoding, prompt, training._replace(dtype="float32"))]
+
+    def attend(operation: Operation, dtype: str, T: int, S: int, **form: int) -> None:
+        found.append((operation, attention_case(operation, dtype, D, H, K, T, S, None, None, None, **form)))
+
+    for n in lengths:
+        attend(DECODE, dtype, 1, n)
+    if group_size := next((n for n in (64, 32) if D % n == 0), None):
+        for bits in (8, 4):
+            attend(QUANTIZED, dtype, 1, lengths[-1], group_size=group_size, bits=bits)
+    for operation, kind in ((PREFILL, dtype), (TRAINING, "float32")):
+        for n in lengths:
+            attend(operation, kind, n, n)
     return found
 
 
-def measure_all(config: ModelConfig, rounds: int = ROUNDS) -> Iterator[Measurement]:
-    """Measure each case of a model in turn; at the end, what was found is kept and used from then on.
+def measure_all(config: ModelConfig, dtype: str | None = None, rounds: int = ROUNDS) -> Iterator[Measurement]:
+    """Measure each case of a model in turn; each is kept, and used from then on.
 
-    Raises MlxlmError if it can't be written.
+    Raises MlxlmError at the end if something couldn't be written.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for operation, case in cases_of(config):
+    unkept = None
+    for operation, case in cases_of(config, dtype):
         measurement = measure(operation, case, rounds)
-        found[str(case)] = measurement.to_dict()
+        if measurement.fastest:
+            try:
+                records.measured(str(case), measurement.to_dict())
+                dispatch.forget_choices()
+            except MlxlmError as problem:
+                unkept = problem
         yield measurement
-    records.measured(found)
-    dispatch.forget_choices()
+    if unkept:
+        raise unkept
 
 
 def measure(operation: Operation, case: Case, rounds: int = ROUNDS) -> Measurement:
-    """Time the paths of a case in turn, so that a noisy moment of the machine hits them all."""
-    refused = {path: reason for path in operation.paths if (reason := operation.blocked(path, case))}
-    args, kwargs = operation.trial(case, False)
+    """Time the paths that "auto" may take for a case, in turn, so that a noisy moment hits them all."""
+    order, why = operation.prefers(case)
+    refused = {path: f"not taken: {why}" for path in operation.paths if path not in order}
+    args, kwargs = operation.trial(case)
     mx.eval(args)
     calls, errors, peaks = {}, {}, {}
-    for path in operation.paths:
-        if path not in refused:
-            errors[path] = dispatch.error(operation, path, args, kwargs, case)
-            calls[path] = _call(operation, path, args, kwargs)
-            calls[path](1)
+    for path in order:
+        if reason := operation.blocked(path, case):
+            refused[path] = reason
+            continue
+        try:
+            errors[path] = error(operation, path, _narrow(case))
+            call = _call(operation, path, args, kwargs)
+            call(1)
             mx.clear_cache()
             mx.reset_peak_memory()
-            calls[path](1)
-            peaks[path] = mx.get_peak_memory()
+            call(1)
+            peaks[path], calls[path] = mx.get_peak_memory(), call
+        except Exception as problem:  # whatever a compiler or a driver may say: the others are measured
+            refused[path] = f"failed: {' '.join(str(problem).split())[:200]}"
     repeats = {path: _repeats(call) for path, call in calls.items()}
     seconds: dict[str, list[float]] = {path: [] for path in calls}
     for _ in range(rounds):
         for path, call in calls.items():
             seconds[path].append(call(repeats[path]))
     timings = {path: Timing(seconds[path], errors[path], peaks[path]) for path in calls}
-    return Measurement(operation, case, timings, refused, _fastest(operation, case, timings))
+    return Measurement(case, timings, refused, _fastest(order, case, timings))
+
+
+def _narrow(case: Case) -> Case:
+    """What the error is taken on: one key head and up to 1,024 positions; the reference keeps the whole square."""
+    if "K" not in case.names:
+        return case
+    narrow = case.resized(H=case.size("H") // case.size("K"), K=1)
+    return narrow if "S" in case.names else narrow.resized(T=min(1024, case.size("T")))
 
 
 def _call(operation: Operation, path: str, args, kwargs):
     """A function that runs the path n times in one evaluation and gives seconds per run."""
-    compiled = mx.compile(lambda *args: dispatch.evaluate(operation, path, args, kwargs))
+    compiled = mx.compile(lambda *args: outputs(operation, path, args, kwargs))
 
     def run(n: int) -> float:
         start = time.perf_counter()
@@ -141,10 +160,8 @@ def _repeats(call) -> int:
     return max(1, min(64, int(_LEAST_SECONDS / max(call(1), 1e-6))))
 
 
-def _fastest(operation: Operation, case: Case, timings: dict[str, Timing]) -> str:
-    """The path to take: of those that may be taken, the first one unless another is clearly faster."""
-    order, _ = operation.prefers(case)
-    right = [p for p in order if p in timings and timings[p].error <= dispatch.TOLERANCE[case.dtype]]
-    first, *others = right or [p for p in order if p in timings]
-    faster = [p for p in others if timings[p].median < _MARGIN * timings[first].median]
-    return min(faster, key=lambda p: timings[p].median, default=first)
+def _fastest(order: Sequence[str], case: Case, timings: dict[str, Timing]) -> str | None:
+    """The path to take: the first one that is right, unless another is clearly faster; None if none is right."""
+    right = [p for p in order if p in timings and timings[p].error <= TOLERANCE[case.dtype]]
+    faster = [p for p in right[1:] if timings[p].median < _MARGIN * timings[right[0]].median]
+    return min(faster, key=lambda p: timings[p].median, default=next(iter(right), None))

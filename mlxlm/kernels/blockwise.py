@@ -12,7 +12,9 @@ from functools import cache
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
 
-_BLOCK_BYTES = 16 << 20  # of one block's scores in float32; a block has about four such arrays
+# Of one block's scores in float32; MLX holds up to 20 such arrays at once. Fewer blocks make a smaller graph,
+# which counts where it is dispatched to a GPU and memory is not in a cache either way.
+_BLOCK_BYTES = (16 if ON_CPU else 128) << 20
 _LEAST_ROWS = 32  # products of fewer rows are slow
 
 

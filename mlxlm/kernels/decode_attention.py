@@ -208,7 +208,6 @@ def _attend(kernel, queries, arrays, row_bytes, template, scale, window, softcap
         inputs=[queries, *arrays, *options],
         template={
             "T": queries.dtype,
-            "OUT": out_type,
             "D": D,
             "GROUPED": grouped,
             "QUERIES": T,

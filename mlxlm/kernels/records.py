@@ -1,39 +1,47 @@
 """What was found out about the kernels on this machine, kept between runs in the user's cache.
 
-A record belongs to one chip, one MLX version and one state of the Metal sources: with another of any of them it is
-not used. It is only a cache: one that can't be read or written is as good as none.
+A record belongs to one device, system, MLX version and state of the kernels: with another of any of them it is
+not used. It is only a cache: one that can't be read is as good as none.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import platform as system
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from mlxlm import platform
-from mlxlm._mlx import mx
-from mlxlm.errors import MlxlmError
+from mlxlm._mlx import ON_CPU, mx
+from mlxlm.errors import CheckpointError, MlxlmError, os_errors_as
 from mlxlm.files import write_json
 from mlxlm.resources import resource
 
 
 def path() -> Path:
+    """Raises MlxlmError if there is no place for it."""
     return platform.cache_folder() / "kernels.json"
 
 
 @cache
 def machine() -> str:
-    """Chip, device, MLX version and a digest of the Metal sources."""
+    """Device, system, MLX version, and a digest of the Metal sources and of the code that launches them."""
     digest = hashlib.sha256()
-    for file in sorted(resource("metal_kernels").iterdir()):
-        if file.suffix in (".metal", ".h"):
-            digest.update(file.read_bytes())
-    device = "GPU" if mx.default_device() == mx.Device(mx.gpu) else "CPU"
-    return f"{platform.chip()}, {device}, mlx {version('mlx')}, kernels {digest.hexdigest()[:16]}"
+    for folder, endings in ((resource("metal_kernels"), (".metal", ".h")), (Path(__file__).parent, (".py",))):
+        for file in sorted(folder.iterdir()):
+            if file.suffix in endings:
+                digest.update(file.read_bytes())
+    if ON_CPU:
+        device = f"{platform.chip()}, {platform.cpu_cores()} cores, {platform.load_blas().name}"
+    else:
+        device = str(mx.device_info().get("device_name", platform.chip()))
+    return f"{device}, {system.system()} {system.release()}, mlx {mx.__version__}, kernels {digest.hexdigest()[:16]}"
 
 
 def fastest(case: str) -> str | None:
@@ -42,11 +50,9 @@ def fastest(case: str) -> str | None:
     return found.get("fastest") if isinstance(found, dict) else None
 
 
-def measured(cases: dict[str, dict[str, Any]]) -> None:
-    """Keep measurements: by case, the fastest path and what was seen. Raises MlxlmError if the disk refuses."""
-    record = _record()
-    record["measured"].update(cases)
-    _write(record)
+def measured(case: str, found: dict[str, Any]) -> None:
+    """Keep a measurement: the fastest path and what was seen. Raises MlxlmError if the disk refuses."""
+    _update(lambda record: record["measured"].update({case: found}))
 
 
 def is_verified(kind: str) -> bool:
@@ -55,19 +61,24 @@ def is_verified(kind: str) -> bool:
 
 
 def verified(kind: str) -> None:
-    """Remember that they do. A full or read-only disk only means that they are tried again next time."""
-    record = _record()
-    record["verified"] = sorted({*record["verified"], kind})
+    """Remember that they do. Where that can't be written, they are tried again next time."""
     with suppress(MlxlmError):
-        _write(record)
+        _update(lambda record: record["verified"].append(kind))
 
 
 def _record() -> dict[str, Any]:
-    return _read_all(path()).setdefault(machine(), {"measured": {}, "verified": []})
+    try:
+        return _of_machine(_read(path()))
+    except MlxlmError:
+        return _of_machine({})
+
+
+def _of_machine(everything: dict[str, Any]) -> dict[str, Any]:
+    return everything.setdefault(machine(), {"measured": {}, "verified": []})
 
 
 @cache
-def _read_all(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Any]:
     """All machines' records; those that don't have the form of one are left out."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -85,9 +96,17 @@ def _is_record(value: Any) -> bool:
     )
 
 
-def _write(record: dict[str, Any]) -> None:
+def _update(change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change this machine's record in the file as it is now: another process may have written since."""
     file = path()
-    everything = {**_read_all(file), machine(): record}
-    with suppress(OSError):
+    with os_errors_as(CheckpointError, "write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, everything)
+        lock = os.open(file.with_suffix(".lock"), os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _read.cache_clear()
+        everything = _read(file)
+        change(_of_machine(everything))
+        write_json(file, everything)
+    finally:
+        os.close(lock)

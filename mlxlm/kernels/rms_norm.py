@@ -12,20 +12,24 @@ from functools import cache
 from typing import Any
 
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.kernels.dispatch import Case, Operation, dtype_name, round_up
+from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 
+ROWS = (8, 512, 4096)  # decoding, prompts and training: a case has up to so many rows, the last one all that are more
+_SIZES = ("N", "rows")
 _CPU_LEAST = 4096  # values from which the products of `_rms_norm_cpu` pay
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """The norm of x `[..., N]` by weight `[N]`, in the dtype that both promote to."""
-    return NORM.implementation(_case(NORM, x))(x, weight, eps)
+    """The norm of x `[..., N]` by weight `[N]`, in the dtype that both promote to. Raises ValueError otherwise."""
+    return NORM.implementation(_case(NORM, x, weight))(x, weight, eps)
 
 
 def add_rms_norm(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """h = x + residual and rms_norm(h), x and residual `[..., N]`, weight `[N]`."""
-    return ADD_NORM.implementation(_case(ADD_NORM, x))(x, residual, weight, eps)
+    """h = x + residual and rms_norm(h), x and residual `[..., N]`, weight `[N]`. Raises ValueError otherwise."""
+    if residual.shape != x.shape or residual.dtype not in DTYPE_NAMES:
+        raise ValueError(f"residual is {residual.shape} {residual.dtype}, but x is {x.shape} {x.dtype}")
+    return ADD_NORM.implementation(_case(ADD_NORM, x, weight, residual))(x, residual, weight, eps)
 
 
 def rms_norm_mlx(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -74,17 +78,44 @@ def _inverse(rows: mx.array, eps: float) -> mx.array:
     return mx.rsqrt(rows.square() @ mx.full((N, 1), 1 / N) + eps)
 
 
-def _case(operation: Operation, x: mx.array) -> Case:
-    N = x.shape[-1]
-    return Case(operation.name, dtype_name(x), (("N", N), ("rows", round_up(x.size // max(1, N)))))
+def _case(operation: Operation, x: mx.array, weight: mx.array, residual: mx.array | None = None) -> Case:
+    N = x.shape[-1] if x.ndim else 0
+    dtype, size = x.dtype, x.size
+    if weight.shape != (N,) or dtype not in DTYPE_NAMES or weight.dtype not in DTYPE_NAMES:
+        arrays = f"x {x.shape} {dtype}, weight {weight.shape} {weight.dtype}"
+        raise ValueError(f"a norm takes [..., N] and [N] of float32, float16 or bfloat16: {arrays}")
+    rows = ROWS[0] if size <= ROWS[0] * N else ROWS[1] if size <= ROWS[1] * N else ROWS[2]
+    mixed = ()
+    if weight.dtype != dtype:
+        mixed += (f"weight:{DTYPE_NAMES[weight.dtype]}",)
+    if residual is not None and residual.dtype != dtype:
+        mixed += (f"residual:{DTYPE_NAMES[residual.dtype]}",)
+    return Case(operation.name, DTYPE_NAMES[dtype], _SIZES, (N, rows), mixed)
 
 
-def _trial(case: Case, small: bool) -> tuple[list[Any], dict[str, Any]]:
-    rows, N = 3 if small else case["rows"], case["N"]
-    keys = mx.random.split(mx.random.key(0), 3)
-    shapes = [(rows, N)] * (2 if case.operation == ADD_NORM.name else 1) + [(N,)]
-    arrays = [mx.random.normal(s, key=k).astype(getattr(mx, case.dtype)) for s, k in zip(shapes, keys, strict=False)]
+def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
+    rows, N = case.size("rows"), case.size("N")
+    dtypes = dict(feature.split(":") for feature in case.features)
+    shapes = {"x": (rows, N), "residual": (rows, N), "weight": (N,)}
+    if case.operation == NORM.name:
+        del shapes["residual"]
+    seeds = mx.random.split(mx.random.key(0), 3)
+    arrays = [
+        mx.random.normal(shape, key=seed).astype(getattr(mx, dtypes.get(name, case.dtype)))
+        for seed, (name, shape) in zip(seeds, shapes.items(), strict=False)
+    ]
     return [*arrays, 1e-5], {}
+
+
+def _small(case: Case) -> tuple[Case, ...]:
+    """One row, and enough that a team of threads has several."""
+    return case.resized(rows=1), case.resized(rows=301)
+
+
+def _prefers_add(case: Case):
+    if case.size("rows") == ROWS[0]:
+        return ("mlx", "metal"), "a few rows: launches cost more than bytes"
+    return ("metal", "mlx"), "MLX does it in two passes"
 
 
 NORM = Operation(
@@ -92,12 +123,14 @@ NORM = Operation(
     {"mlx": rms_norm_mlx, "metal": rms_norm_metal},
     lambda case: (("mlx", "metal"), "MLX's own"),
     _trial,
+    _small,
     differentiable=(0, 1),
 )
 ADD_NORM = Operation(
     "add_rms_norm",
     {"mlx": add_rms_norm_mlx, "metal": add_rms_norm_metal},
-    lambda case: (("metal", "mlx"), "MLX does it in two passes"),
+    _prefers_add,
     _trial,
+    _small,
     differentiable=(0, 1, 2),
 )

@@ -6,6 +6,7 @@ import pytest
 
 from mlxlm.cli.main import _run
 from mlxlm.kernels import dispatch, records
+from mlxlm.kernels.trial import TOLERANCE
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_bench_measures_keeps_and_is_used(tiny_model, capsys):
         assert case["fastest"] in case["paths"]
         for timing in case["paths"].values():
             assert len(timing["milliseconds"]) == 2 and min(timing["milliseconds"]) > 0
-            assert timing["error"] < dispatch.TOLERANCE[case["case"].split()[1]] and timing["peak_bytes"] > 0
+            assert timing["error"] < TOLERANCE[case["case"].split()[1]] and timing["peak_bytes"] > 0
     listed = run_json(capsys, "kernels", "list", tiny_model)
     for case, operation in zip(found["cases"], listed["operations"], strict=True):
         assert operation["case"] == case["case"] and "measured fastest here" in operation["why"]
@@ -46,11 +47,11 @@ def test_bench_measures_keeps_and_is_used(tiny_model, capsys):
 
 
 def test_the_mode_of_the_environment_is_shown_and_checked(tiny_model, capsys, monkeypatch):
-    monkeypatch.setenv(dispatch.VARIABLE, "blockwise")
+    monkeypatch.setattr(dispatch, "_environment", "blockwise")
     found = run_json(capsys, "kernels", "list", tiny_model)
     paths = {operation["case"].split()[0]: operation["path"] for operation in found["operations"]}
     assert paths["training_attention"] == "blockwise"
-    monkeypatch.setenv(dispatch.VARIABLE, "fastest")
+    monkeypatch.setattr(dispatch, "_environment", "fastest")
     assert _run(["kernels", "list", tiny_model]) == 1
     assert "auto, metal, mlx, blockwise" in capsys.readouterr().err
 

@@ -1,31 +1,34 @@
 """Which path is taken: rules, modes, measurements, and kernels that fail or are wrong."""
 
 import json
+import subprocess
+import sys
+import threading
 import warnings
 
 import pytest
 
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.errors import ConfigError, PlatformError
-from mlxlm.kernels import attention, dispatch, records
-from mlxlm.kernels.attention import DECODE, PREFILL, QUANTIZED, TRAINING
-from mlxlm.kernels.dispatch import Case, Operation
+from mlxlm.kernels import attention, dispatch, quantized_attention, records, rms_norm, using
+from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels.dispatch import Case, Choice, Operation
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """No memory of other choices, an own cache folder, and a machine with Metal."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.setattr(dispatch, "_environment", "auto")
     monkeypatch.setattr(dispatch, "metal_available", lambda: True)
     monkeypatch.setattr(dispatch, "_choices", {})
     monkeypatch.setattr(dispatch, "_failures", {})
-    records._read_all.cache_clear()
+    records._read.cache_clear()
     yield
-    records._read_all.cache_clear()
+    records._read.cache_clear()
 
 
-CASE = Case("double", "float32", (("N", 8), ("rows", 4)))
+CASE = Case("double", "float32", ("N", "rows"), (8, 4))
 
 
 def operation(metal=lambda x: 2 * x, order=("metal", "mlx"), lacks=lambda path, case: None):
@@ -33,28 +36,46 @@ def operation(metal=lambda x: 2 * x, order=("metal", "mlx"), lacks=lambda path, 
         "double",
         {"mlx": lambda x: x + x, "metal": metal},
         lambda case: (order, "it comes first"),
-        lambda case, small: ([mx.arange(8, dtype=mx.float32)], {}),
+        lambda case: ([mx.arange(case.size("N"), dtype=mx.float32)], {}),
+        lambda case: (case.resized(rows=1),),
         lacks,
         differentiable=(0,),
     )
 
 
 def test_the_first_path_that_can_run():
-    assert dispatch.choose(operation(), CASE).path == "metal"
-    assert dispatch.choose(operation(order=("mlx", "metal")), Case("other", "float32", ())).path == "mlx"
+    assert dispatch.choose(operation(), CASE) == Choice("metal", "it comes first")
+    other = CASE._replace(operation="other")
+    assert dispatch.choose(operation(order=("mlx", "metal")), other).path == "mlx"
 
 
 def test_a_path_that_lacks_something_is_passed_over_and_the_reason_told():
     lacking = operation(lacks=lambda path, case: "it has no N of 8" if path == "metal" else None)
     choice = dispatch.choose(lacking, CASE)
-    assert choice.path == "mlx" and "metal: it has no N of 8" in choice.why
+    assert choice.path == "mlx" and "not metal: it has no N of 8" in choice.why
+    with using("metal"):  # wherever it exists
+        assert dispatch.choose(lacking, CASE).path == "mlx"
 
 
 def test_without_metal_there_is_no_kernel(monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
     assert dispatch.choose(operation(), CASE).path == "mlx"
-    with dispatch.using("metal"), pytest.raises(PlatformError, match="no Metal"):
+    with using("metal"), pytest.raises(PlatformError, match="no Metal"):
         dispatch.choose(operation(), CASE)
+
+
+@mx.custom_function
+def other_gradient(x):
+    return 2 * x
+
+
+@other_gradient.vjp
+def _reversed(primals, cotangent, _output):
+    return 2 * cotangent[::-1]
+
+
+def not_compiled(x):
+    raise RuntimeError("no such function:\n foo")
 
 
 @pytest.mark.parametrize(
@@ -63,17 +84,17 @@ def test_without_metal_there_is_no_kernel(monkeypatch):
         (lambda x: 2.01 * x, "wrong on this machine"),
         (lambda x: x * mx.nan, "wrong on this machine"),
         (lambda x: mx.stop_gradient(2 * x), "wrong on this machine"),
-        (lambda x: exec("raise RuntimeError('no such function: foo')"), "failed on this machine .*foo"),
+        (other_gradient, "wrong on this machine"),
+        (not_compiled, "failed on this machine .*no such function: foo"),
     ],
 )
 def test_a_bad_kernel_is_switched_off_with_one_warning(broken, message):
     with pytest.warns(UserWarning, match=message) as caught:
         assert dispatch.choose(operation(broken), CASE).path == "mlx"
         # Another length is the same kernel: it is not tried again.
-        longer = Case("double", "float32", (("N", 8), ("rows", 4096)))
-        assert dispatch.choose(operation(broken), longer).path == "mlx"
+        assert dispatch.choose(operation(broken), CASE.resized(rows=4096)).path == "mlx"
     assert len(caught) == 1
-    with dispatch.using("metal"), pytest.raises(PlatformError):
+    with using("metal"), pytest.raises(PlatformError):
         dispatch.choose(operation(broken), CASE)
 
 
@@ -86,21 +107,40 @@ def test_a_kernel_is_tried_once_per_machine():
 
     dispatch.choose(operation(counted), CASE)
     tried = len(calls)
-    assert tried and json.loads(records.path().read_text())[records.machine()]["verified"] == ["double float32 N=8"]
+    assert tried
+    assert json.loads(records.path().read_text())[records.machine()]["verified"] == ["double float32 N=8 rows=1"]
     dispatch._choices.clear()
     dispatch._failures.clear()
-    records._read_all.cache_clear()
+    records._read.cache_clear()
     assert dispatch.choose(operation(counted), CASE).path == "metal"
     assert len(calls) == tried
 
 
-def test_the_first_use_may_come_within_a_compiled_gradient():
+@pytest.mark.parametrize("transform", [mx.compile, mx.checkpoint, lambda f: mx.compile(mx.checkpoint(f))])
+def test_the_first_use_may_come_within_a_transformed_gradient(transform):
     double = operation()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f = transform(lambda x: double.implementation(CASE)(x).sum())
+        assert mx.grad(f)(mx.ones(3)).tolist() == [2, 2, 2]
+    assert dispatch._choices[CASE, "auto"].path == "metal"
 
-    def loss(x):
-        return double.implementation(CASE)(x).sum()
 
-    assert mx.compile(mx.grad(loss))(mx.ones(3)).tolist() == [2, 2, 2]
+def test_the_first_use_in_many_threads_is_one():
+    calls = []
+    double = operation(lambda x: calls.append(x) or 2 * x)
+    threads = [threading.Thread(target=dispatch.choose, args=(double, CASE)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    once = len(calls)
+    dispatch._choices.clear()
+    dispatch._failures.clear()
+    records.path().unlink()
+    records._read.cache_clear()
+    dispatch.choose(double, CASE)
+    assert len(calls) == 2 * once
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 3}', '{"MACHINE": {"measured": [], "verified": 1}}', "\xff"])
@@ -119,60 +159,152 @@ def test_a_record_that_cannot_be_written_changes_nothing(monkeypatch, tmp_path):
         assert dispatch.choose(operation(), CASE).path == "metal"
 
 
+def test_a_user_without_a_home(monkeypatch):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", none)
+    assert dispatch.choose(operation(), CASE).path == "metal"
+
+
 def test_what_was_measured_fastest_is_taken_among_those_that_may():
-    records.measured({str(CASE): {"fastest": "mlx"}})
-    assert dispatch.choose(operation(), CASE) == dispatch.Choice("mlx", "measured fastest here")
+    records.measured(str(CASE), {"fastest": "mlx"})
+    assert dispatch.choose(operation(), CASE) == Choice("mlx", "measured fastest here")
     dispatch.forget_choices()
     assert dispatch.choose(operation(order=("metal",)), CASE).path == "metal"  # memory decides: mlx may not
 
 
 def test_a_record_of_another_machine_is_kept_and_not_used(monkeypatch):
-    records.measured({str(CASE): {"fastest": "mlx"}})
+    records.measured(str(CASE), {"fastest": "mlx"})
     monkeypatch.setattr(records, "machine", lambda: "another")
     assert records.fastest(str(CASE)) is None
-    records.measured({str(CASE): {"fastest": "metal"}})
+    records.measured(str(CASE), {"fastest": "metal"})
     assert len(json.loads(records.path().read_text())) == 2
 
 
+def test_what_another_process_measures_meanwhile_is_kept():
+    assert records.fastest(str(CASE)) is None  # read before the other process writes
+    code = f"from mlxlm.kernels import records; records.measured({str(CASE)!r}, {{'fastest': 'mlx'}})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    records.verified("something else")
+    assert records.fastest(str(CASE)) == "mlx" and records.is_verified("something else")
+
+
 def test_modes(monkeypatch):
-    with dispatch.using("mlx"):
-        assert dispatch.choose(operation(), CASE) == dispatch.Choice("mlx", "asked for")
-    with dispatch.using("blockwise"):  # this operation has no such path
+    with using("mlx"):
+        assert dispatch.choose(operation(), CASE) == Choice("mlx", "asked for")
+    with using("blockwise"):  # this operation has no such path
         assert dispatch.choose(operation(), CASE).path == "metal"
-    monkeypatch.setenv(dispatch.VARIABLE, "mlx")
+    monkeypatch.setattr(dispatch, "_environment", "mlx")
     assert dispatch.choose(operation(), CASE).path == "mlx"
-    monkeypatch.setenv(dispatch.VARIABLE, "fast")
+    monkeypatch.setattr(dispatch, "_environment", "fast")
     with pytest.raises(ConfigError, match="'fast'.*auto, metal, mlx, blockwise"):
-        dispatch.choose(operation(), CASE)
+        operation().implementation(CASE)
 
 
-def case(operation, **sizes):
-    sizes = {"D": 64, "H": 8, "K": 8, **sizes}
-    return Case(operation.name, "float16", tuple(sizes.items()))
+def test_a_mode_is_of_its_thread():
+    seen = []
+    with using("mlx"):
+        thread = threading.Thread(target=lambda: seen.append(dispatch.mode()))
+        thread.start()
+        thread.join()
+    assert seen == ["auto"] and dispatch.mode() == "auto"
 
 
-@pytest.mark.skipif(ON_CPU, reason="the rules of a GPU")
-def test_rules_of_attention_on_a_gpu():
-    first = lambda operation, **sizes: operation.prefers(case(operation, **sizes))[0][0]  # noqa: E731
-    assert first(DECODE, T=1, S=512) == "mlx" and first(DECODE, T=1, S=512, D=80) == "metal"
-    assert first(DECODE, T=8, S=512, K=1) == "metal"  # 64 rows for one key head
-    assert first(PREFILL, T=512) == "mlx" and first(PREFILL, T=512, D=48) == "metal"
-    assert first(QUANTIZED, T=1, S=512, bits=4, group_size=64) == "metal"
+def case(operation, T, S=512, D=64, K=8, dtype="float16", **form):
+    return attention_case(operation, dtype, D, 8, K, T, S, None, None, None, **form)
 
 
-def test_memory_decides_for_long_gradients():
-    assert "mlx" not in TRAINING.prefers(case(TRAINING, T=1024))[0]
-    assert TRAINING.prefers(case(TRAINING, T=512))[0][0] == "mlx"
+def test_rules_of_attention_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("mlxlm.kernels.attention_paths.ON_CPU", False)
+    monkeypatch.setattr("mlxlm.kernels.attention_paths.metal_available", lambda: True)
+
+    def order(operation, *args, **sizes):
+        return operation.prefers(case(operation, *args, **sizes))[0]
+
+    assert order(DECODE, 1)[0] == "mlx" and order(DECODE, 1, D=80)[0] == "metal"
+    assert order(DECODE, 8, K=1)[0] == "metal"  # 64 rows for one key head
+    assert order(PREFILL, 512)[0] == "mlx" and order(PREFILL, 512, D=48)[0] == "metal"
+    assert order(QUANTIZED, 1, bits=4, group_size=64)[0] == "metal"
+    assert order(TRAINING, 4096) == ("metal", "blockwise")
+    monkeypatch.setattr("mlxlm.kernels.attention_paths.metal_available", lambda: False)
+    assert order(TRAINING, 4096) == ("mlx", "blockwise")  # CUDA has a fused gradient, but
+    assert order(TRAINING, 4096, dtype="float32") == ("metal", "blockwise")  # not in float32
 
 
+@pytest.mark.parametrize("T, first", [(1, "mlx"), (513, "mlx"), (1023, "mlx"), (1024, "metal"), (5000, "metal")])
+def test_memory_decides_for_long_gradients(T, first):
+    assert TRAINING.prefers(case(TRAINING, T, dtype="float32"))[0][0] == first
+
+
+@pytest.mark.skipif(not ON_CPU, reason="the paths of a CPU")
 def test_soft_cap_takes_a_path_that_has_one(monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
     q = mx.ones((1, 2, 12, 32))
     for training in (True, False):
         attention(q, q, q, 0.1, softcap=5.0, training=training)
-    assert {c.operation: choice.path for (c, _), choice in dispatch._choices.items()} == {
-        "training_attention": "blockwise",
-        "prompt_attention": "blockwise",
-    }
-    with dispatch.using("mlx"), pytest.raises(PlatformError, match="it has no softcap"):
+    with using("mlx"):
         attention(q, q, q, 0.1, softcap=5.0)
+    assert len(dispatch._choices) == 3
+    assert {choice.path for choice in dispatch._choices.values()} == {"blockwise"}
+    assert any("not mlx: it has no softcap" in choice.why for choice in dispatch._choices.values())
+
+
+@pytest.mark.parametrize("path", ["mlx", "blockwise"])
+@pytest.mark.parametrize("training", [True, False])
+def test_empty_and_blind_rows(path, training, monkeypatch):
+    monkeypatch.setattr(dispatch, "metal_available", lambda: False)
+    with using(path):
+        for shape in ((0, 2, 3, 8), (1, 2, 0, 8)):
+            q, k = mx.ones(shape), mx.ones((shape[0], 2, 5, 8))
+            assert attention(q, k, k, 1.0, training=training).shape == shape
+        q, k = mx.ones((1, 2, 6, 8)), mx.ones((1, 2, 4, 8))
+        out = attention(q, k, k, 1.0, training=training)
+        assert out[:, :, :2].abs().max() == 0 and mx.allclose(out[:, :, 2:], mx.ones((1, 2, 4, 8)))
+        assert attention(q, k[:, :, :0], k[:, :, :0], 1.0, training=training).abs().max() == 0
+
+
+Q, KV = mx.ones((1, 4, 3, 8)), mx.ones((1, 2, 5, 8))
+Q64, PACKED = mx.ones((1, 2, 1, 64)), mx.quantize(mx.ones((1, 2, 5, 64)), group_size=64, bits=4)
+REFUSED = {
+    "shapes of keys and values": lambda: attention(Q, KV, KV[:, :, :4], 1.0),
+    "dtypes": lambda: attention(Q, KV.astype(mx.float16), KV, 1.0),
+    "an unknown dtype": lambda: attention(*(x.astype(mx.int32) for x in (Q, KV, KV)), 1.0),
+    "head dim": lambda: attention(Q, KV[..., :4], KV[..., :4], 1.0),
+    "heads": lambda: attention(Q[:, :3], KV, KV, 1.0),
+    "batch": lambda: attention(mx.ones((2, 4, 3, 8)), KV, KV, 1.0),
+    "axes": lambda: attention(Q[0], KV, KV, 1.0),
+    "window": lambda: attention(Q, KV, KV, 1.0, window=0),
+    "softcap": lambda: attention(Q, KV, KV, 1.0, softcap=0.0),
+    "slopes": lambda: attention(Q, KV, KV, 1.0, slopes=mx.ones(3)),
+    "bits": lambda: quantized_attention(Q64, PACKED, PACKED, 1.0, group_size=64, bits=8),
+    "a dtype unlike the scales'": lambda: quantized_attention(
+        Q64.astype(mx.float16), PACKED, PACKED, 1.0, group_size=64, bits=4
+    ),
+    "a weight of one element": lambda: rms_norm(mx.ones((64, 64)), mx.ones(1), 1e-5),
+    "a weight of two axes": lambda: rms_norm(mx.ones((64, 64)), mx.ones((1, 64)), 1e-5),
+    "a scalar": lambda: rms_norm(mx.array(1.0), mx.ones(1), 1e-5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_runs(what, monkeypatch):
+    monkeypatch.setattr(dispatch, "metal_available", lambda: False)
+    with pytest.raises(ValueError) as caught:
+        REFUSED[what]()
+    assert "\n" not in str(caught.value) and dispatch._choices == {}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_attention_equals_attention_on_what_it_stands_for(bits, monkeypatch):
+    monkeypatch.setattr(dispatch, "metal_available", lambda: False)
+    q = mx.random.normal((2, 6, 3, 64), key=mx.random.key(0))
+    k, v = (mx.random.normal((2, 2, 21, 64), key=mx.random.key(i)) for i in (1, 2))
+    form = {"group_size": 32, "bits": bits}
+    packed = [mx.quantize(x, **form) for x in (k, v)]
+    plain = [mx.dequantize(*x, **form) for x in packed]
+    slopes = -(2.0 ** -mx.arange(1, 7))
+    for options in ({}, {"window": 7}, {"softcap": 2.0, "slopes": slopes}):
+        found = quantized_attention(q, *packed, 0.2, **form, **options)
+        assert mx.allclose(found, attention(q, *plain, 0.2, **options), atol=1e-5), options

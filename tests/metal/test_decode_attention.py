@@ -184,6 +184,16 @@ def test_scores_beyond_the_range_of_exp(metal, case):
             check(case, q, k, v, tolerance=5e-3, **options(case, q.shape[1]))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_nan_is_not_hidden(metal, parts):
+    q, k, v = (
+        mx.random.normal(shape, key=mx.random.key(0)) for shape in ((1, 2, 1, 64), (1, 1, 80, 64), (1, 1, 80, 64))
+    )
+    k[0, 0, 3, 0] = mx.nan
+    with split_into(parts):
+        assert mx.isnan(decode_attention(q, k, v, 0.1)).all()
+
+
 @named([CASES[5], CASES[8], CASES[20]])
 def test_result_is_the_same_in_any_order(needs_harness, case):
     q, k, v = problem(case, 1, 1, 90)

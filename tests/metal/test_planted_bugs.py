@@ -251,6 +251,11 @@ PLANTS = {
         dtype=mx.bfloat16,
         outputs=[((64,), mx.bfloat16)],
     ),
+    "a member function that does not say where its object lies": Plant(
+        GID + "S s = {x[g]}; y[g] = s.twice();",
+        "where its object lies",
+        header="struct S { float v; float twice() const { return 2 * v; } };",
+    ),
     "a lambda": Plant(GID + "auto f = [](float v) { return v; }; y[g] = f(x[g]);", "no lambdas"),
     "structured bindings": Plant(GID + "float v[2] = {1, 2}; auto [p, q] = v; y[g] = p + q;", "no structured bindings"),
     "an unknown function": Plant(GID + "y[g] = metal::expm1(x[g]);", "does not compile"),

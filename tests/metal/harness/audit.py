@@ -17,6 +17,10 @@ RULES = {
     "a pointer or reference without an address space": re.compile(
         r"(?:Var|ParmVar|Field)Decl .* (?!used|referenced|implicit|invalid)[A-Za-z_]\w* '[^']*__generic "
     ),
+    # MSL 4.1 no longer takes `this` to be in thread memory.
+    "a member function that does not say where its object lies": re.compile(
+        r"CXXMethodDecl (?!.* (?:static|implicit) ).*\) (?:const )?__generic' "
+    ),
     "no lambdas": re.compile("LambdaExpr "),
     "no structured bindings": re.compile("DecompositionDecl "),
 }

@@ -1,0 +1,79 @@
+"""Tries a path of an operation: its values and gradients, and how far they are from MLX's in float32."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxlm._mlx import mx, tree_map
+from mlxlm.kernels import records
+from mlxlm.kernels.dispatch import Case, Operation
+
+# Largest |found - reference| / |reference| (Frobenius norms) that is rounding: a few units of the dtype's last
+# place, and for float32 what matrix units with shorter factors (TF32) leave. One key left out of 70 gives 0.1.
+TOLERANCE = {"float32": 2e-3, "float16": 5e-3, "bfloat16": 3e-2}
+
+
+def outputs(operation: Operation, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[mx.array]:
+    """Outputs of a path and, if the operation has one, its gradient for random cotangents; not evaluated."""
+    arrays = list(args)
+
+    def call(*primals: mx.array) -> list[mx.array]:
+        for i, primal in zip(operation.differentiable, primals, strict=True):
+            arrays[i] = primal
+        out = operation.paths[path](*arrays, **kwargs)
+        return list(out) if isinstance(out, tuple | list) else [out]
+
+    if not operation.differentiable:
+        return call()
+    primals = [args[i] for i in operation.differentiable]
+    shapes = [(out.shape, out.dtype) for out in call(*primals)]
+    keys = mx.random.split(mx.random.key(1), len(shapes))
+    cotangents = [mx.random.normal(s, key=k).astype(d) for (s, d), k in zip(shapes, keys, strict=True)]
+    found, gradients = mx.vjp(call, primals, cotangents)
+    return [*found, *gradients]
+
+
+def error(operation: Operation, path: str, case: Case) -> float:
+    """Largest relative error of a path's outputs and gradients against MLX's operations in float32 on the CPU."""
+    args, kwargs = operation.trial(case)
+    mx.eval(args)
+    reference = next(p for p in ("mlx", "blockwise") if p in operation.paths and not operation.lacks(p, case))
+    with mx.stream(mx.cpu):  # a GPU's matrix units may shorten float32
+        wanted = outputs(operation, reference, tree_map(_as_float32, args), kwargs)
+        mx.eval(wanted)
+    found = outputs(operation, path, args, kwargs)
+    mx.eval(found)
+    with mx.stream(mx.cpu):
+        errors = [_distance(x, y) for x, y in zip(found, wanted, strict=True)]
+    return max(errors, key=lambda e: (e != e, e))  # NaN is the largest error of all
+
+
+def first_use(operation: Operation, kind: tuple[Case, ...]) -> str | None:
+    """None if the Metal kernels of these cases are right on this machine, else, with a warning, what is wrong.
+
+    What was right is remembered from one process to the next.
+    """
+    name = "; ".join(map(str, kind))
+    if records.is_verified(name):
+        return None
+    try:
+        found = max((error(operation, "metal", case) for case in kind), key=lambda e: (e != e, e))
+        if found <= TOLERANCE[kind[0].dtype]:
+            records.verified(name)
+            return None
+        reason = f"its Metal kernel is wrong on this machine (error {found:.1e})"
+    except Exception as problem:  # whatever a compiler or a driver may say
+        reason = f"its Metal kernel failed on this machine ({' '.join(str(problem).split())[:200]})"
+    warnings.warn(f"{name}: {reason}; another path is taken", stacklevel=2)
+    return reason
+
+
+def _as_float32(x: Any) -> Any:
+    return x.astype(mx.float32) if isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating) else x
+
+
+def _distance(found: mx.array, wanted: mx.array) -> float:
+    difference = mx.linalg.norm((found.astype(mx.float32) - wanted).flatten())
+    return (difference / mx.maximum(mx.linalg.norm(wanted.flatten()), 1e-30)).item()
