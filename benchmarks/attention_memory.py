@@ -3,8 +3,9 @@
     python benchmarks/attention_memory.py [--lengths 512,1024,2048,4096,8192] [--rounds 3]
 
 A model of 4 layers, 8 heads of 64, one sequence a step, AdamW. "plain" is `mx.fast.scaled_dot_product_attention`,
-whose gradient keeps the probabilities; "blockwise" is what mlxlm takes from 1,024 on. Each measurement has a
-process of its own, with as much memory as the machine has; peak memory is MLX's own count.
+"mlx" what mlxlm takes for short lengths; the gradient of both keeps all probabilities. "blockwise" is what mlxlm
+takes from 1,024 on where there is no Metal. Each measurement has a process of its own, with four fifths of the
+machine's memory at most; peak memory is MLX's own count.
 """
 
 from __future__ import annotations

@@ -54,15 +54,17 @@ def quantized_attention(
 
     Scales and biases have the queries' dtype. It has no gradient. Raises ValueError for arrays that don't fit.
     """
-    packed, *settings = (*keys, *values)
-    shape = (*keys[1].shape[:-1], keys[1].shape[-1] * group_size)
-    if (
-        any(k.shape != v.shape for k, v in zip(keys, values, strict=True))
-        or keys[2].shape != keys[1].shape
-        or packed.shape != (*shape[:-1], shape[-1] * bits // 32)
-        or any(x.dtype != queries.dtype for i, x in enumerate(settings) if i != 2)
-    ):
-        arrays = ", ".join(f"{x.shape} {x.dtype}" for x in (packed, *settings))
+    packed, scales, biases = keys
+    shape = (*scales.shape[:-1], scales.shape[-1] * group_size)
+    fit = (
+        packed.shape == (*shape[:-1], shape[-1] * bits // 32)
+        and biases.shape == scales.shape
+        and all(k.shape == v.shape for k, v in zip(keys, values, strict=True))
+        and packed.dtype == values[0].dtype == mx.uint32
+        and all(x.dtype == queries.dtype for x in (*keys[1:], *values[1:]))
+    )
+    if not fit:
+        arrays = ", ".join(f"{x.shape} {x.dtype}" for x in (*keys, *values))
         form = f"{queries.dtype}, {bits} bits in groups of {group_size}"
         raise ValueError(f"keys and values are not what mx.quantize gives ({form}): {arrays}")
     form = {"group_size": group_size, "bits": bits}

@@ -16,7 +16,7 @@ from mlxlm.kernels import dispatch, records
 from mlxlm.kernels.attention_paths import DECODE, LENGTHS, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case, Operation
 from mlxlm.kernels.rms_norm import ADD_NORM, NORM, ROWS
-from mlxlm.kernels.trial import TOLERANCE, error, outputs
+from mlxlm.kernels.trial import TOLERANCE, cotangents, error, outputs
 
 ROUNDS = 7
 _LEAST_SECONDS = 0.01  # of one timing: as many calls as it takes
@@ -67,7 +67,8 @@ def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operat
     N, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     least, most = LENGTHS
     longest = max(least, min(most, config.max_position_embeddings))
-    lengths = [n for n in (256, 512, 1024, 2048, 4096) if n <= longest]
+    powers = [least << i for i in range((most // least).bit_length())]
+    lengths = [n for n in powers if n <= longest]
     found: list[tuple[Operation, Case]] = []
     for operation in (NORM, ADD_NORM):
         decoding, prompt, training = (Case(operation.name, dtype, ("N", "rows"), (N, rows)) for rows in ROWS)
@@ -76,7 +77,7 @@ def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operat
     def attend(operation: Operation, dtype: str, T: int, S: int, **form: int) -> None:
         found.append((operation, attention_case(operation, dtype, D, H, K, T, S, None, None, None, **form)))
 
-    for n in lengths:
+    for n in powers[: len(lengths) + (longest not in lengths)]:
         attend(DECODE, dtype, 1, n)
     if group_size := next((n for n in (64, 32) if D % n == 0), None):
         for bits in (8, 4):
@@ -146,11 +147,13 @@ def _narrow(case: Case) -> Case:
 
 def _call(operation: Operation, path: str, args, kwargs):
     """A function that runs the path n times in one evaluation and gives seconds per run."""
-    compiled = mx.compile(lambda *args: outputs(operation, path, args, kwargs))
+    given = cotangents(operation, path, args, kwargs)
+    mx.eval(given)
+    compiled = mx.compile(lambda args, given: outputs(operation, path, args, kwargs, given))
 
     def run(n: int) -> float:
         start = time.perf_counter()
-        mx.eval([compiled(*args) for _ in range(n)])
+        mx.eval([compiled(args, given) for _ in range(n)])
         return (time.perf_counter() - start) / n
 
     return run

@@ -8,16 +8,14 @@ becomes 0, as in `mx.fast.rms_norm`; float16 never gets there. NaN spreads over 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm._mlx import mx
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 
 ROWS = (8, 512, 4096)  # decoding, prompts and training: a case has up to so many rows, the last one all that are more
 _SIZES = ("N", "rows")
-_CPU_LEAST = 4096  # values from which the products of `_rms_norm_cpu` pay
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -32,50 +30,9 @@ def add_rms_norm(x: mx.array, residual: mx.array, weight: mx.array, eps: float) 
     return ADD_NORM.implementation(_case(ADD_NORM, x, weight, residual))(x, residual, weight, eps)
 
 
-def rms_norm_mlx(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """`rms_norm` of MLX's own operations."""
-    if ON_CPU and x.dtype == weight.dtype == mx.float32 and x.size >= _CPU_LEAST:
-        return _rms_norm_cpu(eps)(x, weight)
-    return mx.fast.rms_norm(x, weight, eps)
-
-
-def add_rms_norm_mlx(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """`add_rms_norm` of MLX's own operations."""
+def _add_rms_norm_mlx(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     h = x + residual
-    return h, rms_norm_mlx(h, weight, eps)
-
-
-@cache
-def _rms_norm_cpu(eps: float):
-    """On the CPU backend: sums over rows and products by row as BLAS products.
-
-    MLX's loop over a `[R, 1]` beside a `[R, N]` operand is slow there: at 2048 rows of 256 values, 1.55 ms
-    for its norm, 0.19 for this one, and 1.7 against 0.7 with the gradient (of a compiled graph, two cores).
-    """
-
-    @mx.custom_function
-    def norm(x, weight):
-        rows = x.reshape(-1, x.shape[-1])
-        return (rows * (_inverse(rows, eps) @ weight[None])).reshape(x.shape)
-
-    @norm.vjp
-    def gradient(primals, dy, _output):
-        x, weight = primals
-        N = x.shape[-1]
-        rows, dy = x.reshape(-1, N), dy.reshape(-1, N)
-        inverse = _inverse(rows, eps)
-        product = dy * rows
-        mean = (product @ weight[:, None]) * (inverse / N) * inverse * inverse
-        dx = dy * (inverse @ weight[None]) - rows * (mean @ mx.ones((1, N)))
-        return dx.reshape(x.shape), (inverse.T @ product)[0]
-
-    return norm
-
-
-def _inverse(rows: mx.array, eps: float) -> mx.array:
-    """1 / sqrt(mean(x²) + eps) of rows `[R, N]`, as `[R, 1]`."""
-    N = rows.shape[1]
-    return mx.rsqrt(rows.square() @ mx.full((N, 1), 1 / N) + eps)
+    return h, mx.fast.rms_norm(h, weight, eps)
 
 
 def _case(operation: Operation, x: mx.array, weight: mx.array, residual: mx.array | None = None) -> Case:
@@ -114,13 +71,13 @@ def _small(case: Case) -> tuple[Case, ...]:
 
 def _prefers_add(case: Case):
     if case.size("rows") == ROWS[0]:
-        return ("mlx", "metal"), "a few rows: launches cost more than bytes"
+        return ("mlx", "metal"), "few rows: MLX's own until measured"
     return ("metal", "mlx"), "MLX does it in two passes"
 
 
 NORM = Operation(
     "rms_norm",
-    {"mlx": rms_norm_mlx, "metal": rms_norm_metal},
+    {"mlx": mx.fast.rms_norm, "metal": rms_norm_metal},
     lambda case: (("mlx", "metal"), "MLX's own"),
     _trial,
     _small,
@@ -128,7 +85,7 @@ NORM = Operation(
 )
 ADD_NORM = Operation(
     "add_rms_norm",
-    {"mlx": add_rms_norm_mlx, "metal": add_rms_norm_metal},
+    {"mlx": _add_rms_norm_mlx, "metal": add_rms_norm_metal},
     _prefers_add,
     _trial,
     _small,

@@ -15,35 +15,43 @@ from mlxlm.kernels.dispatch import Case, Operation
 TOLERANCE = {"float32": 2e-3, "float16": 5e-3, "bfloat16": 3e-2}
 
 
-def outputs(operation: Operation, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[mx.array]:
-    """Outputs of a path and, if the operation has one, its gradient for random cotangents; not evaluated."""
+def cotangents(operation: Operation, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[mx.array]:
+    """Random cotangents for the outputs of a path; none if the operation has no gradient."""
+    if not operation.differentiable:
+        return []
+    found = _as_list(operation.paths[path](*args, **kwargs))
+    seeds = mx.random.split(mx.random.key(1), len(found))
+    return [mx.random.normal(y.shape, key=seed).astype(y.dtype) for y, seed in zip(found, seeds, strict=True)]
+
+
+def outputs(
+    operation: Operation, path: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[mx.array]
+) -> list[mx.array]:
+    """Outputs of a path and, with `given` cotangents, its gradient; not evaluated."""
     arrays = list(args)
 
     def call(*primals: mx.array) -> list[mx.array]:
         for i, primal in zip(operation.differentiable, primals, strict=True):
             arrays[i] = primal
-        out = operation.paths[path](*arrays, **kwargs)
-        return list(out) if isinstance(out, tuple | list) else [out]
+        return _as_list(operation.paths[path](*arrays, **kwargs))
 
-    if not operation.differentiable:
-        return call()
     primals = [args[i] for i in operation.differentiable]
-    shapes = [(out.shape, out.dtype) for out in call(*primals)]
-    keys = mx.random.split(mx.random.key(1), len(shapes))
-    cotangents = [mx.random.normal(s, key=k).astype(d) for (s, d), k in zip(shapes, keys, strict=True)]
-    found, gradients = mx.vjp(call, primals, cotangents)
+    if not given:
+        return call(*primals)
+    found, gradients = mx.vjp(call, primals, list(given))
     return [*found, *gradients]
 
 
 def error(operation: Operation, path: str, case: Case) -> float:
     """Largest relative error of a path's outputs and gradients against MLX's operations in float32 on the CPU."""
     args, kwargs = operation.trial(case)
-    mx.eval(args)
+    given = cotangents(operation, path, args, kwargs)
+    mx.eval(args, given)
     reference = next(p for p in ("mlx", "blockwise") if p in operation.paths and not operation.lacks(p, case))
     with mx.stream(mx.cpu):  # a GPU's matrix units may shorten float32
-        wanted = outputs(operation, reference, tree_map(_as_float32, args), kwargs)
+        wanted = outputs(operation, reference, *tree_map(_as_float32, (args, kwargs, given)))
         mx.eval(wanted)
-    found = outputs(operation, path, args, kwargs)
+    found = outputs(operation, path, args, kwargs, given)
     mx.eval(found)
     with mx.stream(mx.cpu):
         errors = [_distance(x, y) for x, y in zip(found, wanted, strict=True)]
@@ -68,6 +76,10 @@ def first_use(operation: Operation, kind: tuple[Case, ...]) -> str | None:
         reason = f"its Metal kernel failed on this machine ({' '.join(str(problem).split())[:200]})"
     warnings.warn(f"{name}: {reason}; another path is taken", stacklevel=2)
     return reason
+
+
+def _as_list(out: Any) -> list[mx.array]:
+    return list(out) if isinstance(out, tuple | list) else [out]
 
 
 def _as_float32(x: Any) -> Any:
