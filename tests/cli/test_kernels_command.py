@@ -6,14 +6,13 @@ import pytest
 
 from mlxlm.cli.main import _run
 from mlxlm.kernels import dispatch, records
+from mlxlm.kernels.dispatch import metal_available
 from mlxlm.kernels.trial import TOLERANCE
 
 
 @pytest.fixture
-def tiny_model(tmp_path, tiny_config, monkeypatch):
-    """A model folder, an own cache, and no remembered choices."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(dispatch, "_choices", {})
+def tiny_model(tmp_path, tiny_config, new_machine, monkeypatch):
+    monkeypatch.setattr(dispatch, "metal_available", metal_available)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config.to_dict()))
     return str(tmp_path)
 

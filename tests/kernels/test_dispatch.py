@@ -15,18 +15,7 @@ from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, 
 from mlxlm.kernels.dispatch import Case, Choice, Operation
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch, tmp_path):
-    """No memory of other choices, an own cache folder, and a machine with Metal."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(dispatch, "_environment", "auto")
-    monkeypatch.setattr(dispatch, "metal_available", lambda: True)
-    monkeypatch.setattr(dispatch, "_choices", {})
-    monkeypatch.setattr(dispatch, "_failures", {})
-    records._read.cache_clear()
-    yield
-    records._read.cache_clear()
-
+pytestmark = pytest.mark.usefixtures("new_machine")
 
 CASE = Case("double", "float32", ("N", "rows"), (8, 4))
 

@@ -26,15 +26,8 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def new_machine(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def only_metal(new_machine, monkeypatch):
     monkeypatch.setattr(dispatch, "_environment", "metal")
-    monkeypatch.setattr(dispatch, "metal_available", lambda: True)
-    monkeypatch.setattr(dispatch, "_choices", {})
-    monkeypatch.setattr(dispatch, "_failures", {})
-    records._read.cache_clear()
-    yield
-    records._read.cache_clear()
 
 
 @pytest.mark.parametrize("operation, case", CASES, ids=lambda x: str(x).split()[0] if isinstance(x, Case) else "")
