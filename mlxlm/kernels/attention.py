@@ -31,11 +31,12 @@ def attention(
     position) to its scores (ALiBi, Press et al. 2021); they take no gradient. `training`: a gradient will be
     taken; without it, not every path has one. Raises ValueError for arrays that don't fit together.
     """
-    if keys.shape != values.shape or not queries.dtype == keys.dtype == values.dtype:
+    shape = keys.shape
+    if shape != values.shape or not queries.dtype == keys.dtype == values.dtype:
         arrays = ", ".join(f"{x.shape} {x.dtype}" for x in (queries, keys, values))
         raise ValueError(f"attention needs keys and values of one shape, and one dtype: {arrays}")
     operation = TRAINING if training else DECODE if queries.shape[2] <= MOST_DECODED else PREFILL
-    return _run(operation, queries, keys, values, keys.shape, scale, window, softcap, slopes, {})
+    return _run(operation, queries, keys, values, shape, scale, window, softcap, slopes, {})
 
 
 def quantized_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from mlxlm._mlx import ON_CPU, mx
@@ -18,22 +19,25 @@ _FUSED_DECODE_DIMS = (64, 96, 128, 256)  # of MLX 0.32 on Metal: scaled_dot_prod
 _FUSED_DECODE_ROWS = 32  # most rows · heads of a key head there
 _FUSED_PROMPT_DIMS = (64, 72, 80, 96, 128)
 
-_SIZES = ("D", "H", "K")
 
-
-def attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, **form: int) -> Case:
+def attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, group_size=None, bits=None) -> Case:
     """The case of a call. Decoding counts T one by one and S up to a power of two; elsewhere T, which S is about,
     goes down to one, so that a case of 1,024 has no shorter length in it."""
     least, most = LENGTHS
     if operation is DECODE or operation is QUANTIZED:
-        names = (*_SIZES, *form, "T", "S")
-        sizes = (D, H, K, *form.values(), T, max(least, min(most, 1 << (S - 1).bit_length())))
+        S = max(least, min(most, 1 << (S - 1).bit_length()))
     else:
-        names, sizes = (*_SIZES, "T"), (D, H, K, max(least, min(most, 1 << T.bit_length() - 1)))
-    if window is None and softcap is None and slopes is None:
-        return Case(operation.name, dtype, names, sizes)
-    options = {"window": window, "softcap": softcap, "slopes": slopes}
-    return Case(operation.name, dtype, names, sizes, tuple(name for name in options if options[name] is not None))
+        T, S = max(least, min(most, 1 << T.bit_length() - 1)), None
+    given = window is not None, softcap is not None, slopes is not None
+    return _case(operation, dtype, D, H, K, group_size, bits, T, S, given)
+
+
+@cache  # each token of each layer asks for one of a few
+def _case(operation, dtype, D, H, K, group_size, bits, T, S, given) -> Case:
+    sizes = {"D": D, "H": H, "K": K, "group_size": group_size, "bits": bits, "T": T, "S": S}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    features = tuple(name for name, is_given in zip(("window", "softcap", "slopes"), given, strict=True) if is_given)
+    return Case(operation.name, dtype, tuple(sizes), tuple(sizes.values()), features)
 
 
 def _plain(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):

@@ -14,7 +14,6 @@ from mlxlm.kernels import attention, dispatch, quantized_attention, records, rms
 from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case, Choice, Operation
 
-
 pytestmark = pytest.mark.usefixtures("new_machine")
 
 CASE = Case("double", "float32", ("N", "rows"), (8, 4))
