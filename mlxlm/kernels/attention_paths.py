@@ -12,7 +12,7 @@ from mlxlm.kernels.dispatch import Case, Operation, metal_available
 from mlxlm.kernels.plain_attention import plain_attention, plain_quantized_attention
 
 MOST_DECODED = decode_attention.MAX_QUERIES  # query rows that count as decoding, in MLX as well
-LINEAR_MEMORY_FROM = 1024  # length from which a gradient must not keep its probabilities
+LINEAR_MEMORY_FROM = 1024  # length from which the square of probabilities must not be in memory
 LENGTHS = (256, 4096)  # least and greatest length that are told apart
 
 _FUSED_DECODE_DIMS = (64, 96, 128, 256)  # of MLX 0.32 on Metal: scaled_dot_product_attention.cpp
@@ -92,6 +92,8 @@ def _prefers_decode(case: Case):
 
 
 def _prefers_prompt(case: Case):
+    if ON_CPU and case.size("T") >= LINEAR_MEMORY_FROM:  # MLX fuses nothing there: 4096 x 4096 takes 2.7 GB, not 0.3
+        return ("blockwise", "mlx"), "memory linear in the length"
     if ON_CPU or case.size("D") in _FUSED_PROMPT_DIMS:
         return ("mlx", "metal", "blockwise"), "MLX's own"
     return ("metal", "mlx", "blockwise"), f"MLX fuses no head dim {case.size('D')}"

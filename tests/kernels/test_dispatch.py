@@ -226,6 +226,12 @@ def test_memory_decides_for_long_gradients(T, first):
     assert TRAINING.prefers(case(TRAINING, T, dtype="float32"))[0][0] == first
 
 
+@pytest.mark.skipif(not ON_CPU, reason="MLX fuses prompts on a GPU")
+def test_memory_decides_for_long_prompts_on_a_cpu():
+    assert PREFILL.prefers(case(PREFILL, 1500))[0][0] == "blockwise"
+    assert PREFILL.prefers(case(PREFILL, 500))[0][0] == "mlx"
+
+
 @pytest.mark.skipif(not ON_CPU, reason="the paths of a CPU")
 def test_soft_cap_takes_a_path_that_has_one(monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
