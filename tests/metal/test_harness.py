@@ -5,6 +5,7 @@ from __future__ import annotations
 import harness
 import numpy as np
 import pytest
+from harness.signature import ATTRIBUTES, signature
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
@@ -243,7 +244,7 @@ def test_vectors_convert_and_swizzle():
         half2 h = half2(f.xy);
         vec<float, 4> mixed = vec<float, 4>(float2(h), f.zw);
         float3 three = float3(mixed.xyz);
-        auto loaded = *reinterpret_cast<const constant float4*>(a);
+        float4 loaded = float4(a[0], a[1], a[2], a[3]);
         reinterpret_cast<device float4*>(y)[0] = mixed + static_cast<float4>(uint4(1));
         reinterpret_cast<device float4*>(y)[1] = loaded.wzyx;
         y[8] = dot(three, float3(1.0f));
@@ -328,6 +329,19 @@ def test_threadgroup_declarations_of_all_forms():
     assert report[0].threadgroup_memory == 16 + 16 + 32 + 32
 
 
+def test_extents_and_members_are_taken_as_written():
+    """Conditions in brackets, a static member before && and *."""
+    source = """
+        threadgroup float a[N == 3 && N <= 4 ? 64 : 1];
+        int t = thread_index_in_threadgroup, n = 2;
+        a[t] = t < S::N && t > 3 ? 1 : n * S::N * n;
+        y[t] = a[t];
+    """
+    header = "struct S { static constant constexpr int N = 5; };"
+    (y,) = run(source, [], [((64,), mx.float32)], 64, 64, template={"N": 3}, header=header)
+    assert_array_equal(y, np.where(np.arange(64) == 4, 1, 20))
+
+
 def test_threads_may_share_out_a_vector_or_a_struct():
     source = """
         threadgroup half4 v[16];
@@ -360,3 +374,38 @@ def test_use_replaces_the_launch_and_puts_it_back():
         (y,) = kernel([mx.ones(8)], {}, (8, 1, 1), (8, 1, 1), [((8,), mx.float32)])
     assert metal.launch is real
     assert (y == 2).all() and [launch.kernel for launch in log.launches] == ["double"]
+
+
+SIGNATURES = {
+    "constants, scalars, a template": ("y[0] = a[0] + a_shape[0] + b; uint3 p = thread_position_in_grid;", 3, 2, True),
+    "shape, strides and ndim": (
+        "y[0] = a_shape[0] + a_strides[0] + a_ndim; uint p = thread_index_in_threadgroup;",
+        9,
+        1,
+        False,
+    ),
+    "no attribute": ("y[0] = a[0] + b;", 9, 2, False),
+    "every attribute": ("y[0] = a[0]; " + " ".join(ATTRIBUTES), 8, 2, True),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature_is_what_mlx_writes(name, tmp_path, capfd):
+    """MLX prints the text of a kernel that is exported, also where it can't run one."""
+    source, size, count, has_template = SIGNATURES[name]
+    template = {"T": mx.bfloat16, "N": 3, "B": True, "S": mx.float16} if has_template else {}
+    inputs = [mx.zeros(size, mx.float16), mx.array(1.0)]
+    outputs = [((1,), mx.float32), ((2,), mx.bfloat16)][:count]
+    kernel = harness.inline(source, ("a", "b"), ("y", "z")[:count])
+    real = mx.fast.metal_kernel(
+        name=f"mlxlm_{kernel.name}", input_names=["a", "b"], output_names=list(kernel.outputs), source=source
+    )
+    shapes, dtypes = zip(*outputs, strict=True)
+
+    def call(*arrays):
+        geometry = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": shapes, "output_dtypes": dtypes}
+        return real(inputs=list(arrays), template=list(template.items()), verbose=True, **geometry)
+
+    mx.export_function(str(tmp_path / "kernel.mlxfn"), call, *inputs)
+    ours = signature(kernel, inputs, template, outputs).text
+    assert ours in capfd.readouterr().out

@@ -6,6 +6,7 @@ that goes into them, so that a second run of the tests compiles nothing.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -13,9 +14,12 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +27,8 @@ from mlxlm.kernels.metal import MetalKernel
 
 from .audit import audit
 from .fault import Fault
-from .signature import Signature
+from .inline import inline
+from .signature import Parameter, Signature
 from .translate import translate
 
 HERE = Path(__file__).parent
@@ -46,13 +51,19 @@ DIALECT = shlex.split(f"""
 """)
 # - half and bfloat are rounded after every operation, as by a GPU.
 # - -O1: no vectorised loops, so that the loads and stores are about those that the kernel's text does.
+# - Divergence is told by the address of a call: so every function is inlined and equal calls stay apart.
 # - Thread instrumentation reports every load and store, also a load just before a store to the same place.
-# - What a kernel leaves uninitialised of its own variables becomes NaN, so that it can't pass by luck.
+# - Of the thread's own arrays, which the instrumentation leaves out, indices are checked against declared extents.
+# - A large frame touches the guard below its stack before anything else.
+# - What a kernel leaves uninitialised of its own variables becomes NaN, so that it hardly passes by luck
+#   (fmax and fmin drop a NaN; integers become 0xAAAAAAAA).
 KERNEL_FLAGS = shlex.split("""
     -O1 -gline-tables-only -fPIC -shared -ffp-contract=off
+    -mllvm -enable-tail-merge=0 -fno-optimize-sibling-calls -mllvm -inline-threshold=1000000
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
     -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
-    -ftrivial-auto-var-init=pattern
+    -fsanitize=array-bounds,integer-divide-by-zero -fsanitize-trap=array-bounds,integer-divide-by-zero
+    -fstack-clash-protection -ftrivial-auto-var-init=pattern
 """)
 RUNTIME_FLAGS = shlex.split("""
     -x c++ -std=c++17 -O2 -g -fPIC -shared -fno-exceptions -fno-rtti -fno-threadsafe-statics -fvisibility=hidden
@@ -63,18 +74,20 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>.*$", re.MULTILINE
 
 
 @cache
-def clang() -> str | None:
-    """A clang of version 19 or later, or None. MLXLM_CLANG names another than the one on the PATH."""
-    names = ["clang-19", *(f"clang-{n}" for n in range(30, 19, -1)), "clang"]
-    for name in filter(None, [os.environ.get("MLXLM_CLANG"), *names]):
+def clang() -> str:
+    """A clang of version 19 or later; Fault if there is none. MLXLM_CLANG names another than the one on the PATH."""
+    named = os.environ.get("MLXLM_CLANG")
+    for name in [named] if named else ["clang-19", *(f"clang-{n}" for n in range(30, 19, -1)), "clang"]:
         if (path := shutil.which(name)) and _version(path) >= 19:
             return path
-    return None
+    if named:
+        raise Fault(f"MLXLM_CLANG={named} is no clang of version 19 or later")
+    raise Fault("the Metal harness needs clang 19 or later (apt install clang-19 lld-19)")
 
 
 @cache
 def _version(path: str) -> int:
-    text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    text = subprocess.run([path, "--version"], capture_output=True, encoding="utf-8").stdout
     found = re.search(r"clang version (\d+)", text)
     return int(found[1]) if found and "Apple" not in text else 0
 
@@ -83,8 +96,12 @@ def available() -> str | None:
     """None if kernels can run on this machine's processor, else why not."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"the Metal harness runs on Linux on x86-64 and aarch64, not on {sys.platform} {platform.machine()}"
-    if not clang():
-        return "the Metal harness needs clang 19 or later (apt install clang-19 lld-19)"
+    try:
+        compiled(
+            inline("y[0] = 1;", ()), Signature("hx_trivial", (), (Parameter("device float*", "y", "y", "data"),), ())
+        )
+    except (Fault, OSError) as error:  # also a compiler that can't link, or lacks the C library's headers
+        return str(error)[:500]
     return None
 
 
@@ -112,11 +129,27 @@ def symbolizer() -> str | None:
 
 @cache
 def _folder() -> Path:
+    """This user's folder, if nobody else can write there, else one that goes with this process."""
     folder = Path(tempfile.gettempdir()) / f"mlxlm-metal-harness-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        return Path(tempfile.mkdtemp(prefix="mlxlm-metal-harness-"))
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:  # a file, or a link to nowhere
+        found = None
+    if not found or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        private = tempfile.TemporaryDirectory(prefix="mlxlm-metal-harness-")
+        atexit.register(private.cleanup)
+        return Path(private.name)
+    _prune(folder)
     return folder
+
+
+def _prune(folder: Path) -> None:
+    """Removes what no run used for a week."""
+    for entry in folder.iterdir():
+        with suppress(OSError):  # another process may be at it
+            if time.time() - entry.stat().st_mtime > 7 * 86400:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 @cache
@@ -130,7 +163,10 @@ def _object(text: str, flags: list[str]) -> Path:
     """Where the shared object for a text is, or will be."""
     command = [clang(), *flags, *_target(), *_linker()]
     key = hashlib.sha256("\0".join([text, *command]).encode() + _key_of_harness()).hexdigest()[:32]
-    return _folder() / f"{key}.so"
+    path = _folder() / f"{key}.so"
+    with suppress(FileNotFoundError):
+        os.utime(path)  # used today: _prune leaves it
+    return path
 
 
 def _compile(text: str, flags: list[str], target: Path, what: str) -> None:
@@ -142,7 +178,7 @@ def _compile(text: str, flags: list[str], target: Path, what: str) -> None:
 
 def _run(arguments: list[str], text: str, what: str) -> str:
     """Clang's output."""
-    done = subprocess.run([clang(), *arguments], input=text, capture_output=True, text=True)
+    done = subprocess.run([clang(), *arguments], input=text, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise Fault(f"{what} does not compile:\n{done.stderr}")
     return done.stdout

@@ -1,14 +1,12 @@
 // What the threads of a SIMD group or of a threadgroup do together: the runtime makes them meet.
 //
-// All wrappers are inlined, so that the return address which the runtime sees is the place in the kernel; the
-// runtime tells a divergent call by it. Included by metal_stdlib.h.
+// The runtime tells a divergent call by its return address. That is a place in the kernel's text because build.py has
+// clang inline all functions and merge no calls. Included by metal_stdlib.h.
 #pragma once
+#include "runtime/shared.h"
 
 namespace hx {
-enum reduction { sum, product, smallest, largest };
-enum shuffle { to_lane, exclusive_or, down, up };
-
-// Runtime functions. Clang treats calls as convergent in this dialect and does not duplicate them.
+// Runtime functions.
 extern "C" {
 void hx_threadgroup_barrier(int flags);
 void hx_simdgroup_barrier(int flags);
@@ -58,7 +56,7 @@ METAL_FUNC T exchange(int what, T value, uint argument) {
 
 namespace metal {
 
-enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+enum class mem_flags { mem_none = hx::no_fence, mem_device = hx::device_fence, mem_threadgroup = hx::threadgroup_fence };
 METAL_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 METAL_FUNC void threadgroup_barrier(mem_flags flags) { hx::hx_threadgroup_barrier(int(flags)); }
 METAL_FUNC void simdgroup_barrier(mem_flags flags) { hx::hx_simdgroup_barrier(int(flags)); }
@@ -88,7 +86,7 @@ METAL_FUNC hx::if_number<T> simd_shuffle(T x, ushort lane) {
 }
 template <typename T>
 METAL_FUNC hx::if_number<T> simd_broadcast(T x, ushort lane) {
-  return hx::exchange(hx::to_lane, x, lane);
+  return hx::exchange(hx::broadcast, x, lane);
 }
 template <typename T>
 METAL_FUNC hx::if_number<T> simd_broadcast_first(T x) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from .fault import Fault
 from .signature import Parameter, signature
 
 MAX_THREADS = 1024
+SECONDS = 60.0  # of processor time that a launch may take, of all threads of this process
+_ONE_AT_A_TIME = threading.Lock()  # the runtime has one state, and ctypes lets other threads run meanwhile
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def use(seed: int = 0) -> Iterator[Log]:
     log = Log()
 
     def launch_here(kernel, inputs, template, grid, threadgroup, outputs):
-        return launch(kernel, inputs, template, grid, threadgroup, outputs, seed=seed, report=log.launches)
+        return launch(kernel, inputs, template, grid, threadgroup, outputs, seed + len(log.launches), log.launches)
 
     real, metal.launch = metal.launch, launch_here
     try:
@@ -69,7 +72,7 @@ class _Buffer(ctypes.Structure):
     ]
 
 
-_INPUT, _OUTPUT, _CONSTANT = range(3)
+_INPUT, _OUTPUT, _CONSTANT, _LAYOUT = range(4)
 _COUNTS = ("read", "written", "unique_read", "unique_written", "loaded", "stored", "threadgroup_memory", "groups")
 
 
@@ -105,8 +108,12 @@ def launch(
     buffers = (_Buffer * len(head.parameters))()
     data = [results[p.of] if p.of in results else _argument(p, *arrays[p.of]) for p in head.parameters]
     for buffer, parameter, values in zip(buffers, head.parameters, data, strict=True):
-        in_device = parameter.what == "data" and "device" in parameter.type.split()
-        buffer.kind = _OUTPUT if parameter.of in results else _INPUT if in_device else _CONSTANT
+        if parameter.what != "data":
+            buffer.kind = _LAYOUT
+        elif parameter.of in results:
+            buffer.kind = _OUTPUT
+        else:
+            buffer.kind = _INPUT if "device" in parameter.type.split() else _CONSTANT
         buffer.name, buffer.data = parameter.name.encode(), values.ctypes.data
         buffer.bytes, buffer.granule = values.nbytes, values.itemsize
         if parameter.what == "data" and parameter.of in arrays:
@@ -115,9 +122,9 @@ def launch(
 
     seen = _Report()
     three = ctypes.c_uint32 * 3
-    failed = runtime().hx_launch(
-        code.entry, buffers, len(buffers), three(*grid), three(*group), ctypes.c_uint64(seed), ctypes.byref(seen)
-    )
+    arguments = (code.entry, buffers, len(buffers), three(*grid), three(*group))
+    with _ONE_AT_A_TIME:
+        failed = runtime().hx_launch(*arguments, ctypes.c_uint64(seed), ctypes.c_double(SECONDS), ctypes.byref(seen))
     if failed:
         raise Fault(_explain(kernel, code, seen))
     if report is not None:
@@ -130,6 +137,8 @@ def _group(kernel: MetalKernel, grid: Sequence[int], threadgroup: Sequence[int])
     """Threads of a full group, as MLX dispatches them."""
     if len(grid) != 3 or len(threadgroup) != 3 or min(grid) < 1 or min(threadgroup) < 1:
         raise Fault(f"{kernel.name}: grid {tuple(grid)} and threadgroup {tuple(threadgroup)} must be 3 positive sizes")
+    if max(grid) >= 2**31 or math.prod(grid) >= 2**32:
+        raise Fault(f"{kernel.name}: a grid of {tuple(grid)}: MLX takes sizes below 2^31")
     if math.prod(threadgroup) > MAX_THREADS:
         raise Fault(f"{kernel.name}: a threadgroup of {math.prod(threadgroup)} threads, the limit is {MAX_THREADS}")
     return [min(t, g) for t, g in zip(threadgroup, grid, strict=True)]
@@ -198,7 +207,7 @@ def _line(code: Compiled, offset: int) -> str:
     if offset < 0 or tool is None:
         return ""
     command = [tool, "-e", str(code.path), "-i", hex(offset - 1)]  # the call itself, not where it returns to
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    lines = subprocess.run(command, capture_output=True, encoding="utf-8").stdout.split()
     places = [p.rsplit("/", 1)[-1] for p in lines if ":" in p and "??" not in p]
     ours = [":".join(p.split(":")[:2]) for p in places if not p.startswith(("metal_", "entry", "signature"))]
     return ours[0] if ours else ""

@@ -33,7 +33,7 @@ TYPES = {
     mx.bfloat16: "bfloat16_t",
 }
 
-# Attribute and whether it has three components; runtime.cpp knows them by their place in this list.
+# Attribute and whether it has three components; in the order in which MLX passes them.
 ATTRIBUTES = {
     "dispatch_quadgroups_per_threadgroup": False,
     "dispatch_simdgroups_per_threadgroup": False,
@@ -97,10 +97,8 @@ class Signature:
         for i, p in enumerate(self.parameters):
             pointer = f"({p.type[:-1]}*)hx::hx_buffer({i})"
             arguments.append(f"*{pointer}" if p.is_reference else pointer)
-        numbers = list(ATTRIBUTES)
         for a in self.attributes:
-            i = numbers.index(a)
-            arguments.append(f"hx::attribute({i})" if ATTRIBUTES[a] else f"hx::hx_attribute({i}, 0)")
+            arguments.append(f"hx::attribute(hx::{a})" if ATTRIBUTES[a] else f"hx::hx_attribute(hx::{a}, 0)")
         values = ", ".join(value for _, _, value in self.template)
         call = self.name + (f"<{values}>" if self.template else "")
         joined = ",\n    ".join(arguments)
@@ -118,7 +116,7 @@ def signature(kernel: MetalKernel, inputs: Sequence[mx.array], template: Mapping
     arguments = tuple(_template_argument(kernel, name, value) for name, value in template.items())
     name = f"custom_kernel_mlxlm_{kernel.name}"
     if arguments:
-        name += "_" + "_".join(value for _, _, value in arguments)
+        name += "__" + "_".join(value for _, _, value in arguments)
     parameters = []
     for array_name, array in zip(kernel.inputs, inputs, strict=True):
         space = "constant" if array.size < CONSTANT_BELOW else "device"
@@ -140,6 +138,8 @@ def signature(kernel: MetalKernel, inputs: Sequence[mx.array], template: Mapping
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise Fault(f"{kernel.name}: MLX would name the function {name}, which Metal can't parse (a negative number?)")
     attributes = tuple(a for a in ATTRIBUTES if a in kernel.source)
+    if not attributes and len(outputs) > 1 and len(parameters) > len(inputs) + len(outputs):
+        raise Fault(f"{kernel.name}: with a shape, several outputs and no attribute MLX closes the signature too early")
     return Signature(name, arguments, tuple(parameters), attributes)
 
 

@@ -1,7 +1,7 @@
-"""From Metal to clang's "C++ for OpenCL": the few constructs that differ, and the rules that clang doesn't know.
+"""From Metal to clang's "C++ for OpenCL": the constructs that differ, and rules that its syntax tree doesn't show.
 
 Works on the tokens of the text after the preprocessor (so macros can't hide anything). Types are told from values
-by collecting the names that the text declares as types.
+by collecting the names that the text declares for types.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from .fault import Fault
 SPACES = {"device", "constant", "threadgroup", "thread"}
 _ELEMENTS = ("char", "uchar", "short", "ushort", "int", "uint", "half", "float", "bfloat")
 VECTORS = {f"{t}{n}" for t in _ELEMENTS for n in (2, 3, 4)} | {"long2", "ulong2"}
-SCALARS = {*_ELEMENTS, "bfloat16_t", "float16_t", "bool", "long", "ulong", "void", "auto", "unsigned", "signed"}
-SCALARS |= {"size_t", "ptrdiff_t", *(f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64))}
-LIBRARY = {"vec", "simdgroup_matrix", "simdgroup_float8x8", "simdgroup_half8x8", "simdgroup_bfloat8x8"}
 
 _TOKEN = re.compile(
     r"""(?P<line>^\#[^\n]*)|(?P<space>\s+)|(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
@@ -56,6 +53,10 @@ class Text:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def part(self, start: int, end: int) -> str:
+        """The tokens from `start` to before `end` on one line, apart where they are apart."""
+        return "".join((" " if self.before[k] else "") + self[k] for k in range(start, end))
+
     def closing(self, i: int) -> int:
         """The index of the bracket that closes the one at `i`; of < only where template arguments are plain."""
         pairs = {"(": ")", "[": "]", "{": "}", "<": ">"}
@@ -90,22 +91,18 @@ class Text:
 def translate(text: str, body_marker: str) -> str:
     """The text for clang. `body_marker` is the name of the generated function, whose braces hold the body."""
     tokens = Text(text)
-    aliases, classes = _declared_types(tokens)
-    _reject_unqualified_pointers(tokens, SCALARS | VECTORS | LIBRARY | aliases | classes)
+    _reject_unqualified_auto(tokens)
     _reject_atomics(tokens)
-    _reject_vector_casts(tokens)
     _rewrite_threadgroup_arrays(tokens, body_marker)
-    _rewrite_conversions(tokens, aliases)
+    _rewrite_conversions(tokens, _aliases(tokens))
     return str(tokens)
 
 
-def _declared_types(text: Text) -> tuple[set[str], set[str]]:
-    """Names that stand for some other type (aliases, template parameters), and classes."""
-    aliases, classes = set(), set()
+def _aliases(text: Text) -> set[str]:
+    """Names that stand for some other type: aliases and template parameters."""
+    aliases = set()
     for i, token in enumerate(text.tokens):
-        if token in ("struct", "enum") or (token == "class" and text[i - 1] not in ("<", ",")):
-            classes.add(text[i + 1] if text[i + 1] != "class" else text[i + 2])
-        elif (token in ("typename", "class") and text[i + 2] in (",", ">", "=")) or (
+        if (token in ("typename", "class") and text[i + 2] in (",", ">", "=")) or (
             token == "using" and text[i + 2] == "="
         ):
             aliases.add(text[i + 1])
@@ -115,39 +112,22 @@ def _declared_types(text: Text) -> tuple[set[str], set[str]]:
             while text[name] == "]":
                 name = text.opening(name) - 1
             aliases.add(text[name])
-    return aliases, classes
+    return aliases
 
 
 def _fail(text: Text, i: int, message: str) -> None:
     raise Fault(f"{text.places[i]}: {message}")
 
 
-def _reject_unqualified_pointers(text: Text, types: set[str]) -> None:
-    """In Metal every pointer and reference names its address space; clang would take a generic one.
-
-    A `*` or `&` after the name of a type belongs to a declaration or a cast, never to a product.
-    """
+def _reject_unqualified_auto(text: Text) -> None:
+    """`auto*` takes the address space from its value in clang; every other pointer without one audit.py finds."""
     for i, token in enumerate(text.tokens):
-        if token not in ("*", "&", "&&"):
-            continue
-        k = i - 1
-        while text[k] in ("*", "const", "volatile"):
-            k -= 1
-        if text[k] in SPACES:
-            continue
-        if text[k] == ">":
-            opening = text.opening(k)
-            k = opening - 1 if opening > 0 else k
-        dependent = False
-        while text[k - 1] == "::":
-            k -= 2
-            dependent = text[k - 1] == "typename"
-        if text[k] not in types and not dependent:
-            continue
-        while text[k] in types or text[k] in ("const", "volatile", "metal", "::", "typename"):
-            k -= 1
-        if text[k] not in SPACES:
-            _fail(text, i, f"'{' '.join(text.tokens[k + 1 : i + 2])}' needs device, constant, threadgroup or thread")
+        if token == "auto" and text[i + 1] in ("*", "&", "&&"):
+            k = i - 1
+            while text[k] in ("const", "volatile"):
+                k -= 1
+            if text[k] not in SPACES:
+                _fail(text, i, f"'auto{text[i + 1]} {text[i + 2]}' needs device, constant, threadgroup or thread")
 
 
 def _reject_atomics(text: Text) -> None:
@@ -155,15 +135,6 @@ def _reject_atomics(text: Text) -> None:
     for i, token in enumerate(text.tokens):
         if token.startswith("atomic"):
             _fail(text, i, f"{token}: the harness has no atomics")
-
-
-def _reject_vector_casts(text: Text) -> None:
-    """`(float4)x` converts in Metal and reinterprets in OpenCL; float4(x) is rewritten, this is not."""
-    for i, token in enumerate(text.tokens):
-        if token == "(" and text[i + 1] in VECTORS and text[i + 2] == ")" and text[i - 1] not in ("sizeof", "alignof"):
-            follows = text[i + 3]
-            if follows == "(" or follows[:1].isalnum() or follows.startswith("_"):
-                _fail(text, i, f"write {text[i + 1]}(x): the harness can't follow a cast of a vector")
 
 
 def _rewrite_conversions(text: Text, aliases: set[str]) -> None:
@@ -226,19 +197,20 @@ def _rewrite_declaration(text: Text, start: int, end: int, sites: int) -> int:
     k = start + 1  # the type: words up to the one that is followed by [ , or ;
     while text[k + 1] not in ("[", ",", ";"):
         k = text.closing(k + 1) if text[k + 1] == "<" else k + 1
-    type_name = " ".join(text.tokens[start + 1 : k])
+    type_name = text.part(start + 1, k).strip()
     declarations = []
     while k < end:
         name, extents = text[k], ""
         k += 1
         while text[k] == "[":
             close = text.closing(k)
-            extents += " ".join(text.tokens[k : close + 1])
+            extents += text.part(k, close + 1)
             k = close + 1
         array = f"hx_array_{sites}"
         declarations.append(
             f"typedef {type_name} {array}{extents}; __local {array}& {name} = *(__local {array}*)"
-            f'hx::hx_threadgroup_memory({sites}, "{name}", sizeof({array}), hx::unit<{type_name}>);'
+            f'hx::hx_threadgroup_memory({sites}, "{name}", sizeof({array}), '
+            f"hx::unit<{type_name}>);"
         )
         sites += 1
         k += 1

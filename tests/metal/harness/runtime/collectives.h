@@ -49,32 +49,34 @@ static T reduce(int what, T value, T identity, const void* place, Combine combin
 EXPORT float hx_simd_reduce_float(int what, float value) {
   const void* place = PLACE;
   switch (what) {
-    case 0: return reduce(what, value, 0.0f, place, [](float a, float b) { return a + b; });
-    case 1: return reduce(what, value, 1.0f, place, [](float a, float b) { return a * b; });
-    case 2: return reduce(what, value, INFINITY, place, [](float a, float b) { return fminf(a, b); });
+    case hx::sum: return reduce(what, value, 0.0f, place, [](float a, float b) { return a + b; });
+    case hx::product: return reduce(what, value, 1.0f, place, [](float a, float b) { return a * b; });
+    case hx::smallest: return reduce(what, value, INFINITY, place, [](float a, float b) { return fminf(a, b); });
     default: return reduce(what, value, -INFINITY, place, [](float a, float b) { return fmaxf(a, b); });
   }
 }
 EXPORT int64_t hx_simd_reduce_long(int what, int64_t value) {
   const void* place = PLACE;
   switch (what) {
-    case 0: return reduce(what, value, int64_t(0), place, [](int64_t a, int64_t b) { return a + b; });
-    case 1: return reduce(what, value, int64_t(1), place, [](int64_t a, int64_t b) { return a * b; });
-    case 2: return reduce(what, value, INT64_MAX, place, [](int64_t a, int64_t b) { return a < b ? a : b; });
+    case hx::sum: return reduce(what, value, int64_t(0), place, [](int64_t a, int64_t b) { return a + b; });
+    case hx::product: return reduce(what, value, int64_t(1), place, [](int64_t a, int64_t b) { return a * b; });
+    case hx::smallest: return reduce(what, value, INT64_MAX, place, [](int64_t a, int64_t b) { return a < b ? a : b; });
     default: return reduce(what, value, INT64_MIN, place, [](int64_t a, int64_t b) { return a > b ? a : b; });
   }
 }
 
 // Lanes that a shift leaves without a source keep their value. A source that does not exist is a fault: on a GPU the
-// value is undefined.
+// value is undefined. The lane of a broadcast must be the same for all.
 EXPORT uint64_t hx_simd_shuffle(int what, uint64_t bits, uint32_t argument) {
   const int lane = L.current->lane;
   Exchange& x = mine();
   x.value[lane] = bits;
-  yield(State::collective, kShuffle + what, 0, PLACE);
-  const int64_t by = argument;
-  int64_t from = what == 0 ? by : what == 1 ? lane ^ by : what == 2 ? lane + by : lane - by;
-  if (what >= 2 && (from < 0 || from >= kLanes)) from = lane;
+  yield(State::collective, kShuffle + what, what == hx::broadcast ? argument : 0, PLACE);
+  const bool shifts = what == hx::down || what == hx::up;
+  int64_t from = argument;
+  if (what == hx::exclusive_or) from = lane ^ from;
+  if (shifts) from = what == hx::down ? lane + from : lane - from;
+  if (shifts && (from < 0 || from >= kLanes)) from = lane;
   if (from >= kLanes || !(simds[L.current->simd].active >> from & 1))
     fault(PLACE, -1, "a SIMD shuffle reads lane %ld, which does not exist", long(from));
   return x.value[from];
@@ -104,51 +106,47 @@ EXPORT uint64_t hx_threadgroup_memory(int index, const char* name, uint64_t byte
     if (L.report->threadgroup_memory > kThreadgroupLimit)
       fault(PLACE, -1, "%lu bytes of threadgroup memory, the limit is %zu",
             (unsigned long)L.report->threadgroup_memory, kThreadgroupLimit);
-    site = {name, arena() + index * kArenaSlot + kArenaFront, bytes, 0, uint32_t(unit), kOutput, nullptr, nullptr};
+    site = {name, arena() + index * kArenaSlot + kArenaFront, bytes, 0, uint32_t(unit), kThreadgroup, nullptr, nullptr};
     site.cells = (Cell*)calloc(bytes / unit, sizeof(Cell));
     memset(site.base, 0xff, bytes);
   }
   return (uint64_t)site.base;
 }
 
-// In the order of signature.ATTRIBUTES.
 EXPORT uint32_t hx_attribute(int index, int axis) {
   const Fiber& f = *L.current;
   const uint32_t full = L.dispatched[0] * L.dispatched[1] * L.dispatched[2], threads = L.threads;
   switch (index) {
-    case 0: return (full + 3) / 4;
-    case 1: return (full + kLanes - 1) / kLanes;
-    case 2: return L.dispatched[axis];
-    case 3: return 0;
-    case 4: return L.grid[axis];
-    case 5: return f.thread / 4;
-    case 6: return (threads + 3) / 4;
-    case 7: return f.simd;
-    case 8: return L.simds;
-    case 9: return kLanes;
-    case 10: return f.thread % 4;
-    case 11: return f.lane;
-    case 12: return f.thread;
-    case 13: return L.group_position[axis] * L.dispatched[axis] + f.position[axis];
-    case 14: return f.position[axis];
-    case 15: return L.group_position[axis];
-    case 16: return L.groups[axis];
-    case 17: return L.grid[axis];
-    case 18: return kLanes;
-    default: return L.group_size[axis];
+    case hx::dispatch_quadgroups_per_threadgroup: return (full + 3) / 4;
+    case hx::dispatch_simdgroups_per_threadgroup: return (full + kLanes - 1) / kLanes;
+    case hx::dispatch_threads_per_threadgroup: return L.dispatched[axis];
+    case hx::grid_origin: return 0;
+    case hx::grid_size: return L.grid[axis];
+    case hx::quadgroup_index_in_threadgroup: return f.thread / 4;
+    case hx::quadgroups_per_threadgroup: return (threads + 3) / 4;
+    case hx::simdgroup_index_in_threadgroup: return f.simd;
+    case hx::simdgroups_per_threadgroup: return L.simds;
+    case hx::thread_execution_width: return kLanes;
+    case hx::thread_index_in_quadgroup: return f.thread % 4;
+    case hx::thread_index_in_simdgroup: return f.lane;
+    case hx::thread_index_in_threadgroup: return f.thread;
+    case hx::thread_position_in_grid: return L.group_position[axis] * L.dispatched[axis] + f.position[axis];
+    case hx::thread_position_in_threadgroup: return f.position[axis];
+    case hx::threadgroup_position_in_grid: return L.group_position[axis];
+    case hx::threadgroups_per_grid: return L.groups[axis];
+    case hx::threads_per_grid: return L.grid[axis];
+    case hx::threads_per_simdgroup: return kLanes;
+    case hx::threads_per_threadgroup: return L.group_size[axis];
   }
+  __builtin_unreachable();
 }
 
-// clang rounds to bfloat and half through these where the processor has no instruction.
-static uint16_t round_to_bfloat(float value) {
+// clang rounds to bfloat through this where the processor has no instruction.
+EXPORT __bf16 __truncsfbf2(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
-  if (value != value) return (bits >> 16) | 0x40;
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-EXPORT __bf16 __truncsfbf2(float value) {
-  const uint16_t bits = round_to_bfloat(value);
+  const uint16_t rounded = value != value ? (bits >> 16) | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   __bf16 result;
-  memcpy(&result, &bits, 2);
+  memcpy(&result, &rounded, 2);
   return result;
 }

@@ -18,7 +18,7 @@ hx_switch:
   ret
 .size hx_switch, .-hx_switch
 )");
-constexpr int kSavedWords = 6, kReturnWord = 6, kFrameWords = 8;
+constexpr int kReturnWord = 6, kFrameWords = 8;
 #elif defined(__aarch64__)
 asm(R"(
 .text
@@ -63,16 +63,18 @@ struct Fiber {
 };
 
 // The stacks are made once per process and touched only as far as kernels use them.
-inline uint8_t* stack_of(int thread) {
+inline uint8_t* all_stacks() {
   static uint8_t* all = [] {
     size_t bytes = kMaxThreads * (kStackBytes + kGuardBytes);
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    for (int i = 0; i < kMaxThreads; i++)
+    for (int i = 0; i < kMaxThreads && p != MAP_FAILED; i++)
       mprotect((uint8_t*)p + i * (kStackBytes + kGuardBytes), kGuardBytes, PROT_NONE);
     return (uint8_t*)p;
   }();
-  return all + thread * (kStackBytes + kGuardBytes) + kGuardBytes;
+  return all;  // or MAP_FAILED
 }
+
+inline uint8_t* stack_of(int thread) { return all_stacks() + thread * (kStackBytes + kGuardBytes) + kGuardBytes; }
 
 // The next switch to the fiber calls `start` on a fresh stack.
 inline void prepare(Fiber& fiber, void (*start)()) {

@@ -13,14 +13,16 @@
 #include <string.h>
 
 #include "fibers.h"
+#include "shared.h"
 
-enum Kind : uint32_t { kInput, kOutput, kConstant };
+// Constants are inputs of few elements; a layout is the shape, strides or ndim of an input.
+enum Kind : uint32_t { kInput, kOutput, kConstant, kLayout, kThreadgroup };
 
 struct Cell {
   uint32_t write_group, read_group;  // number of the threadgroup, 0: never
   uint32_t write_all, write_simd;    // the clock at the last write
   uint32_t read_all, read_simd;      // the clock at the last read
-  uint32_t write_place, read_place;  // where in the kernel's code
+  int32_t write_place, read_place;   // where in the kernel's code, or -1
   uint16_t writer, reader;           // threads
   uint8_t readers;                   // since that clock: 0 one thread, 1 several of one SIMD group, 2 several groups
 };
@@ -101,6 +103,7 @@ inline int64_t code_offset(const void* place) {
 inline void record(const void* place, int64_t other, const char* format, va_list arguments) {
   Report& report = *L.report;
   int n = vsnprintf(report.message, sizeof report.message, format, arguments);
+  if (n < 0 || n >= int(sizeof report.message)) n = sizeof report.message - 1;
   if (Fiber* f = L.current)
     snprintf(report.message + n, sizeof report.message - n, "; thread (%u, %u, %u) of threadgroup (%u, %u, %u)",
              f->position[0], f->position[1], f->position[2], L.group_position[0], L.group_position[1],
@@ -194,7 +197,7 @@ inline void device_access(uintptr_t address, size_t n, bool write, const void* p
   const uint64_t at = address - (uintptr_t)r.base;
   if (at >= r.bytes || n > r.bytes - at) out_of_bounds(r, int64_t(at), n, write, place);
   if (write && r.kind != kOutput) fault(place, -1, "write to the input %s", r.name);
-  if (r.kind == kConstant) return;
+  if (r.kind == kConstant || r.kind == kLayout) return;
   Report& report = *L.report;
   const uint64_t first = at / r.granule, last = (at + n - 1) / r.granule;
   if (r.kind == kInput) {

@@ -54,7 +54,7 @@ static void find_code(const void* entry) {
 }
 
 // Each buffer lies a quarter into a slot at least four times its size: what misses it by less hits no other buffer.
-// Inputs begin at any element, as slices do that MLX passes without a copy.
+// Inputs, also small ones, begin at any element, as slices do that MLX passes without a copy.
 static bool place_buffers(const Buffer* given, int count) {
   uint64_t largest = 1 << 18;
   for (int i = 0; i < count; i++) largest = given[i].bytes > largest ? given[i].bytes : largest;
@@ -67,7 +67,7 @@ static bool place_buffers(const Buffer* given, int count) {
   for (int i = 0; i < count; i++) {
     const Buffer& b = given[i];
     uint8_t* base = (uint8_t*)p + (size_t(i) << L.slot_shift) + (size_t(1) << (L.slot_shift - 2));
-    if (b.kind == kInput) base += random_below(4) * b.granule;
+    if (b.kind == kInput || b.kind == kConstant) base += random_below(4) * b.granule;
     L.buffers[i] = {b.name, base, b.bytes, b.start, b.granule, b.kind, nullptr, nullptr};
     const size_t cells = b.bytes / b.granule + 1;
     if (b.kind == kOutput) memset(base, 0xff, b.bytes), L.buffers[i].cells = (Cell*)calloc(cells, sizeof(Cell));
@@ -100,7 +100,7 @@ static void finish(const Buffer* given) {
 static uint32_t common_factor(uint32_t a, uint32_t b) { return b ? common_factor(b, a % b) : a; }
 
 EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const uint32_t* grid, const uint32_t* group,
-                     uint64_t seed, Report* report) {
+                     uint64_t seed, double seconds, Report* report) {
   L.report = report;
   L.entry = entry;
   L.faulted = false;
@@ -108,8 +108,8 @@ EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const ui
   report->place = report->other_place = -1;
   find_code((void*)entry);
   random_state = (seed + 1) * 0x9e3779b97f4a7c15ull;
-  if (!place_buffers(buffers, count)) {
-    snprintf(report->message, sizeof report->message, "no address space for the buffers");
+  if (all_stacks() == MAP_FAILED || arena() == MAP_FAILED || !place_buffers(buffers, count)) {
+    snprintf(report->message, sizeof report->message, "no address space for the stacks and buffers");
     return 1;
   }
   uint32_t total = 1;
@@ -122,7 +122,7 @@ EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const ui
   uint32_t step = 1 + random_below(total);
   while (common_factor(step, total) != 1) step++;
   uint32_t number = random_below(total);
-  watch(true);
+  watch(seconds);
   for (uint32_t i = 0; i < total && !L.faulted; i++) {
     number = uint32_t((uint64_t(number) + step) % total);
     L.group_position[0] = number % L.groups[0];
@@ -134,7 +134,7 @@ EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const ui
     }
     run_group();
   }
-  watch(false);
+  unwatch();
   report->groups = total;
   finish(buffers);
   return L.faulted;

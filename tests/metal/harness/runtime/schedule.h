@@ -2,7 +2,8 @@
 //
 // A SIMD group runs until all its lanes wait at a threadgroup barrier or have returned; then the next one does. The
 // order of lanes and of SIMD groups is by lot. All lanes must come to the same collective, and all threads of the
-// threadgroup to the same barrier: "the same" is the same call in the compiled kernel, told by its return address.
+// threadgroup to the same barrier: "the same" is the same call in the compiled kernel, told by its return address,
+// with the same fence or, of simd_broadcast, the same lane. (build.py has the compiler keep calls apart.)
 #pragma once
 #include "memory.h"
 
@@ -31,7 +32,7 @@ static const char* name_of(int what) {
   static const char* const reductions[] = {"simd_sum", "simd_product", "simd_min", "simd_max"};
   if (what >= kBarrier) return "simdgroup_barrier";
   if (what >= kMultiply) return "simdgroup_multiply";
-  if (what >= kShuffle) return "a SIMD shuffle";
+  if (what >= kShuffle) return what == kShuffle + hx::broadcast ? "simd_broadcast" : "a SIMD shuffle";
   if (what >= kReduce) return reductions[what - kReduce];
   return names[what];
 }
@@ -58,8 +59,10 @@ static void diverged(const char* which, const Fiber& waiting, const Fiber& other
   char one[120], two[120];
   describe(one, waiting), describe(two, other);
   int64_t there = other.state == State::returned ? -1 : code_offset(other.place);
-  stop(waiting.place, there, "divergent %s: %s, %s%s", which, one, two,
-        other.state == waiting.state ? " elsewhere" : "");
+  const char* how = other.state != waiting.state                                         ? ""
+                    : other.place == waiting.place && other.what == waiting.what ? " with another argument"
+                                                                                         : " elsewhere";
+  stop(waiting.place, there, "divergent %s: %s, %s%s", which, one, two, how);
 }
 
 static bool together(const Fiber& a, const Fiber& b) {
@@ -67,8 +70,8 @@ static bool together(const Fiber& a, const Fiber& b) {
 }
 
 static void tick(int flags, bool all, int simd) {
-  if (flags & 1) (all ? L.device_clock.all : L.device_clock.simd[simd])++;
-  if (flags & 2) (all ? L.threadgroup_clock.all : L.threadgroup_clock.simd[simd])++;
+  if (flags & hx::device_fence) (all ? L.device_clock.all : L.device_clock.simd[simd])++;
+  if (flags & hx::threadgroup_fence) (all ? L.threadgroup_clock.all : L.threadgroup_clock.simd[simd])++;
 }
 
 // Runs the lanes of one SIMD group until each waits at a threadgroup barrier or has returned.
@@ -99,7 +102,7 @@ static void run_simd(int s) {
 
 static void run_group() {
   L.group++;
-  tick(3, true, 0);
+  tick(hx::device_fence | hx::threadgroup_fence, true, 0);
   L.threads = L.group_size[0] * L.group_size[1] * L.group_size[2];
   L.simds = (L.threads + kLanes - 1) / kLanes;
   for (Region& site : L.sites)
