@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.errors import ConfigError, PlatformError
 from mlxlm.kernels import records
+from mlxlm.kernels.trial import first_use
 
 MODES = ("auto", "metal", "mlx", "blockwise")
 VARIABLE = "MLXLM_KERNELS"
@@ -163,8 +164,6 @@ def forget_choices() -> None:
 
 def _failure(operation: Operation, case: Case) -> str | None:
     """None if the Metal kernels of a case are known to be right on this machine, else why they are off."""
-    from mlxlm.kernels.trial import first_use
-
     kind = operation.small(case)
     if kind not in _failures:
         _failures[kind] = first_use(operation, kind)

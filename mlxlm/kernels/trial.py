@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxlm._mlx import mx, tree_map
 from mlxlm.kernels import records
-from mlxlm.kernels.dispatch import Case, Operation
+
+if TYPE_CHECKING:
+    from mlxlm.kernels.dispatch import Case, Operation
 
 # Largest |found - reference| / |reference| (Frobenius norms) that is rounding: a few units of the dtype's last
 # place, and for float32 what matrix units with shorter factors (TF32) leave. One key left out of 70 gives 0.1.

@@ -1,12 +1,13 @@
 """The CPU kernels against float64 numpy and against MLX's own operations, values and gradients."""
 
 import numpy as np
+import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm._mlx import ON_CPU, mx, nn
-from mlxlm.kernels import attention, cross_entropy, swiglu
+from mlxlm.kernels import attention, cross_entropy, swiglu, using
 from mlxlm.kernels.exp import exp_nonpositive
 
 
@@ -106,3 +107,17 @@ def test_half_precision_takes_mlx_own_path():
     q = random((1, 2, 4, 8)).astype(mx.float16)
     assert attention(q, q, q, 0.3).dtype == mx.float16
     assert swiglu(q, q).dtype == mx.float16
+
+
+@pytest.mark.parametrize("window", [1, 5, 30, 100])
+@pytest.mark.parametrize("new, old", [(1, 40), (6, 40), (70, 0), (70, 9)])
+@pytest.mark.parametrize("dtype, tolerance", [(mx.float32, 2e-6), (mx.float16, 2e-3)])
+def test_a_window_on_every_path_without_metal(window, new, old, dtype, tolerance):
+    q = random((2, 4, new, 16), 1).astype(dtype)
+    k, v = (random((2, 2, old + new, 16), seed).astype(dtype) for seed in (2, 3))
+    wanted, _ = oracle.attention(*map(oracle.as64, (q, k, v)), 0.25, window)
+    for path in ("mlx", "blockwise"):
+        for training in (True, False):
+            with using(path):
+                found = attention(q, k, v, 0.25, window=window, training=training)
+            np.testing.assert_allclose(oracle.as64(found), wanted, atol=tolerance)
