@@ -22,6 +22,14 @@ def rms_norm_grad(x, weight, eps, g):
     return dx, (g * normed).reshape(-1, x.shape[-1]).sum(0)
 
 
+def rms_norm_grad_size(x, weight, eps, g):
+    """The sums of the absolute terms of both: what rounding is in proportion to."""
+    inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    normed, gw = np.abs(x * inverse), np.abs(g * weight)
+    dx = inverse * (gw + normed * (gw * normed).mean(-1, keepdims=True))
+    return dx, (np.abs(g) * normed).reshape(-1, x.shape[-1]).sum(0)
+
+
 def _visible(T, S, window):
     p, s = np.arange(S - T, S)[:, None], np.arange(S)[None]
     return (s <= p) & ((s > p - window) if window is not None else True)

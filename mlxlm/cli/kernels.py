@@ -58,17 +58,17 @@ def bench(model: str, dtype: str | None, rounds: int, as_json: bool) -> None:
     from mlxlm.kernels import records
     from mlxlm.kernels.bench import cases_of, measure_all
 
-    config, found, unkept = _config(model), [], None
-    with render.steps_progress("measuring", len(cases_of(config, dtype))) as advance:
+    cases, found, unkept = cases_of(_config(model), dtype), [], None
+    with render.steps_progress("measuring", len(cases)) as advance:
         try:
-            for measurement in measure_all(config, dtype, rounds):
+            for measurement in measure_all(cases, rounds):
                 found.append(measurement)
                 advance(str(measurement.case))
         except MlxlmError as problem:
             unkept = problem
     if as_json:
-        cases = [m.to_dict() for m in found]
-        render.emit_json({"machine": records.machine(), "rounds": rounds, "cases": cases})
+        measured = [m.to_dict() for m in found]
+        render.emit_json({"machine": records.machine(), "rounds": rounds, "cases": measured})
     else:
         header = ("operation", "case", "path", "ms", "least to most", "error", "peak memory", "")
         render.print_result(render.table([row for m in found for row in _rows(m)], header))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -40,12 +41,13 @@ def _case(operation, dtype, D, H, K, group_size, bits, T, S, given) -> Case:
     return Case(operation.name, dtype, tuple(sizes), tuple(sizes.values()), features)
 
 
-def _plain(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):
-    return plain_attention(queries, keys, values, scale, window=window)  # _lacks keeps the other options away
+def _with_window_only(path: Callable) -> Callable:
+    """For a path that has neither soft cap nor slopes: `_lacks` keeps them away."""
 
+    def call(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):
+        return path(queries, keys, values, scale, window=window)
 
-def _tiled(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):
-    return tiled_attention.tiled_attention(queries, keys, values, scale, window=window)
+    return call
 
 
 def _lacks(path: str, case: Case) -> str | None:
@@ -145,7 +147,11 @@ def _small_decode(case: Case) -> tuple[Case, ...]:
     return narrow.resized(S=70), narrow.resized(S=16411)
 
 
-_PATHS = {"mlx": _plain, "metal": _tiled, "blockwise": blockwise_attention}
+_PATHS = {
+    "mlx": _with_window_only(plain_attention),
+    "metal": _with_window_only(tiled_attention.tiled_attention),
+    "blockwise": blockwise_attention,
+}
 _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
 _QUANTIZED_PATHS = {"mlx": plain_quantized_attention, "metal": decode_attention.quantized_decode_attention}
 

@@ -15,10 +15,9 @@ from mlxlm.errors import MlxlmError
 from mlxlm.kernels import dispatch, records
 from mlxlm.kernels.attention_paths import DECODE, LENGTHS, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case, Operation
-from mlxlm.kernels.rms_norm import ADD_NORM, NORM, ROWS
-from mlxlm.kernels.trial import TOLERANCE, cotangents, error, outputs
+from mlxlm.kernels.rms_norm import ADD_NORM, NORM, ROWS, norm_case
+from mlxlm.kernels.trial import TOLERANCE, cotangents, error, in_one_line, outputs
 
-ROUNDS = 7
 _LEAST_SECONDS = 0.01  # of one timing: as many calls as it takes
 _MARGIN = 0.97  # of the time of the path that would run anyway: what counts as faster
 
@@ -71,8 +70,8 @@ def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operat
     lengths = [n for n in powers if n <= longest]
     found: list[tuple[Operation, Case]] = []
     for operation in (NORM, ADD_NORM):
-        decoding, prompt, training = (Case(operation.name, dtype, ("N", "rows"), (N, rows)) for rows in ROWS)
-        found += [(operation, case) for case in (decoding, prompt, training._replace(dtype="float32"))]
+        for rows, kind in zip(ROWS, (dtype, dtype, "float32"), strict=True):
+            found.append((operation, norm_case(operation, kind, N, rows)))
 
     def attend(operation: Operation, dtype: str, T: int, S: int, **form: int) -> None:
         found.append((operation, attention_case(operation, dtype, D, H, K, T, S, None, None, None, **form)))
@@ -88,13 +87,13 @@ def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operat
     return found
 
 
-def measure_all(config: ModelConfig, dtype: str | None = None, rounds: int = ROUNDS) -> Iterator[Measurement]:
-    """Measure each case of a model in turn; each is kept, and used from then on.
+def measure_all(cases: Sequence[tuple[Operation, Case]], rounds: int) -> Iterator[Measurement]:
+    """Measure each case in turn, `rounds` timings per path; each is kept, and used from then on.
 
     Raises MlxlmError at the end if something couldn't be written.
     """
     unkept = None
-    for operation, case in cases_of(config, dtype):
+    for operation, case in cases:
         measurement = measure(operation, case, rounds)
         if measurement.fastest:
             try:
@@ -107,7 +106,7 @@ def measure_all(config: ModelConfig, dtype: str | None = None, rounds: int = ROU
         raise unkept
 
 
-def measure(operation: Operation, case: Case, rounds: int = ROUNDS) -> Measurement:
+def measure(operation: Operation, case: Case, rounds: int) -> Measurement:
     """Time the paths that "auto" may take for a case, in turn, so that a noisy moment hits them all."""
     order, why = operation.prefers(case)
     refused = {path: f"not taken: {why}" for path in operation.paths if path not in order}
@@ -127,7 +126,7 @@ def measure(operation: Operation, case: Case, rounds: int = ROUNDS) -> Measureme
             call(1)
             peaks[path], calls[path] = mx.get_peak_memory(), call
         except Exception as problem:  # whatever a compiler or a driver may say: the others are measured
-            refused[path] = f"failed: {' '.join(str(problem).split())[:200]}"
+            refused[path] = f"failed: {in_one_line(problem)}"
     repeats = {path: _repeats(call) for path, call in calls.items()}
     seconds: dict[str, list[float]] = {path: [] for path in calls}
     for _ in range(rounds):

@@ -11,6 +11,7 @@ from functools import cache
 
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
+from mlxlm.kernels.mask import distance, visible
 
 # Of one block's scores in float32; MLX holds up to 20 such arrays at once. Fewer blocks make a smaller graph,
 # which counts where it is dispatched to a GPU and memory is not in a cache either way.
@@ -65,7 +66,7 @@ class _Scores:
     def __init__(self, queries, keys, scale, window, softcap, slopes):
         self.queries, self.keys = queries, keys
         self.scale, self.window, self.softcap, self.slopes = scale, window, softcap, slopes
-        self.B, self.K, self.G, self.T, self.D = queries.shape
+        self.B, self.K, self.G, self.T, _ = queries.shape
         self.S = keys.shape[2]
 
     def blocks(self):
@@ -98,14 +99,11 @@ class _Scores:
 
     def _bias(self, start, stop, first, seen):
         """-inf where a row doesn't see a key, ALiBi's slope times distance where it does."""
-        distance = mx.arange(first, seen)[None] - mx.arange(self.S - self.T + start, seen)[:, None]
-        visible = distance <= 0
-        if self.window is not None:
-            visible = visible & (distance > -self.window)
-        bias = mx.where(visible, 0.0, -mx.inf)
+        apart = distance(stop - start, seen - first)
+        bias = mx.where(visible(apart, self.window), 0.0, -mx.inf)
         if not self.slopes:
             return mx.tile(bias, (self.G, 1))
-        return (bias + self.slopes[0][:, :, None, None] * distance).reshape(self.K, -1, seen - first)
+        return (bias + self.slopes[0][:, :, None, None] * apart).reshape(self.K, -1, seen - first)
 
 
 def _forward(scores: _Scores, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxlm._mlx import mx
-from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.metal import FLOATS, MetalKernel
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 256)
 MAX_QUERIES = 8
 MAX_ROWS = 64  # query rows per key head: what fits the registers of one threadgroup
 
-_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 _OPTIONS = ("scale", "cap", "window", "slopes")
 _QUANTIZED = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
 _HEADERS = ("common.h", "attention_decode.h")
@@ -108,7 +107,7 @@ def quantized_decode_attention(
 
 
 def _check(queries, scale, window, softcap, slopes):
-    if queries.ndim != 4 or queries.dtype not in _DTYPES:
+    if queries.ndim != 4 or queries.dtype not in FLOATS:
         raise ValueError(f"queries must be [B, H, T, D] of float32, float16 or bfloat16, not {_describe(queries)}")
     heads, count, head_dim = queries.shape[1:]
     if 0 in queries.shape or count > MAX_QUERIES:

@@ -77,7 +77,7 @@ class Operation:
 
     def implementation(self, case: Case) -> Callable:
         """The function that runs a call of this case. Raises PlatformError if the mode can't be had."""
-        choice = _choices.get((case, _mode.get() or _environment)) or choose(self, case)
+        choice = _choices.get((case, mode())) or choose(self, case)
         return self.paths[choice.path]
 
     def blocked(self, path: str, case: Case) -> str | None:
@@ -137,15 +137,15 @@ def choose(operation: Operation, case: Case) -> Choice:
 
 
 def _choose(operation: Operation, case: Case) -> Choice:
-    wanted, lacking = mode(), None
+    wanted, skipped = mode(), []
     if wanted in operation.paths:
-        lacking = operation.lacks(wanted, case)
-        if not lacking and (reason := operation.blocked(wanted, case)):
+        if lacking := operation.lacks(wanted, case):
+            skipped.append(f"not {wanted}: {lacking}")
+        elif reason := operation.blocked(wanted, case):
             raise PlatformError(f"kernel mode {wanted}: {case}: {reason}", f"{VARIABLE}=auto")
-        if not lacking:
+        else:
             return Choice(wanted, "asked for")
     order, why = operation.prefers(case)
-    skipped = [f"not {wanted}: {lacking}"] if lacking else []
     fastest = records.fastest(str(case))
     if fastest in order and not operation.blocked(fastest, case):
         return Choice(fastest, "; ".join(["measured fastest here", *skipped]))

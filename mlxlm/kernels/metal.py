@@ -9,6 +9,8 @@ from functools import cache, cached_property
 from mlxlm._mlx import mx
 from mlxlm.resources import resource
 
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)  # what the kernels take
+
 Output = tuple[Sequence[int], mx.Dtype]  # shape and dtype
 
 

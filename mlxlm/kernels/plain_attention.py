@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
+from mlxlm.kernels.mask import distance, visible
 
 _MIN_ROWS = 64  # least query rows per block on the CPU: below that the products are too small
 
@@ -18,14 +19,8 @@ def plain_attention(queries, keys, values, scale, *, window=None):
         first = max(0, S - T - window + 1)  # what no row sees
         keys, values = keys[:, :, first:], values[:, :, first:]
         if T > 1 and S - first > window:
-            mask = _visible(T, S - first, window)
+            mask = visible(distance(T, S - first), window)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-
-
-def _visible(T: int, S: int, window: int | None) -> mx.array:
-    """Whether a row sees a key: bool `[T, S]`."""
-    distance = mx.arange(S - T, S)[:, None] - mx.arange(S)[None]
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _attention_cpu(queries, keys, values, scale, window):
@@ -43,7 +38,7 @@ def _attention_cpu(queries, keys, values, scale, window):
         # The heads of a group are stacked as rows, so that one product serves them all.
         rows = queries[:, :, :, start:stop].reshape(B, kv_heads, groups * (stop - start), D)
         scores = rows @ keys[:, :, first:seen].swapaxes(-1, -2)
-        mask = mx.where(_visible(stop - start, seen - first, window), 0.0, -mx.inf)
+        mask = mx.where(visible(distance(stop - start, seen - first), window), 0.0, -mx.inf)
         probs = _masked_softmax(scores, mx.tile(mask, (groups, 1)))
         block = probs @ values[:, :, first:seen]
         out.append(block.reshape(B, kv_heads, groups, stop - start, D))
@@ -80,8 +75,9 @@ def plain_quantized_attention(
     scores = mx.quantized_matmul(rows, *keys, transpose=True, **form).astype(mx.float32).reshape(B, H, T, S)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
+    apart = distance(T, S)
     if slopes is not None:
-        scores = scores + slopes[:, None, None] * (mx.arange(S)[None] - mx.arange(S - T, S)[:, None])
-    probs = mx.softmax(mx.where(_visible(T, S, window), scores, -mx.inf), axis=-1).astype(queries.dtype)
+        scores = scores + slopes[:, None, None] * apart
+    probs = mx.softmax(mx.where(visible(apart, window), scores, -mx.inf), axis=-1).astype(queries.dtype)
     out = mx.quantized_matmul(probs.reshape(B, kv_heads, -1, S), *values, transpose=False, **form)
     return out.reshape(B, H, T, D)

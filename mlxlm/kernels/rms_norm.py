@@ -15,7 +15,6 @@ from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 
 ROWS = (8, 512, 4096)  # decoding, prompts and training: a case has up to so many rows, the last one all that are more
-_SIZES = ("N", "rows")
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -47,7 +46,12 @@ def _case(operation: Operation, x: mx.array, weight: mx.array, residual: mx.arra
         mixed += (f"weight:{DTYPE_NAMES[weight.dtype]}",)
     if residual is not None and residual.dtype != dtype:
         mixed += (f"residual:{DTYPE_NAMES[residual.dtype]}",)
-    return Case(operation.name, DTYPE_NAMES[dtype], _SIZES, (N, rows), mixed)
+    return norm_case(operation, DTYPE_NAMES[dtype], N, rows, mixed)
+
+
+def norm_case(operation: Operation, dtype: str, N: int, rows: int, mixed: tuple[str, ...] = ()) -> Case:
+    """`rows` is one of ROWS, `mixed` names what has another dtype: "weight:float32"."""
+    return Case(operation.name, dtype, ("N", "rows"), (N, rows), mixed)
 
 
 def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:

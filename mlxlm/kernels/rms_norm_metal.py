@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from mlxlm._mlx import mx
-from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.metal import FLOATS, MetalKernel
 
 _NORM = MetalKernel("rms_norm", inputs=("x", "weight", "eps"), outputs=("y",))
 _ADD_NORM = MetalKernel("add_rms_norm", inputs=("x", "residual", "weight", "eps"), outputs=("h", "y"))
 _GRADIENT = MetalKernel("rms_norm_grad", inputs=("x", "weight", "dy", "dh", "eps"), outputs=("dx", "dw"))
-
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 # A forward thread holds a run's values and weights, a gradient thread also gradients and column sums. 64 floats
 # of that in 512 threads are 128 KB of the 208 KB of registers of a GPU core: rows up to 16384 and 8192 values
@@ -42,7 +40,7 @@ def add_rms_norm_metal(x: mx.array, residual: mx.array, weight: mx.array, eps: f
     in the same pass. x and residual have one shape. Raises ValueError if shapes or dtypes don't fit.
     """
     _check(x, weight)
-    if residual.shape != x.shape or residual.dtype not in _FLOATS:
+    if residual.shape != x.shape or residual.dtype not in FLOATS:
         raise ValueError(f"residual is {_describe(residual)}, but x is {_describe(x)}")
     return _add_rms_norm_metal(eps)(x, residual, weight)
 
@@ -50,7 +48,7 @@ def add_rms_norm_metal(x: mx.array, residual: mx.array, weight: mx.array, eps: f
 def _check(x: mx.array, weight: mx.array) -> None:
     if x.ndim == 0 or weight.ndim != 1 or x.shape[-1] != weight.size:
         raise ValueError(f"weight is {_describe(weight)}, but x is {_describe(x)}")
-    if x.dtype not in _FLOATS or weight.dtype not in _FLOATS:
+    if x.dtype not in FLOATS or weight.dtype not in FLOATS:
         raise ValueError(f"x and weight are {x.dtype} and {weight.dtype}, not float32, float16 or bfloat16")
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mlxlm._mlx import mx
-from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.metal import FLOATS, MetalKernel
 
 # A lane keeps its part of keys, values and both gradients: 96 registers at 128 in half precision, of some 128.
 MAX_HEAD_DIM = 128
 
 _ROWS = 32  # rows of a threadgroup: four SIMD groups of eight
 _STAGED_BYTES = 8192  # of a staged tile: two of them, padded, take about half of a threadgroup's 32 KiB
-_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 _HEADERS = ("common.h", "attention_tiles.h")
 _FORWARD = MetalKernel(
@@ -71,7 +70,7 @@ def _check(queries, keys, values, window):
     shapes = f"queries {queries.shape}, keys {keys.shape}, values {values.shape}"
     if not queries.ndim == keys.ndim == values.ndim == 4:
         raise ValueError(f"attention takes arrays of four axes, not {shapes}")
-    if queries.dtype not in _DTYPES or not queries.dtype == keys.dtype == values.dtype:
+    if queries.dtype not in FLOATS or not queries.dtype == keys.dtype == values.dtype:
         dtypes = ", ".join(str(x.dtype) for x in (queries, keys, values))
         raise ValueError(f"attention takes float32, float16 or bfloat16, the same for all, not {dtypes}")
     B, H, T, D = queries.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlxlm._mlx import mx, tree_map
@@ -57,7 +57,7 @@ def error(operation: Operation, path: str, case: Case) -> float:
     mx.eval(found)
     with mx.stream(mx.cpu):
         errors = [_distance(x, y) for x, y in zip(found, wanted, strict=True)]
-    return max(errors, key=lambda e: (e != e, e))  # NaN is the largest error of all
+    return _largest(errors)
 
 
 def first_use(operation: Operation, kind: tuple[Case, ...]) -> str | None:
@@ -69,15 +69,24 @@ def first_use(operation: Operation, kind: tuple[Case, ...]) -> str | None:
     if records.is_verified(name):
         return None
     try:
-        found = max((error(operation, "metal", case) for case in kind), key=lambda e: (e != e, e))
+        found = _largest(error(operation, "metal", case) for case in kind)
         if found <= TOLERANCE[kind[0].dtype]:
             records.verified(name)
             return None
         reason = f"its Metal kernel is wrong on this machine (error {found:.1e})"
     except Exception as problem:  # whatever a compiler or a driver may say
-        reason = f"its Metal kernel failed on this machine ({' '.join(str(problem).split())[:200]})"
+        reason = f"its Metal kernel failed on this machine ({in_one_line(problem)})"
     warnings.warn(f"{name}: {reason}; another path is taken", stacklevel=2)
     return reason
+
+
+def in_one_line(problem: Exception) -> str:
+    """What a compiler or a driver says, cut."""
+    return " ".join(str(problem).split())[:200]
+
+
+def _largest(errors: Iterable[float]) -> float:
+    return max(errors, key=lambda e: (e != e, e))  # NaN is the largest error of all
 
 
 def _as_list(out: Any) -> list[mx.array]:

@@ -59,31 +59,22 @@ class Text:
 
     def closing(self, i: int) -> int:
         """The index of the bracket that closes the one at `i`; of < only where template arguments are plain."""
-        pairs = {"(": ")", "[": "]", "{": "}", "<": ">"}
-        close, depth = pairs[self[i]], 0
-        for k in range(i, len(self)):
-            if self[k] == self[i]:
-                depth += 1
-            elif self[k] == close:
-                depth -= 1
-                if not depth:
-                    return k
-            elif self[i] == "<" and self[k] in (";", "{"):
-                break
-        return -1
+        return self._partner(i, {"(": ")", "[": "]", "{": "}", "<": ">"}, range(i, len(self)))
 
     def opening(self, i: int) -> int:
         """The index of the bracket that is closed at `i`."""
-        pairs = {")": "(", "]": "[", "}": "{", ">": "<"}
-        depth = 0
-        for k in range(i, -1, -1):
+        return self._partner(i, {")": "(", "]": "[", "}": "{", ">": "<"}, range(i, -1, -1))
+
+    def _partner(self, i: int, pairs: dict[str, str], way: range) -> int:
+        partner, depth = pairs[self[i]], 0
+        for k in way:
             if self[k] == self[i]:
                 depth += 1
-            elif self[k] == pairs[self[i]]:
+            elif self[k] == partner:
                 depth -= 1
                 if not depth:
                     return k
-            elif self[i] == ">" and self[k] in (";", "{"):
+            elif self[i] in "<>" and self[k] in (";", "{"):
                 break
         return -1
 
