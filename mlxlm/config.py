@@ -16,11 +16,28 @@ _MAX = 2**31 - 1  # sizes beyond this can't be array dimensions in MLX
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-style decoder. Names and meanings are those of Hugging Face's `LlamaConfig`.
+    """A decoder, assembled from parts by these fields. The defaults are Llama's; names and meanings are those
+    of Hugging Face's `LlamaConfig`, and of the family that first had a field for what Llama lacks.
 
     `num_key_value_heads` equal to `num_attention_heads` is multi-head attention, 1 is multi-query
-    attention, anything between is grouped-query attention. `quantization` is MLX's: `{"bits": 4,
-    "group_size": 64}` and, by layer name, either such a pair or False for a layer left as it is.
+    attention, anything between is grouped-query attention.
+
+    `norm` "rms" or "layer" (with bias), `rms_norm_eps` being the epsilon of either; `norm_unit_offset`: the weight
+    is stored less one (Gemma). `norm_placement`: "pre" (on a sublayer's input), "output" (on its output, before
+    the addition: OLMo 2) or "both" (Gemma 2). `parallel_residual`: attention and feed-forward see the same stream,
+    by one norm (`shared_norm`, Falcon 7B) or by one each.
+
+    `positions`: "rope", "learned" (a table whose first `position_offset` rows stand for no position: OPT has 2),
+    "alibi" or "none". `rope_scaling` is Hugging Face's object with `rope_type`; `partial_rotary_factor` is the
+    share of a head that turns. `sliding_window`: tokens that a row sees, its own included, in the layers that
+    `layer_types` calls "sliding_attention" (None: in all). `qk_norm`: "head" (Qwen 3) or "projection" (OLMo 2).
+    `attention_bias` has query, key and value, `attention_out_bias` the output (None: as `attention_bias`).
+    `attn_logit_softcapping`, `final_logit_softcapping`, `query_pre_attn_scalar`: Gemma 2's. `mlp_gated`: gate · up,
+    else one projection up and the activation `hidden_act`. `embedding_multiplier` scales the embeddings,
+    `embedding_norm` normalises them (BLOOM).
+
+    `quantization` is MLX's: `{"bits": 4, "group_size": 64, "mode": "affine"}` and, by layer name, either such an
+    object or False for a layer left as it is.
     """
 
     hidden_size: int
@@ -41,6 +58,25 @@ class ModelConfig:
     pad_token_id: int | None = None
     hidden_act: str = "silu"
     model_type: str = "llama"
+    norm: str = "rms"
+    norm_unit_offset: bool = False
+    norm_placement: str = "pre"
+    parallel_residual: bool = False
+    shared_norm: bool = False
+    positions: str = "rope"
+    position_offset: int = 0
+    rope_scaling: Mapping[str, Any] | None = None
+    partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    qk_norm: str | None = None
+    attention_out_bias: bool | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    query_pre_attn_scalar: float | None = None
+    mlp_gated: bool = True
+    embedding_multiplier: float = 1.0
+    embedding_norm: bool = False
     quantization: Mapping[str, Any] | None = field(default=None)
 
     def __post_init__(self) -> None:

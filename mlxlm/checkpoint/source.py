@@ -1,0 +1,42 @@
+"""A checkpoint of any format, opened: described and checked, its values read on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxlm.checkpoint.tensors import Tensors
+from mlxlm.config import ModelConfig
+from mlxlm.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a user named, whatever its format.
+
+    `tensors` are the decoder's (`model.layers.0.self_attn.q_proj.weight`, ...); where `config.quantization` says so
+    a module has MLX's packed `.weight` with `.scales` and, in affine mode, `.biases`. `values` is Hugging Face's
+    configuration: the file's own, or made from another format's metadata.
+
+    `config` is None for an architecture that mlxlm leaves to mlx_lm; `foreign` says why, and `tensors` then have
+    the file's names.
+    """
+
+    path: Path
+    format: str  # "safetensors", "pytorch", "gguf" or "llama2.c"
+    values: Mapping[str, Any]
+    config: ModelConfig | None
+    tensors: Tensors = field(repr=False)
+    load_tokenizer: Callable[[], Tokenizer] = field(repr=False)
+    foreign: str | None = None
+
+
+def open_checkpoint(source: Path | str) -> Checkpoint:
+    """Open a model folder, a run, a hub id (`owner/name`), a `.gguf` file or a llama2.c `.bin` file.
+
+    Only headers are read, in a second and 200 MB whatever they claim. Raises CheckpointError, ConfigError or
+    TokenizerError naming the file and the field.
+    """
+    raise NotImplementedError

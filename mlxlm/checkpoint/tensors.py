@@ -1,0 +1,51 @@
+"""Tensors that are described but not read: what every format of checkpoint gives, and every writer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from mlxlm._mlx import mx
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint.
+
+    `read()` returns it as an array of `shape` and `dtype`, lazily where the format allows, and keeps nothing:
+    a tensor that was read, used and dropped has left memory. `stored` is the file's own word for its type
+    ("BF16", "Q4_K") and `nbytes` what it takes there.
+    """
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    stored: str
+    nbytes: int
+    read: Callable[[], mx.array] = field(repr=False)
+
+    def then(
+        self,
+        function: Callable[[mx.array], mx.array],
+        shape: tuple[int, ...] | None = None,
+        dtype: mx.Dtype | None = None,
+    ) -> Tensor:
+        """The same tensor with `function` applied to what is read; `shape` and `dtype` where that changes them."""
+        read = self.read
+        return replace(
+            self,
+            shape=self.shape if shape is None else shape,
+            dtype=self.dtype if dtype is None else dtype,
+            read=lambda: function(read()),
+        )
+
+    def astype(self, dtype: mx.Dtype) -> Tensor:
+        """The same values in `dtype`."""
+        return self if dtype == self.dtype else self.then(lambda value: value.astype(dtype), dtype=dtype)
+
+
+Tensors = Mapping[str, Tensor]
+
+
+def of_array(value: mx.array) -> Tensor:
+    """An array that is already in memory, or a graph that makes one."""
+    return Tensor(tuple(value.shape), value.dtype, str(value.dtype).removeprefix("mlx.core."), value.nbytes, lambda: value)
