@@ -48,4 +48,5 @@ Tensors = Mapping[str, Tensor]
 
 def of_array(value: mx.array) -> Tensor:
     """An array that is already in memory, or a graph that makes one."""
-    return Tensor(tuple(value.shape), value.dtype, str(value.dtype).removeprefix("mlx.core."), value.nbytes, lambda: value)
+    name = str(value.dtype).removeprefix("mlx.core.")
+    return Tensor(tuple(value.shape), value.dtype, name, value.nbytes, lambda: value)
