@@ -12,35 +12,43 @@ from mlxlm.model.parts import Block, Embedding, StreamNorm
 class Backbone(nn.Module):
     """Embedding, layers and the last norm: tokens `[B, T]` -> hidden states `[B, T, hidden]`."""
 
-    def __init__(self, config: ModelConfig, dropout: float):
+    def __init__(self, config: ModelConfig, dropout: float, layers: int):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = [Block(config, dropout) for _ in range(config.num_hidden_layers)]
+        self.layers = [Block(config, dropout) for _ in range(layers)]
         self.norm = StreamNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(self, tokens: mx.array, cache=None) -> mx.array:
-        stream, update = self.embed_tokens(tokens), None
+        stream, update = self.embed(tokens, cache), None
         for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             stream, update = layer(stream, update, layer_cache)
         return self.norm(stream, update)[1]
+
+    def embed(self, tokens: mx.array, cache=None) -> mx.array:
+        """tokens `[B, T]` -> what the first layer sees, `[B, T, hidden]`."""
+        return self.embed_tokens(tokens)
 
 
 class Decoder(nn.Module):
     """A Llama-style decoder (Touvron et al. 2023) with Hugging Face's parameter names.
 
-    `dropout` applies to the output of each sublayer, in training mode only.
+    `dropout` applies to the output of each sublayer, in training mode only. `layers`: how many of the
+    configuration's layers are made, None for all; a model that runs layer by layer (`stages`) makes none.
     """
 
-    def __init__(self, config: ModelConfig, dropout: float = 0.0):
+    def __init__(self, config: ModelConfig, dropout: float = 0.0, layers: int | None = None):
         super().__init__()
         self.config = config
-        self.model = Backbone(config, dropout)
+        self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def __call__(self, tokens: mx.array, cache=None) -> mx.array:
         """tokens int `[B, T]` -> logits `[B, T, V]`. A cache (one per layer) is advanced by T positions."""
-        x = self.model(tokens, cache)
+        return self.head(self.model(tokens, cache))
+
+    def head(self, x: mx.array) -> mx.array:
+        """The backbone's output `[B, T, hidden]` -> logits `[B, T, V]`."""
         return self.model.embed_tokens.as_linear(x) if self.config.tie_word_embeddings else self.lm_head(x)
 
     @property

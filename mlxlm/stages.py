@@ -1,0 +1,83 @@
+"""A decoder run one layer at a time: a model larger than memory needs room for its largest layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint.load import dequantized
+from mlxlm.checkpoint.safetensors import as_float32
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.tensors import Tensors
+from mlxlm.errors import CheckpointError
+from mlxlm.model import Decoder
+from mlxlm.model.parts import Block
+
+LAYERS = "model.layers"
+
+# What flows between two layers: the residual stream and what the layer before adds to it (None after the
+# embedding), both [B, T, hidden].
+State = tuple[mx.array, mx.array | None]
+
+
+class Stages:
+    """The parts of a checkpoint's decoder, each made with its weights when it is asked for and kept by nobody here.
+
+    Together they compute what the whole decoder does, to the bit: they are its own modules.
+    Raises CheckpointError for an architecture that only mlx_lm has.
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        if checkpoint.config is None:
+            raise CheckpointError(f"{checkpoint.path} can't be run layer by layer: {checkpoint.foreign}")
+        self.config = checkpoint.config
+        self._tensors = checkpoint.tensors
+        self._outside = {n: t for n, t in checkpoint.tensors.items() if not n.startswith(f"{LAYERS}.")}
+
+    @property
+    def layers(self) -> int:
+        """How many blocks there are."""
+        return self.config.num_hidden_layers
+
+    def embed(self, tokens: mx.array) -> State:
+        """tokens int `[B, T]` -> the state before the first block."""
+        return self._ends().model.embed(tokens), None
+
+    def block(self, index: int) -> Block:
+        """Layer `index` with its weights: `block(stream, update, cache) -> (stream, update)`."""
+        block = Block(self.config, 0.0)
+        self._fill(block, self._tensors, f"{LAYERS}.{index}")
+        return block
+
+    def head(self) -> Callable[[mx.array, mx.array | None], mx.array]:
+        """The function from the state after the last block to logits `[B, T, V]`; it holds the head's weights."""
+        decoder = self._ends()
+        return lambda stream, update: decoder.head(decoder.model.norm(stream, update)[1])
+
+    def logits(self, stream: mx.array, update: mx.array | None) -> mx.array:
+        """The state after the last block -> logits `[B, T, V]`."""
+        return self.head()(stream, update)
+
+    def run(self, tokens: mx.array, on_layer: Callable[[int, State], None] | None = None) -> mx.array:
+        """tokens int `[B, T]` -> logits `[B, T, V]`. `on_layer(index, state)` is told the state after each block."""
+        state = self.embed(tokens)
+        for index in range(self.layers):
+            state = self.block(index)(*state)
+            mx.eval(state)  # before the next block is read
+            if on_layer is not None:
+                on_layer(index, state)
+        return self.logits(*state)
+
+    def _ends(self) -> Decoder:
+        """Embedding, last norm and head, their weights read on use."""
+        decoder = Decoder(self.config, layers=0)
+        self._fill(decoder, self._outside, "")
+        return decoder
+
+    def _fill(self, module, tensors: Tensors, prefix: str) -> None:
+        below = f"{prefix}." if prefix else ""
+        weights = {n.removeprefix(below): t.read() for n, t in tensors.items() if n.startswith(below)}
+        if self.config.quantization:
+            weights = dequantized(weights, self.config.quantization)
+        module.load_weights([(name, as_float32(value)) for name, value in weights.items()])
+        module.eval()

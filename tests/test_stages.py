@@ -1,0 +1,75 @@
+"""A decoder run layer by layer is the decoder."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.config import ModelConfig
+from mlxlm.errors import CheckpointError
+from mlxlm.model import Decoder
+from mlxlm.stages import Stages
+
+
+def in_memory(config: ModelConfig, model: Decoder) -> Checkpoint:
+    tensors = {name: of_array(value) for name, value in tree_flatten(model.parameters())}
+    return Checkpoint("here", "safetensors", config.to_dict(), config, tensors, load_tokenizer=None)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_equal_to_the_whole_decoder_to_the_bit(tiny_config, tied):
+    config = tiny_config.with_changes(tie_word_embeddings=tied, num_hidden_layers=3)
+    model = Decoder(config)
+    model.initialize(0)
+    model.eval()
+    tokens = mx.random.randint(0, config.vocab_size, (2, 17), key=mx.random.key(1))
+    seen = []
+    logits = Stages(in_memory(config, model)).run(tokens, on_layer=lambda index, state: seen.append((index, state)))
+    assert mx.array_equal(logits, model(tokens))
+    assert [index for index, _ in seen] == [0, 1, 2]
+    stream, update = model.model.embed(tokens), None
+    for layer, (_, (their_stream, their_update)) in zip(model.layers, seen, strict=True):
+        stream, update = layer(stream, update)
+        assert mx.array_equal(stream, their_stream) and mx.array_equal(update, their_update)
+
+
+_PEAK = """
+import sys
+from mlxlm._mlx import mx
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.tensors import Tensor
+from mlxlm.config import ModelConfig
+from mlxlm._mlx import tree_flatten
+from mlxlm.model import Decoder
+from mlxlm.stages import Stages
+
+mx.set_cache_limit(0)
+config = ModelConfig(hidden_size=256, num_hidden_layers=int(sys.argv[1]), num_attention_heads=4,
+                     intermediate_size=1024, vocab_size=64, tie_word_embeddings=True)
+shapes = {name: value.shape for name, value in tree_flatten(Decoder(config).parameters())}
+tensors = {name: Tensor(shape, mx.float32, "F32", 0, lambda shape=shape: mx.full(shape, 0.01))
+           for name, shape in shapes.items()}
+stages = Stages(Checkpoint("here", "safetensors", {}, config, tensors, None))
+mx.reset_peak_memory()
+mx.eval(stages.run(mx.zeros((1, 8), dtype=mx.int32)))
+print(mx.get_peak_memory())
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_layers():
+    def peak(layers: int) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", _PEAK, str(layers)], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    few, many = peak(2), peak(12)
+    assert many < 1.1 * few, (few, many)
+
+
+def test_an_architecture_of_mlx_lm_has_no_stages():
+    with pytest.raises(CheckpointError, match="layer by layer: it is a mamba"):
+        Stages(Checkpoint("here", "safetensors", {}, None, {}, None, foreign="it is a mamba model"))
