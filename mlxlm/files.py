@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -41,6 +41,36 @@ def new_folder(
             _flush(path.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def new_file(
+    path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
+) -> Iterator[BinaryIO]:
+    """Fill a hidden file beside `path`; at the end it is flushed to disk and becomes `path`, else it goes.
+
+    Raises `kind` if `path` exists, with `hint`, or if the disk refuses.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with os_errors_as(kind, "write", path):
+        _check_no_file(path, kind, hint)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        try:
+            with partial.open("xb") as file:
+                yield file
+            _flush(partial)
+            _check_no_file(path, kind, hint)  # again, since writing can take minutes
+            partial.replace(path)
+            _flush(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _check_no_file(path: Path, kind: type[MlxlmError], hint: str) -> None:
+    if path.exists() or path.is_symlink():
+        raise kind(f"{path} already exists", hint)
 
 
 def check_free(path: Path | str, kind: type[MlxlmError], hint: str) -> None:
@@ -74,7 +104,10 @@ def _remove_abandoned(path: Path) -> None:
         owner = partial.name.split(".")[-2]
         # An own pid is that of an earlier process, as in containers, where each begins with the same.
         if owner.isdigit() and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner))):
-            shutil.rmtree(partial, ignore_errors=True)
+            if partial.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                partial.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

@@ -11,8 +11,9 @@ from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer.tokenizer import around_text
 
 SPACE = "\u2581"  # SentencePiece writes a space as this character
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
-_BPE = 2  # TrainerSpec.ModelType
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
+BPE = 2  # TrainerSpec.ModelType
+LONGEST = 512  # characters of a piece: merges take time by the square; the longest in use have 48
 
 
 def parse(data: bytes, name: str) -> Any:
@@ -29,14 +30,16 @@ def parse(data: bytes, name: str) -> Any:
     if not model.pieces:
         raise TokenizerError(f"{name} is not a SentencePiece model: it has no pieces")
     unsupported = None
-    if model.trainer_spec.model_type != _BPE:
+    if model.trainer_spec.model_type != BPE:
         unsupported = "is not of the BPE type"
     elif model.normalizer_spec.precompiled_charsmap:
         unsupported = f"normalizes text ({model.normalizer_spec.name or 'its own rules'})"
-    elif any(piece.type in (_USER_DEFINED, _UNUSED) for piece in model.pieces):
+    elif any(piece.type in (USER_DEFINED, UNUSED) for piece in model.pieces):
         unsupported = "has user-defined or unused pieces"
     elif len({piece.piece for piece in model.pieces}) != len(model.pieces):
         unsupported = "has the same piece twice"
+    elif any(len(piece.piece) > LONGEST for piece in model.pieces):
+        unsupported = f"has a piece of more than {LONGEST} characters"
     if unsupported:
         raise TokenizerError(f"{name}: this SentencePiece model {unsupported}", "the model's tokenizer.json")
     return model
@@ -66,8 +69,8 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
     byte_fallback = model.trainer_spec.byte_fallback
     lossless = byte_fallback and not (rules.add_dummy_prefix or rules.remove_extra_whitespaces)
     space = " " if lossless else SPACE
-    texts = [p.piece.replace(SPACE, space) if p.type == _NORMAL else p.piece for p in model.pieces]
-    mergeable = {text: p.score for text, p in zip(texts, model.pieces, strict=True) if p.type == _NORMAL}
+    texts = [p.piece.replace(SPACE, space) if p.type == NORMAL else p.piece for p in model.pieces]
+    mergeable = {text: p.score for text, p in zip(texts, model.pieces, strict=True) if p.type == NORMAL}
     names = special_names(model)
     runtime = tokenizers.Tokenizer(
         models.BPE(
@@ -78,7 +81,7 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
             byte_fallback=byte_fallback,
         )
     )
-    special = [p.piece for p in model.pieces if p.type in (_CONTROL, _UNKNOWN)]
+    special = [p.piece for p in model.pieces if p.type in (CONTROL, UNKNOWN)]
     runtime.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     if not lossless:
         runtime.normalizer = _normalizer(rules)
