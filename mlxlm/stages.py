@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlxlm._mlx import mx
-from mlxlm.checkpoint.load import dequantized
-from mlxlm.checkpoint.safetensors import as_float32
+from mlxlm.checkpoint.load import load_part
 from mlxlm.checkpoint.source import Checkpoint
-from mlxlm.checkpoint.tensors import Tensors
 from mlxlm.errors import CheckpointError
 from mlxlm.model import Decoder
 from mlxlm.model.parts import Block
@@ -46,7 +44,7 @@ class Stages:
     def block(self, index: int) -> Block:
         """Layer `index` with its weights: `block(stream, update, cache) -> (stream, update)`."""
         block = Block(self.config, 0.0)
-        self._fill(block, self._tensors, f"{LAYERS}.{index}")
+        load_part(block, self._tensors, f"{LAYERS}.{index}", self.config.quantization)
         return block
 
     def head(self) -> Callable[[mx.array, mx.array | None], mx.array]:
@@ -71,13 +69,5 @@ class Stages:
     def _ends(self) -> Decoder:
         """Embedding, last norm and head, their weights read on use."""
         decoder = Decoder(self.config, layers=0)
-        self._fill(decoder, self._outside, "")
+        load_part(decoder, self._outside, "", self.config.quantization)
         return decoder
-
-    def _fill(self, module, tensors: Tensors, prefix: str) -> None:
-        below = f"{prefix}." if prefix else ""
-        weights = {n.removeprefix(below): t.read() for n, t in tensors.items() if n.startswith(below)}
-        if self.config.quantization:
-            weights = dequantized(weights, self.config.quantization)
-        module.load_weights([(name, as_float32(value)) for name, value in weights.items()])
-        module.eval()

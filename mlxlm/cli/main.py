@@ -23,6 +23,7 @@ COMMANDS = {
     "tokenizer": ("mlxlm.cli.tokenizer:tokenizer", "Train, inspect and apply tokenizers."),
     "prepare": ("mlxlm.cli.prepare:prepare", "Turn text into memory-mapped token shards."),
     "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
+    "compare": ("mlxlm.cli.compare:compare", "Show how far two models are apart: output, layers, weights."),
     "export": ("mlxlm.cli.export:export", "Write a run as a self-contained model folder, quantized or not."),
     "presets": ("mlxlm.cli.presets:presets", "List the model sizes that ship with mlxlm."),
     "kernels": ("mlxlm.cli.kernels:kernels", "Show or measure what computes norms and attention here."),

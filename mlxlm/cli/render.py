@@ -97,6 +97,20 @@ def steps_progress(label: str, total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
+@contextmanager
+def counted_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar over `progress(done, total)`. Where stderr is not a terminal: one plain line, if it takes longer than
+    two seconds."""
+    if not console.is_terminal:
+        say_once = _say_once_after(2.0, label)
+        yield lambda done, total: say_once(done)
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def _say_once_after(seconds: float, label: str) -> Callable[[int], None]:
     start, said = time.monotonic(), False
 

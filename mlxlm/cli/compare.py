@@ -1,0 +1,100 @@
+"""`mlxlm compare`: how far two models are apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mlxlm.cli import render
+
+if TYPE_CHECKING:
+    from mlxlm.compare import Comparison
+    from mlxlm.difference import Difference
+
+_WORST = 5
+
+
+@click.command()
+@click.argument("a", type=str)
+@click.argument("b", type=str)
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="[default: built in]")
+@click.option("--tokens", type=click.IntRange(2), default=4096, show_default=True, help="At most that many.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> None:
+    """Compare model B with model A: what they say about a text, their layers, their weights.
+
+    A and B are folders, runs, hub ids, .gguf or .bin files with the same tokenizer. Layers are read one at a time, so
+    models larger than memory can be compared.
+    """
+    from mlxlm.checkpoint.source import open_checkpoint
+    from mlxlm.compare import compare as run_compare
+    from mlxlm.compare import shared_tokens
+    from mlxlm.difference import difference
+
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    ids, text_bytes = shared_tokens(first, second, _text(text, tokens), tokens)
+    with render.counted_progress("comparing layers") as progress:
+        said = run_compare(first, second, ids, text_bytes=text_bytes, progress=progress)
+    with render.counted_progress("comparing weights") as progress:
+        stored = difference(first, second, progress)
+    if as_json:
+        render.emit_json({"a": a, "b": b, **said.to_dict(), "weights": stored.to_dict()})
+        return
+    render.result(verdict(said, stored))
+    render.print_result(render.table(_totals(said, stored), ("", "A", "B")))
+    for title, errors in (("hidden states", said.layers), ("weights", stored.tensors)):
+        worst = sorted((name for name in errors if errors[name]), key=errors.get, reverse=True)[:_WORST]
+        if worst:
+            rows = [(name, f"{errors[name]:.2e}") for name in worst]
+            render.print_result(render.table(rows, (f"largest errors, {title}", "relative")))
+    for line in _apart(stored):
+        render.result(line)
+
+
+def verdict(said: Comparison, stored: Difference | None = None) -> str:
+    """One line: what the numbers mean."""
+    if said.identical and (stored is None or stored.equal):
+        return f"identical: equal logits to the bit over {said.tokens} tokens"
+    change = ""
+    if said.bits_per_byte_a is not None:
+        change = f", {said.bits_per_byte_b - said.bits_per_byte_a:+.4f} bits per byte"
+    numbers = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1:.1f} %{change}"
+    if said.equal_to_rounding:
+        return f"equal to rounding: {numbers}"
+    worst = said.worst()
+    return numbers + (f"; worst layers {', '.join(worst)}" if worst else "")
+
+
+def _totals(said: Comparison, stored: Difference) -> list[tuple[str, str, str]]:
+    rows = [("loss, nats per token", f"{said.loss_a:.4f}", f"{said.loss_b:.4f}")]
+    if said.bits_per_byte_a is not None:
+        rows.append(("bits per byte", f"{said.bits_per_byte_a:.4f}", f"{said.bits_per_byte_b:.4f}"))
+    rows.append(("weights", render.human_bytes(stored.nbytes_a), render.human_bytes(stored.nbytes_b)))
+    rows.append(("bits per weight", f"{stored.bits_per_weight_a:.2f}", f"{stored.bits_per_weight_b:.2f}"))
+    return rows
+
+
+def _apart(stored: Difference):
+    for side, names in (("A", stored.only_a), ("B", stored.only_b)):
+        if names:
+            more = f" and {len(names) - _WORST} more" if len(names) > _WORST else ""
+            yield f"only in {side}: {', '.join(names[:_WORST])}{more}"
+    for name, (shape_a, shape_b) in stored.reshaped.items():
+        yield f"{name}: {list(shape_a)} in A, {list(shape_b)} in B"
+    for name, (value_a, value_b) in stored.config.items():
+        yield f"configuration: {name} is {value_a!r} in A, {value_b!r} in B"
+
+
+def _text(path: Path | None, tokens: int) -> str:
+    from mlxlm.data.builtin import python_reference
+    from mlxlm.errors import DataError, os_errors_as
+
+    if path is None:
+        return "\n\n".join(message["content"] for messages in python_reference() for message in messages)
+    try:
+        with os_errors_as(DataError, "read", path), path.open(encoding="utf-8") as file:
+            return file.read(64 * tokens)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start})", "a text file") from None

@@ -1,0 +1,111 @@
+"""Comparisons against the same numbers computed from whole models with numpy."""
+
+import numpy as np
+import pytest
+
+from mlxlm import compare as module
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.compare import compare
+from mlxlm.difference import difference
+from mlxlm.errors import CheckpointError
+from mlxlm.model import Decoder
+
+
+def checkpoint(model: Decoder, name: str, **replaced) -> Checkpoint:
+    tensors = {n: of_array(v) for n, v in tree_flatten(model.parameters())} | {
+        n: of_array(v) for n, v in replaced.items()
+    }
+    return Checkpoint(name, "safetensors", model.config.to_dict(), model.config, tensors, load_tokenizer=None)
+
+
+@pytest.fixture
+def model(tiny_config):
+    model = Decoder(tiny_config.with_changes(num_hidden_layers=3))
+    model.initialize(0)
+    model.eval()
+    return model
+
+
+@pytest.fixture
+def tokens():
+    return mx.random.randint(0, 300, (120,), key=mx.random.key(3)).tolist()
+
+
+def noisy(model: Decoder, name: str) -> dict:
+    value = dict(tree_flatten(model.parameters()))[name]
+    return {name: value + 0.02 * mx.random.normal(value.shape, key=mx.random.key(9))}
+
+
+def test_the_numbers(model, tokens, monkeypatch):
+    monkeypatch.setattr(module, "_LOGITS", 300 * 7)  # many small pieces
+    changed = noisy(model, "model.layers.1.mlp.up_proj.weight")
+    found = compare(checkpoint(model, "a"), checkpoint(model, "b", **changed), tokens, text_bytes=400, window=50)
+    other = Decoder(model.config)
+    other.load_weights(list({**dict(tree_flatten(model.parameters())), **changed}.items()))
+    other.eval()
+    sums = np.zeros(4)
+    for start in range(0, 119, 50):
+        ids = tokens[start : start + 51]
+        logits = [np.array(m(mx.array([ids[:-1]])))[0].astype(np.float64) for m in (model, other)]
+        log_a, log_b = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in logits)
+        rows = np.arange(len(ids) - 1)
+        sums += [
+            (np.exp(log_a) * (log_a - log_b)).sum(), -log_a[rows, ids[1:]].sum(), -log_b[rows, ids[1:]].sum(),
+            (log_a.argmax(-1) == log_b.argmax(-1)).sum(),
+        ]  # fmt: skip
+    assert found.tokens == 119
+    assert found.kl == pytest.approx(sums[0] / 119, rel=1e-3)
+    assert found.loss_a == pytest.approx(sums[1] / 119, rel=1e-5)
+    assert found.loss_b == pytest.approx(sums[2] / 119, rel=1e-5)
+    assert found.top1 == sums[3] / 119
+    assert found.bits_per_byte_b == pytest.approx(sums[2] / np.log(2) / 400, rel=1e-5)
+    assert found.first_different == "model.layers.1" and found.worst(1) == ["model.layers.1"]
+    assert found.layers["model.embed_tokens"] == found.layers["model.layers.0"] == 0 < found.layers["model.layers.1"]
+    assert not found.identical and not found.equal_to_rounding and found.logits_error > 0
+
+
+def test_a_model_is_identical_to_itself(model, tokens):
+    told = []
+    found = compare(checkpoint(model, "a"), checkpoint(model, "b"), tokens, progress=lambda *at: told.append(at))
+    assert found.identical and found.kl < 1e-6 and found.top1 == 1 and found.first_different is None
+    assert found.bits_per_byte_a is None and told[-1] == (5, 5)
+
+
+def test_models_of_other_depths_are_compared_by_what_they_say(model, tokens):
+    smaller = Decoder(model.config.with_changes(num_hidden_layers=1, hidden_size=16, head_dim=8))
+    smaller.initialize(1)
+    found = compare(checkpoint(model, "a"), checkpoint(smaller, "b"), tokens)
+    assert found.layers == {} and found.kl > 0 and not found.identical
+
+
+def test_what_can_not_be_compared(model, tokens, tiny_config):
+    other = Decoder(tiny_config.with_changes(vocab_size=301))
+    with pytest.raises(CheckpointError, match="a has a vocabulary of 300 tokens and b one of 301"):
+        compare(checkpoint(model, "a"), checkpoint(other, "b"), tokens)
+    with pytest.raises(CheckpointError, match="two tokens at least"):
+        compare(checkpoint(model, "a"), checkpoint(model, "b"), [1])
+    with pytest.raises(CheckpointError, match="ids that the models don't have"):
+        compare(checkpoint(model, "a"), checkpoint(model, "b"), [1, 300])
+    broken = {"model.layers.2.mlp.up_proj.weight": mx.full((64, 32), float("nan"))}
+    with pytest.raises(CheckpointError, match="b: values that are not finite numbers after model.layers.2"):
+        compare(checkpoint(model, "a"), checkpoint(model, "b", **broken), tokens)
+
+
+def test_weights_beside_weights(model):
+    name = "model.layers.1.mlp.up_proj.weight"
+    arrays = mx.quantize(model.layers[1].mlp.up_proj.weight, 32, 8)
+    packed = dict(zip(("weight", "scales", "biases"), arrays, strict=True))
+    a = checkpoint(model, "a")
+    config = model.config.with_changes(quantization={"group_size": 32, "bits": 8, "mode": "affine"}, rope_theta=5e4)
+    tensors = {n: t for n, t in a.tensors.items() if n != "model.norm.weight"}
+    tensors |= {f"{name.removesuffix('.weight')}.{part}": of_array(value) for part, value in packed.items()}
+    tensors["model.extra.weight"] = of_array(mx.ones(3))
+    b = Checkpoint("b", "safetensors", {}, config, tensors, load_tokenizer=None)
+    found = difference(a, b)
+    assert {n for n, error in found.tensors.items() if error} == {name} and 1e-4 < found.tensors[name] < 1e-2
+    assert found.only_a == ["model.norm.weight"] and found.only_b == ["model.extra.weight"] and not found.equal
+    assert found.config == {"rope_theta": (10000.0, 5e4)}
+    assert found.bits_per_weight_a == 32 and found.nbytes_b < found.nbytes_a
+    assert difference(a, a).equal
