@@ -176,7 +176,7 @@ def _config(path: Path, values: dict[str, int], shared: bool) -> ModelConfig:
             eos_token_id=2,
         )
     except ConfigError as error:
-        raise CheckpointError(f"{path}: its header makes no model: {error.message}") from None
+        raise CheckpointError(f"{path}: {error.message}") from None
 
 
 def _order(config: ModelConfig, version: int) -> Iterator[tuple[str, tuple[int, ...]]]:
