@@ -1,7 +1,17 @@
-"""Read and write models: safetensors in Hugging Face's layout, quantized or not."""
+"""Read and write models of every format, quantized or not."""
 
 from mlxlm.checkpoint.layout import locate
-from mlxlm.checkpoint.load import load_model
+from mlxlm.checkpoint.load import load_checkpoint, load_model, load_part
 from mlxlm.checkpoint.safetensors import load_weights, save_weights
+from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 
-__all__ = ["load_model", "load_weights", "locate", "save_weights"]
+__all__ = [
+    "Checkpoint",
+    "load_checkpoint",
+    "load_model",
+    "load_part",
+    "load_weights",
+    "locate",
+    "open_checkpoint",
+    "save_weights",
+]

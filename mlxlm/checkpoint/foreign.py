@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from mlxlm._mlx import ON_CPU, nn
-from mlxlm.checkpoint.safetensors import as_float32, load_weights
+from mlxlm.checkpoint.safetensors import as_float32
+from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.errors import CheckpointError
 
 _NO_LIMIT = 2**31 - 1
@@ -25,31 +24,14 @@ class ForeignConfig:
     eos_ids: frozenset[int]
 
 
-def is_foreign(values: Any) -> bool:
-    """Whether a configuration is of another family than Llama, or has what our decoder lacks."""
-    if not isinstance(values, Mapping):
-        return False
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    scaled = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) != "default"
-    quantization = values.get("quantization")
-    mode = quantization.get("mode", "affine") if isinstance(quantization, Mapping) else "affine"
-    return (
-        values.get("model_type", "llama") != "llama"
-        or scaled
-        or bool(values.get("rope_traditional"))
-        or bool(values.get("sliding_window"))
-        or mode != "affine"
-    )
+def load_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, ForeignConfig]:
+    """The model that mlx_lm makes of an open checkpoint's folder. Code inside the folder is never run.
 
-
-def load_foreign(folder: Path, values: Mapping[str, Any]) -> tuple[nn.Module, ForeignConfig]:
-    """The model that mlx_lm makes of `folder`. Code inside the folder is never run.
-
-    Raises CheckpointError for files that are not whole and for whatever mlx_lm can't load.
+    Raises CheckpointError for whatever mlx_lm can't load.
     """
     from mlx_lm.utils import load_model
 
-    load_weights(folder)  # checks the files
+    folder, values = checkpoint.path, checkpoint.values
     try:
         model, _ = load_model(folder, lazy=True, trust_remote_code=False)
     except Exception as error:  # mlx_lm raises anything from KeyError to RuntimeError for a file it can't read

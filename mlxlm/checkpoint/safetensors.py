@@ -1,4 +1,4 @@
-"""safetensors files: checked before MLX reads them, written in shards.
+"""safetensors files: checked before MLX reads them, and written tensor by tensor.
 
 Format: 8 bytes of header length (little-endian), a JSON header with dtype, shape and offsets of each
 tensor, then the data (https://github.com/huggingface/safetensors).
@@ -9,18 +9,34 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mlxlm._mlx import mx
+from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
 from mlxlm.errors import CheckpointError, os_errors_as
 from mlxlm.files import write_json
 
 SHARD_BYTES = 5_000_000_000
-_MAX_HEADER = 100_000_000  # the format's own limit
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
+INDEX = "model.safetensors.index.json"
+
+# What MLX reads, by the format's names. It gives 8-bit floats as bytes.
+DTYPES = {
+    "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
+    "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
+    "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8, "BOOL": mx.bool_,
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
+
+# A header is about 120 bytes a tensor and becomes some 10 times that in memory. The largest files in use, 5 GB
+# shards of models with hundreds of experts, have a few thousand tensors.
+_MAX_HEADER = 8_000_000
+_MAX_INDEX = 24_000_000
+_MAX_VALUES = 400_000
+_MAX_DIMENSIONS = 8
 
 
 def check_file(path: Path) -> list[str]:
@@ -28,96 +44,260 @@ def check_file(path: Path) -> list[str]:
 
     Raises CheckpointError naming the file and what is wrong with it. Reads the header only.
     """
+    return list(file_tensors(path))
+
+
+def file_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, described; every byte they claim is there. Raises as `check_file` does."""
     with os_errors_as(CheckpointError, "read", path):
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            if not 2 <= length <= size - 8:
                 raise CheckpointError(f"{path} is not a whole safetensors file: its header is cut off")
+            if length > _MAX_HEADER:
+                raise CheckpointError(f"{path}: a header of {length} bytes; {_MAX_HEADER} are more than any model has")
             raw = file.read(length)
-    try:
-        header = json.loads(raw)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for name, entry in entries.items():
-            first, last = entry["data_offsets"]
-            expected = math.prod(entry["shape"]) * _BITS[entry["dtype"]] // 8
-            if not 0 <= first <= last or last - first != expected or min(entry["shape"], default=0) < 0:
-                raise CheckpointError(f"{path}: tensor {name} claims {last - first} bytes, its shape needs {expected}")
-            if 8 + length + last > size:
-                raise CheckpointError(
-                    f"{path} is truncated: tensor {name} ends {8 + length + last - size} bytes past the end",
-                    "copy or download the file again",
-                )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: malformed safetensors header ({type(error).__name__}: {error})") from None
-    return list(entries)
+    header = _json_object(raw, path, "safetensors header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: malformed safetensors header (__metadata__ is not an object of texts)")
+    reader = _Reader(path)
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        dtype, shape, first, last = _entry(path, name, entry)
+        if 8 + length + last > size:
+            raise CheckpointError(
+                f"{path} is truncated: tensor {shown(name)} ends {8 + length + last - size} bytes past the end",
+                "copy or download the file again",
+            )
+        spans.append((first, last, name))
+        tensors[name] = Tensor(shape, DTYPES[dtype], dtype, last - first, reader.of(name))
+    spans.sort(key=lambda span: span[:2])
+    for (_, end, name), (first, last, other) in zip(spans, spans[1:], strict=False):
+        if first < end and first < last:
+            raise CheckpointError(f"{path}: tensors {shown(name)} and {shown(other)} overlap")
+    return tensors
+
+
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a model folder: by `model.safetensors.index.json` where there is one, else of every
+    `model*.safetensors`. Raises CheckpointError naming the file and the tensor."""
+    index = folder / INDEX
+    if not index.exists():
+        files = sorted(folder.glob("model*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{folder} has no model*.safetensors", "the folder of a model or of a run")
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            for name, tensor in file_tensors(file).items():
+                if name in tensors:
+                    raise CheckpointError(f"{file}: tensor {shown(name)} is in another file of {folder} too")
+                tensors[name] = tensor
+        return tensors
+    return indexed_tensors(index, file_tensors)
+
+
+def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors that a Hugging Face index lists, each out of the file it names, `read_file` reading one.
+
+    Raises CheckpointError for a file outside the index's folder or not there, and for a tensor that isn't in its file.
+    """
+    with os_errors_as(CheckpointError, "read", index):
+        if index.stat().st_size > _MAX_INDEX:
+            raise CheckpointError(f"{index} has more than the {_MAX_INDEX} bytes that any model's index has")
+        weight_map = _json_object(index.read_bytes(), index, "index").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index} is malformed: weight_map is not an object of file names")
+    files: dict[str, Mapping[str, Tensor]] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+            raise CheckpointError(f"{index} points outside its folder: {shown(file)}")
+        if not (index.parent / file).is_file():
+            raise CheckpointError(f"{index}: {shown(file)} is missing", "download or copy the whole folder again")
+        files[file] = read_file(index.parent / file)
+    tensors = {}
+    for name, file in weight_map.items():
+        if name not in files[file]:
+            raise CheckpointError(f"{index}: tensor {shown(name)} is not in {file}")
+        tensors[name] = files[file][name]
+    return tensors
 
 
 def load_weights(folder: Path) -> dict[str, mx.array]:
-    """All tensors of a model folder, read on first use.
-
-    Takes `model.safetensors.index.json` where there is one, else every `model*.safetensors`.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [folder / name for name in names]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is malformed ({type(error).__name__}: {error})") from None
-        outside = [f for f in files if f.parent != folder or f.name in ("..", "")]
-        if outside:
-            raise CheckpointError(f"{index} points outside its folder: {outside[0]}")
-    else:
-        files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no model*.safetensors", "the folder of a model or of a run")
-    weights: dict[str, mx.array] = {}
-    for file in files:
-        check_file(file)
-        try:
-            weights.update(mx.load(str(file)))
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{file} can't be read: {error}") from None
-    return weights
+    """All tensors of a model folder, read on first use. Raises as `folder_tensors` does."""
+    return {name: tensor.read() for name, tensor in folder_tensors(folder).items()}
 
 
-def save_weights(folder: Path, weights: dict[str, mx.array], shard_bytes: int = SHARD_BYTES) -> None:
+def save_weights(folder: Path, weights: Mapping[str, mx.array], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a model's arrays; see `write_shards`."""
+    write_shards(folder, {name: of_array(value) for name, value in weights.items()}, shard_bytes)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, mx.array]) -> None:
+    """One safetensors file of arrays; see `write_file`."""
+    write_file(path, {name: of_array(value) for name, value in tensors.items()})
+
+
+def write_shards(
+    folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES, finite: bool = False, format: str = "mlx"
+) -> None:
     """Write `model.safetensors`, or shards of at most `shard_bytes` with an index as Hugging Face names them.
 
-    A single tensor larger than that gets a shard of its own.
+    A single tensor larger than that gets a shard of its own. One tensor is in memory at a time. Raises as
+    `write_file` does.
     """
-    shards: list[dict[str, mx.array]] = [{}]
-    filled = 0
-    for name, weight in weights.items():
-        if shards[-1] and filled + weight.nbytes > shard_bytes:
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = total = 0
+    for name, tensor in tensors.items():
+        nbytes = _nbytes(tensor)
+        if shards[-1] and filled + nbytes > shard_bytes:
             shards.append({})
             filled = 0
-        shards[-1][name] = weight
-        filled += weight.nbytes
+        shards[-1][name] = tensor
+        filled += nbytes
+        total += nbytes
     if len(shards) == 1:
-        save_tensors(folder / "model.safetensors", weights)
+        write_file(folder / "model.safetensors", tensors, finite, format)
         return
     weight_map = {}
     for i, shard in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_tensors(folder / file, shard)
+        write_file(folder / file, shard, finite, format)
         weight_map.update(dict.fromkeys(shard, file))
-    total = sum(w.nbytes for w in weights.values())
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def save_tensors(path: Path, tensors: dict[str, mx.array]) -> None:
-    """One safetensors file. Raises CheckpointError if it isn't all there afterwards (a full disk)."""
-    try:
-        mx.save_safetensors(str(path), tensors, metadata={"format": "mlx"})
-    except RuntimeError as error:
-        hint = "a disk with more room, or a folder you can write"
-        raise CheckpointError(f"cannot write {path}: {error}", hint) from None
-    check_file(path)
+def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str = "mlx") -> None:
+    """One safetensors file, written tensor by tensor. `finite`: values must be. `format` is what the metadata
+    says the values are for: transformers wants "pt".
+
+    Raises CheckpointError naming the tensor that can't be read or isn't finite, and the file if the disk refuses.
+    """
+    # Larger elements first, so that each tensor begins at a multiple of its element's size.
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.size)
+    header: dict[str, Any] = {"__metadata__": {"format": format}}
+    end = 0
+    for name in order:
+        tensor, start = tensors[name], end
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"{path}: tensor {shown(name)} is {tensor.dtype}, which safetensors doesn't keep")
+        end += _nbytes(tensor)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, ensure_ascii=False).encode("utf-8")
+    raw += b" " * (-len(raw) % 8)
+    with os_errors_as(CheckpointError, "write", path), path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        for name in order:
+            file.write(_bytes_of(tensors[name], name, path, finite))
 
 
 def as_float32(value: mx.array) -> mx.array:
     """Floating-point values in float32, others as they are."""
     return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
+
+
+def shown(name: str) -> str:
+    """A name out of a file, fit for one line of an error."""
+    return name if name.isprintable() and len(name) <= 200 else ascii(name[:200])
+
+
+class _Reader:
+    """Hands out lazy arrays of one file, each once: an array that was evaluated keeps its values as long as
+    someone has it, so a second reading is by a fresh array."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fresh: dict[str, mx.array] = {}
+
+    def of(self, name: str) -> Callable[[], mx.array]:
+        return lambda: self.read(name)
+
+    def read(self, name: str) -> mx.array:
+        if name not in self.fresh:
+            try:
+                self.fresh = mx.load(str(self.path), format="safetensors")
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{self.path} can't be read: {error}") from None
+        try:
+            return self.fresh.pop(name)
+        except KeyError:
+            raise CheckpointError(f"{self.path} has changed: tensor {shown(name)} is gone") from None
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape and the first and last offset of one entry of a header, each checked."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise CheckpointError(f"{path}: tensor {shown(name)} needs dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} is of type {shown(str(dtype))}, which MLX doesn't read",
+            "a checkpoint in bfloat16, float16 or float32",
+        )
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MAX_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
+    ):
+        raise CheckpointError(f"{path}: tensor {shown(name)} has no possible shape: {shown(str(shape))}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
+        raise CheckpointError(f"{path}: tensor {shown(name)} has no two offsets: {shown(str(offsets))}")
+    first, last = offsets
+    needed = math.prod(shape) * DTYPES[dtype].size
+    if not 0 <= first <= last or last - first != needed:
+        raise CheckpointError(f"{path}: tensor {shown(name)} claims {last - first} bytes, its shape needs {needed}")
+    return dtype, tuple(shape), first, last
+
+
+def _json_object(raw: bytes, path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in `raw`, without names twice, and with as many values as fit into little memory."""
+    if raw.count(b",") > _MAX_VALUES:
+        raise CheckpointError(f"{path}: a {what} of more than {_MAX_VALUES} values, more than any model has")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            raise ValueError(f"{shown(twice)} is there twice")
+        return found
+
+    try:
+        value = json.loads(raw, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: malformed {what} ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: malformed {what} (not an object)")
+    return value
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.size
+
+
+def _bytes_of(tensor: Tensor, name: str, path: Path, finite: bool) -> memoryview:
+    value = tensor.read()
+    if tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype:
+        raise CheckpointError(f"{path}: tensor {shown(name)} was read as {value.dtype} {list(value.shape)}")
+    if value.size == 0:
+        return memoryview(b"")
+    try:
+        # numpy has no bfloat16; the bits are the same.
+        raw = np.array(mx.contiguous(value).view(_BITS[value.dtype.size]), copy=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: tensor {shown(name)} can't be read: {error}") from None
+    if finite and mx.issubdtype(value.dtype, mx.floating) and not _is_finite(raw, value.dtype):
+        raise CheckpointError(f"{path}: tensor {shown(name)} has values that are not finite")
+    return memoryview(raw).cast("B")
+
+
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_INFINITE = {mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.float32: 0x7F800000}  # the exponent's bits
+
+
+def _is_finite(raw: np.ndarray, dtype: mx.Dtype, chunk: int = 1 << 18) -> bool:
+    """Whether no exponent has all its bits set, by pieces that stay in the processor's cache."""
+    flat, bits = raw.reshape(-1), raw.dtype.type(_INFINITE[dtype])
+    return not any(((flat[i : i + chunk] & bits) == bits).any() for i in range(0, flat.size, chunk))

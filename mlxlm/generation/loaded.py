@@ -29,13 +29,14 @@ class LoadedModel:
 
 
 def load(path: Path | str) -> LoadedModel:
-    """Load a model folder or a run (its best checkpoint). The weights are read on first use.
+    """Load a model; `path`: see `open_checkpoint`. The weights are read on first use.
 
     Raises CheckpointError, ConfigError or TokenizerError naming the file, and CheckpointError for a
     tokenizer with more tokens than the model. Fewer are normal: vocabularies are padded.
     """
-    model, config = checkpoint.load_model(path)
-    tokens = tokenizer.load(checkpoint.locate(path).root)
+    source = checkpoint.open_checkpoint(path)
+    model, config = checkpoint.load_checkpoint(source)
+    tokens = source.load_tokenizer()
     if tokens.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has {tokens.vocab_size} tokens and the model {config.vocab_size}",
