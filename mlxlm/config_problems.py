@@ -1,0 +1,158 @@
+"""Every problem of a configuration at once, each with a value that would work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlxlm import quantization
+from mlxlm.families import FAMILIES
+from mlxlm.families.rotary import SCALINGS
+from mlxlm.families.windows import FULL, MOST_LAYERS, SLIDING
+
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
+_MAX = 2**31 - 1  # sizes beyond this can't be array dimensions in MLX
+_COUNTS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "vocab_size", "max_position_embeddings", "head_dim",
+)  # fmt: skip
+_CHOICES = {
+    "norm": ("rms", "layer"),
+    "norm_placement": ("pre", "output", "both"),
+    "positions": ("rope", "learned", "alibi", "none"),
+    "qk_norm": (None, "head", "projection"),
+    "hidden_act": ACTIVATIONS,
+    "model_type": tuple(FAMILIES),
+}
+_POSITIVE = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "embedding_multiplier")
+_POSITIVE_OR_NONE = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+_SWITCHES = (
+    "attention_bias", "mlp_bias", "tie_word_embeddings", "norm_unit_offset", "parallel_residual", "shared_norm",
+    "alibi_scaled", "mlp_gated", "embedding_norm",
+)  # fmt: skip
+_OPTIONAL_SCALING = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MAX
+
+
+def problems(c: Any) -> Iterator[str]:
+    """What keeps the ModelConfig `c` from working, one phrase each."""
+    bad = [name for name in _COUNTS if not is_count(getattr(c, name))]
+    for name in bad:
+        yield f"{name} is {getattr(c, name)!r}, it must be a positive whole number"
+    fields = [*_field_problems(c)]
+    yield from fields
+    if not bad:
+        yield from _size_problems(c)
+        if not fields:
+            yield from _combination_problems(c)
+            if c.parameter_count() > 10**13:
+                yield f"it has {c.parameter_count():.3g} parameters, check hidden_size and num_hidden_layers"
+    if c.quantization is not None:
+        yield from quantization.problems(c.quantization)
+    ids = {"eos_token_id": c.eos_token_id if isinstance(c.eos_token_id, list) else [c.eos_token_id]}
+    ids |= {name: [getattr(c, name)] for name in ("bos_token_id", "pad_token_id")}
+    for name, found in ids.items():
+        if any(i is not None and (isinstance(i, bool) or not isinstance(i, int)) for i in found):
+            yield f"{name} is {getattr(c, name)!r}, it must be a token id" + " or a list of them" * (name[0] == "e")
+    if any(isinstance(i, int) and i < 0 for i in ids["eos_token_id"]):
+        yield f"eos_token_id is {c.eos_token_id!r}, it must be a token id or a list of them"
+
+
+def _field_problems(c: Any) -> Iterator[str]:
+    """Fields that no other field can make right."""
+    for name in _POSITIVE:
+        if not _is_positive(getattr(c, name)):
+            yield f"{name} is {getattr(c, name)!r}, it must be a positive number"
+    for name in _POSITIVE_OR_NONE:
+        if getattr(c, name) is not None and not _is_positive(getattr(c, name)):
+            yield f"{name} is {getattr(c, name)!r}, it must be a positive number or null"
+    for name in _SWITCHES:
+        if not isinstance(getattr(c, name), bool):
+            yield f"{name} is {getattr(c, name)!r}, it must be true or false"
+    if c.attention_out_bias not in (None, True, False):
+        yield f"attention_out_bias is {c.attention_out_bias!r}, it must be true, false or null"
+    for name, choices in _CHOICES.items():
+        if getattr(c, name) not in choices:
+            yield f"{name} is {getattr(c, name)!r}, it must be one of {', '.join(map(str, choices))}"
+    if _is_positive(c.partial_rotary_factor) and c.partial_rotary_factor > 1:
+        yield f"partial_rotary_factor is {c.partial_rotary_factor!r}, it must be at most 1"
+    if not is_count(c.position_offset) and c.position_offset != 0:
+        yield f"position_offset is {c.position_offset!r}, it must be a whole number (0)"
+    if c.sliding_window is not None and not is_count(c.sliding_window):
+        yield f"sliding_window is {c.sliding_window!r}, it must be a positive whole number or null"
+
+
+def _size_problems(c: Any) -> Iterator[str]:
+    heads, kv = c.num_attention_heads, c.num_key_value_heads
+    if heads % kv:
+        fits = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
+        yield f"num_key_value_heads {kv} does not divide num_attention_heads {heads} (one of {fits} does)"
+    if c.hidden_size % heads:  # transformers refuses to build such a model
+        fits = heads * -(-c.hidden_size // heads)
+        yield f"hidden_size {c.hidden_size} is no multiple of num_attention_heads {heads} ({fits} is)"
+    if c.num_hidden_layers > MOST_LAYERS:
+        yield f"num_hidden_layers is {c.num_hidden_layers}, at most {MOST_LAYERS} are possible"
+
+
+def _combination_problems(c: Any) -> Iterator[str]:
+    """What fields ask of each other, each of them being right for itself."""
+    if c.positions == "rope":
+        yield from _rotary_problems(c)
+    if c.parallel_residual and c.norm_placement != "pre":
+        yield f"parallel_residual needs norm_placement pre, not {c.norm_placement}"
+    if c.shared_norm and not c.parallel_residual:
+        yield "shared_norm is true, but one norm serves both sublayers only where parallel_residual is true"
+    if c.norm_unit_offset and c.norm != "rms":
+        yield "norm_unit_offset is true, which only the norm rms has"
+    if c.layer_types is None:
+        return
+    if not isinstance(c.layer_types, tuple) or any(kind not in (FULL, SLIDING) for kind in c.layer_types):
+        yield f"layer_types must be a list of {FULL} and {SLIDING}"
+    elif len(c.layer_types) != c.num_hidden_layers:
+        yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
+    elif SLIDING in c.layer_types and c.sliding_window is None:
+        yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
+
+
+def _rotary_problems(c: Any) -> Iterator[str]:
+    dims = c.rotary_dims
+    if dims % 2 and c.partial_rotary_factor == 1:
+        yield f"head_dim {dims} is odd, rotary positions need an even one ({dims + 1})"
+    elif dims % 2 or dims == 0:
+        share = f"partial_rotary_factor {c.partial_rotary_factor} of head_dim {c.head_dim}"
+        yield f"{share} is {dims} dimensions, rotary positions need an even number of them (1.0)"
+    scaling = c.rope_scaling
+    if scaling is None:
+        return
+    kind = scaling.get("rope_type") if isinstance(scaling, Mapping) else None
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        yield f"rope_scaling is {scaling!r}, it must be null or an object with rope_type {', '.join(SCALINGS)}"
+        return
+    required = [name for name in SCALINGS[kind] if name not in (*_OPTIONAL_SCALING, "truncate")]
+    if kind == "longrope":
+        required.remove("factor")  # the ratio of the two lengths, if it isn't given
+        yield from _factor_problems(scaling, dims)
+    for name in [name for name in SCALINGS[kind] if name in required or scaling.get(name) is not None]:
+        if name not in ("truncate", "short_factor", "long_factor") and not _is_positive(scaling.get(name)):
+            yield f"rope_scaling: {name} is {scaling.get(name)!r}, {kind} needs a positive number"
+    low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
+    if kind == "llama3" and _is_positive(low) and _is_positive(high) and low >= high:
+        yield f"rope_scaling: low_freq_factor {low} must be less than high_freq_factor {high}"
+    if kind == "dynamic" and dims == 2:
+        yield "rope_scaling: dynamic needs more than 2 rotary dimensions"
+
+
+def _factor_problems(scaling: Mapping[str, Any], dims: int) -> Iterator[str]:
+    for name in ("short_factor", "long_factor"):
+        factors = scaling.get(name)
+        if not isinstance(factors, list) or len(factors) != dims // 2 or not all(map(_is_positive, factors)):
+            yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers"
+
+
+def _is_positive(value: Any) -> bool:
+    """Of the numbers that float32 holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3e38

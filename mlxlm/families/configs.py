@@ -1,0 +1,111 @@
+"""Hugging Face's configurations and ModelConfig, there and back, by the table of the family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from mlxlm.errors import ConfigError
+from mlxlm.families.catalog import FAMILIES
+from mlxlm.families.family import Family
+from mlxlm.families.names import layout, modules_of
+from mlxlm.families.rotary import lacks_rotary, read_rotary, write_rotary
+
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_PLAN = ("group_size", "bits", "mode")  # of `quantization` itself; every other key is a module
+
+
+def unsupported(values: Mapping[str, Any]) -> str | None:
+    """One phrase for what the decoder lacks of what this configuration asks, or None if it has it all."""
+    kind = values.get("model_type", "llama")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        return f"model_type {kind!r}"
+    foreign = values.get("quantization_config")
+    if not values.get("quantization") and isinstance(foreign, Mapping) and foreign.get("quant_method"):
+        return f"quantization by {foreign['quant_method']!r}"
+    types = values.get("layer_types")
+    if isinstance(types, list) and "sliding_attention" in types and not family.names_of("sliding_window"):
+        return f"layer_types with sliding_attention in a {kind} model"
+    return family.lacks(values) or lacks_rotary(values)
+
+
+def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The keyword arguments of ModelConfig for Hugging Face's values, which ModelConfig then checks.
+
+    Raises ConfigError, naming `source`, for a missing field and for what the decoder lacks.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{source}: a configuration is a JSON object, not {type(values).__name__}")
+    if reason := unsupported(values):
+        raise ConfigError(f"{source}: this decoder has no {reason}")
+    family = FAMILIES[values.get("model_type", "llama")]
+    result = {"model_type": family.model_type, **family.defaults}
+    for name in family.fields:
+        present = [values[theirs] for theirs in family.names_of(name) if theirs in values]
+        given = next((value for value in present if value is not None), None)
+        if given is not None:
+            result[name] = given
+        elif present:  # null: not even the default
+            result.pop(name, None)
+    result |= {**family.read(values), **family.always}
+    if result.get("positions", "rope") == "rope":
+        try:
+            result |= read_rotary(values, family)
+        except TypeError as error:
+            raise ConfigError(f"{source}: {error}", '{"rope_type": "default"}') from None
+    missing = [(family.names_of(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
+    if missing:
+        raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")
+    if values.get("quantization") is not None:
+        result["quantization"] = _read_quantization(values["quantization"], family)
+    return result
+
+
+def huggingface(config: Any) -> dict[str, Any]:
+    """The `config.json` of a ModelConfig in its family's names, complete, so that no reader needs a default of its own.
+
+    Raises ConfigError for a field that the family has no word for: an OLMo 2 with ALiBi.
+    """
+    family = FAMILIES[config.model_type]
+    values = {"architectures": [family.architecture], "model_type": family.model_type}
+    for name in family.fields:
+        values[family.names_of(name)[0]] = getattr(config, name)
+    if config.positions == "rope":
+        values |= write_rotary(config, family)
+    values |= {**family.write(config), "torch_dtype": "float32"}
+    if config.quantization is not None:
+        # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".
+        values["quantization"] = values["quantization_config"] = _write_quantization(config)
+    again = type(config)(**canonical(values, "config.json"))
+    for field in fields(config):
+        if getattr(again, field.name) != getattr(config, field.name):
+            wanted, got = getattr(config, field.name), getattr(again, field.name)
+            raise ConfigError(f"a {family.model_type} model can't have {field.name} {wanted!r}, only {got!r} here")
+    return values
+
+
+def _read_quantization(quantization: Any, family: Family) -> Any:
+    """The same plan with the decoder's names of modules."""
+    if not isinstance(quantization, Mapping):
+        return quantization
+    plan = {name: quantization[name] for name in _PLAN if name in quantization}
+    for name, own in quantization.items():
+        if name not in _PLAN:
+            plan |= dict.fromkeys(modules_of(family, name), own)
+    return plan
+
+
+def _write_quantization(config: Any) -> dict[str, Any]:
+    homes = {module: stored for stored in layout(config, for_mlx=True) for module in stored.modules}
+    plan = {}
+    for name, own in config.quantization.items():
+        stored = homes.get(name)
+        if stored is None:
+            plan[name] = own
+            continue
+        if any(config.quantization.get(module, True) != own for module in stored.modules):
+            raise ConfigError(f"{stored.name} joins {', '.join(stored.modules)}, which are quantized differently")
+        plan[stored.name] = own
+    return plan

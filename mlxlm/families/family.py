@@ -1,0 +1,67 @@
+"""What a family of decoders is: a table between Hugging Face's names and the decoder's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """What Hugging Face calls the fields and the modules of a `model_type`.
+
+    Configuration. `fields`: ModelConfig's name -> Hugging Face's, or several, of which the first is written.
+    `defaults`: ModelConfig's values where `config.json` is silent, as transformers has them. `always`: what each
+    model of the family has. `read` and `write` translate what no table can, Hugging Face's values -> ModelConfig's
+    and back. `lacks`: why a configuration asks for more than the decoder has, or None.
+
+    Files. `base` precedes all names but the head's. `top` and `layer` are tables of modules, the file's name ->
+    the decoder's, after `base` and after the number of a layer; several, separated by spaces, lie in one matrix.
+    `layer_of` adds what depends on the configuration. `grouped`: parts of query, key and value lie together for
+    each key head. `transposed`: modules of a layer whose weight is `[in, out]`. `mlx_names`: prefixes of the
+    file's names -> those of mlx_lm's modules, where they differ. `left_out`: ends of names that are no parameters.
+    """
+
+    model_type: str
+    architecture: str
+    fields: Mapping[str, str | tuple[str, ...]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
+    write: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    lacks: Callable[[Mapping[str, Any]], str | None] = lambda values: None
+    base: str = "model."
+    layers: str = "layers"
+    head: str = "lm_head"
+    top: Mapping[str, str] = field(default_factory=lambda: {"embed_tokens": "embed_tokens", "norm": "norm"})
+    layer: Mapping[str, str] = field(default_factory=dict)
+    layer_of: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    grouped: bool = False
+    transposed: frozenset[str] = frozenset()
+    mlx_names: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+    def names_of(self, field: str) -> tuple[str, ...]:
+        """Hugging Face's names of a field of ModelConfig, the one to write first; none if the family lacks it."""
+        names = self.fields.get(field, ())
+        return (names,) if isinstance(names, str) else names
+
+
+def same(*names: str) -> dict[str, str]:
+    """A table of names that are equal on both sides."""
+    return {name: name for name in names}
+
+
+def flag(values: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A switch of Hugging Face's configuration, null being its default."""
+    value = values.get(name)
+    return default if value is None else bool(value)
+
+
+def lacks_any(values: Mapping[str, Any], **expected: Any) -> str | None:
+    """The first field that is set to something else than the decoder can do."""
+    for name, value in expected.items():
+        if values.get(name, value) not in (value, None):
+            return f"{name} {values[name]!r}"
+    return None

@@ -1,0 +1,244 @@
+"""Families with names of their own, and with LayerNorm: GPT-2, GPT-NeoX, OPT, Falcon, BLOOM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxlm.families.family import Family, flag, lacks_any, same
+from mlxlm.families.llamas import COMMON, QKV
+
+_PLAIN = {"norm": "layer", "mlp_gated": False}
+_BIASED = {"attention_bias": True, "mlp_bias": True}
+_MASKS = (".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq")
+
+
+def _first(values: Mapping[str, Any], *names: str) -> Any:
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _four_times(size: Any) -> Any:
+    """The customary width of a feed-forward; what isn't a number is left for the checks that follow."""
+    return 4 * size if isinstance(size, int) else size
+
+
+def _read_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"intermediate_size": _first(values, "n_inner") or _four_times(values.get("n_embd"))}
+
+
+def _lacks_gpt2(values: Mapping[str, Any]) -> str | None:
+    return lacks_any(values, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+
+
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    COMMON
+    | {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    },
+    defaults={"max_position_embeddings": 1024, "hidden_act": "gelu_new", "tie_word_embeddings": True},
+    always={**_PLAIN, **_BIASED, "positions": "learned"},
+    read=_read_gpt2,
+    write=lambda config: {"n_ctx": config.max_position_embeddings},  # mlx_lm asks for it
+    lacks=_lacks_gpt2,
+    base="transformer.",
+    layers="h",
+    top={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
+    layer={
+        "ln_1": "input_layernorm",
+        "attn.c_attn": QKV,
+        "attn.c_proj": "self_attn.o_proj",
+        "ln_2": "post_attention_layernorm",
+        "mlp.c_fc": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    },
+    transposed=frozenset({"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
+    mlx_names=(("transformer.", "model."),),
+    left_out=(".attn.bias", ".attn.masked_bias"),
+)
+
+
+GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    COMMON
+    | same("hidden_act", "attention_bias")
+    | {
+        "rms_norm_eps": "layer_norm_eps",
+        "parallel_residual": "use_parallel_residual",
+        "rope_theta": "rotary_emb_base",
+        "partial_rotary_factor": "rotary_pct",
+    },
+    defaults={
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "parallel_residual": True,
+        "partial_rotary_factor": 0.25,
+    },
+    always={**_PLAIN, "mlp_bias": True},
+    base="gpt_neox.",
+    head="embed_out",
+    top={"embed_in": "embed_tokens", "final_layer_norm": "norm"},
+    layer={
+        **same("input_layernorm", "post_attention_layernorm"),
+        "attention.query_key_value": QKV,
+        "attention.dense": "self_attn.o_proj",
+        "mlp.dense_h_to_4h": "mlp.up_proj",
+        "mlp.dense_4h_to_h": "mlp.down_proj",
+    },
+    grouped=True,
+    mlx_names=(("gpt_neox.layers.", "model.h."), ("embed_out", "model.embed_out"), ("gpt_neox.", "model.")),
+    left_out=_MASKS,
+)
+
+
+def _read_opt(values: Mapping[str, Any]) -> dict[str, Any]:
+    biased = flag(values, "enable_bias", True)
+    return {"attention_bias": biased, "mlp_bias": biased}
+
+
+def _lacks_opt(values: Mapping[str, Any]) -> str | None:
+    width = values.get("hidden_size")
+    return lacks_any(
+        values,
+        do_layer_norm_before=True,
+        _remove_final_layer_norm=False,
+        layer_norm_elementwise_affine=True,
+        word_embed_proj_dim=width,
+    )
+
+
+OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    COMMON | {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+    defaults={"hidden_act": "relu", "tie_word_embeddings": True},
+    always={**_PLAIN, "positions": "learned", "position_offset": 2, "rms_norm_eps": 1e-5},
+    read=_read_opt,
+    write=lambda config: {
+        "enable_bias": config.attention_bias,
+        "do_layer_norm_before": True,
+        "word_embed_proj_dim": config.hidden_size,
+    },
+    lacks=_lacks_opt,
+    base="model.decoder.",
+    top={"embed_tokens": "embed_tokens", "embed_positions": "embed_positions", "final_layer_norm": "norm"},
+    layer={
+        "self_attn_layer_norm": "input_layernorm",
+        **same("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attn.out_proj": "self_attn.o_proj",
+        "final_layer_norm": "post_attention_layernorm",
+        "fc1": "mlp.up_proj",
+        "fc2": "mlp.down_proj",
+    },
+)
+
+
+def _read_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
+    """40B's decoder has grouped heads, and one norm each for attention and feed-forward unless told otherwise."""
+    new = flag(values, "new_decoder_architecture", False)
+    heads = _first(values, "num_attention_heads", "n_head")
+    kv_heads = _first(values, "num_kv_heads") or heads if new else 1 if flag(values, "multi_query", True) else heads
+    parallel = new or flag(values, "parallel_attn", True)
+    biased = flag(values, "bias", False)
+    inner = _first(values, "ffn_hidden_size") or _four_times(_first(values, "hidden_size", "n_embed"))
+    return {
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "parallel_residual": parallel,
+        "shared_norm": parallel and not (new and (_first(values, "num_ln_in_parallel_attn") or 2) == 2),
+        "attention_bias": biased,
+        "mlp_bias": biased,
+        **({"positions": "alibi", "alibi_scaled": True} if flag(values, "alibi", False) else {}),
+    }
+
+
+def _write_falcon(config: Any) -> dict[str, Any]:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    own_norms = config.parallel_residual and not config.shared_norm
+    new = own_norms or kv_heads not in (1, heads)
+    return {
+        "new_decoder_architecture": new,
+        "multi_query": kv_heads == 1,
+        "num_kv_heads": kv_heads,
+        "parallel_attn": config.parallel_residual,
+        "num_ln_in_parallel_attn": (2 if own_norms else 1) if new else None,
+        "bias": config.mlp_bias,
+        "alibi": config.positions == "alibi",
+    }
+
+
+FALCON = Family(
+    "falcon",
+    "FalconForCausalLM",
+    COMMON
+    | {
+        "hidden_size": ("hidden_size", "n_embed"),
+        "num_hidden_layers": ("num_hidden_layers", "n_layer"),
+        "num_attention_heads": ("num_attention_heads", "n_head"),
+        "intermediate_size": "ffn_hidden_size",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation",
+    },
+    defaults={"hidden_act": "gelu", "tie_word_embeddings": True},
+    always=_PLAIN,
+    read=_read_falcon,
+    write=_write_falcon,
+    base="transformer.",
+    layers="h",
+    top={"word_embeddings": "embed_tokens", "ln_f": "norm"},
+    layer={
+        "self_attention.query_key_value": QKV,
+        "self_attention.dense": "self_attn.o_proj",
+        "mlp.dense_h_to_4h": "mlp.up_proj",
+        "mlp.dense_4h_to_h": "mlp.down_proj",
+    },
+    layer_of=lambda config: (
+        {"ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm"}
+        if config.parallel_residual and not config.shared_norm
+        else same("input_layernorm", "post_attention_layernorm")
+    ),
+    grouped=True,
+)
+
+
+def _read_bloom(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"intermediate_size": _four_times(_first(values, "hidden_size", "n_embed"))}
+
+
+BLOOM = Family(
+    "bloom",
+    "BloomForCausalLM",
+    {name: theirs for name, theirs in COMMON.items() if name != "intermediate_size"}
+    | {
+        "hidden_size": ("hidden_size", "n_embed"),
+        "num_hidden_layers": ("n_layer", "num_hidden_layers"),
+        "num_attention_heads": ("n_head", "num_attention_heads"),
+        "max_position_embeddings": "seq_length",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    defaults={"tie_word_embeddings": True},
+    always={**_PLAIN, **_BIASED, "positions": "alibi", "embedding_norm": True, "hidden_act": "gelu_pytorch_tanh"},
+    read=_read_bloom,
+    lacks=lambda values: lacks_any(values, apply_residual_connection_post_layernorm=False),
+    base="transformer.",
+    layers="h",
+    top={"word_embeddings": "embed_tokens", "word_embeddings_layernorm": "embed_layernorm", "ln_f": "norm"},
+    layer={
+        **same("input_layernorm", "post_attention_layernorm"),
+        "self_attention.query_key_value": QKV,
+        "self_attention.dense": "self_attn.o_proj",
+        "mlp.dense_h_to_4h": "mlp.up_proj",
+        "mlp.dense_4h_to_h": "mlp.down_proj",
+    },
+    grouped=True,
+)
+
+GPTS = (GPT2, GPT_NEOX, OPT, FALCON, BLOOM)

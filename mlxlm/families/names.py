@@ -1,0 +1,96 @@
+"""How a family's files name and keep the decoder's modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from mlxlm.families.catalog import FAMILIES
+from mlxlm.families.family import Family
+from mlxlm.families.stored import Stored
+
+
+def layout(config: Any, for_mlx: bool = False) -> list[Stored]:
+    """The modules that files of this configuration keep under other names, or together, or transposed.
+
+    `for_mlx`: as mlx_lm's own modules are, and as folders that MLX quantized are: there GPT-2's weights aren't
+    transposed. Families that mlx_lm lacks (OPT, Falcon, BLOOM) keep Hugging Face's names.
+    """
+    family = FAMILIES[config.model_type]
+    found = [_stored(family, config, family.head, ("lm_head",), for_mlx)]
+    for theirs, ours in family.top.items():
+        found.append(_stored(family, config, family.base + theirs, (f"model.{ours}",), for_mlx))
+    layer = {**family.layer, **family.layer_of(config)}
+    for i in range(config.num_hidden_layers):
+        for theirs, ours in layer.items():
+            modules = tuple(f"model.layers.{i}.{module}" for module in ours.split())
+            name = f"{family.base}{family.layers}.{i}.{theirs}"
+            found.append(_stored(family, config, name, modules, for_mlx, theirs in family.transposed))
+    return [stored for stored in found if not stored.is_rename or stored.modules != (stored.name,)]
+
+
+def own_name(config: Any, name: str) -> str | None:
+    """A tensor's name as `layout` knows it, with the prefix that some files leave off; None for what is no parameter.
+
+    No parameters are masks and rotary frequencies that old files stored, and the copy of a tied head.
+    """
+    family = FAMILIES[config.model_type]
+    if name.endswith(family.left_out):
+        return None
+    if family.head != "lm_head" and name.startswith("lm_head."):
+        name = family.head + name.removeprefix("lm_head")
+    if config.tie_word_embeddings and name.rpartition(".")[0] in (family.head, _mlx_name(family, family.head)):
+        return None
+    words = family.base.split(".")[:-1]  # a file may lack the first of them, or all
+    for skipped in range(1, len(words) + 1):
+        rest = ".".join([*words[skipped:], ""]) if words[skipped:] else ""
+        root = name.removeprefix(rest).partition(".")[0]
+        if name.startswith(rest) and (root in family.top or root == family.layers):
+            return ".".join([*words[:skipped], name])
+    return name
+
+
+def is_mlx_layout(config: Any, names: Iterable[str]) -> bool:
+    """Whether a file's names are those of mlx_lm's modules rather than Hugging Face's, so `layout(for_mlx=True)`."""
+    family = FAMILIES[config.model_type]
+    return bool(family.mlx_names) and any(name.startswith("model.") for name in names)
+
+
+def modules_of(family: Family, name: str) -> tuple[str, ...]:
+    """The decoder's modules in a module of mlx_lm's: ("model.layers.0.self_attn.q_proj", ...)."""
+    for theirs, mlx in family.mlx_names:
+        if name.startswith(mlx):
+            name = theirs + name.removeprefix(mlx)
+            break
+    if name == family.head:
+        return ("lm_head",)
+    rest = name.removeprefix(family.base)
+    if match := re.fullmatch(rf"{family.layers}\.(\d+)\.(.+)", rest):
+        return tuple(f"model.layers.{match[1]}.{ours}" for ours in family.layer.get(match[2], match[2]).split())
+    return (f"model.{family.top[rest]}",) if rest in family.top else (name,)
+
+
+def _stored(
+    family: Family, config: Any, name: str, modules: tuple[str, ...], for_mlx: bool, transposed: bool = False
+) -> Stored:
+    fused = len(modules) > 1
+    return Stored(
+        _mlx_name(family, name) if for_mlx else name,
+        modules,
+        tuple(_rows(config, module) for module in modules) if fused else (),
+        config.num_key_value_heads if fused and family.grouped else 1,
+        transposed and not for_mlx,
+    )
+
+
+def _rows(config: Any, module: str) -> int:
+    heads = {"q_proj": config.num_attention_heads}.get(module.rpartition(".")[2], config.num_key_value_heads)
+    return config.intermediate_size if ".mlp." in module else heads * config.head_dim
+
+
+def _mlx_name(family: Family, name: str) -> str:
+    for theirs, mlx in family.mlx_names:
+        if name.startswith(theirs):
+            return mlx + name.removeprefix(theirs)
+    return name

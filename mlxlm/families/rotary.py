@@ -1,0 +1,91 @@
+"""Rotary positions in Hugging Face's configurations: `rope_parameters` of transformers 5, and before that
+`rope_theta`, `rope_scaling` and `partial_rotary_factor`, each on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxlm.families.family import Family
+
+# What a `rope_type` reads besides rope_theta. Source: transformers, modeling_rope_utils.py
+SCALINGS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor",
+        "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    ),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
+}  # fmt: skip
+
+
+def lacks_rotary(values: Mapping[str, Any]) -> str | None:
+    """Why a configuration's rotary positions are more than the decoder has, or None."""
+    rope = _parameters(values)
+    if not isinstance(rope, Mapping):
+        return None  # not delegated to anyone: reading it is the error
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return "rope_parameters of their own for each kind of layer"
+    kind = _kind(values, rope)
+    if kind != "default" and kind not in SCALINGS:
+        return f"rope_type {kind!r}"
+    return "rope_traditional" if values.get("rope_traditional") else None
+
+
+def read_rotary(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` for ModelConfig, where the file has them.
+
+    Raises TypeError for rope_parameters that are no object.
+    """
+    rope = _parameters(values)
+    if not isinstance(rope, Mapping):
+        raise TypeError(f"rope_parameters is {rope!r}, it must be an object")
+    result = {}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        places = [rope.get(name), *(values.get(theirs) for theirs in family.names_of(name) or (name,))]
+        found = next((value for value in places if value is not None), None)
+        if found is not None:
+            result[name] = found
+    kind = _kind(values, rope)
+    if kind == "default":
+        return result
+    scaling = {field: rope[field] for field in SCALINGS[kind] if rope.get(field) is not None}
+    if "original_max_position_embeddings" in SCALINGS[kind]:
+        field = "original_max_position_embeddings"  # Phi-3 has it outside, and that one counts
+        original = values.get(field) or scaling.get(field) or values.get("max_position_embeddings")
+        scaling |= {} if original is None else {field: original}
+    return result | {"rope_scaling": {"rope_type": kind, **scaling}}
+
+
+def write_rotary(config: Any, family: Family) -> dict[str, Any]:
+    """The same for `config.json`, for readers of both kinds."""
+    scaling = dict(config.rope_scaling or {"rope_type": "default"})
+    partial = config.partial_rotary_factor
+    parameters = {**scaling, "rope_theta": config.rope_theta}
+    values: dict[str, Any] = {(family.names_of("rope_theta") or ("rope_theta",))[0]: config.rope_theta}
+    if partial != 1:
+        parameters["partial_rotary_factor"] = partial
+        values[(family.names_of("partial_rotary_factor") or ("partial_rotary_factor",))[0]] = partial
+    values["rope_parameters"] = parameters
+    if config.rope_scaling is not None:
+        values["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}  # older readers look for "type"
+    if family.model_type == "phi3" and "original_max_position_embeddings" in scaling:
+        values["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    return values
+
+
+def _parameters(values: Mapping[str, Any]) -> Any:
+    """All that is said in either place; transformers lets the older field win."""
+    new, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    if not isinstance(new, Mapping) or not isinstance(old, Mapping):
+        return old if isinstance(new, Mapping) else new
+    return {**new, **old}
+
+
+def _kind(values: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "su" or (kind == "yarn" and values.get("model_type") == "phi3"):
+        return "longrope"  # the names of Phi-3's first files
+    return kind if isinstance(kind, str) else repr(kind)
