@@ -39,7 +39,7 @@ class Stages:
 
     def embed(self, tokens: mx.array) -> State:
         """tokens int `[B, T]` -> the state before the first block."""
-        return self._ends().model.embed(tokens), None
+        return self.ends().model.embed(tokens), None
 
     def block(self, index: int) -> Block:
         """Layer `index` with its weights: `block(stream, update, cache) -> (stream, update)`."""
@@ -49,7 +49,7 @@ class Stages:
 
     def head(self) -> Callable[[mx.array, mx.array | None], mx.array]:
         """The function from the state after the last block to logits `[B, T, V]`; it holds the head's weights."""
-        decoder = self._ends()
+        decoder = self.ends()
         return lambda stream, update: decoder.head(decoder.model.norm(stream, update)[1])
 
     def logits(self, stream: mx.array, update: mx.array | None) -> mx.array:
@@ -66,7 +66,7 @@ class Stages:
                 on_layer(index, state)
         return self.logits(*state)
 
-    def _ends(self) -> Decoder:
+    def ends(self) -> Decoder:
         """Embedding, last norm and head, their weights read on use."""
         decoder = Decoder(self.config, layers=0)
         load_part(decoder, self._outside, "", self.config.quantization)
