@@ -8,8 +8,8 @@ from mlxlm._mlx import mx
 from mlxlm.checkpoint.load import load_part
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.errors import CheckpointError
-from mlxlm.model import Decoder
-from mlxlm.model.parts import Block
+from mlxlm.model import Block, Decoder
+from mlxlm.model.norms import enter
 
 LAYERS = "model.layers"
 
@@ -43,14 +43,14 @@ class Stages:
 
     def block(self, index: int) -> Block:
         """Layer `index` with its weights: `block(stream, update, cache) -> (stream, update)`."""
-        block = Block(self.config, 0.0)
+        block = Block(self.config, index)
         load_part(block, self._tensors, f"{LAYERS}.{index}", self.config.quantization)
         return block
 
     def head(self) -> Callable[[mx.array, mx.array | None], mx.array]:
         """The function from the state after the last block to logits `[B, T, V]`; it holds the head's weights."""
         decoder = self.ends()
-        return lambda stream, update: decoder.head(decoder.model.norm(stream, update)[1])
+        return lambda stream, update: decoder.head(enter(decoder.model.norm, stream, update)[1])
 
     def logits(self, stream: mx.array, update: mx.array | None) -> mx.array:
         """The state after the last block -> logits `[B, T, V]`."""

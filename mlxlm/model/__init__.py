@@ -1,5 +1,6 @@
 """The decoder, assembled from its parts by a ModelConfig."""
 
+from mlxlm.model.block import Block
 from mlxlm.model.decoder import Decoder
 
-__all__ = ["Decoder"]
+__all__ = ["Block", "Decoder"]

@@ -6,7 +6,9 @@ import math
 
 from mlxlm._mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
-from mlxlm.model.parts import Block, Embedding, StreamNorm
+from mlxlm.model.block import Block
+from mlxlm.model.embedding import Embedding, positions_of
+from mlxlm.model.norms import enter, make_norm
 
 
 class Backbone(nn.Module):
@@ -14,26 +16,42 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig, dropout: float, layers: int):
         super().__init__()
+        self.multiplier = config.embedding_multiplier
+        self.longest, self.position_offset = config.max_position_embeddings, config.position_offset
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = [Block(config, dropout) for _ in range(layers)]
-        self.norm = StreamNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.positions == "learned":
+            self.embed_positions = Embedding(self.longest + self.position_offset, config.hidden_size)
+        if config.embedding_norm:
+            self.embed_layernorm = make_norm(config)
+        self.layers = [Block(config, i, dropout) for i in range(layers)]
+        self.norm = make_norm(config)
+
+    def embed(self, tokens: mx.array, offset: int = 0) -> mx.array:
+        """tokens int `[B, T]`, the first at position `offset` -> the stream before the first layer."""
+        stream = self.embed_tokens(tokens)
+        if self.multiplier != 1:
+            stream = stream * self.multiplier
+        if "embed_positions" in self:
+            positions = positions_of(offset, tokens.shape[1], self.longest)
+            stream = stream + self.embed_positions(positions + self.position_offset)
+        return self.embed_layernorm(stream) if "embed_layernorm" in self else stream
 
     def __call__(self, tokens: mx.array, cache=None) -> mx.array:
-        stream, update = self.embed(tokens, cache), None
+        stream, update = self.embed(tokens, cache[0].offset if cache else 0), None
         for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             stream, update = layer(stream, update, layer_cache)
-        return self.norm(stream, update)[1]
+        return self.leave(stream, update)
 
-    def embed(self, tokens: mx.array, cache=None) -> mx.array:
-        """tokens `[B, T]` -> what the first layer sees, `[B, T, hidden]`."""
-        return self.embed_tokens(tokens)
+    def leave(self, stream: mx.array, update: mx.array | None) -> mx.array:
+        """The stream after the last layer, and what that adds to it -> hidden states `[B, T, hidden]`."""
+        return enter(self.norm, stream, update)[1]
 
 
 class Decoder(nn.Module):
-    """A Llama-style decoder (Touvron et al. 2023) with Hugging Face's parameter names.
+    """A decoder of any family, as its configuration assembles it (Llama's: Touvron et al. 2023). Parameter names are
+    those of Hugging Face's Llama.
 
-    `dropout` applies to the output of each sublayer, in training mode only. `layers`: how many of the
-    configuration's layers are made, None for all; a model that runs layer by layer (`stages`) makes none.
+    `dropout` applies to the output of each sublayer, in training mode only. `layers`: how many to make (None: all).
     """
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0, layers: int | None = None):
@@ -48,8 +66,11 @@ class Decoder(nn.Module):
         return self.head(self.model(tokens, cache))
 
     def head(self, x: mx.array) -> mx.array:
-        """The backbone's output `[B, T, hidden]` -> logits `[B, T, V]`."""
-        return self.model.embed_tokens.as_linear(x) if self.config.tie_word_embeddings else self.lm_head(x)
+        """Hidden states `[B, T, hidden]` after the last norm -> logits `[B, T, V]`."""
+        tied = self.config.tie_word_embeddings
+        logits = self.model.embed_tokens.as_linear(x) if tied else self.lm_head(x)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * mx.tanh(logits / cap)
 
     @property
     def layers(self) -> list[Block]:
@@ -81,9 +102,14 @@ class Decoder(nn.Module):
         for name, weight in tree_flatten(self.parameters()):
             key = next(keys)
             if weight.ndim == 1:
-                value = mx.zeros_like(weight) if name.endswith("bias") else mx.ones_like(weight)
+                from_zero = name.endswith("bias") or self._is_offset(name)
+                value = mx.zeros_like(weight) if from_zero else mx.ones_like(weight)
             else:
                 scale = back if name.endswith(("o_proj.weight", "down_proj.weight")) else deviation
                 value = mx.random.normal(weight.shape, scale=scale, key=key)
             fresh.append((name, value))
         self.load_weights(fresh)
+
+    def _is_offset(self, name: str) -> bool:
+        """Whether a norm's weight is stored less one."""
+        return self.config.norm_unit_offset and not name.endswith(("q_norm.weight", "k_norm.weight"))

@@ -10,7 +10,7 @@ from mlxlm._mlx import mx
 from mlxlm.cache import KVCache, make_cache
 from mlxlm.config import ModelConfig, preset_names
 from mlxlm.model import Decoder
-from mlxlm.model.parts import lookup
+from mlxlm.model.embedding import lookup
 
 SIZES = dict(
     hidden_size=48, num_hidden_layers=3, num_attention_heads=6, intermediate_size=80, vocab_size=97, head_dim=8

@@ -1,0 +1,59 @@
+"""The attention sublayer."""
+
+from __future__ import annotations
+
+from mlxlm._mlx import mx, nn
+from mlxlm.config import ModelConfig
+from mlxlm.kernels import attention
+from mlxlm.model.norms import RMSNorm
+from mlxlm.model.positions import Rotary, alibi_slopes
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention (Ainslie et al. 2023) of layer number `layer`, with the positions and the window
+    that the configuration gives it."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        h, d, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, d
+        self.scale = (config.query_pre_attn_scalar or d) ** -0.5
+        self.window, self.softcap = config.window(layer), config.attn_logit_softcapping
+        out_bias = bias if config.attention_out_bias is None else config.attention_out_bias
+        self.q_proj = nn.Linear(h, self.heads * d, bias=bias)
+        self.k_proj = nn.Linear(h, self.kv_heads * d, bias=bias)
+        self.v_proj = nn.Linear(h, self.kv_heads * d, bias=bias)
+        self.o_proj = nn.Linear(self.heads * d, h, bias=out_bias)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm is not None:
+            whole = self.qk_norm == "projection"
+            self.q_norm = RMSNorm(self.heads * d if whole else d, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.kv_heads * d if whole else d, config.rms_norm_eps)
+        self.rope = Rotary(config) if config.positions == "rope" else None
+        self._slopes = None  # no parameter: MLX leaves out what begins with an underscore
+        if config.positions == "alibi":
+            self._slopes = alibi_slopes(self.heads) * (self.scale if config.alibi_scaled else 1.0)
+
+    def __call__(self, x: mx.array, cache=None) -> mx.array:
+        """x `[B, T, hidden]` -> `[B, T, hidden]`; the cache, if any, is advanced by T positions."""
+        B, T, _ = x.shape
+
+        def split(y: mx.array, heads: int) -> mx.array:
+            return y.reshape(B, T, heads, self.head_dim).swapaxes(1, 2)
+
+        queries, keys = self.q_proj(x), self.k_proj(x)
+        if self.qk_norm == "projection":
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = split(queries, self.heads), split(keys, self.kv_heads)
+        if self.qk_norm == "head":
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        values = split(self.v_proj(x), self.kv_heads)
+        if self.rope is not None:
+            queries, keys = self.rope(queries, keys, 0 if cache is None else cache.offset)
+        if cache is not None:
+            keys, values = cache.update_and_fetch(keys, values)
+        out = attention(
+            queries, keys, values, self.scale,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, training=self.training,
+        )  # fmt: skip
+        return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))

@@ -1,0 +1,44 @@
+"""Vectors of tokens and of positions."""
+
+from __future__ import annotations
+
+from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.errors import GenerationError
+
+
+class Embedding(nn.Embedding):
+    """A table of token vectors whose gradient is the same to the bit every time.
+
+    On a GPU, MLX adds the gradients of equal tokens with atomics, in whatever order they arrive.
+    """
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """tokens int `[B, T]` -> `[B, T, hidden]`"""
+        return super().__call__(tokens) if ON_CPU else lookup(self.weight, tokens)
+
+
+@mx.custom_function
+def lookup(table: mx.array, tokens: mx.array) -> mx.array:
+    """Rows of `table` `[V, hidden]`; its gradient is a product with one-hot rows, 512 tokens at a time."""
+    return table[tokens]
+
+
+@lookup.vjp
+def _lookup_vjp(primals, cotangent, _output):
+    table, tokens = primals
+    flat, rows = tokens.flatten(), cotangent.reshape(-1, table.shape[1])
+    total = mx.zeros_like(table)
+    for start in range(0, flat.size, 512):
+        hot = flat[start : start + 512, None] == mx.arange(table.shape[0])
+        total = total + hot.astype(table.dtype).T @ rows[start : start + 512]
+    return total, mx.zeros_like(tokens)
+
+
+def positions_of(first: int, count: int, longest: int) -> mx.array:
+    """Positions `[count]` in a learned table of `longest`, beyond which MLX would read the last row, or anything.
+
+    Raises GenerationError beyond it.
+    """
+    if first + count > longest:
+        raise GenerationError(f"position {first + count} is beyond the {longest} that the model has", "a shorter text")
+    return mx.arange(first, first + count)

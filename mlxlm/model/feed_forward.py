@@ -1,0 +1,37 @@
+"""The feed-forward sublayer, gated or plain, and its activations."""
+
+from __future__ import annotations
+
+from mlxlm._mlx import mx, nn
+from mlxlm.config import ModelConfig
+from mlxlm.kernels import swiglu
+
+ACTIVATIONS = {
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_new": nn.gelu_approx,  # GPT-2's name for the tanh form (Hendrycks & Gimpel 2016)
+    "gelu_pytorch_tanh": nn.gelu_approx,
+    "relu": nn.relu,
+}
+
+
+class FeedForward(nn.Module):
+    """down(act(gate(x)) · up(x)), or without a gate down(act(up(x)))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        h, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gated, self.is_swiglu = config.mlp_gated, config.mlp_gated and config.hidden_act == "silu"
+        self.activation = ACTIVATIONS[config.hidden_act]
+        if self.gated:
+            self.gate_proj = nn.Linear(h, inner, bias=bias)
+        self.up_proj = nn.Linear(h, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, h, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x `[B, T, hidden]` -> `[B, T, hidden]`"""
+        if self.is_swiglu:
+            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        if self.gated:
+            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.up_proj(x)))

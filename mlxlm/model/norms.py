@@ -1,0 +1,67 @@
+"""Normalisation: RMSNorm and LayerNorm, of the residual stream and of sublayers' outputs."""
+
+from __future__ import annotations
+
+from mlxlm._mlx import mx, nn
+from mlxlm.config import ModelConfig
+from mlxlm.kernels import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm (Zhang & Sennrich 2019) over the last axis. With `unit_offset`, weights are stored less one (Gemma)."""
+
+    def __init__(self, size: int, eps: float, unit_offset: bool = False):
+        super().__init__()
+        self.weight = mx.zeros((size,)) if unit_offset else mx.ones((size,))
+        self.eps, self.unit_offset = eps, unit_offset
+
+    @property
+    def scale(self) -> mx.array:
+        """What the normalised values are multiplied with, `[size]`."""
+        return self.weight + 1 if self.unit_offset else self.weight
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rms_norm(x, self.scale, self.eps)
+
+    def add(self, update: mx.array, stream: mx.array) -> tuple[mx.array, mx.array]:
+        """stream + update, and the norm of that, in one pass over memory."""
+        return add_rms_norm(update, stream, self.scale, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm (Ba et al. 2016) over the last axis, with weight and bias."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.bias = mx.ones((size,)), mx.zeros((size,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, update: mx.array, stream: mx.array) -> tuple[mx.array, mx.array]:
+        """stream + update, and the norm of that."""
+        stream = stream + update
+        return stream, self(stream)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
+    """The norm of a configuration, over `size` values (None: the residual stream's)."""
+    size = config.hidden_size if size is None else size
+    if config.norm == "layer":
+        return LayerNorm(size, config.rms_norm_eps)
+    return RMSNorm(size, config.rms_norm_eps, config.norm_unit_offset)
+
+
+def enter(norm: Norm | None, stream: mx.array, update: mx.array | None) -> tuple[mx.array, mx.array]:
+    """The stream after the addition that waits for it, and what a sublayer sees of that: its norm, if there is one.
+
+    `update` is None at the start of the stream.
+    """
+    if norm is None:
+        stream = stream if update is None else stream + update
+        return stream, stream
+    return (stream, norm(stream)) if update is None else norm.add(update, stream)

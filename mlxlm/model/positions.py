@@ -1,0 +1,119 @@
+"""Positions: rotary embeddings with their scalings, and the slopes of ALiBi."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mlxlm._mlx import mx
+from mlxlm.config import ModelConfig
+
+
+class Rotary:
+    """Rotary positions (Su et al. 2021) on the first `config.rotary_dims` of a head, the rest as it is.
+
+    A scaling changes the wavelength of each pair of dimensions, and for "yarn" and "longrope" also multiplies the
+    rotated dimensions of queries and keys by a factor; its square on the queries alone gives the same scores.
+    Formulas are those of transformers' modeling_rope_utils.py, computed in float64.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self.dims, self.base = config.rotary_dims, config.rope_theta
+        self.longest = config.max_position_embeddings
+        scaling = config.rope_scaling or {"rope_type": "default"}
+        self.kind, self.growth = scaling["rope_type"], scaling.get("factor")
+        self.wavelengths, self.long_wavelengths, self.original, factor = None, None, None, 1.0
+        plain = [self.base ** (i / self.dims) for i in range(0, self.dims, 2)]
+        if self.kind == "linear":
+            self.wavelengths = mx.array([w * self.growth for w in plain])
+        elif self.kind == "llama3":
+            self.wavelengths = mx.array([_llama3(w, scaling) for w in plain])
+        elif self.kind == "yarn":
+            self.wavelengths = mx.array(_yarn(plain, self.dims, self.base, scaling))
+            factor = _yarn_factor(scaling)
+        elif self.kind == "longrope":
+            self.original = scaling["original_max_position_embeddings"]
+            short, long = scaling["short_factor"], scaling["long_factor"]
+            self.wavelengths, self.long_wavelengths = (
+                mx.array([w * f for w, f in zip(plain, factors, strict=True)]) for factors in (short, long)
+            )
+            factor = _longrope_factor(scaling, self.longest)
+        self.query_scale = None
+        if factor != 1.0:
+            self.query_scale = mx.array([factor**2] * self.dims + [1.0] * (config.head_dim - self.dims))
+
+    def __call__(self, queries: mx.array, keys: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """Queries and keys `[B, H, T, D]`, the first at position `offset`, turned."""
+        base, wavelengths = self.base, self.wavelengths
+        if self.kind == "dynamic":
+            base = self._grown_base(offset + queries.shape[2])
+        elif self.kind == "longrope" and offset + queries.shape[2] > self.original:
+            wavelengths = self.long_wavelengths
+        if self.query_scale is not None:
+            queries = queries * self.query_scale.astype(queries.dtype)
+        base = base if wavelengths is None else None
+        options = {"traditional": False, "base": base, "scale": 1.0, "offset": offset, "freqs": wavelengths}
+        return mx.fast.rope(queries, self.dims, **options), mx.fast.rope(keys, self.dims, **options)
+
+    def _grown_base(self, length: int) -> float:
+        """The base for texts longer than the model was trained on ("dynamic NTK"); keys in a cache keep theirs."""
+        ratio = max(length, self.longest) / self.longest
+        return self.base * (self.growth * ratio - (self.growth - 1)) ** (self.dims / (self.dims - 2))
+
+
+def _llama3(wavelength: float, scaling: Mapping[str, Any]) -> float:
+    """Long waves are stretched by `factor`, short ones kept, those between interpolated (Llama Team 2024, 3.4.2)."""
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi * wavelength)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return wavelength / ((1 - kept) / scaling["factor"] + kept)
+
+
+def _yarn(plain: list[float], dims: int, base: float, scaling: Mapping[str, Any]) -> list[float]:
+    """As for Llama 3, with a ramp over dimensions instead of frequencies (Peng et al. 2023, 3.2)."""
+
+    def dimension(turns: float) -> float:
+        original = scaling["original_max_position_embeddings"]
+        return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(scaling.get("beta_fast", 32)), dimension(scaling.get("beta_slow", 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    width = high - low or 0.001
+    stretched = [min(1.0, max(0.0, (i - low) / width)) for i in range(len(plain))]
+    return [w / (s / scaling["factor"] + 1 - s) for w, s in zip(plain, stretched, strict=True)]
+
+
+def _yarn_factor(scaling: Mapping[str, Any]) -> float:
+    """How much longer rotated queries and keys become (Peng et al. 2023, 3.4)."""
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+
+    def temper(weight: float) -> float:
+        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
+
+    if "mscale" in scaling and "mscale_all_dim" in scaling:
+        return temper(scaling["mscale"]) / temper(scaling["mscale_all_dim"])
+    return temper(1.0)
+
+
+def _longrope_factor(scaling: Mapping[str, Any], longest: int) -> float:
+    """The same for LongRoPE (Ding et al. 2024)."""
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    original = scaling["original_max_position_embeddings"]
+    factor = scaling.get("factor", longest / original)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def alibi_slopes(heads: int) -> mx.array:
+    """The slope of each head, `[heads]` (Press et al. 2021): 2^(-8i/heads) where that is a power of two.
+
+    Other numbers of heads take the slopes of the power below, then every other one of the power above.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-8 * i / (2 * power)) for i in range(1, 2 * (heads - power), 2)]
+    return mx.array(slopes)
