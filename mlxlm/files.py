@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import glob
 import json
 import os
@@ -39,6 +40,42 @@ def new_folder(
             _flush(partial)
             partial.replace(path)
             _flush(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def new_files(
+    path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
+) -> Iterator[Path]:
+    """Fill a hidden folder beside `path` with files; at the end they move to `path`'s folder, `path` itself last.
+
+    One that is there already stays if it is the same, and is an error if it is another; `path` must not exist.
+    On any error nothing new is left.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with os_errors_as(kind, "write", path):
+        _check_no_file(path, kind, hint)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        partial.mkdir()
+        moved: list[Path] = []
+        try:
+            yield partial
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == path.name):
+                target = path.with_name(file.name)
+                if file.name != path.name and target.is_file() and filecmp.cmp(file, target, shallow=False):
+                    continue
+                _check_no_file(target, kind, hint)
+                _flush(file)
+                file.replace(target)
+                moved.append(target)
+            _flush(path.parent)
+        except BaseException:
+            for target in moved:
+                target.unlink(missing_ok=True)
+            raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -1,0 +1,81 @@
+"""`mlxlm inspect`: what a checkpoint is, from its headers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from mlxlm.cli import render
+
+if TYPE_CHECKING:
+    from mlxlm.describe import Description
+
+_SHOWN = 12
+
+
+@click.command()
+@click.argument("source")
+@click.option("--tensors", "list_tensors", is_flag=True, help="List all tensors: name, type, shape, bytes.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
+    """Show what SOURCE is: format, architecture, size, quantization, tokenizer.
+
+    SOURCE is a folder, a run, a hub id, a .gguf or a .bin file. Only headers are read.
+    """
+    from mlxlm.checkpoint.source import open_checkpoint
+    from mlxlm.describe import describe
+
+    checkpoint = open_checkpoint(source)
+    found = describe(checkpoint)
+    rows = [(n, t.stored, "x".join(map(str, t.shape)), t.nbytes) for n, t in checkpoint.tensors.items()]
+    if as_json:
+        listed = [dict(zip(("name", "type", "shape", "bytes"), row, strict=True)) for row in rows]
+        render.emit_json(found.to_dict() | ({"tensor_list": listed} if list_tensors else {}))
+        return
+    for name, value in lines(found):
+        render.result(f"{name:<14} {value}")
+    if list_tensors:
+        render.print_result(render.table(rows, ("name", "type", "shape", "bytes")))
+    for warning in found.warnings:
+        render.say(f"warning: {warning}", style="yellow")
+
+
+def lines(found: Description):
+    """(heading, text) in the order in which a person reads them."""
+    yield "path", found.path
+    yield "format", found.format
+    yield "family", f"{found.family}, run by {found.path_taken}"
+    yield from found.architecture.items()
+    yield "parameters", f"{render.human_count(found.parameters)} in {found.tensors} tensors"
+    yield "size", f"{render.human_bytes(found.bytes)}, {found.bits_per_weight:.2f} bits per weight"
+    types = (f"{name} {render.human_bytes(size)} in {count} tensors" for name, (count, size) in found.types.items())
+    yield "types", "; ".join(types)
+    if found.quantization:
+        yield "quantization", _plan(found.quantization)
+        groups: dict[str, list[str]] = {}
+        for name, entry in found.exceptions.items():
+            groups.setdefault(_plan(entry), []).append(name)
+        for plan, names in groups.items():
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            yield f"  {plan}", ", ".join(names[:_SHOWN]) + more
+    cache = found.cache_per_token
+    per_token = "" if cache is None else f", and {render.human_bytes(1000 * cache)} for 1,000 tokens of context"
+    yield "memory here", f"{render.human_bytes(found.memory)} for the weights{per_token}"
+    tokenizer = found.tokenizer
+    if tokenizer is None:
+        yield "tokenizer", "none that mlxlm reads"
+        return
+    ends = f"begins {tokenizer.begin or '-'}, ends {tokenizer.end or '-'}"
+    template = "with a chat template" if tokenizer.chat_template else "no chat template"
+    counts = f"{tokenizer.vocab_size} tokens ({len(tokenizer.special_tokens)} special)"
+    yield "tokenizer", f"{tokenizer.kind}, {counts}, {ends}, {template}"
+
+
+def _plan(entry) -> str:
+    if entry is False:
+        return "as it is"
+    if entry is True or not entry:
+        return "default"
+    mode = entry.get("mode", "affine")
+    return f"{mode} {entry['bits']} bits in groups of {entry['group_size']}" if "bits" in entry else mode

@@ -1,0 +1,123 @@
+"""Other programs that read what we write, asked for their next tokens: mlx_lm, transformers and llama.cpp.
+
+Each runs in a process of its own, since each brings its own runtime and much memory, and gives it back at the end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxlm import platform
+from mlxlm.errors import CheckpointError
+
+# What each needs to be importable.
+NEEDS = {"mlx_lm": ("mlx_lm",), "transformers": ("torch", "transformers"), "llama.cpp": ("llama_cpp",)}
+_SECONDS = 900
+# Phrases by which a peer says that it has no such architecture, not that something is wrong with the file.
+_UNKNOWN = (
+    "not supported", "unknown model architecture", "does not recognize this architecture", "unrecognized model",
+    "unrecognized configuration class", "no module named", "requires", "not implemented",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What a peer says at each position of a text: its most likely next token, and by how much the logit of
+    the text's own token is below that one's. `spread`: standard deviation of the logits over the vocabulary.
+    hidden: relative to what was asked, the last position after each stage, or None."""
+
+    tokens: list[int]
+    gaps: list[float]
+    spread: float
+    hidden: list[list[float]] | None
+
+
+class Unavailable(Exception):
+    """The peer isn't installed, has no such architecture, or took too long: no opinion, no error."""
+
+
+def ask(peer: str, path: Path, ids: Sequence[int], start: int, hidden: bool = False) -> Opinion:
+    """`peer` reads the text `ids` with the model in `path`; its opinion on `ids[start:]`, each token given those
+    before it. Raises Unavailable, and CheckpointError if the peer can't read the files."""
+    missing = [name for name in NEEDS[peer] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Unavailable(f"{' and '.join(missing)} not installed")
+    request = {"peer": peer, "path": str(path), "ids": list(ids), "start": start, "hidden": hidden}
+    command = [sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"it took longer than {_SECONDS} seconds") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        reason = lines[-1].strip()
+        if any(phrase in line.lower() for line in lines for phrase in _UNKNOWN):
+            raise Unavailable(reason[:200])
+        raise CheckpointError(f"{peer} can't read {path.name}: {reason[:300]}")
+    return Opinion(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    run = {"mlx_lm": _mlx_lm, "transformers": _transformers, "llama.cpp": _llama_cpp}[request["peer"]]
+    logits, hidden = run(request["path"], request["ids"][:-1], request["hidden"])
+    rows = np.asarray(logits[request["start"] - 1 :], dtype=np.float32)
+    own = rows[np.arange(len(rows)), request["ids"][request["start"] :]]
+    return {
+        "tokens": rows.argmax(-1).tolist(),
+        "gaps": (rows.max(-1) - own).tolist(),
+        "spread": float(rows.std(-1).mean()),
+        "hidden": hidden,
+    }
+
+
+def _mlx_lm(path: str, ids: list[int], _hidden: bool):
+    platform.load_blas()
+    import mlx.core as mx
+    import numpy as np
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(Path(path), lazy=True, trust_remote_code=False)
+    model.set_dtype(mx.float32)  # rounding in another dtype would be what is compared
+    return np.array(model(mx.array([ids]))[0].astype(mx.float32)), None
+
+
+def _transformers(path: str, ids: list[int], hidden: bool):
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False, local_files_only=True
+    )
+    with torch.no_grad():
+        out = model(torch.tensor([ids]), output_hidden_states=hidden, use_cache=False)
+    # The last of the hidden states is the normed one.
+    states = [state[0, -1].tolist() for state in out.hidden_states[:-1]] if hidden else None
+    return out.logits[0].numpy(), states
+
+
+def _llama_cpp(path: str, ids: list[int], _hidden: bool):
+    import llama_cpp
+    import numpy as np
+
+    model = llama_cpp.Llama(
+        path, n_ctx=len(ids) + 8, n_batch=len(ids) + 8, n_gpu_layers=0, logits_all=True,
+        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+    )  # fmt: skip
+    model.eval(ids)
+    return np.array(model.scores[: len(ids)]), None
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer(json.load(sys.stdin))))
