@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_LONGEST = 2000  # characters of a message: a name out of a file can have millions
+
 
 class MlxlmError(Exception):
-    """Base class. `str(error)` is one line; `hint` says what would work (shown as "try: ...")."""
+    """Base class. `str(error)` is one line of printable characters, whatever names out of a file are part of it;
+    `hint` says what would work (shown as "try: ...")."""
 
     def __init__(self, message: str, hint: str | None = None):
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _one_line(message)
+        self.hint = hint and _one_line(hint)
 
     def __str__(self) -> str:
         return f"{self.message} (try: {self.hint})" if self.hint else self.message
+
+
+def _one_line(text: str) -> str:
+    """Lines joined, and what a terminal would obey or can't show (escapes, lone surrogates) written out."""
+    text = re.sub(r"\s*[\r\n]\s*", " ", text)
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - 200]} ... {text[-200:]}"
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class PlatformError(MlxlmError):

@@ -51,12 +51,11 @@ def load(path: str | Path) -> Tokenizer:
         runtime = sentencepiece.convert(proto, add_bos=bool(add_bos), add_eos=bool(add_eos))
     else:
         runtime = _from_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
-    return Tokenizer(
-        runtime,
-        _special_names(runtime, folder, config, own_names),
-        chat_template=_chat_template(folder, config),
-        sentencepiece_model=model,
-    )
+    names, template = _special_names(runtime, folder, config, own_names), _chat_template(folder, config)
+    try:
+        return Tokenizer(runtime, names, chat_template=template, sentencepiece_model=model)
+    except TokenizerError as error:
+        raise TokenizerError(f"{source}: {error.message}", error.hint) from None
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:

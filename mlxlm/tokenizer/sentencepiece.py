@@ -29,6 +29,9 @@ def parse(data: bytes, name: str) -> Any:
         raise TokenizerError(f"{name} is not a SentencePiece model") from error
     if not model.pieces:
         raise TokenizerError(f"{name} is not a SentencePiece model: it has no pieces")
+    for i, piece in enumerate(model.pieces):
+        if not isinstance(piece.piece, str):  # protobuf gives bytes that are not UTF-8 as they are
+            raise TokenizerError(f"{name}: piece {i} is not UTF-8 text")
     unsupported = None
     if model.trainer_spec.model_type != BPE:
         unsupported = "is not of the BPE type"

@@ -1,0 +1,293 @@
+"""Small whole checkpoints of every format, and a child process that opens broken ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import selectors
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import tree_flatten
+from mlxlm.checkpoint import save_weights
+from mlxlm.checkpoint.quantize import quantize_weights
+from mlxlm.config import ModelConfig
+from mlxlm.model import Decoder
+from mlxlm.tokenizer import Tokenizer, sentencepiece, train
+
+VOCAB = 300
+CONFIG = ModelConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+    vocab_size=VOCAB, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+TEXT = "the cat sat on a mat and saw two birds in the old garden while rain fell on a hat, that cat.\n" * 20
+MEMORY = 200  # MB that a broken file may cost
+SECONDS = 1.0  # of processor time
+PATIENCE = 20.0  # seconds by the clock, on a machine that does other things too
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A checkpoint in `folder`, opened by `source`; `targets` are the files that are worth breaking."""
+
+    folder: Path
+    source: Path
+    targets: tuple[Path, ...]
+
+    def copy(self, to: Path) -> Sample:
+        """The same in a folder of its own."""
+        shutil.copytree(self.folder, to)
+
+        def moved(path: Path) -> Path:
+            return to / path.relative_to(self.folder)
+
+        return Sample(to, moved(self.source), tuple(map(moved, self.targets)))
+
+
+def llama_tokenizer() -> Tokenizer:
+    """SentencePiece as Llama 2 has it: a space first, bytes from 3."""
+    import sentencepiece as spm
+
+    written = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()), model_writer=written, model_type="bpe", vocab_size=VOCAB,
+        hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    model = sentencepiece.parse(written.getvalue(), "test")
+    names = sentencepiece.special_names(model)
+    return Tokenizer(sentencepiece.convert(model), names, sentencepiece_model=written.getvalue())
+
+
+def weights() -> dict:
+    model = Decoder(CONFIG)
+    model.initialize(0)
+    return dict(tree_flatten(model.parameters()))
+
+
+def make(kind: str, folder: Path) -> Sample:
+    """A whole checkpoint: one of KINDS."""
+    folder.mkdir()
+    return KINDS[kind](folder)
+
+
+def _folder(folder: Path, targets: str = "model.safetensors config.json", tokenizer: Tokenizer | None = None) -> Sample:
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    (tokenizer or train([TEXT], 268)).save(folder)
+    return Sample(folder, folder, tuple(folder / name for name in targets.split()))
+
+
+def _safetensors(folder: Path) -> Sample:
+    save_weights(folder, weights())
+    return _folder(folder, "model.safetensors")
+
+
+def _config(folder: Path) -> Sample:
+    save_weights(folder, weights())
+    return _folder(folder, "config.json")
+
+
+def _shards(folder: Path) -> Sample:
+    save_weights(folder, weights(), shard_bytes=30_000)
+    sample = _folder(folder, "model.safetensors.index.json")
+    return Sample(folder, folder, (*sample.targets, *sample.targets, *sorted(folder.glob("*.safetensors"))[:2]))
+
+
+def _quantized(folder: Path) -> Sample:
+    model = Decoder(CONFIG)
+    model.initialize(0)
+    made = quantize_weights(model, 4, 32)
+    save_weights(folder, made.weights)
+    sample = _folder(folder)
+    (folder / "config.json").write_text(json.dumps({**CONFIG.to_dict(), "quantization": made.plan}))
+    return sample
+
+
+def _tokenizer_json(folder: Path) -> Sample:
+    save_weights(folder, weights())
+    return _folder(folder, "tokenizer.json tokenizer.json tokenizer_config.json")
+
+
+def _tokenizer_model(folder: Path) -> Sample:
+    save_weights(folder, weights())
+    sample = _folder(folder, "tokenizer.model", llama_tokenizer())
+    (folder / "tokenizer.json").unlink()
+    return sample
+
+
+def _pytorch(folder: Path) -> Sample:
+    torch = pytest.importorskip("torch")
+    state = {name: torch.from_numpy(np.array(value)) for name, value in weights().items()}
+    torch.save(state, folder / "pytorch_model.bin")
+    return _folder(folder, "pytorch_model.bin")
+
+
+def _gguf(folder: Path, byte_level: bool = False) -> Sample:
+    gguf = pytest.importorskip("gguf")
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(VOCAB)
+    if byte_level:
+        model = json.loads(train([TEXT], 268).to_json())["model"]
+        tokens = sorted(model["vocab"], key=model["vocab"].get)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    else:
+        proto = sentencepiece.parse(llama_tokenizer().sentencepiece_model, "test")
+        tokens = [piece.piece for piece in proto.pieces]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([piece.score for piece in proto.pieces])
+    tokens += [f"<unused{i}>" for i in range(len(tokens), VOCAB)]
+    special = 8 if byte_level else 3
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i < special or "unused" in tokens[i] else 1 for i in range(VOCAB)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, value in weights().items():
+        for ours, theirs in GGUF_NAMES:
+            name = name.replace(ours, theirs)
+        value = np.array(value)
+        if value.ndim == 1 or name.startswith("blk.0"):
+            writer.add_tensor(name, value)
+        elif name.startswith("blk.1"):
+            kind = gguf.GGMLQuantizationType.Q8_0 if "attn" in name else gguf.GGMLQuantizationType.Q4_0
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Sample(folder, path, (path,))
+
+
+GGUF_NAMES = (
+    ("model.layers.", "blk."), ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"),
+    ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"), ("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"), ("post_attention_layernorm", "ffn_norm"), ("input_layernorm", "attn_norm"),
+)  # fmt: skip
+
+
+def _llama2c(folder: Path, version: int) -> Sample:
+    from mlxlm.checkpoint.llama2c import write
+    from mlxlm.checkpoint.tensors import of_array
+
+    path = folder / "model.bin"
+    tensors = {name: of_array(value) for name, value in weights().items()}
+    write(path, CONFIG, tensors, llama_tokenizer())
+    if version:
+        _as_version(path, version)
+    return Sample(folder, path, (path,))
+
+
+def _as_version(path: Path, version: int, group: int = 32) -> None:
+    """The file with a header of 256 bytes; the values stay as they come, cut or filled up to the length."""
+    import struct
+
+    numbers = path.read_bytes()[:28]
+    header = struct.pack("<Ii", 0x616B3432, version) + numbers + bytes([1])
+    header += struct.pack("<i", group) if version == 2 else b""
+    count = sum(value.size for value in weights().values() if value.ndim == 2)
+    norms = sum(value.size for value in weights().values() if value.ndim == 1)
+    size = 4 * norms + (4 * count if version == 1 else count + 4 * (count // group))
+    path.write_bytes(header.ljust(256, b"\0") + path.read_bytes()[28:].ljust(size, b"\0")[:size])
+
+
+def _llama2c_tokenizer(folder: Path) -> Sample:
+    return Sample(folder, _llama2c(folder, 0).source, (folder / "tokenizer.bin",))
+
+
+KINDS = {
+    "safetensors": _safetensors,
+    "shards": _shards,
+    "quantized": _quantized,
+    "config": _config,
+    "pytorch": _pytorch,
+    "gguf": _gguf,
+    "gguf-bpe": lambda folder: _gguf(folder, byte_level=True),
+    "llama2c-0": lambda folder: _llama2c(folder, 0),
+    "llama2c-1": lambda folder: _llama2c(folder, 1),
+    "llama2c-2": lambda folder: _llama2c(folder, 2),
+    "llama2c-tokenizer": _llama2c_tokenizer,
+    "tokenizer-json": _tokenizer_json,
+    "tokenizer-model": _tokenizer_model,
+}
+
+
+class Victim:
+    """The child process of `victim.py`, started again after each end of it."""
+
+    def __init__(self, whole: Path):
+        self.whole = whole
+        self.process: subprocess.Popen | None = None
+
+    def open(self, path: Path) -> dict:
+        """What `victim.py` answers; `ended` says why, where it doesn't."""
+        if self.process is None:
+            command = [sys.executable, str(Path(__file__).with_name("victim.py"))]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            if self._ask(self.whole, patience=120) != "ready\n":
+                raise AssertionError(f"a whole checkpoint ended the process: {self.whole}")
+        line = self._ask(path, PATIENCE)
+        if not line:
+            return {"errors": [], "stray": None, "ended": self.close(), "seconds": 0, "growth": 0}
+        found = json.loads(line)
+        if found["growth"] > MEMORY:  # a peak stays: the next answer needs a new process
+            self.close()
+        return {**found, "ended": None}
+
+    def _ask(self, path: Path, patience: float) -> str:
+        """The next line of the child; "" if it ended or says nothing for `patience` seconds."""
+        self.process.stdin.write(f"{path}\n")
+        self.process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            return self.process.stdout.readline() if selector.select(patience) else ""
+
+    def close(self) -> str:
+        """End the process, and say how it had ended by itself."""
+        if self.process is None:
+            return ""
+        try:
+            self.process.stdin.close()
+            how = f"it ended with {self.process.wait(timeout=1)}"
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            how = "it hung"
+        self.process.stdout.close()
+        self.process = None
+        return how
+
+
+def complaint(found: dict, name: str) -> str | None:
+    """What is wrong with an answer for a broken file below `name`; None if nothing is."""
+    if found["ended"]:
+        return found["ended"]
+    if found["stray"]:
+        return found["stray"]
+    if found["seconds"] > SECONDS:
+        return f"{found['seconds']:.1f} s"
+    if found["growth"] > MEMORY:
+        return f"{found['growth']:.0f} MB"
+    for error in found["errors"]:
+        if "\n" in error or name not in error:
+            return f"not one line that names the file: {error}"
+    return None
