@@ -59,7 +59,8 @@ def verdict(said: Comparison, stored: Difference | None = None) -> str:
         return f"identical: equal logits to the bit over {said.tokens} tokens"
     change = ""
     if said.bits_per_byte_a is not None:
-        change = f", {said.bits_per_byte_b - said.bits_per_byte_a:+.4f} bits per byte"
+        change = round(said.bits_per_byte_b - said.bits_per_byte_a, 4) + 0.0  # no "-0.0000"
+        change = f", {change:+.4f} bits per byte"
     numbers = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1:.1f} %{change}"
     if said.equal_to_rounding:
         return f"equal to rounding: {numbers}"
