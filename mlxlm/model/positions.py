@@ -8,6 +8,7 @@ from typing import Any
 
 from mlxlm._mlx import mx
 from mlxlm.config import ModelConfig
+from mlxlm.errors import GenerationError
 
 
 class Rotary:
@@ -44,11 +45,17 @@ class Rotary:
             self.query_scale = mx.array([factor**2] * self.dims + [1.0] * (config.head_dim - self.dims))
 
     def __call__(self, queries: mx.array, keys: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        """Queries and keys `[B, H, T, D]`, the first at position `offset`, turned."""
-        base, wavelengths = self.base, self.wavelengths
+        """Queries and keys `[B, H, T, D]`, the first at position `offset`, turned.
+
+        Raises GenerationError where "longrope" would mix keys of short texts in the cache with those of a long one.
+        """
+        base, wavelengths, length = self.base, self.wavelengths, offset + queries.shape[2]
         if self.kind == "dynamic":
-            base = self._grown_base(offset + queries.shape[2])
-        elif self.kind == "longrope" and offset + queries.shape[2] > self.original:
+            base = self._grown_base(length)
+        elif self.kind == "longrope" and length > self.original:
+            if 0 < offset <= self.original:
+                problem = f"this model's positions change beyond {self.original} tokens, and its cache has fewer"
+                raise GenerationError(problem, "a shorter text, or all of a longer one in one call")
             wavelengths = self.long_wavelengths
         if self.query_scale is not None:
             queries = queries * self.query_scale.astype(queries.dtype)
