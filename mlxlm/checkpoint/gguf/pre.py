@@ -1,0 +1,139 @@
+"""How llama.cpp's byte-level tokenizers cut a text into words before merging, by the name in `tokenizer.ggml.pre`.
+
+Facts from src/llama-vocab.cpp (names, flags, expressions), in the form that the tokenizer.json of each name's
+model has. Names whose expressions llama.cpp only approximates, or that nobody's decoder here uses, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from mlxlm.errors import TokenizerError
+from mlxlm.tokenizer.train import WORDS
+
+_BYTES = "bytes"  # bytes become printable characters: at the end, or with GPT-2's expression
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGIT, _DIGITS, _THREE = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
+_QWEN = WORDS.replace(r"\p{N}{1,3}", _DIGIT)
+_PUNCTUATION = "punctuation"  # runs of Unicode's and ASCII's
+_BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|{_DIGIT}{_REST}"
+_GPT4O = (
+    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}{_REST}"
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
+
+
+@dataclass(frozen=True)
+class Pre:
+    """The steps that cut a text, each within the pieces of the one before.
+
+    `ignore_merges`: a word that is a token is that token, whatever the merges would make of it. `adds_bos`: what
+    llama.cpp does where a file doesn't say. `composes`: the model's own tokenizer brings text to NFC first, which
+    llama.cpp doesn't.
+    """
+
+    steps: tuple[str, ...]
+    ignore_merges: bool = False
+    adds_bos: bool = False
+    composes: bool = False
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        steps = self.steps if _GPT2 in self.steps else (*self.steps, _BYTES)
+        parts = [_step(step) for step in steps]
+        return parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        return normalizers.NFC() if self.composes else None
+
+
+_PRES = (
+    (Pre((_GPT2,)), "gpt-2 olmo mpt jais phi-2 trillion exaone4 roberta-bpe"),
+    (Pre((WORDS,), ignore_merges=True, adds_bos=True), "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2"),
+    (Pre((WORDS,), ignore_merges=True), "glm4"),
+    (Pre((WORDS,)), "smaug-bpe dbrx chatglm-bpe"),
+    (Pre((_QWEN,), composes=True), "qwen2"),
+    (Pre((_QWEN,)), "stablelm2 deepseek-r1-qwen megrez hunyuan"),
+    (Pre((_DIGIT, _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
+    (Pre((_PUNCTUATION, _GPT2, _DIGITS, _THREE)), "falcon"),
+    (Pre((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
+    (Pre((_BLOOM, _DIGIT)), "viking"),
+    (Pre((_TEKKEN,), ignore_merges=True, adds_bos=True), "tekken"),
+    (Pre((_GPT4O,)), "gpt-4o llama4"),
+    (Pre(_DEEPSEEK), "deepseek-v3"),
+)
+PRES = {name: pre for pre, names in _PRES for name in names.split()}
+
+
+def pre_of(model: Mapping[str, Any]) -> str:
+    """The name under which llama.cpp cuts words as the tokenizer.json `model` does.
+
+    Raises TokenizerError for a tokenizer that llama.cpp has no name for.
+    """
+    normalizer = model.get("normalizer")
+    steps = normalizer.get("normalizers") if normalizer and normalizer["type"] == "Sequence" else [normalizer]
+    kinds = [step["type"] for step in steps if step]
+    found = _flat(model.get("pre_tokenizer"))
+    found = tuple(found[:-1] if found[-1:] == [_BYTES] else found if _GPT2 in found else ())
+    ignores = bool(model["model"].get("ignore_merges"))
+    for name, pre in PRES.items():
+        if pre.steps == found and pre.ignore_merges == ignores and kinds in ([], ["NFC"] * pre.composes):
+            return name
+    what = f"normalizes text ({', '.join(kinds)})" if kinds and kinds != ["NFC"] else "splits words"
+    raise TokenizerError(
+        f"llama.cpp has no name for this tokenizer: it {what} in a way of its own",
+        "one of " + ", ".join(names.split()[0] for _, names in _PRES),
+    )
+
+
+def _step(step: str) -> pre_tokenizers.PreTokenizer:
+    if step == _GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if step == _BYTES:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if step == _PUNCTUATION:
+        return pre_tokenizers.Punctuation("contiguous")
+    if step in (_DIGIT, _DIGITS):
+        return pre_tokenizers.Digits(individual_digits=step == _DIGIT)
+    return pre_tokenizers.Split(Regex(step), "isolated")
+
+
+def _flat(step: Mapping[str, Any] | None) -> list[str]:
+    """The steps of a tokenizer.json's pre_tokenizer; "?" for one that no `Pre` has."""
+    if step is None:
+        return []
+    kind = step["type"]
+    if kind == "Sequence":
+        return [name for part in step["pretokenizers"] for name in _flat(part)]
+    if kind == "ByteLevel" and not step["add_prefix_space"]:
+        return [_GPT2] if step.get("use_regex", True) else [_BYTES]
+    if kind == "Digits":
+        return [_DIGIT if step["individual_digits"] else _DIGITS]
+    if kind == "Punctuation" and step.get("behavior") == "Contiguous":
+        return [_PUNCTUATION]
+    pattern = step.get("pattern", {}).get("Regex") if kind == "Split" else None
+    # An expression that matches all of a text leaves nothing between its matches to isolate or remove.
+    how = {("Isolated", False)} | ({("Removed", True), ("Isolated", True)} if str(pattern).endswith(r"|\s+") else set())
+    if pattern is None or (step.get("behavior"), step.get("invert")) not in how:
+        return ["?"]
+    return [_SPELLINGS.get(pattern, pattern)]
+
+
+# The same expressions in other words.
+_SPELLINGS = {
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])" + WORDS.removeprefix(_CONTRACTIONS): WORDS,
+    r" ?[^(\s|.,!?…。，、।۔،)]+": _BLOOM,
+}

@@ -1,0 +1,267 @@
+"""The header of a GGUF file: metadata and tensor table, every number in it checked before it is believed.
+
+Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: magic, version, tensor count,
+metadata count; metadata as key, type, value; for each tensor name, dimensions (fastest first), type and offset;
+then the data, each tensor at a multiple of `general.alignment`. Version 2 and 3 are alike but for byte order.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxlm.checkpoint.gguf.ggml import TYPES, Type
+from mlxlm.errors import CheckpointError, os_errors_as
+
+# Far above what models have: the largest vocabularies (260,000 tokens, 515,000 merges) make headers of 20 MB.
+_MAX_HEADER = 64 << 20  # bytes
+_MAX_TENSORS = _MAX_KEYS = 1 << 16
+_MAX_STRINGS = 1 << 21  # in all arrays together; walking over them takes half a second
+_MAX_STRING = 16 << 20  # bytes of one value, e.g. a chat template
+_MAX_NAME = 1024  # bytes; llama.cpp itself reads names of at most 63
+_MAX_DEPTH = 4  # of arrays within arrays
+_MAX_ALIGNMENT = 1 << 20
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_NUMBERS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+_STRUCTS = {kind: struct.Struct("<" + np.dtype(code).char) for kind, code in _NUMBERS.items()}
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of the metadata that lies in the file until `read`."""
+
+    path: Path
+    kind: int  # the format's number for the type of its elements
+    count: int
+    start: int
+    end: int
+
+    @property
+    def holds_strings(self) -> bool:
+        return self.kind == _STRING
+
+    @property
+    def holds_numbers(self) -> bool:
+        return self.kind in _NUMBERS
+
+    def read(self) -> list[Any]:
+        """Its elements: numbers, strings, or lists. Bytes that aren't UTF-8 become U+FFFD."""
+        with os_errors_as(CheckpointError, "read", self.path), self.path.open("rb") as file:
+            file.seek(self.start)
+            content = file.read(self.end - self.start)
+        if len(content) != self.end - self.start:
+            raise CheckpointError(f"{self.path} has become shorter while it was read")
+        cursor = _Cursor(self.path, content, len(content))
+        return [cursor.value(self.kind, "an array", keep=True) for _ in range(self.count)]
+
+
+@dataclass(frozen=True)
+class Info:
+    """Where one tensor lies. `shape` is in NumPy's order, slowest dimension first."""
+
+    path: Path
+    shape: tuple[int, ...]
+    type: Type
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """One file, or the files of a split model together. Values of the metadata are numbers, strings and `Array`s."""
+
+    path: Path
+    metadata: Mapping[str, Any] = field(repr=False)
+    tensors: Mapping[str, Info] = field(repr=False)
+
+
+def read_header(path: Path) -> Header:
+    """The header of one file. Raises CheckpointError naming the file and the field that can't be right."""
+    with os_errors_as(CheckpointError, "read", path):
+        size = path.stat().st_size
+        if size < 24:
+            raise CheckpointError(f"{path} is not a whole GGUF file: it has {size} bytes")
+        with path.open("rb") as file, mmap.mmap(file.fileno(), min(size, _MAX_HEADER), access=mmap.ACCESS_READ) as data:
+            cursor = _Cursor(path, data, size)
+            tensor_count, key_count = _preamble(cursor)
+            metadata = _metadata(cursor, key_count)
+            return Header(path, metadata, _tensors(cursor, tensor_count, _alignment(metadata, path)))
+
+
+class _Cursor:
+    """A place in the header that never passes its end."""
+
+    def __init__(self, path: Path, data: bytes | mmap.mmap, size: int):
+        self.path, self.data, self.size = path, data, size
+        self.at = 0
+        self.strings = 0
+
+    def fail(self, message: str, hint: str | None = None) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {message}", hint)
+
+    def take(self, count: int, what: str) -> int:
+        """The start of the next `count` bytes, which `what` (of the error) takes."""
+        start = self.at
+        if count > self.size - start:
+            raise self.fail(f"{what} ends past the end of the file", "copy or download the file again")
+        if count > len(self.data) - start:
+            raise self.fail(f"the header is larger than {_MAX_HEADER >> 20} MB (at {what})")
+        self.at = start + count
+        return start
+
+    def u32(self, what: str) -> int:
+        return _U32.unpack_from(self.data, self.take(4, what))[0]
+
+    def u64(self, what: str) -> int:
+        return _U64.unpack_from(self.data, self.take(8, what))[0]
+
+    def text(self, what: str, limit: int = _MAX_STRING) -> str:
+        length = self.u64(what)
+        if length > limit:
+            raise self.fail(f"{what} claims {length} bytes, at most {limit} are possible")
+        start = self.take(length, what)
+        return self.data[start : start + length].decode("utf-8", "replace")
+
+    def name(self, what: str) -> str:
+        name = self.text(what, _MAX_NAME)
+        if not name or not name.isprintable():
+            raise self.fail(f"{what} is {name!r}, which is no name")
+        return name
+
+    def value(self, kind: int, what: str, depth: int = 0, keep: bool = False) -> Any:
+        """A number, a string or an array: as a list with `keep`, else as an `Array` that stays in the file."""
+        if kind == _STRING:
+            return self.text(what)
+        if kind == _ARRAY:
+            return self._array(what, depth, keep)
+        number = _STRUCTS.get(kind)
+        if number is None:
+            raise self.fail(f"{what} has the unknown type {kind}")
+        [value] = number.unpack_from(self.data, self.take(number.size, what))
+        if kind != _BOOL:
+            return value
+        if value > 1:
+            raise self.fail(f"{what} is {value}, which is neither true (1) nor false (0)")
+        return bool(value)
+
+    def _array(self, what: str, depth: int, keep: bool) -> Any:
+        kind, count = self.u32(what), self.u64(what)
+        if depth >= _MAX_DEPTH:
+            raise self.fail(f"{what} has more than {_MAX_DEPTH} arrays within each other")
+        if keep:
+            return [self.value(kind, what, depth + 1, keep) for _ in range(count)]
+        start = self.at
+        if kind in _NUMBERS:
+            self.take(count * _STRUCTS[kind].size, what)
+        else:
+            self._walk(kind, count, what, depth)
+        return Array(self.path, kind, count, start, self.at)
+
+    def _walk(self, kind: int, count: int, what: str, depth: int) -> None:
+        if kind not in (_STRING, _ARRAY):
+            raise self.fail(f"{what} is an array of the unknown type {kind}")
+        self.strings += count
+        if count * 8 > self.size - self.at or self.strings > _MAX_STRINGS:
+            raise self.fail(f"{what} claims {count} elements, more than the file can hold or a model needs")
+        for _ in range(count):
+            if kind == _STRING:
+                self.take(self.u64(what), what)
+            else:
+                self._array(what, depth + 1, keep=False)
+
+
+def _preamble(cursor: _Cursor) -> tuple[int, int]:
+    if cursor.data[:4] != b"GGUF":
+        raise cursor.fail("not a GGUF file")
+    cursor.at = 4
+    version = cursor.u32("the version")
+    if version and version & 0xFFFF == 0:
+        raise cursor.fail("this GGUF file is big-endian", "gguf-convert-endian of the gguf package")
+    if version not in (2, 3):
+        raise cursor.fail(f"GGUF version {version} is not supported", "a file of version 2 or 3")
+    tensors, keys = cursor.u64("the tensor count"), cursor.u64("the metadata count")
+    for count, limit, what in ((tensors, _MAX_TENSORS, "tensors"), (keys, _MAX_KEYS, "metadata values")):
+        if count > limit:
+            raise cursor.fail(f"the header claims {count} {what}, at most {limit} are possible")
+    return tensors, keys
+
+
+def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for i in range(count):
+        key = cursor.name(f"the key of metadata value {i}")
+        if key in metadata:
+            raise cursor.fail(f"{key} is there twice")
+        metadata[key] = cursor.value(cursor.u32(key), key)
+    return metadata
+
+
+def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        shown = alignment if isinstance(alignment, int | float) else "no number"
+        raise CheckpointError(f"{path}: general.alignment is {shown}, not a power of 2 from 8 to {_MAX_ALIGNMENT}")
+    return alignment
+
+
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Info]:
+    relative: dict[str, tuple[tuple[int, ...], Type, int]] = {}
+    for i in range(count):
+        name = cursor.name(f"the name of tensor {i}")
+        if name in relative:
+            raise cursor.fail(f"tensor {name} is there twice")
+        relative[name] = _tensor(cursor, name)
+    start = -(-cursor.at // alignment) * alignment
+    result = {}
+    for name, (shape, kind, offset) in relative.items():
+        nbytes = math.prod(shape) // kind.block * kind.bytes
+        if offset % alignment:
+            raise cursor.fail(f"tensor {name} begins at {offset}, which is no multiple of {alignment}")
+        if start + offset + nbytes > cursor.size:
+            beyond = start + offset + nbytes - cursor.size
+            raise cursor.fail(f"tensor {name} ends {beyond} bytes past the end", "copy or download the file again")
+        result[name] = Info(cursor.path, shape, kind, start + offset, nbytes)
+    in_order = sorted(result.items(), key=lambda item: item[1].offset)
+    for (before, first), (name, second) in zip(in_order, in_order[1:], strict=False):
+        if first.offset + first.nbytes > second.offset:
+            raise cursor.fail(f"tensors {before} and {name} overlap")
+    return result
+
+
+def _tensor(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Type, int]:
+    what = f"tensor {name}"
+    rank = cursor.u32(what)
+    if not 1 <= rank <= 4:
+        raise cursor.fail(f"{what} has {rank} dimensions, 1 to 4 are possible")
+    shape = tuple(cursor.u64(what) for _ in range(rank))[::-1]
+    number = cursor.u32(what)
+    kind = TYPES.get(number)
+    if kind is None:
+        known = ", ".join(kind.name for kind in TYPES.values())
+        raise cursor.fail(f"{what} is of type {number}, which can't be read", f"one of {known}")
+    if min(shape) < 1 or max(shape) >= 2**31 or shape[-1] % kind.block:
+        needed = f", rows of {kind.name} are multiples of {kind.block}" if kind.block > 1 else ""
+        raise cursor.fail(f"{what} is {list(shape)}, which is no shape{needed}")
+    return shape, kind, cursor.u64(what)
+
+
+@contextmanager
+def mapped(info: Info) -> Iterator[np.ndarray]:
+    """The bytes of a tensor as uint8 `[rows, bytes of a row]`, mapped and not read; gone at the end of the block."""
+    rows = math.prod(info.shape[:-1])
+    with os_errors_as(CheckpointError, "read", info.path):
+        if info.path.stat().st_size < info.offset + info.nbytes:
+            raise CheckpointError(f"{info.path} has become shorter since it was opened")
+        yield np.memmap(info.path, np.uint8, "r", info.offset, (rows, info.nbytes // rows))

@@ -1,0 +1,140 @@
+"""GGUF files written: header, then one tensor after another, a few rows of it in memory."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint.gguf.architectures import Architecture
+from mlxlm.checkpoint.gguf.ggml import NUMBERS, TYPES
+from mlxlm.checkpoint.gguf.rope import FACTORS, llama3_factors
+from mlxlm.checkpoint.gguf.tensors import encoded
+from mlxlm.checkpoint.gguf.to_metadata import ARRAY, BOOL, FLOAT, INT, STRING, architecture_for, metadata_of, notes_for
+from mlxlm.checkpoint.gguf.to_tokenizer import tokenizer_metadata
+from mlxlm.checkpoint.stored import as_stored
+from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
+from mlxlm.config import ModelConfig
+from mlxlm.errors import CheckpointError
+from mlxlm.files import new_file
+from mlxlm.tokenizer import Tokenizer
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # llama_ftype in llama.h
+_ALIGNMENT = 32
+_FORMATS = {INT: "<I", 5: "<i", FLOAT: "<f", BOOL: "<?"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a model. `others`: matrices that are not of the file's kind, and their types."""
+
+    others: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def write(
+    path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: Tokenizer | None, kind: str = "F16"
+) -> Written:
+    """Write a model that llama.cpp runs. `tensors` are the decoder's, not quantized; `kind` is one of KINDS.
+
+    Vectors and tables of positions are in F32, as llama.cpp wants them. A matrix whose rows 32 doesn't divide can't
+    be quantized and stays in F16. In a Q4_0 file the output head (the embedding, where they are one) is in Q8_0:
+    each of its errors is an error of a logit, which is why llama.cpp's own quantizer gives it 6 bits (Q6_K) there.
+
+    Raises CheckpointError or TokenizerError for what llama.cpp can't run, an existing `path`, and weights that are
+    NaN; nothing is left at `path` then.
+    """
+    if kind not in KINDS:
+        raise CheckpointError(f"there is no kind of GGUF file {kind!r} to write", f"one of {', '.join(KINDS)}")
+    architecture = architecture_for(config)
+    if any(name.endswith(".scales") for name in tensors):
+        raise CheckpointError("quantized weights can't go to a GGUF file as they are", "the weights in 16 or 32 bits")
+    stored = _stored(config, architecture, tensors)
+    types = {name: _type_of(name, tensor, kind, config) for name, tensor in stored.items()}
+    words, notes = tokenizer_metadata(tokenizer, config)
+    metadata = {
+        "general.architecture": (STRING, architecture.name),
+        "general.type": (STRING, "model"),
+        "general.name": (STRING, Path(path).stem),
+        "general.file_type": (INT, _FILE_TYPES[kind]),
+        "general.quantization_version": (INT, 2),
+        **metadata_of(config, architecture),
+        **words,
+    }
+    with new_file(path) as file:
+        _write_header(file, metadata, stored, types)
+        for name, tensor in stored.items():
+            for chunk in encoded(name, tensor, types[name]):
+                file.write(chunk)
+            _pad(file)
+    others = {n: types[n] for n, t in stored.items() if len(t.shape) > 1 and types[n] != kind and not _is_positions(n)}
+    return Written(others, (*notes_for(config, architecture), *notes))
+
+
+def _stored(config: ModelConfig, architecture: Architecture, tensors: Tensors) -> dict[str, Tensor]:
+    """The file's tensors out of the decoder's."""
+    if config.tie_word_embeddings and not architecture.ties_head:
+        tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    stored = as_stored(architecture.layout(config), tensors)
+    if architecture.norm_offset:
+        stored = {name: _plus_one(t) if name.endswith("norm.weight") else t for name, t in stored.items()}
+    if (config.rope_scaling or {}).get("rope_type") == "llama3":
+        factors = llama3_factors(config.rope_scaling, config.rope_theta, config.head_dim)
+        stored = {FACTORS: of_array(mx.array(factors)), **stored}
+    return stored
+
+
+def _plus_one(tensor: Tensor) -> Tensor:
+    return tensor.astype(mx.float32).then(lambda value: value + 1)
+
+
+def _is_positions(name: str) -> bool:
+    return name == "position_embd.weight"
+
+
+def _type_of(name: str, tensor: Tensor, kind: str, config: ModelConfig) -> str:
+    if len(tensor.shape) == 1 or _is_positions(name):
+        return "F32"
+    if TYPES[NUMBERS[kind]].block > 1 and tensor.shape[-1] % 32:
+        return "F16"
+    is_head = name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight")
+    return "Q8_0" if kind == "Q4_0" and is_head else kind
+
+
+def _write_header(
+    file: BinaryIO, metadata: Mapping[str, tuple[int, Any]], stored: Tensors, types: Mapping[str, str]
+) -> None:
+    file.write(b"GGUF" + struct.pack("<IQQ", 3, len(stored), len(metadata)))
+    for key, (kind, value) in metadata.items():
+        file.write(_text(key) + struct.pack("<I", kind) + _value(kind, value))
+    offset = 0
+    for name, tensor in stored.items():
+        number = NUMBERS[types[name]]
+        shape = tensor.shape[::-1]
+        file.write(_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, number, offset))
+        nbytes = math.prod(shape) // TYPES[number].block * TYPES[number].bytes
+        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    _pad(file)
+
+
+def _value(kind: int, value: Any) -> bytes:
+    if kind == STRING:
+        return _text(value)
+    if kind == ARRAY:
+        element, values = value
+        return struct.pack("<IQ", element, len(values)) + b"".join(_value(element, v) for v in values)
+    return struct.pack(_FORMATS[kind], value)
+
+
+def _text(value: str) -> bytes:
+    content = value.encode("utf-8")
+    return struct.pack("<Q", len(content)) + content
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % _ALIGNMENT))
