@@ -8,7 +8,18 @@ graphs built on a vectorised `exp`.
 from mlxlm.kernels.attention import attention, quantized_attention
 from mlxlm.kernels.cross_entropy import cross_entropy
 from mlxlm.kernels.dispatch import using
+from mlxlm.kernels.gelu import gelu, gelu_tanh
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 from mlxlm.kernels.swiglu import swiglu
 
-__all__ = ["add_rms_norm", "attention", "cross_entropy", "quantized_attention", "rms_norm", "swiglu", "using"]
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "cross_entropy",
+    "gelu",
+    "gelu_tanh",
+    "quantized_attention",
+    "rms_norm",
+    "swiglu",
+    "using",
+]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from mlxlm._mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import swiglu
+from mlxlm.kernels import gelu, gelu_tanh, swiglu
 
 ACTIVATIONS = {
     "silu": nn.silu,
-    "gelu": nn.gelu,
-    "gelu_new": nn.gelu_approx,  # GPT-2's name for the tanh form (Hendrycks & Gimpel 2016)
-    "gelu_pytorch_tanh": nn.gelu_approx,
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,  # GPT-2's name for it
+    "gelu_pytorch_tanh": gelu_tanh,
     "relu": nn.relu,
 }
 

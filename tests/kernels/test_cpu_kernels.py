@@ -1,5 +1,7 @@
 """The CPU kernels against float64 numpy and against MLX's own operations, values and gradients."""
 
+import math
+
 import numpy as np
 import oracle
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm._mlx import ON_CPU, mx, nn
-from mlxlm.kernels import attention, cross_entropy, swiglu, using
+from mlxlm.kernels import attention, cross_entropy, gelu, gelu_tanh, swiglu, using
 from mlxlm.kernels.exp import exp_nonpositive
 
 
@@ -44,6 +46,23 @@ def test_swiglu_value_and_gradient():
         close(found, expected, 2e-6)
     far = mx.array([[-1e4, -200.0, 0.0, 200.0, 1e4]])
     close(swiglu(far, mx.ones_like(far)), [[0, 0, 0, 200, 1e4]], 1e-6)
+
+
+@pytest.mark.parametrize("ours, plain", [(gelu, nn.gelu), (gelu_tanh, nn.gelu_approx)])
+def test_gelu_value_and_gradient(ours, plain):
+    x = mx.linspace(-12, 12, 10_001)
+    assert mx.abs(ours(x) - plain(x)).max().item() < 2e-6
+    weight = random(x.shape, 1)
+    found, expected = (mx.grad(lambda x, f=f: (f(x) * weight).sum())(x) for f in (ours, plain))
+    assert mx.abs(found - expected).max().item() < 1e-5
+    close(ours(mx.array([-1e4, 0.0, 1e4])), [0, 0, 1e4], 1e-6)
+    assert ours(x.astype(mx.float16)).dtype == mx.float16
+
+
+def test_gelu_equals_float64():
+    x = np.linspace(-12, 12, 10_001).astype(np.float32)
+    exact = [0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.astype(np.float64)]
+    np.testing.assert_allclose(np.array(gelu(mx.array(x))), exact, atol=1e-6)
 
 
 def test_cross_entropy_value_and_gradient():
