@@ -23,6 +23,8 @@ COMMANDS = {
     "tokenizer": ("mlxlm.cli.tokenizer:tokenizer", "Train, inspect and apply tokenizers."),
     "prepare": ("mlxlm.cli.prepare:prepare", "Turn text into memory-mapped token shards."),
     "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
+    "convert": ("mlxlm.cli.convert:convert", "Write any checkpoint as a folder, GGUF or llama2.c file, verified."),
+    "inspect": ("mlxlm.cli.inspect:inspect", "Show what a checkpoint is: format, architecture, size, tokenizer."),
     "compare": ("mlxlm.cli.compare:compare", "Show how far two models are apart: output, layers, weights."),
     "export": ("mlxlm.cli.export:export", "Write a run as a self-contained model folder, quantized or not."),
     "presets": ("mlxlm.cli.presets:presets", "List the model sizes that ship with mlxlm."),

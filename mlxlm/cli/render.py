@@ -111,6 +111,36 @@ def counted_progress(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@contextmanager
+def phases_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar over `progress(phase, done, total)`, one after another; the phase "writing" counts bytes.
+
+    Where stderr is not a terminal: one plain line for each phase that takes longer than two seconds.
+    """
+    if not console.is_terminal:
+        said: dict[str, Callable[[int], None]] = {}
+
+        def say_phase(phase: str, done: int, _total: int) -> None:
+            said.setdefault(phase, _say_once_after(2.0, phase))(done)
+
+        yield say_phase
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[at]}")
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, at="")
+        current = ""
+
+        def show(phase: str, done: int, total: int) -> None:
+            nonlocal current
+            if phase != current:
+                bar.reset(task, total=total)
+                current = phase
+            at = f"{human_bytes(done)} of {human_bytes(total)}" if phase == "writing" else f"{done} of {total}"
+            bar.update(task, completed=done, total=total, description=phase, at=at)
+
+        yield show
+
+
 def _say_once_after(seconds: float, label: str) -> Callable[[int], None]:
     start, said = time.monotonic(), False
 

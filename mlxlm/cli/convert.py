@@ -1,0 +1,68 @@
+"""`mlxlm convert`: any checkpoint in another format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mlxlm.cli import render
+
+if TYPE_CHECKING:
+    from mlxlm.convert import ConversionReport
+
+
+@click.command()
+@click.argument("source")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder, NAME.gguf or NAME.bin.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of a folder's weights.  [default: SOURCE's]"
+)
+@click.option(
+    "--type", "kind", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
+    help="Of a GGUF file's matrices.  [default: SOURCE's]",
+)  # fmt: skip
+@click.option("--no-verify", is_flag=True, help="Don't read the output again to compare it with SOURCE.")
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
+def convert(source: str, out: Path, dtype: str | None, kind: str | None, no_verify: bool, as_json: bool) -> None:
+    """Write SOURCE in another format, with plain weights, and verify the result.
+
+    SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), a .gguf or a llama2.c .bin file. The
+    output is named by --out: NAME.gguf for llama.cpp, NAME.bin for llama2.c, else a folder for mlxlm, mlx_lm and
+    transformers. Quantized weights are dequantized; `mlxlm quantize` writes quantized ones.
+    """
+    from mlxlm.convert import convert as run_convert
+    from mlxlm.convert import format_of
+
+    target = format_of(out)
+    if dtype and target != "huggingface":
+        raise click.UsageError(f"--dtype would have no effect on {out.name}: " + _INSTEAD[target])
+    if kind and target != "gguf":
+        raise click.UsageError("--type would have no effect: it is for an --out that ends in .gguf")
+    with render.phases_progress() as progress:
+        kind = kind.upper() if kind else None
+        report = run_convert(source, out, dtype=dtype, kind=kind, verify_output=not no_verify, progress=progress)
+    if as_json:
+        render.emit_json(report.to_dict())
+        return
+    for line in report_lines(report):
+        render.result(line)
+    for warning in report.warnings:
+        render.say(f"warning: {warning}", style="yellow")
+
+
+_INSTEAD = {"gguf": "--type chooses what a GGUF file holds", "llama2.c": "these files are float32"}
+
+
+def report_lines(report: ConversionReport) -> Iterator[str]:
+    """The report for people."""
+    yield (
+        f"{report.path}: {render.human_bytes(report.bytes)}, {render.human_count(report.parameters)} parameters "
+        f"at {report.bits_per_weight:.2f} bits each ({report.dtype}), in {report.seconds:.1f} s"
+    )
+    for check in report.checks:
+        yield f"{check.name}: {check.result}, {check.detail}"
+    if not report.checks:
+        yield "not verified"

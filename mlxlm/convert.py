@@ -1,0 +1,202 @@
+"""Any checkpoint that mlxlm opens, written in another format with plain weights, and verified."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint import gguf, huggingface, llama2c
+from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer
+from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
+from mlxlm.checkpoint.tensors import Tensor, Tensors
+from mlxlm.difference import plain
+from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.files import check_free, new_files, new_folder
+from mlxlm.tokenizer import Tokenizer
+from mlxlm.verify import Check, Progress, verify
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")  # of GGUF files
+_KIND_OF = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+_FORMATS = {".gguf": "gguf", ".bin": "llama2.c"}
+_PEERS = {"huggingface": ("mlx_lm", "transformers"), "gguf": ("llama.cpp",), "llama2.c": ()}
+_PLAIN = {"F32", "F16", "BF16", "F64"}  # stored types that hold the weights themselves
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What was written. `dtype` is that of the weights, or the kind of a GGUF file. `checks`: what was verified and
+    how, empty without verification. `warnings`: what a person should know."""
+
+    source: str
+    source_format: str
+    path: str
+    format: str
+    dtype: str
+    parameters: int
+    bytes: int
+    bits_per_weight: float
+    seconds: float
+    checks: list[Check]
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def convert(
+    source: Path | str,
+    out: Path | str,
+    *,
+    dtype: str | None = None,
+    kind: str | None = None,
+    verify_output: bool = True,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Write `source` (whatever `open_checkpoint` opens) as `out`: a `.gguf` file, a llama2.c `.bin` file, or else a
+    folder in Hugging Face's layout of the model's own family.
+
+    dtype: of a folder's weights, one of `DTYPES`. Left out, each tensor keeps its own; quantized sources and GGUF
+    files, which keep vectors in float32 whatever the model has, get the 16-bit type that most of their values
+    or scales have, else float16.
+    kind: of a GGUF file's matrices, one of `KINDS`; left out, that of the source's weights.
+    progress(phase, done, total): bytes while writing, then steps of each check.
+
+    One tensor is in memory at a time. What is written is verified (see `verify`) before it gets its name.
+    Raises CheckpointError or ConfigError: for an output that exists, an architecture that only mlx_lm has, values
+    that the output can't hold, and a verification that fails; TokenizerError where `.gguf` or `.bin` lacks
+    a tokenizer. Nothing is left then.
+    """
+    begun = time.monotonic()
+    out = Path(out)
+    target = format_of(out)
+    _check_options(target, dtype, kind)
+    check_free(out, CheckpointError, "another name for the output")
+    checkpoint = open_checkpoint(source)
+    if checkpoint.config is None:
+        raise CheckpointError(
+            f"{source} can't be converted: {checkpoint.foreign}", "mlx_lm.convert; chat and generate take it as it is"
+        )
+    tokenizer = None if target == "huggingface" else checkpoint.load_tokenizer()
+    tensors = plain(checkpoint)
+    chosen = DTYPES[dtype] if dtype else _own_dtype(checkpoint)
+    if target == "gguf":
+        kind = kind or _KIND_OF[chosen]
+    elif target == "huggingface" and (dtype or checkpoint.config.quantization or checkpoint.format not in FOLDERS):
+        tensors = {name: _cast(name, tensor, chosen) for name, tensor in tensors.items()}
+    told = _counting(tensors, progress)
+    place: AbstractContextManager[Path] = new_folder(out) if target == "huggingface" else new_files(out)
+    with place as folder:
+        written = folder if target == "huggingface" else folder / out.name
+        warnings = _write(target, written, checkpoint, told, tokenizer, kind)
+        again = open_checkpoint(written)
+        checks = verify(checkpoint, again, str(out), _PEERS[target], progress) if verify_output else []
+        bits = 8 * sum(tensor.nbytes for tensor in again.tensors.values())
+        size = sum(file.stat().st_size for file in folder.iterdir())
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    return ConversionReport(
+        source=str(source),
+        source_format=checkpoint.format,
+        path=str(out),
+        format=target,
+        dtype=kind or ("float32" if target == "llama2.c" else str(chosen).removeprefix("mlx.core.")),
+        parameters=parameters,
+        bytes=size,
+        bits_per_weight=bits / parameters,
+        seconds=time.monotonic() - begun,
+        checks=checks,
+        warnings=warnings,
+    )
+
+
+def format_of(out: Path) -> str:
+    """The format that a name asks for: "gguf", "llama2.c" or "huggingface"."""
+    return _FORMATS.get(out.suffix.lower(), "huggingface")
+
+
+def _check_options(target: str, dtype: str | None, kind: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"{dtype!r} is not a dtype", f"one of {', '.join(DTYPES)}")
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"{kind!r} is not a kind of GGUF file", f"one of {', '.join(KINDS)}")
+    if dtype is not None and target != "huggingface":
+        other = "its kind says it" if target == "gguf" else "llama2.c files are float32"
+        raise ConfigError(f"a dtype has no effect on a {target} file: {other}", "leaving it out")
+    if kind is not None and target != "gguf":
+        raise ConfigError(f"the kind {kind} is of GGUF files only", "an output that ends in .gguf")
+
+
+def _write(
+    target: str, path: Path, checkpoint: Checkpoint, tensors: Tensors, tokenizer: Tokenizer | None, kind: str | None
+) -> list[str]:
+    """Write the files; what a person should know of them."""
+    config = checkpoint.config.with_changes(quantization=None)
+    if target == "gguf":
+        written = gguf.write(path, config, tensors, tokenizer, kind)
+        others = [f"{name} is in {other}" for name, other in written.others.items()]
+        return [*written.notes, *others]
+    if target == "llama2.c":
+        llama2c.write(path, config, tensors, tokenizer)
+        return []
+    huggingface.write(path, checkpoint.values, config, tensors, None)
+    return carry_tokenizer(checkpoint, path)
+
+
+def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+    """The dtype of a source's weights: what most of its values are stored in. For quantized matrices, which have
+    none, that of most of their scales, else float16."""
+    sizes = dict.fromkeys(DTYPES.values(), 0)
+    packed = False
+    for tensor in checkpoint.tensors.values():
+        if tensor.stored in _PLAIN and tensor.dtype in sizes:
+            sizes[tensor.dtype] += tensor.nbytes
+        else:
+            packed = True
+    if packed:  # what is in float32 there are vectors
+        sizes[mx.float32] = 0
+        if not any(sizes.values()):
+            return mx.float16
+    return max(sizes, key=sizes.get)
+
+
+def _cast(name: str, tensor: Tensor, dtype: mx.Dtype) -> Tensor:
+    """The tensor in `dtype`; reading it raises CheckpointError where float16 can't hold its values."""
+    if dtype == tensor.dtype or not mx.issubdtype(tensor.dtype, mx.floating):
+        return tensor
+    if dtype != mx.float16:
+        return tensor.astype(dtype)
+
+    def checked(value: mx.array) -> mx.array:
+        check_range(name, value)
+        return value.astype(mx.float16)
+
+    return tensor.then(checked, dtype=mx.float16)
+
+
+def check_range(name: str, value: mx.array) -> None:
+    """Raise CheckpointError where float16 would make an infinity of a finite value."""
+    largest = mx.abs(value).max().item()
+    if largest > mx.finfo(mx.float16).max and math.isfinite(largest):
+        raise CheckpointError(f"{name} has values up to {largest:.3g}, float16 ends at 65504", "bfloat16 or float32")
+
+
+def _counting(tensors: Tensors, progress: Progress | None) -> Tensors:
+    """The same tensors, each telling when it is read how many of the source's bytes are done."""
+    if progress is None:
+        return tensors
+    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
+
+    def counted(tensor: Tensor) -> Tensor:
+        def tell(value: mx.array) -> mx.array:
+            nonlocal done
+            done = min(done + tensor.nbytes, total)  # a writer may read a tensor twice
+            progress("writing", done, total)
+            return value
+
+        return tensor.then(tell)
+
+    return {name: counted(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,248 @@
+"""Conversions between all formats, checked by other programs, and what must not be left behind."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mlxlm import convert as module
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.checkpoint import load_model, save_weights
+from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.config import ModelConfig
+from mlxlm.convert import convert
+from mlxlm.difference import difference
+from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
+from mlxlm.files import write_json
+from mlxlm.model import Decoder
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+IDS = [5, 17, 280, 33, 2, 9, 120, 44]
+
+
+@pytest.fixture
+def write_model(tmp_path, tiny_tokenizer):
+    """`write_model(name, dtype, **fields)`: a model folder with random weights, as Hugging Face has it."""
+
+    def write(name="model", dtype="float16", tokenizer=True, **fields):
+        sizes = {
+            "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 96, "vocab_size": 320, "max_position_embeddings": 128, "eos_token_id": 3,
+        }  # fmt: skip
+        config = ModelConfig(**{**sizes, **fields})
+        model = Decoder(config)
+        model.initialize(0)
+        folder = tmp_path / name
+        folder.mkdir()
+        weights = {n: w.astype(DTYPES[dtype]) for n, w in tree_flatten(model.parameters())}
+        save_weights(folder, weights)
+        write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": dtype, "their_own_field": [1, 2]})
+        if tokenizer:
+            tiny_tokenizer.save(folder)
+        return folder
+
+    return write
+
+
+def results(report) -> dict[str, str]:
+    return {check.name: check.result for check in report.checks}
+
+
+def quiet_peers(monkeypatch):
+    """Other programs take seconds to start: one test asks them, and generates as many tokens as there are."""
+    monkeypatch.setattr(module, "_PEERS", dict.fromkeys(module._PEERS, ()))
+    monkeypatch.setattr("mlxlm.verify.GREEDY", 8)
+
+
+def test_a_folder_of_transformers_opens_in_transformers_and_mlx_lm_again(tmp_path, tiny_tokenizer):
+    torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=320, max_position_embeddings=128,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    tiny_tokenizer.save(tmp_path / "theirs")
+    (tmp_path / "theirs/generation_config.json").write_text('{"temperature": 0.5}')
+    report = convert(tmp_path / "theirs", tmp_path / "out")
+    expected = {"tensors", "logits", "greedy tokens", "mlx_lm", "transformers"}
+    assert results(report).keys() == expected and {results(report)[name] for name in expected - {"mlx_lm"}} == {"equal"}
+    assert report.dtype == "float32" and report.bits_per_weight == 32 and report.warnings == []
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(again(torch.tensor([IDS])).logits, theirs(torch.tensor([IDS])).logits)
+    ours, _ = load_model(tmp_path / "out")
+    np.testing.assert_allclose(ours(mx.array([IDS])), theirs(torch.tensor([IDS])).logits.detach(), atol=1e-4)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    mlx_lm = pytest.importorskip("mlx_lm")
+    assert results(report)["mlx_lm"] == "equal"
+    model, _ = mlx_lm.load(str(tmp_path / "out"))
+    np.testing.assert_allclose(model(mx.array([IDS])), ours(mx.array([IDS])), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_around_the_formats_and_back_bit_equal(write_model, tmp_path, monkeypatch, dtype):
+    quiet_peers(monkeypatch)
+    source = write_model(dtype=dtype)
+    reports = [
+        convert(source, tmp_path / "out.gguf"),
+        convert(tmp_path / "out.gguf", tmp_path / "back"),
+        convert(tmp_path / "back", tmp_path / "last"),
+    ]
+    assert [report.format for report in reports] == ["gguf", "huggingface", "huggingface"]
+    assert [report.dtype for report in reports] == [{"float16": "F16", "bfloat16": "BF16"}[dtype], dtype, dtype]
+    for report in reports:
+        assert set(results(report).values()) == {"equal"}, report.checks
+    assert difference(open_checkpoint(source), open_checkpoint(tmp_path / "last")).equal
+    before, after = (dict(mx.load(str(folder / "model.safetensors"))) for folder in (source, tmp_path / "last"))
+    assert before.keys() == after.keys()
+    assert all(after[name].dtype == DTYPES[dtype] and mx.array_equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5)])
+def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, monkeypatch, kind, bits):
+    quiet_peers(monkeypatch)
+    report = convert(write_model(), tmp_path / "out.gguf", kind=kind)
+    assert results(report)["tensors"] == results(report)["logits"] == "within rounding"
+    assert report.bits_per_weight < bits + 2 and report.dtype == kind
+    back = convert(tmp_path / "out.gguf", tmp_path / "back")
+    assert back.dtype == "float16" and back.bits_per_weight == 16
+
+
+def test_a_quantized_folder_becomes_plain(write_model, tmp_path, monkeypatch):
+    quiet_peers(monkeypatch)
+    source = write_model()
+    weights = in_memory(source)
+    name = "model.layers.1.mlp.up_proj"
+    packed = dict(zip(("weight", "scales", "biases"), mx.quantize(weights.pop(f"{name}.weight"), 32, 4), strict=True))
+    save_weights(source, weights | {f"{name}.{part}": value for part, value in packed.items()})
+    values = json.loads((source / "config.json").read_text())
+    plan = {"group_size": 32, "bits": 4, "mode": "affine"}
+    write_json(source / "config.json", {**values, "quantization": plan, "quantization_config": plan})
+    report = convert(source, tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization" not in written and "quantization_config" not in written
+    assert written["their_own_field"] == [1, 2] and report.dtype == "float16"
+    assert open_checkpoint(tmp_path / "out").tensors[f"{name}.weight"].dtype == mx.float16
+
+
+def test_dtypes(write_model, tmp_path, monkeypatch):
+    quiet_peers(monkeypatch)
+    source = write_model(dtype="float32")
+    report = convert(source, tmp_path / "half", dtype="float16")
+    assert results(report)["tensors"] == "within rounding" and report.bits_per_weight == 16
+    assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "float16"
+    wide = convert(tmp_path / "half", tmp_path / "wide", dtype="float32")
+    assert results(wide)["tensors"] == results(wide)["logits"] == "equal" and wide.bits_per_weight == 32
+
+
+def in_memory(folder) -> dict[str, mx.array]:
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)  # the file will be replaced
+    return weights
+
+
+def change(folder, name: str, value) -> None:
+    weights = in_memory(folder)
+    weights[name] = mx.where(mx.arange(weights[name].size).reshape(weights[name].shape) == 7, value, weights[name])
+    save_weights(folder, weights)
+
+
+NAME = "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.mark.parametrize("out", ["out", "out.gguf", "out.bin"])
+def test_values_that_are_not_numbers_are_refused(write_model, tmp_path, out):
+    source = write_model(dtype="float32")
+    change(source, NAME, float("nan"))
+    with pytest.raises(CheckpointError, match="layers.1|blk.1|v_proj"):
+        convert(source, tmp_path / out, verify_output=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(("out", "options"), [("out", {"dtype": "float16"}), ("out.gguf", {"kind": "F16"})])
+def test_values_that_float16_can_not_hold_are_refused(write_model, tmp_path, out, options):
+    source = write_model(dtype="float32")
+    change(source, NAME, 70000.0)
+    with pytest.raises(CheckpointError, match=r"(v_proj.weight.*up to 7e\+04|attn_v.weight).*try: (bfloat16|BF16)"):
+        convert(source, tmp_path / out, **options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+def test_options_outputs_and_sources_that_make_no_sense(write_model, tmp_path):
+    source = write_model()
+    with pytest.raises(CheckpointError, match="already exists"):
+        convert(source, source)
+    (tmp_path / "there.gguf").touch()
+    with pytest.raises(CheckpointError, match="already exists"):
+        convert(source, tmp_path / "there.gguf")
+    for out, options in (
+        ("a", {"kind": "F16"}), ("a.gguf", {"dtype": "float16"}), ("a.bin", {"dtype": "float32"}),
+        ("a", {"dtype": "int8"}), ("a.gguf", {"kind": "Q5_K"}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError):
+            convert(source, tmp_path / out, **options)
+    values = json.loads((source / "config.json").read_text())
+    write_json(source / "config.json", {**values, "model_type": "mamba"})
+    with pytest.raises(CheckpointError, match="can't be converted: .*mamba.*try: mlx_lm.convert"):
+        convert(source, tmp_path / "a")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "there.gguf"]
+
+
+def test_a_model_without_a_tokenizer(write_model, tmp_path, monkeypatch):
+    quiet_peers(monkeypatch)
+    source = write_model(tokenizer=False)
+    report = convert(source, tmp_path / "out")
+    assert "no tokenizer" in report.warnings[0] and results(report)["greedy tokens"] == "equal"
+    with pytest.raises(TokenizerError, match="no tokenizer"):
+        convert(source, tmp_path / "out.gguf")
+
+
+def test_progress_ends_where_it_should(write_model, tmp_path, monkeypatch):
+    quiet_peers(monkeypatch)
+    source, told = write_model(), {}
+    convert(source, tmp_path / "out", progress=lambda phase, done, total: told.update({phase: (done, total)}))
+    assert all(done == total for done, total in told.values()), told
+    nbytes = sum(tensor.nbytes for tensor in open_checkpoint(source).tensors.values())
+    assert told["writing"] == (nbytes, nbytes) and "comparing logits" in told
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+@pytest.mark.parametrize("out", ["out", "out.gguf"])
+def test_nothing_is_left_of_a_conversion_that_broke_off(write_model, tmp_path, error, out):
+    source = write_model()
+
+    def midway(phase, done, total):
+        if phase == "writing" and done > total / 2:
+            raise error
+
+    with pytest.raises((KeyboardInterrupt, CheckpointError)) as caught:
+        convert(source, tmp_path / out, progress=midway)
+    if caught.type is CheckpointError:
+        assert "No space left" in str(caught.value) and "free some disk space" in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+_PEAK = """
+import sys
+from mlxlm._mlx import mx
+from mlxlm.convert import convert
+
+mx.set_cache_limit(0)
+convert(sys.argv[1], sys.argv[2], dtype="float16", verify_output=False)
+print(mx.get_peak_memory())
+"""
+
+
+def test_memory_is_that_of_the_largest_tensor(write_model, tmp_path):
+    source = write_model(dtype="float32", num_hidden_layers=8, intermediate_size=2048, hidden_size=256)
+    size = sum(tensor.nbytes for tensor in open_checkpoint(source).tensors.values())
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(source), str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < size / 4

@@ -1,0 +1,170 @@
+"""What verification catches: planted errors in what was written, and other programs of another opinion."""
+
+import numpy as np
+import pytest
+
+from mlxlm import convert as converting
+from mlxlm import peers
+from mlxlm import verify as module
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.checkpoint import huggingface
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.config import ModelConfig
+from mlxlm.convert import convert
+from mlxlm.errors import CheckpointError, TokenizerError
+from mlxlm.model import Decoder
+from mlxlm.verify import verify
+
+
+@pytest.fixture
+def model(tiny_config):
+    model = Decoder(tiny_config.with_changes(num_hidden_layers=3))
+    model.initialize(0)
+    return model
+
+
+def no_tokenizer():
+    raise TokenizerError("no tokenizer")
+
+
+def checkpoint(model: Decoder, config: ModelConfig | None = None, **changed) -> Checkpoint:
+    arrays = dict(tree_flatten(model.parameters())) | changed
+    tensors = {name: of_array(value) for name, value in arrays.items()}
+    return Checkpoint("here", "safetensors", {}, config or model.config, tensors, no_tokenizer)
+
+
+NAME = "model.layers.1.self_attn.q_proj.weight"
+
+
+def swapped(value: mx.array) -> mx.array:
+    return mx.concatenate([value[1:2], value[:1], value[2:]])
+
+
+def test_equal_to_the_bit(model):
+    checks = verify(checkpoint(model), checkpoint(model), "out")
+    assert [(check.name, check.result) for check in checks] == [
+        ("tensors", "equal"), ("logits", "equal"), ("greedy tokens", "equal"),
+    ]  # fmt: skip
+
+
+def test_two_rows_in_each_others_place_are_named(model):
+    value = dict(tree_flatten(model.parameters()))[NAME]
+    with pytest.raises(CheckpointError, match=f"out: {NAME} differs"):
+        verify(checkpoint(model), checkpoint(model, **{NAME: swapped(value)}), "out")
+
+
+def test_a_writer_that_swaps_two_rows_leaves_nothing(model, tmp_path, tiny_tokenizer, monkeypatch):
+    from mlxlm.checkpoint import save_weights
+    from mlxlm.files import write_json
+
+    source = tmp_path / "source"
+    source.mkdir()
+    save_weights(source, dict(tree_flatten(model.parameters())))
+    write_json(source / "config.json", model.config.to_dict())
+    tiny_tokenizer.save(source)
+    write = huggingface.write
+
+    def faulty(folder, values, config, tensors, tokenizer):
+        write(folder, values, config, {**tensors, NAME: tensors[NAME].then(swapped)}, tokenizer)
+
+    monkeypatch.setattr(converting.huggingface, "write", faulty)
+    with pytest.raises(CheckpointError, match=f"out: {NAME} differs from"):
+        convert(source, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_tensors_that_are_not_on_both_sides(model):
+    whole, part = checkpoint(model), checkpoint(model)
+    del part.tensors["model.norm.weight"]
+    for a, b in ((whole, part), (part, whole)):
+        with pytest.raises(CheckpointError, match="model.norm.weight is in only one"):
+            verify(a, b, "out")
+
+
+def test_a_configuration_that_was_lost_is_found_in_the_first_layer(model):
+    other = model.config.with_changes(rope_theta=500.0)
+    with pytest.raises(CheckpointError, match=r"logits differ from the source's, from model.layers.0 on \(KL"):
+        verify(checkpoint(model), checkpoint(model, other), "out")
+
+
+def test_rounding_is_no_error_and_more_than_rounding_is(model):
+    arrays = dict(tree_flatten(model.parameters()))
+    half = {name: value.astype(mx.float16) for name, value in arrays.items()}
+    checks = verify(checkpoint(model), checkpoint(model, **half), "out")
+    assert checks[0].result == "within rounding" and checks[0].detail == "rounded to float16"
+    with pytest.raises(CheckpointError, match=NAME):
+        verify(checkpoint(model), checkpoint(model, **(half | {NAME: half[NAME] * 1.001})), "out")
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("Q8_0", 127), ("Q4_0", 8)])
+def test_the_bound_of_a_block(kind, steps):
+    """llama.cpp's own rounding passes, and the next step beside it doesn't."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(8, 32)).astype(np.float32) * 10.0 ** rng.integers(-6, 2, (8, 1))
+    largest = np.take_along_axis(weights, np.abs(weights).argmax(-1)[:, None], -1)
+    scale = (np.abs(largest) / 127 if kind == "Q8_0" else largest / -8).astype(np.float16).astype(np.float32)
+    steps_of = np.round(np.divide(weights, scale, where=scale != 0, out=np.zeros_like(weights)))
+    low, high = (-127, 127) if kind == "Q8_0" else (-8, 7)
+    value = scale * np.clip(steps_of, low, high)
+    source = of_array(mx.array(weights))
+
+    def written(array):
+        tensor = of_array(mx.array(array))
+        return type(tensor)(tensor.shape, tensor.dtype, kind, tensor.nbytes, tensor.read)
+
+    assert module._changed(source, written(value)) is True
+    worse = value.copy()
+    worse[:, 3] += 2 * scale[:, 0]
+    assert module._changed(source, written(worse)) is None
+
+
+def opinion(tokens, gaps):
+    return peers.Opinion(tokens, gaps, spread=1.0, hidden=None)
+
+
+def test_a_peer_with_other_tokens_is_an_error_and_one_that_can_not_is_skipped(model, monkeypatch):
+    a = checkpoint(model)
+    answers = {}
+
+    def ask(peer, path, ids, start, hidden=False):
+        found = answers[peer]
+        if isinstance(found, Exception):
+            raise found
+        own = list(ids[start:])
+        return opinion([own[0] + found, *own[1:]], [abs(found) * 0.01, *[0.0] * (len(own) - 1)])
+
+    monkeypatch.setattr(module.peers, "ask", ask)
+    answers = {"mlx_lm": 0, "llama.cpp": 1, "transformers": peers.Unavailable("not installed")}
+    checks = {check.name: check for check in verify(a, a, "out", tuple(answers))}
+    assert checks["mlx_lm"].result == "equal" and "all equal" in checks["mlx_lm"].detail
+    assert checks["llama.cpp"].result == "within rounding" and "1 ties" in checks["llama.cpp"].detail
+    assert checks["transformers"].result == "skipped" and checks["transformers"].detail == "not installed"
+    answers = {"mlx_lm": 1}
+    with pytest.raises(CheckpointError, match=r"out: mlx_lm goes on with token .* .greedy token 1 of 64"):
+        verify(a, a, "out", ("mlx_lm",))
+
+
+def test_a_model_too_large_is_compared_layer_by_layer_only(model, monkeypatch):
+    monkeypatch.setattr(module, "_too_large", lambda checkpoint: "too large")
+    a = checkpoint(model)
+    found = {check.name: check.result for check in verify(a, a, "out", ("mlx_lm",))}
+    assert found == {"tensors": "equal", "logits": "equal", "greedy tokens": "skipped", "mlx_lm": "skipped"}
+
+
+def test_a_peer_that_is_missing_or_lacks_the_family_or_breaks(tmp_path, monkeypatch):
+    monkeypatch.setitem(peers.NEEDS, "mlx_lm", ("no_such_module",))
+    with pytest.raises(peers.Unavailable, match="no_such_module not installed"):
+        peers.ask("mlx_lm", tmp_path, [1, 2], 1)
+    monkeypatch.setitem(peers.NEEDS, "mlx_lm", ())
+
+    def answers(code, stderr):
+        done = type("Done", (), {"returncode": code, "stderr": stderr, "stdout": ""})
+        monkeypatch.setattr(peers.subprocess, "run", lambda *_, **__: done)
+
+    answers(1, "Traceback\nValueError: Model type mamba9 not supported.\n")
+    with pytest.raises(peers.Unavailable, match="mamba9 not supported"):
+        peers.ask("mlx_lm", tmp_path, [1, 2], 1)
+    answers(1, "Traceback\nValueError: Missing 3 parameters\n")
+    with pytest.raises(CheckpointError, match="mlx_lm can't read .*Missing 3 parameters"):
+        peers.ask("mlx_lm", tmp_path, [1, 2], 1)
