@@ -14,7 +14,7 @@ def as_modules(layout: Sequence[Stored], tensors: Tensors, source: str) -> dict[
     """The decoder's tensors out of the file's. Names that `layout` doesn't know stay as they are.
 
     Rows of a quantized matrix are as separate as those of any other, so weights, scales and biases take the
-    same way. Raises CheckpointError, naming `source`, for a fused tensor whose rows don't add up.
+    same way. Raises CheckpointError, naming `source`, for a tensor whose rows don't add up.
     """
     known = {stored.name: stored for stored in layout}
     last: dict[str, list[mx.array]] = {}  # the parts of one fused tensor, so that three modules read it once
@@ -27,6 +27,9 @@ def as_modules(layout: Sequence[Stored], tensors: Tensors, source: str) -> dict[
             continue
         whole = _turned(tensor, stored, parameter)
         if stored.interleaved:
+            if not whole.shape or whole.shape[0] % (2 * stored.interleaved):
+                problem = f"is {list(tensor.shape)}, which {stored.interleaved} heads of rotary pairs don't divide"
+                raise CheckpointError(f"{source}: {name} {problem}")
             whole = whole.then(lambda value, heads=stored.interleaved: _halves(value, heads))
         if len(stored.modules) == 1:
             result[f"{stored.modules[0]}.{parameter}"] = whole
@@ -61,6 +64,8 @@ def as_stored(layout: Sequence[Stored], tensors: Tensors) -> dict[str, Tensor]:
         parts = [tensors.get(f"{part}.{parameter}") for part in stored.modules]
         if any(part is None or part.shape[1:] != tensor.shape[1:] or part.dtype != tensor.dtype for part in parts):
             raise CheckpointError(f"{target} joins {', '.join(stored.modules)}, which are not of one kind")
+        if len(parts) > 1 and tuple(part.shape[0] for part in parts) != stored.rows:
+            raise CheckpointError(f"{target} joins {', '.join(stored.modules)}, which need {stored.rows} rows")
         whole = tensor if len(parts) == 1 else _joined(parts, stored)
         if stored.interleaved:
             whole = whole.then(lambda value, heads=stored.interleaved: _pairs(value, heads))

@@ -16,11 +16,12 @@ class Family:
     model of the family has. `read` and `write` translate what no table can, Hugging Face's values -> ModelConfig's
     and back. `lacks`: why a configuration asks for more than the decoder has, or None.
 
-    Files. `base` precedes all names but the head's. `top` and `layer` are tables of modules, the file's name ->
-    the decoder's, after `base` and after the number of a layer; several, separated by spaces, lie in one matrix.
-    `layer_of` adds what depends on the configuration. `grouped`: parts of query, key and value lie together for
-    each key head. `transposed`: modules of a layer whose weight is `[in, out]`. `mlx_names`: prefixes of the
-    file's names -> those of mlx_lm's modules, where they differ. `left_out`: ends of names that are no parameters.
+    Files. `base` precedes all names but the head's; some files have one of `other_bases` instead. `top` and
+    `layer` are tables of modules, the file's name -> the decoder's, after `base` and after the number of a layer;
+    several, separated by spaces, lie in one matrix. `layer_of` adds what depends on the configuration. `grouped`:
+    parts of query, key and value lie together for each key head. `transposed`: modules of a layer whose weight is
+    `[in, out]`. `mlx_names`: prefixes of the file's names -> those of mlx_lm's modules, where they differ.
+    `left_out`: ends of names that are no parameters.
     """
 
     model_type: str
@@ -32,6 +33,7 @@ class Family:
     write: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     lacks: Callable[[Mapping[str, Any]], str | None] = lambda values: None
     base: str = "model."
+    other_bases: tuple[str, ...] = ("",)
     layers: str = "layers"
     head: str = "lm_head"
     top: Mapping[str, str] = field(default_factory=lambda: {"embed_tokens": "embed_tokens", "norm": "norm"})

@@ -48,7 +48,8 @@ GPT2 = Family(
     read=_read_gpt2,
     write=lambda config: {"n_ctx": config.max_position_embeddings},  # mlx_lm asks for it
     lacks=_lacks_gpt2,
-    base="transformer.",
+    base="",  # as in the hub's own files: transformers opens both, mlx_lm only this
+    other_bases=("transformer.",),
     layers="h",
     top={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
     layer={
@@ -60,7 +61,7 @@ GPT2 = Family(
         "mlp.c_proj": "mlp.down_proj",
     },
     transposed=frozenset({"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
-    mlx_names=(("transformer.", "model."),),
+    mlx_names=tuple((name, f"model.{name}") for name in ("wte", "wpe", "h.", "ln_f")),
     left_out=(".attn.bias", ".attn.masked_bias"),
 )
 
@@ -129,6 +130,7 @@ OPT = Family(
     },
     lacks=_lacks_opt,
     base="model.decoder.",
+    other_bases=("decoder.", ""),
     top={"embed_tokens": "embed_tokens", "embed_positions": "embed_positions", "final_layer_norm": "norm"},
     layer={
         "self_attn_layer_norm": "input_layernorm",

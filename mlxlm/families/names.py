@@ -31,9 +31,8 @@ def layout(config: Any, for_mlx: bool = False) -> list[Stored]:
 
 
 def own_name(config: Any, name: str) -> str | None:
-    """A tensor's name as `layout` knows it, with the prefix that some files leave off; None for what is no parameter.
-
-    No parameters are masks and rotary frequencies that old files stored, and the copy of a tied head.
+    """A tensor's name as `layout` knows it, whichever prefix the file has; None for what is no parameter of its own:
+    masks and rotary frequencies, which old files stored, and the copy of a tied head.
     """
     family = FAMILIES[config.model_type]
     if name.endswith(family.left_out):
@@ -42,12 +41,11 @@ def own_name(config: Any, name: str) -> str | None:
         name = family.head + name.removeprefix("lm_head")
     if config.tie_word_embeddings and name.rpartition(".")[0] in (family.head, _mlx_name(family, family.head)):
         return None
-    words = family.base.split(".")[:-1]  # a file may lack the first of them, or all
-    for skipped in range(1, len(words) + 1):
-        rest = ".".join([*words[skipped:], ""]) if words[skipped:] else ""
-        root = name.removeprefix(rest).partition(".")[0]
-        if name.startswith(rest) and (root in family.top or root == family.layers):
-            return ".".join([*words[:skipped], name])
+    for base in (base for base in family.other_bases if name.startswith(base)):
+        rest = name.removeprefix(base)
+        root = rest.partition(".")[0]
+        if root in family.top or root == family.layers:
+            return family.base + rest
     return name
 
 

@@ -1,0 +1,107 @@
+"""Fused, grouped, transposed and interleaved storage: there and back, and read once."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint.stored import as_modules, as_stored
+from mlxlm.checkpoint.tensors import Tensor, of_array
+from mlxlm.errors import CheckpointError
+from mlxlm.families import Stored
+
+
+def numbers(shape, seed=0):
+    return mx.array(np.random.default_rng(seed).integers(0, 2**16, shape).astype(np.uint32))
+
+
+@st.composite
+def stored_modules(draw):
+    """A Stored, and arrays of the file under its name."""
+    count, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = draw(st.integers(0, 3)) if count == 1 else 0
+    if count == 1:
+        groups, rows = 1, (2 * draw(st.integers(1, 4)) * max(heads, 1),)
+    else:
+        rows = tuple(groups * draw(st.integers(1, 4)) for _ in range(count))
+    modules = tuple(f"model.layers.0.part{i}" for i in range(count))
+    stored = Stored("file.0.whole", modules, rows, groups, draw(st.booleans()), heads)
+    shape = (sum(rows), draw(st.integers(1, 5)))
+    weight = numbers(shape[::-1] if stored.transposed else shape)
+    arrays = {"file.0.whole.weight": weight}
+    for name, width in (("scales", (2,)), ("biases", (2,)), ("bias", ())):
+        if draw(st.booleans()):
+            arrays[f"file.0.whole.{name}"] = numbers((sum(rows), *width))
+    return stored, arrays
+
+
+@settings(max_examples=200, deadline=None)
+@given(stored_modules())
+def test_as_stored_undoes_as_modules(case):
+    stored, arrays = case
+    arrays |= {"model.norm.weight": numbers((7,))}
+    tensors = as_modules([stored], {name: of_array(value) for name, value in arrays.items()}, "file")
+    assert "model.norm.weight" in tensors
+    for tensor in tensors.values():
+        value = tensor.read()
+        assert value.shape == tensor.shape and value.dtype == tensor.dtype
+    back = as_stored([stored], tensors)
+    assert back.keys() == arrays.keys()
+    for name, tensor in back.items():
+        assert tensor.shape == arrays[name].shape and tensor.nbytes == arrays[name].nbytes
+        assert mx.array_equal(tensor.read(), arrays[name])
+
+
+def test_groups_are_dealt_out():
+    """Two groups of query (two rows), key and value (one each), as Falcon has them."""
+    stored = Stored("qkv", ("q", "k", "v"), (4, 2, 2), groups=2)
+    tensors = as_modules([stored], {"qkv.bias": of_array(mx.arange(8))}, "file")
+    assert {name: tensor.read().tolist() for name, tensor in tensors.items()} == {
+        "q.bias": [0, 1, 4, 5],
+        "k.bias": [2, 6],
+        "v.bias": [3, 7],
+    }
+
+
+def test_interleaved_pairs_become_halves():
+    stored = Stored("q", ("q",), interleaved=2)
+    tensors = as_modules([stored], {"q.bias": of_array(mx.arange(8))}, "file")
+    assert tensors["q.bias"].read().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_a_fused_tensor_is_read_once_for_its_parts():
+    reads = []
+
+    def read():
+        reads.append(1)
+        return mx.zeros((6, 2))
+
+    tensors = as_modules(
+        [Stored("qkv", ("q", "k", "v"), (2, 2, 2))], {"qkv.weight": Tensor((6, 2), mx.float32, "F32", 48, read)}, "file"
+    )
+    for _ in range(2):
+        for tensor in tensors.values():
+            assert tensor.read().shape == (2, 2)
+    assert len(reads) == 2  # once for each round: nothing is kept after the last part
+
+
+def test_parts_that_do_not_fit():
+    stored = Stored("qkv", ("q", "k", "v"), (2, 2, 2))
+    with pytest.raises(
+        CheckpointError, match=r"model.bin: qkv.weight is \[5, 2\], config.json says 6 rows \(q, k, v\)"
+    ):
+        as_modules([stored], {"qkv.weight": of_array(mx.zeros((5, 2)))}, "model.bin")
+    with pytest.raises(CheckpointError, match="model.bin: qkv.weight"):
+        as_modules([stored], {"qkv.weight": of_array(mx.array(1.0))}, "model.bin")
+    parts = {f"{name}.weight": of_array(mx.zeros((2, 2))) for name in "qkv"}
+    for wrong in ({"k.weight": of_array(mx.zeros((2, 3)))}, {"v.weight": of_array(mx.zeros((2, 2), mx.float16))}):
+        with pytest.raises(CheckpointError, match="qkv.weight joins q, k, v"):
+            as_stored([stored], {**parts, **wrong})
+    del parts["v.weight"]
+    with pytest.raises(CheckpointError, match="qkv.weight joins q, k, v"):
+        as_stored([stored], parts)
+    with pytest.raises(CheckpointError, match="qkv.weight joins q, k, v, which need"):
+        as_stored([stored], {f"{name}.weight": of_array(mx.zeros((3, 2))) for name in "qkv"})
+    with pytest.raises(CheckpointError, match=r"model.bin: q.weight is \[6, 2\], which 2 heads"):
+        as_modules([Stored("q", ("q",), interleaved=2)], {"q.weight": of_array(mx.zeros((6, 2)))}, "model.bin")

@@ -1,0 +1,105 @@
+"""Folders in our layouts, quantized or not, as mlx_lm opens them. It ignores sliding windows in some families, so the
+texts here are shorter than any."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.checkpoint.stored import as_modules, as_stored
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.config import ModelConfig
+from mlxlm.families import is_mlx_layout, layout, own_name
+from mlxlm.model import Decoder
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+GPT2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "layer_norm_epsilon": 1e-5}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+FAMILIES = {
+    "llama": SIZES,
+    "llama 3.1": {**SIZES, "model_type": "llama", "rope_scaling": LLAMA3},
+    "mistral": SIZES,
+    "qwen2": SIZES,
+    "qwen3": SIZES,
+    "gemma": SIZES,
+    "gemma2": SIZES,
+    "phi3": SIZES,
+    "olmo2": SIZES,
+    "gpt2": GPT2,
+    "gpt_neox": {**SIZES, "intermediate_size": 256},
+}
+TOKENS = np.random.default_rng(1).integers(3, 97, (2, 30))
+
+
+OTHER_GELU = {"gemma": "gelu", "gpt_neox": "gelu_new"}  # mlx_lm's, whatever hidden_act says
+
+
+@pytest.fixture(params=list(FAMILIES))
+def model(request):
+    config = ModelConfig.from_dict({"model_type": request.param, **FAMILIES[request.param]})
+    model = Decoder(config.with_changes(hidden_act=OTHER_GELU.get(request.param, config.hidden_act)))
+    model.config = config
+    rng = np.random.default_rng(0)
+    weights = {
+        name: mx.array(rng.normal(0.6 if value.ndim == 1 else 0.0, 0.2, value.shape).astype(np.float32))
+        for name, value in tree_flatten(model.parameters())
+    }
+    model.load_weights(list(weights.items()))
+    model.eval()
+    return model
+
+
+def write(folder, config, weights, for_mlx):
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    tensors = {name: of_array(value) for name, value in weights.items()}
+    stored = {name: tensor.read() for name, tensor in as_stored(layout(config, for_mlx), tensors).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), stored, metadata={"format": "pt"})
+    return stored
+
+
+def mlx_lm_logits(folder):
+    utils = pytest.importorskip("mlx_lm.utils")
+    return np.array(utils.load_model(folder)[0](mx.array(TOKENS)))
+
+
+def test_logits_in_mlx_lm(model, tmp_path):
+    write(tmp_path, model.config, dict(tree_flatten(model.parameters())), for_mlx=False)
+    np.testing.assert_allclose(mlx_lm_logits(tmp_path), np.array(model(mx.array(TOKENS))), atol=2e-4)
+
+
+def test_quantized_logits_in_mlx_lm(model, tmp_path):
+    """8 bits, with query, key and value of the first layer in 4 and its feed-forward's last matrix as it is."""
+    special = {f"model.layers.0.self_attn.{name}_proj": {"group_size": 32, "bits": 4} for name in "qkv"}
+    plan = {"group_size": 32, "bits": 8, "mode": "affine", **special, "model.layers.0.mlp.down_proj": False}
+    config = model.config.with_changes(quantization=plan)
+
+    def parameters(name, module):
+        return hasattr(module, "to_quantized") and config.quantization_of(name)
+
+    nn.quantize(model, class_predicate=lambda name, module: parameters(name, module) or False)
+    weights = dict(tree_flatten(model.parameters()))
+    stored = write(tmp_path, config, weights, for_mlx=True)
+    np.testing.assert_allclose(mlx_lm_logits(tmp_path), np.array(model(mx.array(TOKENS))), atol=2e-4)
+
+    again = ModelConfig.load(tmp_path)
+    assert again == config
+    assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox"))
+    assert all(own_name(again, name) == name for name in stored)
+    back = as_modules(layout(again, for_mlx=True), {n: of_array(v) for n, v in stored.items()}, "folder")
+    assert back.keys() == weights.keys()
+    for name, tensor in back.items():
+        assert mx.array_equal(tensor.read(), weights[name]), name
