@@ -22,7 +22,7 @@ from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.families.stored import Stored
-from mlxlm.files import new_file
+from mlxlm.files import new_files
 from mlxlm.tokenizer import Tokenizer
 
 MAGIC = b"24ka"  # the number 0x616b3432, "ak42", in little-endian order
@@ -30,6 +30,7 @@ _NUMBERS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_siz
 _HEADER = 256  # bytes, versions 1 and 2
 _LEGACY_HEADER = 28
 _MOST_LAYERS = 4096  # the deepest models in use have about 130; each layer costs nine entries before one is read
+_TOKENIZER = "tokenizer.bin"
 _ROPE_ROWS = 4096  # rows of the rotary tables that are made at a time
 
 
@@ -91,39 +92,19 @@ def write(path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: To
     path = Path(path)
     _check_plain(config)
     words = tokenizer_bytes(tokenizer, config.vocab_size)
-    beside = path.with_name("tokenizer.bin")
-    if path.name == beside.name:
+    if path.name == _TOKENIZER:
         raise CheckpointError(f"{path} is the name of the tokenizer", "model.bin")
-    there = _is_there(beside, words)
     stored = as_stored(_layout(config), tensors)
-    made = False
-    try:
-        with new_file(path) as model:
-            model.write(_legacy_header(config))
+    with new_files(path) as folder:
+        (folder / _TOKENIZER).write_bytes(words)
+        with (folder / path.name).open("wb") as file:
+            file.write(_legacy_header(config))
             for name, shape in _order(config, version=0):
                 if name:
-                    model.write(_float32(name, shape, stored))
+                    file.write(_float32(name, shape, stored))
                 else:
                     for rows in _rope_tables(config):
-                        model.write(rows)
-            if not there:
-                with new_file(beside) as file:
-                    file.write(words)
-                made = True
-    except BaseException:
-        if made:
-            beside.unlink(missing_ok=True)
-        raise
-
-
-def _is_there(path: Path, content: bytes) -> bool:
-    """Whether `path` has this content. Raises CheckpointError if it has another."""
-    with os_errors_as(CheckpointError, "read", path):
-        if not path.exists():
-            return False
-        if path.stat().st_size == len(content) and path.read_bytes() == content:
-            return True
-    raise CheckpointError(f"{path} already exists, and is another tokenizer", "another folder for the output")
+                        file.write(rows)
 
 
 def _header(path: Path, start: bytes) -> _Header:

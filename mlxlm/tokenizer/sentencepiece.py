@@ -32,6 +32,8 @@ def parse(data: bytes, name: str) -> Any:
     for i, piece in enumerate(model.pieces):
         if not isinstance(piece.piece, str):  # protobuf gives bytes that are not UTF-8 as they are
             raise TokenizerError(f"{name}: piece {i} is not UTF-8 text")
+    if not model.HasField("normalizer_spec"):  # the last part of every model; its defaults would alter text
+        raise TokenizerError(f"{name} is not a whole SentencePiece model: it has no normalizer_spec")
     unsupported = None
     if model.trainer_spec.model_type != BPE:
         unsupported = "is not of the BPE type"

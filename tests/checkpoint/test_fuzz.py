@@ -12,7 +12,6 @@ import random
 import struct
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,5 +153,3 @@ def in_members(data: bytes, rng: random.Random) -> bytes:
             compression = rng.choice((zipfile.ZIP_STORED,) * 9 + (zipfile.ZIP_DEFLATED,))
             target.writestr(zipfile.ZipInfo(name), content, compression)
     return written.getvalue()
-
-
