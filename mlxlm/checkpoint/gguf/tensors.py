@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,8 +11,10 @@ from mlxlm.checkpoint.gguf.reader import Info, mapped
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.errors import CheckpointError
 
-_PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.float16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
-_CHUNK = 1 << 22  # weights at a time: 16 MB in float32, and as much again for each temporary of `gguf.quants`
+_PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
+_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}  # all of these bits are set in NaN and infinity, and in nothing else
+_LARGEST_F16 = 65504
+_CHUNK = 1 << 20  # weights at a time: 4 MB in float32, and as much again for each temporary of `gguf.quants`
 
 
 def tensor_of(info: Info) -> Tensor:
@@ -25,7 +27,7 @@ def tensor_of(info: Info) -> Tensor:
     def read() -> mx.array:
         with mapped(info) as rows:
             value = mx.array(rows.view(stored).reshape(info.shape))
-        return value.view(dtype) if value.dtype != dtype else value
+        return value.view(dtype)
 
     return Tensor(info.shape, dtype, kind, info.nbytes, read)
 
@@ -37,41 +39,54 @@ def _dequantized(info: Info) -> mx.array:
     kind = GGMLQuantizationType[info.type.name]
     result = np.empty(info.shape, np.float32)
     flat = result.reshape(-1, info.shape[-1])
-    with mapped(info) as rows, np.errstate(all="ignore"):  # random bytes can be scales that overflow
-        for part in _parts(len(flat), info.shape[-1]):
+    with mapped(info) as rows, np.errstate(all="ignore"):  # hostile bytes can be scales that overflow
+        for part in _parts(*flat.shape):
             flat[part] = dequantize(rows[part], kind)
     return mx.array(result)
 
 
-def encoded(name: str, tensor: Tensor, kind: str) -> Iterator[bytes]:
+def encoded(name: str, tensor: Tensor, kind: str) -> Iterator[bytes | memoryview]:
     """The bytes of a tensor in the type `kind`, a few rows at a time.
 
     Raises CheckpointError, naming the tensor, if a value is NaN or infinite, or too large for float16.
     """
     value = tensor.read()
     rows = value.reshape(-1, value.shape[-1])
-    encode = _encoder(kind)
-    for part in _parts(*rows.shape):
-        chunk = rows[part].astype(mx.float32)
-        if not mx.isfinite(chunk).all().item():
-            raise CheckpointError(f"tensor {name} has values that are NaN or infinite", "an intact source")
-        if kind == "F16" and mx.abs(chunk).max().item() > 65504:
-            raise CheckpointError(f"tensor {name} has values that are too large for F16", "BF16 or F32")
-        yield encode(chunk)
-
-
-def _encoder(kind: str) -> Callable[[mx.array], bytes]:
-    """float32 rows -> their bytes."""
+    chunks = (rows[part] for part in _parts(*rows.shape))
+    if kind in _EXPONENT and value.dtype == _PLAIN[kind][1]:
+        for chunk in chunks:
+            bits = np.array(chunk.view(mx.uint16))
+            if ((bits & _EXPONENT[kind]) == _EXPONENT[kind]).any():
+                raise _not_finite(name)
+            yield bits.data
+        return
+    checked = (_checked(name, chunk, kind) for chunk in chunks)
     if kind == "F32":
-        return lambda rows: np.array(rows).tobytes()
-    if kind == "F16":
-        return lambda rows: np.array(rows.astype(mx.float16)).tobytes()
-    if kind == "BF16":
-        return lambda rows: np.array(rows.astype(mx.bfloat16).view(mx.uint16)).tobytes()
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import quantize
+        yield from (chunk.data for chunk in checked)
+    elif kind in _PLAIN:
+        dtype = _PLAIN[kind][1]
+        yield from (np.array(mx.array(chunk).astype(dtype).view(mx.uint16)).data for chunk in checked)
+    else:
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import quantize
 
-    return lambda rows: quantize(np.array(rows), GGMLQuantizationType[kind]).tobytes()
+        ggml = GGMLQuantizationType[kind]
+        yield from (quantize(chunk, ggml).data for chunk in checked)
+
+
+def _checked(name: str, chunk: mx.array, kind: str) -> np.ndarray:
+    """float32 rows whose values `kind` can hold."""
+    values = np.array(chunk.astype(mx.float32))
+    low, high = values.min(), values.max()  # a NaN anywhere is both
+    if not (np.isfinite(low) and np.isfinite(high)):
+        raise _not_finite(name)
+    if kind == "F16" and max(high, -low) > _LARGEST_F16:
+        raise CheckpointError(f"tensor {name} has values that are too large for F16", "BF16 or F32")
+    return values
+
+
+def _not_finite(name: str) -> CheckpointError:
+    return CheckpointError(f"tensor {name} has values that are NaN or infinite", "an intact source")
 
 
 def _parts(rows: int, width: int) -> Iterator[slice]:

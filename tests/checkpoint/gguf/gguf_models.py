@@ -1,0 +1,73 @@
+"""A small model of each family that llama.cpp has."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.config import ModelConfig
+from mlxlm.model import Decoder
+
+VOCAB = 307  # seven rows more than the tokenizer has tokens
+_COMMON = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": VOCAB, "max_position_embeddings": 128,
+}  # fmt: skip
+_FALCON = {
+    "model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": VOCAB,
+    "bias": False, "alibi": False,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MODELS = {
+    "llama": _COMMON,
+    "llama-biases": {**_COMMON, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 32},
+    "llama-3": {**_COMMON, "rope_theta": 500_000.0, "rope_scaling": _LLAMA3},
+    "llama-linear": {**_COMMON, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "mistral": {**_COMMON, "model_type": "mistral", "sliding_window": 64, "head_dim": 32},
+    "qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-yarn": {**_COMMON, "model_type": "qwen2", "rope_scaling": _YARN},
+    "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
+    "gemma": {**_COMMON, "model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": {
+        **_COMMON, "model_type": "gemma2", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {**_COMMON, "model_type": "olmo2"},
+    "phi3": {**_COMMON, "model_type": "phi3"},
+    "phi3-partial": {**_COMMON, "model_type": "phi3", "partial_rotary_factor": 0.5},
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "vocab_size": VOCAB,
+    },
+    "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB},
+    "gpt-neox": {
+        "model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 96, "vocab_size": VOCAB, "rotary_pct": 0.5,
+    },
+    "falcon-7b": _FALCON,
+    "falcon-40b": {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon-11b": {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+}  # fmt: skip
+
+
+def random_model(name: str, tokenizer) -> Decoder:
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    decoder = Decoder(ModelConfig.from_dict({**MODELS[name], **ids}))
+    decoder.initialize(0)
+    rng = np.random.default_rng(1)
+    weights = []
+    for key, value in tree_flatten(decoder.parameters()):
+        value = np.array(value)
+        value = 3 * value if value.ndim > 1 else value + rng.normal(size=value.shape) / 5
+        weights.append((key, mx.array(value.astype(np.float32)).astype(mx.bfloat16).astype(mx.float32)))
+    decoder.load_weights(weights)
+    decoder.eval()
+    return decoder
+
+
+def tensors_of(decoder: Decoder, dtype: mx.Dtype = mx.float32) -> dict:
+    return {name: of_array(value.astype(dtype)) for name, value in tree_flatten(decoder.parameters())}
