@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,13 +139,20 @@ def _write(
     config = checkpoint.config.with_changes(quantization=None)
     if target == "gguf":
         written = gguf.write(path, config, tensors, tokenizer, kind)
-        others = [f"{name} is in {other}" for name, other in written.others.items()]
-        return [*written.notes, *others]
+        return [*written.notes, *_apart(written.others)]
     if target == "llama2.c":
         llama2c.write(path, config, tensors, tokenizer)
         return []
     huggingface.write(path, checkpoint.values, config, tensors, None)
     return carry_tokenizer(checkpoint, path)
+
+
+def _apart(others: Mapping[str, str]) -> list[str]:
+    """One line for each type that some matrices have instead, with * for the numbers of layers."""
+    found: dict[str, dict[str, None]] = {}
+    for name, kind in others.items():
+        found.setdefault(kind, {})[re.sub(r"\.\d+\.", ".*.", name)] = None
+    return [f"kept in {kind}: {', '.join(names)}" for kind, names in found.items()]
 
 
 def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:

@@ -1,5 +1,6 @@
 """Conversions between all formats, checked by other programs, and what must not be left behind."""
 
+import io
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from mlxlm.difference import difference
 from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
 from mlxlm.files import write_json
 from mlxlm.model import Decoder
+from mlxlm.tokenizer import Tokenizer, sentencepiece
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 IDS = [5, 17, 280, 33, 2, 9, 120, 44]
@@ -104,6 +106,37 @@ def test_around_the_formats_and_back_bit_equal(write_model, tmp_path, monkeypatc
     assert all(after[name].dtype == DTYPES[dtype] and mx.array_equal(after[name], before[name]) for name in before)
 
 
+def sentencepiece_tokenizer(size: int) -> Tokenizer:
+    """Of the kind that run.c has."""
+    import sentencepiece as spm
+
+    text = ["the cat sat on a mat", "and saw two birds in the garden", "  while rain fell", "a hat, that cat"]
+    written = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(text * 5), model_writer=written, model_type="bpe", vocab_size=size, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    proto = sentencepiece.parse(written.getvalue(), "test")
+    runtime = sentencepiece.convert(proto)
+    return Tokenizer(runtime, sentencepiece.special_names(proto), sentencepiece_model=written.getvalue())
+
+
+def test_a_llama2c_file_and_back(write_model, tmp_path, monkeypatch):
+    quiet_peers(monkeypatch)
+    tokenizer = sentencepiece_tokenizer(300)
+    source = write_model(tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
+    tokenizer.save(source)
+    (tmp_path / "sub").mkdir()
+    report = convert(source, tmp_path / "sub/out.bin")
+    assert report.format == "llama2.c" and report.dtype == "float32" and set(results(report).values()) == {"equal"}
+    assert sorted(p.name for p in (tmp_path / "sub").iterdir()) == ["out.bin", "tokenizer.bin"]
+    back = convert(tmp_path / "sub/out.bin", tmp_path / "back")
+    assert set(results(back).values()) == {"equal"} and back.dtype == "float32"
+    assert difference(open_checkpoint(source), open_checkpoint(tmp_path / "back")).equal
+    text = "the cat, a naive bird\n  fell"
+    assert open_checkpoint(tmp_path / "back").load_tokenizer().encode(text) == tokenizer.encode(text)
+
+
 @pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5)])
 def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, monkeypatch, kind, bits):
     quiet_peers(monkeypatch)
@@ -117,7 +150,7 @@ def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, monkeypatc
 def test_a_quantized_folder_becomes_plain(write_model, tmp_path, monkeypatch):
     quiet_peers(monkeypatch)
     source = write_model()
-    weights = in_memory(source)
+    weights = taken_out(source)
     name = "model.layers.1.mlp.up_proj"
     packed = dict(zip(("weight", "scales", "biases"), mx.quantize(weights.pop(f"{name}.weight"), 32, 4), strict=True))
     save_weights(source, weights | {f"{name}.{part}": value for part, value in packed.items()})
@@ -141,14 +174,16 @@ def test_dtypes(write_model, tmp_path, monkeypatch):
     assert results(wide)["tensors"] == results(wide)["logits"] == "equal" and wide.bits_per_weight == 32
 
 
-def in_memory(folder) -> dict[str, mx.array]:
+def taken_out(folder) -> dict[str, mx.array]:
+    """The weights of a folder, which has none then."""
     weights = mx.load(str(folder / "model.safetensors"))
-    mx.eval(weights)  # the file will be replaced
+    mx.eval(weights)
+    (folder / "model.safetensors").unlink()
     return weights
 
 
 def change(folder, name: str, value) -> None:
-    weights = in_memory(folder)
+    weights = taken_out(folder)
     weights[name] = mx.where(mx.arange(weights[name].size).reshape(weights[name].shape) == 7, value, weights[name])
     save_weights(folder, weights)
 
@@ -158,9 +193,10 @@ NAME = "model.layers.1.self_attn.v_proj.weight"
 
 @pytest.mark.parametrize("out", ["out", "out.gguf", "out.bin"])
 def test_values_that_are_not_numbers_are_refused(write_model, tmp_path, out):
-    source = write_model(dtype="float32")
+    source = write_model(dtype="float32", tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
+    sentencepiece_tokenizer(300).save(source)
     change(source, NAME, float("nan"))
-    with pytest.raises(CheckpointError, match="layers.1|blk.1|v_proj"):
+    with pytest.raises(CheckpointError, match=r"layers.1|blk.1|v_proj|w_?v"):
         convert(source, tmp_path / out, verify_output=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
