@@ -79,10 +79,10 @@ def huggingface(config: Any) -> dict[str, Any]:
         # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".
         values["quantization"] = values["quantization_config"] = _write_quantization(config)
     again = type(config)(**canonical(values, "config.json"))
-    for field in fields(config):
-        if getattr(again, field.name) != getattr(config, field.name):
-            wanted, got = getattr(config, field.name), getattr(again, field.name)
-            raise ConfigError(f"a {family.model_type} model can't have {field.name} {wanted!r}, only {got!r} here")
+    lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
+    if lost:
+        unsaid = ", ".join(f"{name} {getattr(config, name)!r}" for name in lost)
+        raise ConfigError(f"the configuration of a {family.model_type} model can't say {unsaid}")
     return values
 
 
