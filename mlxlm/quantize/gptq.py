@@ -1,0 +1,148 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323) for MLX's affine format.
+
+A layer's weights are rounded column by column; what a column's rounding changes in the layer's output is made
+up for by the columns that are still to come, through the inverse of the inputs' second moments.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint.safetensors import as_float32
+from mlxlm.errors import CheckpointError
+from mlxlm.quantize.packed import Packed, dequantized, pack, rounded
+from mlxlm.quantize.plan import Format
+
+DAMPING = 0.01  # of the mean diagonal, as in the paper
+# How much of what earlier layers' rounding did to a layer's inputs it makes up for in its outputs, as in GPTAQ (Li et
+# al. 2025, arXiv:2504.02692). In a trained model of 0.4M parameters, 3 bits: KL 0.078 for none, 0.068 for half, and
+# 0.076 for all of it, since the layers after it make up for the same.
+CORRECTION = np.float32(0.5)
+# Ranges that a group's scale is tried for, as parts of its own; outliers beyond are clipped.
+RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+
+
+def gptq(
+    weight: mx.array, moments: np.ndarray, chosen: Format, drift: np.ndarray | None = None,
+    ranges: tuple[float, ...] = RANGES,
+) -> Packed:  # fmt: skip
+    """Quantize `weight` `[rows, width]`, 16 bits, so that the outputs for its calibration inputs change least.
+
+    moments: XᵀX of the inputs, `[width, width]`, float32. drift: (X₀ - X)ᵀX, X₀ being the inputs in the unquantized
+    model: the outputs aimed at are then those for inputs CORRECTION of the way back to X₀.
+    Scales and biases are MLX's own for each group as it is when its turn comes, or those of a narrower range where
+    that has the smaller error; they have `weight`'s dtype. A row that plain rounding brings nearer to its
+    aim keeps plain rounding: calibration never loses. So do matrices whose inputs were always zero.
+
+    Raises CheckpointError if the moments are not finite.
+    """
+    plain = rounded(weight, chosen)
+    if not np.isfinite(moments).all() or not (drift is None or np.isfinite(drift).all()):
+        raise CheckpointError("the calibration inputs are not finite", "another calibration text, or weights that are")
+    mean = float(np.mean(np.diag(moments)))
+    if mean == 0:
+        return plain
+    factor = _inverse_factor(moments / np.float32(mean))
+    aim = as_numpy(weight)
+    if drift is not None:
+        aim += CORRECTION * ((aim @ drift) @ factor.T) @ factor / np.float32(mean)
+    values, scales, biases = _columns(aim, factor, chosen, weight.dtype, ranges)
+    own = Packed(pack(values, chosen.bits), *(mx.array(part).astype(weight.dtype) for part in (scales, biases)))
+    own_errors, plain_errors = (row_errors(aim, packed, chosen, moments) for packed in (own, plain))
+    return _choose(mx.array(own_errors < plain_errors)[:, None], own, plain)
+
+
+def row_errors(weight: np.ndarray, packed: Packed, chosen: Format, moments: np.ndarray) -> np.ndarray:
+    """Squared change of each row's output over the calibration inputs: diag(ΔW · XᵀX · ΔWᵀ), `[rows]`."""
+    change = as_numpy(dequantized(packed, chosen)) - weight
+    return np.einsum("ij,ij->i", change @ moments, change)
+
+
+def relative_error(weight: mx.array, packed: Packed, chosen: Format, moments: np.ndarray) -> float:
+    """|ΔW X| / |W X| over the calibration inputs."""
+    source = as_numpy(weight)
+    size = float(np.vdot(source @ moments, source))
+    return float(np.sqrt(max(0.0, row_errors(source, packed, chosen, moments).sum()) / size)) if size > 0 else 0.0
+
+
+def as_numpy(value: mx.array) -> np.ndarray:
+    return np.array(as_float32(value))
+
+
+def _choose(first: mx.array, a: Packed, b: Packed) -> Packed:
+    return Packed(*(mx.where(first, x, y) for x, y in zip(*(vars(p).values() for p in (a, b)), strict=True)))
+
+
+def _inverse_factor(moments: np.ndarray) -> np.ndarray:
+    """The upper triangular U with UᵀU = (H + damping)⁻¹, float32; H has a mean diagonal of 1.
+
+    With H = R Rᵀ, R upper triangular (a Cholesky factor from the last column on), U is R⁻¹. MLX's LAPACK calls take
+    the fast library that the package loads: 0.2 s for 2048 columns on two cores, where numpy's take 3.
+    """
+    width, damping = len(moments), DAMPING
+    probe = np.random.default_rng(0).normal(size=width).astype(np.float32)
+    while damping <= 1:
+        damped = moments + damping * np.eye(width, dtype=np.float32)
+        reverse = mx.array(np.ascontiguousarray(damped[::-1, ::-1]))
+        lower = mx.linalg.cholesky(reverse, stream=mx.cpu)
+        factor = np.array(mx.linalg.tri_inv(lower, stream=mx.cpu))[::-1, ::-1]
+        # MLX doesn't say when a matrix isn't positive in float32; U (H + damping) Uᵀ = 1 does.
+        if np.allclose(factor @ (damped @ (factor.T @ probe)), probe, atol=0.05):
+            return factor
+        damping *= 10
+    raise CheckpointError("the moments of the calibration inputs are no positive matrix", "another calibration text")
+
+
+def _columns(
+    weight: np.ndarray, factor: np.ndarray, chosen: Format, dtype: mx.Dtype, ranges: tuple[float, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The quantized values `[rows, width]`, and scales and biases `[rows, groups]`, float32 as the dtype rounds them.
+
+    A group of columns is finished by vectors, then all columns after it are corrected by one product.
+    """
+    rows, width = weight.shape
+    size, top = chosen.group_size, 2**chosen.bits - 1
+    left = np.ascontiguousarray(weight.T)  # a column of the matrix is a row here, in one piece
+    values = np.empty((width, rows), np.uint8)
+    scales, biases = (np.empty((rows, width // size), np.float32) for _ in range(2))
+    errors = np.empty((size, rows), np.float32)
+    for group, start in enumerate(range(0, width, size)):
+        end = start + size
+        own = left[start:end]
+        corner = factor[start:end, start:end]
+        scale, bias = _range(own.T, 1 / np.diag(corner) ** 2, chosen, dtype, ranges)
+        scales[:, group], biases[:, group] = scale, bias
+        divisor = np.where(scale == 0, 1, scale)  # underflow: the value is then the bias, whatever the number
+        for column in range(size):
+            whole = np.clip(np.rint((own[column] - bias) / divisor), 0, top)
+            values[start + column] = whole
+            error = (own[column] - (whole * scale + bias)) / corner[column, column]
+            own[column + 1 :] -= corner[column, column + 1 :, None] * error
+            errors[column] = error
+        left[end:] -= factor[start:end, end:].T @ errors
+    return values.T, scales, biases
+
+
+def _range(
+    group: np.ndarray, importance: np.ndarray, chosen: Format, dtype: mx.Dtype, ranges: tuple[float, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and bias for each row of `group` `[rows, group_size]`: of MLX's for each of `ranges`, the pair with the
+    smallest squared error, columns weighted by `importance`."""
+    values, weights = mx.array(np.ascontiguousarray(group)), mx.array(importance.astype(np.float32))
+    low, high = values.min(axis=1, keepdims=True), values.max(axis=1, keepdims=True)
+    best = None
+    for part in ranges:
+        clipped = mx.clip(values, part * low, part * high).astype(dtype)
+        packed = rounded(clipped, chosen)
+        scale, bias = as_float32(packed.scales), as_float32(packed.biases)
+        divisor = mx.where(scale == 0, 1, scale)
+        whole = mx.clip(mx.round((values - bias) / divisor), 0, 2**chosen.bits - 1)
+        error = (mx.square(whole * scale + bias - values) * weights).sum(axis=1, keepdims=True)
+        if best is None:
+            best = error, scale, bias
+        else:
+            better = error < best[0]
+            best = tuple(mx.where(better, new, old) for new, old in zip((error, scale, bias), best, strict=True))
+    mx.eval(best)
+    return np.array(best[1])[:, 0], np.array(best[2])[:, 0]

@@ -1,0 +1,57 @@
+"""MLX's packed matrices: values to bits, and the parts that belong together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint.safetensors import as_float32
+from mlxlm.quantize.plan import Format
+
+_ROWS = 256  # packed at once: their bits take a byte each
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized matrix: `weight` uint32 `[rows, width · bits / 32]`, `scales` `[rows, width / group_size]`,
+    and `biases` like them in affine mode."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+
+    def parts(self, module: str) -> dict[str, mx.array]:
+        """By tensor name."""
+        parts = {f"{module}.weight": self.weight, f"{module}.scales": self.scales}
+        return parts if self.biases is None else {**parts, f"{module}.biases": self.biases}
+
+
+def rounded(weight: mx.array, chosen: Format) -> Packed:
+    """MLX's own quantization of `weight` `[rows, width]`; scales and biases have its dtype."""
+    parts = mx.quantize(weight, group_size=chosen.group_size, bits=chosen.bits, mode=chosen.mode)
+    return Packed(parts[0], parts[1], parts[2] if chosen.affine else None)
+
+
+def dequantized(packed: Packed, chosen: Format) -> mx.array:
+    """float32 `[rows, width]`, nothing rounded on the way."""
+    arguments = {"group_size": chosen.group_size, "bits": chosen.bits, "mode": chosen.mode}
+    if not chosen.affine:
+        return mx.dequantize(packed.weight, packed.scales, dtype=mx.float32, **arguments)
+    return mx.dequantize(packed.weight, as_float32(packed.scales), as_float32(packed.biases), **arguments)
+
+
+def pack(values: np.ndarray, bits: int) -> mx.array:
+    """Whole numbers below 2^bits, `[rows, width]`, as MLX packs them: uint32 `[rows, width · bits / 32]`.
+
+    A row is one stream of bits, the lowest first. So it is for 3, 5 and 6 bits too, which MLX writes byte by
+    byte in packs of three or five (mlx/backend/cpu/quantized.cpp, `quantize`).
+    """
+    rows, width = values.shape
+    packed = np.empty((rows, width * bits // 8), np.uint8)
+    for start in range(0, rows, _ROWS):
+        part = values[start : start + _ROWS].astype(np.uint8)[..., None]
+        stream = np.unpackbits(part, axis=-1, count=bits, bitorder="little").reshape(len(part), -1)
+        packed[start : start + _ROWS] = np.packbits(stream, axis=-1, bitorder="little")
+    return mx.array(packed.view("<u4"))

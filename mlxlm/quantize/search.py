@@ -1,0 +1,207 @@
+"""Bits per matrix under a budget: what each matrix costs in KL divergence, and where a byte saves most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mlxlm import platform
+from mlxlm._mlx import mx, nn
+from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.quantize.awq import at
+from mlxlm.quantize.packed import dequantized, rounded
+from mlxlm.quantize.plan import BITS, Format, Matrix, Plan
+
+PROBE_BITS = 3  # few enough for a KL far above float32's noise, and not so few that it stops growing with the square
+TOKENS = 2048  # of the text that the probes see
+_LOGITS = 1 << 27  # at most so many of the source's stay in memory
+_MEASUREMENTS = 6  # of whole models, for a bound on the KL divergence
+
+# Matrix -> what the KL divergence grows by, in nats per token, with only this matrix in each format.
+Costs = Mapping[str, Mapping[Format, float]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """More bits for one matrix, and the KL divergence that it saves."""
+
+    matrix: Matrix
+    chosen: Format
+    nbytes: int
+    saved: float
+
+
+def costs(
+    checkpoint: Checkpoint, plan: Plan, windows: np.ndarray, progress: Callable[[str], None] = lambda done: None
+) -> Costs:
+    """Measure each matrix of `plan` on `windows` int `[N, T]`.
+
+    Each is rounded to PROBE_BITS by itself, and the rest of the model is run to the logits. Other bits are taken
+    from that by the squared error of the weights: a small change of weights changes the KL divergence by its square.
+    `progress` is told each matrix that is done. Raises CheckpointError where the model doesn't fit into memory:
+    every matrix needs a run of its own.
+    """
+    if checkpoint.config is None:
+        raise CheckpointError(f"{checkpoint.path} can't be searched: {checkpoint.foreign}", "bits for all matrices")
+    needed = 4 * checkpoint.config.parameter_count()
+    if needed > 0.6 * platform.total_memory():
+        raise CheckpointError(
+            f"a search for bits runs the model once per matrix, and it needs {needed / 1e9:.1f} GB of memory",
+            "a recipe, or the same bits for all matrices",
+        )
+    model, _ = load_checkpoint(checkpoint)
+    probe = _Probe(model, windows[: max(1, min(TOKENS, _LOGITS // checkpoint.config.vocab_size) // windows.shape[1])])
+    found: dict[str, dict[Format, float]] = {}
+    for matrix in plan.matrices:
+        base = plan.format_of(matrix)
+        if base is not None:
+            found[matrix.name] = _cost(probe, model, matrix, base)
+            progress(matrix.name)
+    return found
+
+
+def _cost(probe: _Probe, model: nn.Module, matrix: Matrix, base: Format) -> dict[Format, float]:
+    layers = [at(model, name) for name in matrix.modules]
+    weights = [layer.weight for layer in layers]
+    errors: dict[Format, float] = {}
+    for bits in BITS:
+        chosen = replace(base, bits=bits)
+        changed = [dequantized(rounded(weight, chosen), chosen) for weight in weights]
+        errors[chosen] = sum(mx.square(new - old).sum().item() for new, old in zip(changed, weights, strict=True))
+        if bits == PROBE_BITS:
+            for layer, value in zip(layers, changed, strict=True):
+                layer.weight = value.astype(layer.weight.dtype)
+            divergence = probe.divergence(matrix.modules[0])
+            for layer, weight in zip(layers, weights, strict=True):
+                layer.weight = weight
+    measured = errors[replace(base, bits=PROBE_BITS)]
+    return {chosen: divergence * error / measured if measured else 0.0 for chosen, error in errors.items()}
+
+
+class _Probe:
+    """The source's states before each block and its predictions, to run from any block on."""
+
+    def __init__(self, model: nn.Module, windows: np.ndarray):
+        self._model, self._tokens = model, mx.array(windows)
+        state = model.model.embed(self._tokens), None
+        self._states = [state]
+        for block in model.layers:
+            state = block(*state)
+            mx.eval(state)
+            self._states.append(state)
+        logits = self._logits(state)
+        self._source = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        mx.eval(self._source)
+
+    def divergence(self, module: str) -> float:
+        """KL(source || the model as it is now), which differs in `module` only; nats per token."""
+        words = module.split(".")
+        if module.startswith("model.layers."):
+            first = int(words[2])
+            state = self._states[first]
+        elif module == "lm_head":
+            first, state = len(self._model.layers), self._states[-1]
+        else:
+            first, state = 0, (self._model.model.embed(self._tokens), None)
+        for block in self._model.layers[first:]:
+            state = block(*state)
+        logits = self._logits(state)
+        mine = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return max(0.0, (mx.exp(self._source) * (self._source - mine)).sum(axis=-1).mean().item())
+
+    def _logits(self, state) -> mx.array:
+        return self._model.head(self._model.model.leave(*state)).astype(mx.float32)
+
+
+def steps(plan: Plan, costs: Costs) -> tuple[Plan, list[Step]]:
+    """The smallest plan, and the steps up from it in the order of the KL divergence saved per byte.
+
+    Of each matrix only the formats on the lower convex hull of cost over bytes are taken, so that a matrix's steps
+    save less and less per byte and the order by saving is one that can be walked: what Lagrange multipliers find.
+    """
+    lowest: dict[str, Format] = {}
+    path: list[Step] = []
+    for matrix in plan.matrices:
+        if matrix.name not in costs:
+            continue
+        points = sorted((matrix.nbytes(f), cost, f) for f, cost in costs[matrix.name].items())
+        hull = points[:1]
+        for point in points[1:]:
+            while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
+                hull.pop()
+            if point[1] < hull[-1][1]:
+                hull.append(point)
+        lowest[matrix.name] = hull[0][2]
+        for before, after in zip(hull, hull[1:], strict=False):
+            path.append(Step(matrix, after[2], after[0] - before[0], before[1] - after[1]))
+    path.sort(key=lambda step: -step.saved / step.nbytes)
+    return plan.with_formats(lowest), path
+
+
+def within(plan: Plan, costs: Costs, nbytes: int) -> Plan:
+    """The plan whose matrices take at most `nbytes`, with the least cost found by walking up; room that a step is
+    too large for goes to the next that fit. Raises ConfigError, naming the smallest possible size."""
+    smallest, path = steps(plan, costs)
+    room = nbytes - smallest.nbytes()
+    if room < 0:
+        raise ConfigError(f"the matrices take {smallest.nbytes()} bytes at least, {nbytes} are left for them")
+    chosen: dict[str, Format] = {}
+    closed: set[str] = set()
+    for step in path:
+        if step.matrix.name in closed or step.nbytes > room:
+            closed.add(step.matrix.name)
+            continue
+        chosen[step.matrix.name] = step.chosen
+        room -= step.nbytes
+    return smallest.with_formats(chosen)
+
+
+def below_divergence(
+    plan: Plan, costs: Costs, limit: float, measure: Callable[[Plan], float]
+) -> tuple[Plan, float]:
+    """The smallest plan found whose KL divergence, as `measure(plan)` gives it, is at most `limit`; with that.
+
+    What the costs predict is corrected by each measurement, so that a few suffice; the bracket only ever shrinks.
+    Raises ConfigError, naming the smallest divergence possible, if all steps aren't enough.
+    """
+    smallest, path = steps(plan, costs)
+    saved = np.cumsum([0.0, *(step.saved for step in path)])
+    predicted = sum(min(c.values()) for c in costs.values()) + saved[-1] - saved
+
+    def after(count: int) -> Plan:
+        return smallest.with_formats({step.matrix.name: step.chosen for step in path[:count]})
+
+    below, enough, best, ratio = -1, len(path), None, 1.0  # steps known to be too few, and to be enough
+    for _ in range(_MEASUREMENTS):
+        if below + 1 >= enough and best is not None:
+            break
+        guess = int(np.searchsorted(-predicted * ratio, -limit))
+        count = min(max(guess, below + 1), enough - (best is not None))
+        divergence = measure(after(count))
+        ratio = divergence / predicted[count] if predicted[count] > 0 else ratio
+        if divergence <= limit:
+            enough, best = count, (after(count), divergence)
+        elif count == len(path):
+            raise ConfigError(
+                f"a KL divergence of {limit:g} can't be reached: the most bits give {divergence:.3g}",
+                f"{divergence * 1.01:.2g} or more, or another group size",
+            )
+        else:
+            below = count
+    if best is None:
+        divergence = measure(after(len(path)))
+        if divergence > limit:
+            raise ConfigError(
+                f"a KL divergence of {limit:g} can't be reached: the most bits give {divergence:.3g}",
+                f"{divergence * 1.01:.2g} or more, or another group size",
+            )
+        best = after(len(path)), divergence
+    return best
+
+
+def _slope(a: tuple, b: tuple) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
