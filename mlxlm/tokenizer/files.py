@@ -23,6 +23,9 @@ WELL_KNOWN = {
 }
 SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+# Some files load and fail on the first text. It has spaces, a line end, and a character that few vocabularies have.
+_TRIAL = " a\n\U0001f9a1 "
+
 
 def load(path: str | Path) -> Tokenizer:
     """Read a tokenizer from a folder or from one of its files.
@@ -53,7 +56,9 @@ def load(path: str | Path) -> Tokenizer:
         runtime = _from_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
     names, template = _special_names(runtime, folder, config, own_names), _chat_template(folder, config)
     try:
-        return Tokenizer(runtime, names, chat_template=template, sentencepiece_model=model)
+        tokenizer = Tokenizer(runtime, names, chat_template=template, sentencepiece_model=model)
+        tokenizer.decode(tokenizer.encode(_TRIAL))
+        return tokenizer
     except TokenizerError as error:
         raise TokenizerError(f"{source}: {error.message}", error.hint) from None
 
@@ -115,12 +120,30 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _from_json(path: Path) -> tokenizers.Tokenizer:
-    if "model" not in _json_object(path):
+    content = _json_object(path)
+    if "model" not in content:
         raise TokenizerError(f"{path} has no field 'model'", "a tokenizer.json of the tokenizers library")
     try:
-        return tokenizers.Tokenizer.from_buffer(_read(path))
+        runtime = tokenizers.Tokenizer.from_buffer(_read(path))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
+    _check_template(content.get("post_processor"), path)  # whose shape the library has checked
+    return runtime
+
+
+def _check_template(step: Any, path: Path) -> None:
+    """The tokens that a post-processor puts around a text are in its own table; the library panics otherwise."""
+    if not isinstance(step, dict):
+        return
+    for inner in step.get("processors") or ():
+        _check_template(inner, path)
+    if step.get("type") != "TemplateProcessing":
+        return
+    for field in ("single", "pair"):
+        for piece in step[field]:
+            name = piece.get("SpecialToken", {}).get("id")
+            if name is not None and name not in step["special_tokens"]:
+                raise TokenizerError(f"{path}: post_processor.{field} has '{name}', which special_tokens lacks")
 
 
 def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokenizer:

@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ class Tokenizer:
         """
         if self._decoder is None:
             ids = [_checked(i) for i in ids]
-            return self._runtime.decode(ids, skip_special_tokens=skip_special_tokens)
+            with _library_errors("decode"):
+                return self._runtime.decode(ids, skip_special_tokens=skip_special_tokens)
         bytes_of = self.token_bytes if skip_special_tokens else self._content_bytes
         text = b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._decoder.strip_first_space else text
@@ -168,7 +170,8 @@ class Tokenizer:
             check_unicode(text)
         with self._lock:
             self._runtime.encode_special_tokens = not parse_special
-            encodings = self._runtime.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            with _library_errors("encode"):
+                encodings = self._runtime.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def _content_bytes(self, id: int) -> bytes:
@@ -183,6 +186,18 @@ class Tokenizer:
                 content = self._decoder.bytes_of(token)
             self._bytes[int(id)] = content
         return content
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """The library raises bare Exception for a tokenizer that doesn't add up, or panics, which Python sees as a
+    BaseException of a type that can't be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"this tokenizer can't {what} a text: {error}") from error
 
 
 def around_text(

@@ -114,6 +114,52 @@ def _tokenizer_json(folder: Path) -> Sample:
     return _folder(folder, "tokenizer.json tokenizer.json tokenizer_config.json")
 
 
+def _tokenizer_json_llama(folder: Path) -> Sample:
+    """Llama 2's kind without SentencePiece's file: a normalizer, byte fallback, a sequence of decoders."""
+    save_weights(folder, weights())
+    sample = _folder(folder, "tokenizer.json", llama_tokenizer())
+    (folder / "tokenizer.model").unlink()
+    return sample
+
+
+def _tokenizer_json_unigram(folder: Path) -> Sample:
+    """A kind with another model and most other parts."""
+    import tokenizers as hf
+
+    runtime = hf.Tokenizer(hf.models.Unigram())
+    runtime.normalizer = hf.normalizers.Sequence(
+        [hf.normalizers.NFKC(), hf.normalizers.Lowercase(), hf.normalizers.Replace(hf.Regex(" {2,}"), " ")]
+    )
+    runtime.pre_tokenizer = hf.pre_tokenizers.Sequence(
+        [hf.pre_tokenizers.Digits(True), hf.pre_tokenizers.Split(hf.Regex("[a-z]+"), "isolated"),
+         hf.pre_tokenizers.Metaspace()]
+    )  # fmt: skip
+    runtime.decoder = hf.decoders.Metaspace()
+    trainer = hf.trainers.UnigramTrainer(
+        vocab_size=100, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    runtime.train_from_iterator(TEXT.splitlines(), trainer)
+    runtime.post_processor = hf.processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    runtime.enable_truncation(50)
+    runtime.enable_padding(length=20)
+    save_weights(folder, weights())
+    return _folder(folder, "tokenizer.json", Tokenizer(runtime, {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}))
+
+
+def _tokenizer_gpt2(folder: Path) -> Sample:
+    """GPT-2's two files."""
+    save_weights(folder, weights())
+    sample = _folder(folder, "vocab.json merges.txt")
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"], ensure_ascii=False), encoding="utf-8")
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
+    return sample
+
+
 def _tokenizer_model(folder: Path) -> Sample:
     save_weights(folder, weights())
     sample = _folder(folder, "tokenizer.model", llama_tokenizer())
@@ -227,6 +273,9 @@ KINDS = {
     "llama2c-2": lambda folder: _llama2c(folder, 2),
     "llama2c-tokenizer": _llama2c_tokenizer,
     "tokenizer-json": _tokenizer_json,
+    "tokenizer-json-llama": _tokenizer_json_llama,
+    "tokenizer-json-unigram": _tokenizer_json_unigram,
+    "tokenizer-gpt2": _tokenizer_gpt2,
     "tokenizer-model": _tokenizer_model,
 }
 

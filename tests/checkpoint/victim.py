@@ -23,6 +23,7 @@ def peak() -> float:
 def stages(path: str):
     """What a user does with a checkpoint, each stage a function without arguments."""
     from mlxlm._mlx import mx
+    from mlxlm.checkpoint.load import load_checkpoint
     from mlxlm.checkpoint.source import open_checkpoint
 
     opened = []
@@ -42,10 +43,16 @@ def stages(path: str):
         tokenizer.decode(ids)
         tokenizer.encode(TEXT, parse_special=True)
 
+    def run() -> None:
+        model, _ = load_checkpoint(opened[0])
+        mx.eval(model(mx.array([[1, 2, 3]])))
+
     yield describe
     if opened:
         yield read
         yield tokenize
+        if opened[0].config is not None:
+            yield run
 
 
 def answer(path: str) -> dict:
