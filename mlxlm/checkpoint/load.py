@@ -40,9 +40,7 @@ def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | Fo
     return model, config
 
 
-def load_part(
-    module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None = None
-) -> None:
+def load_part(module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None = None) -> None:
     """Fill `module`, one part of a decoder, with the tensors below `prefix` ("model.layers.3", or "" for all).
 
     In float32 on a CPU, dequantized; elsewhere a quantized matrix becomes one of MLX's quantized layers.

@@ -8,37 +8,28 @@ from typing import Any
 from mlxlm._mlx import mx, nn
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.errors import CheckpointError
-
-FIXED = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # mode: its only group size and bits
-_PARTS = (".scales", ".biases")
+from mlxlm.quantization import plan_of
 
 
-def layer_plan(quantization: Mapping[str, Any], layer: str) -> dict[str, Any]:
-    """`group_size`, `bits` and `mode` of one quantized layer, as MLX's functions take them: its own, or the default."""
-    own = quantization.get(layer)
-    plan = own if isinstance(own, Mapping) else quantization
-    mode = plan.get("mode", "affine")
-    group_size, bits = FIXED.get(mode, (plan.get("group_size"), plan.get("bits")))
-    return {"group_size": group_size, "bits": bits, "mode": mode}
-
-
-def full_shapes(
-    tensors: Tensors, quantization: Mapping[str, Any] | None, source: str
-) -> dict[str, tuple[int, ...]]:
+def full_shapes(tensors: Tensors, quantization: Mapping[str, Any] | None, source: str) -> dict[str, tuple[int, ...]]:
     """Shapes by name, those of quantized matrices unpacked, their scales and biases left out.
 
-    Raises CheckpointError, naming `source` and the layer, for parts that don't belong together.
+    Raises CheckpointError, naming `source` and the layer, for parts that don't belong together, and for values
+    that are no floating-point numbers where a decoder has them.
     """
-    if not quantization:
-        return {name: tensor.shape for name, tensor in tensors.items()}
     shapes = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        if f".{part}" in _PARTS and f"{layer}.weight" in tensors and f"{layer}.scales" in tensors:
+        packed = bool(quantization) and f"{layer}.scales" in tensors
+        if packed and part in ("scales", "biases") and f"{layer}.weight" in tensors:
             continue
-        shapes[name] = tensor.shape
-        if part == "weight" and f"{layer}.scales" in tensors:
-            shapes[name] = _unpacked(layer, tensors, layer_plan(quantization, layer), source)
+        if packed and part == "weight":
+            shapes[name] = _unpacked(layer, tensors, quantization or {}, source)
+        elif mx.issubdtype(tensor.dtype, mx.floating):
+            shapes[name] = tensor.shape
+        else:
+            hint = None if quantization else "an unquantized checkpoint, or one that MLX quantized"
+            raise CheckpointError(f"{source}: {name} is of type {tensor.stored}, not floating-point", hint)
     return shapes
 
 
@@ -47,10 +38,11 @@ def dequantized(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, 
     result = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        if f"{layer}.scales" in tensors and f".{part}" in _PARTS:
-            continue
-        if part == "weight" and f"{layer}.scales" in tensors:
-            tensor = _in_float32(tensor, layer, tensors, layer_plan(quantization, layer))
+        if f"{layer}.scales" in tensors:
+            if part in ("scales", "biases"):
+                continue
+            if part == "weight":
+                tensor = _in_float32(layer, tensors, plan_of(quantization, layer))
         result[name] = tensor
     return result
 
@@ -59,44 +51,51 @@ def quantize_modules(module: nn.Module, tensors: Tensors, prefix: str, quantizat
     """Replace the layers of `module` that have scales in `tensors`, below `prefix`, by MLX's quantized ones."""
 
     def plan(name: str, _module: nn.Module):
-        return layer_plan(quantization, prefix + name) if f"{prefix}{name}.scales" in tensors else False
+        return plan_of(quantization, prefix + name) if f"{prefix}{name}.scales" in tensors else False
 
     nn.quantize(module, class_predicate=plan)
 
 
-def _unpacked(layer: str, tensors: Tensors, plan: dict[str, Any], source: str) -> tuple[int, int]:
-    """Shape of a quantized matrix before it was packed, after checking its parts against `plan`."""
-    names = ["weight", "scales", "biases"] if plan["mode"] == "affine" else ["weight", "scales"]
+def _unpacked(layer: str, tensors: Tensors, quantization: Mapping[str, Any], source: str) -> tuple[int, int]:
+    """Shape of a quantized matrix before it was packed, after checking its parts against the plan."""
+    plan = plan_of(quantization, layer)
+    if plan is None:
+        raise CheckpointError(f"{source}: {layer} has scales, and config.json says that it is not quantized")
+    bits, group_size, mode = plan["bits"], plan["group_size"], plan["mode"]
+    names = ("weight", "scales", "biases") if mode == "affine" else ("weight", "scales")
     parts = [tensors.get(f"{layer}.{part}") for part in names]
-    extra = plan["mode"] != "affine" and f"{layer}.biases" in tensors
-    if extra or any(part is None or len(part.shape) != 2 for part in parts):
-        wanted = " and ".join((", ".join(names[:-1]), names[-1]))
-        raise CheckpointError(
-            f"{source}: {layer} is of mode {plan['mode']} and needs {wanted}, each with two dimensions"
-        )
+    if any(part is None or len(part.shape) != 2 for part in parts) or (
+        mode != "affine" and f"{layer}.biases" in tensors
+    ):
+        wanted = ", ".join(names[:-1]) + f" and {names[-1]}"
+        raise CheckpointError(f"{source}: {layer} ({mode}) needs {wanted} alone, each with two dimensions")
     packed, *rest = parts
-    rows, width = packed.shape[0], packed.shape[1] * 32 // plan["bits"]
-    one_kind = all(part.dtype == rest[0].dtype for part in rest)
-    right = mx.issubdtype(rest[0].dtype, mx.floating) if plan["mode"] == "affine" else rest[0].dtype == mx.uint8
-    whole = packed.shape[1] * 32 % plan["bits"] == 0 and width % plan["group_size"] == 0
-    shape = (rows, width // plan["group_size"])
-    if packed.dtype != mx.uint32 or not whole or not one_kind or not right or any(p.shape != shape for p in rest):
+    rows, words = packed.shape
+    width = words * 32 // bits
+    kind = rest[0].dtype
+    fits = (
+        packed.dtype == mx.uint32
+        and words * 32 % bits == 0
+        and width % group_size == 0
+        and all(part.dtype == kind and part.shape == (rows, width // group_size) for part in rest)
+        and (mx.issubdtype(kind, mx.floating) if mode == "affine" else kind == mx.uint8)
+    )
+    if not fits:
         raise CheckpointError(
-            f"{source}: {layer} is not of {plan['bits']} bits in groups of {plan['group_size']} ({plan['mode']}), "
-            "as config.json says"
+            f"{source}: {layer} is not of {bits} bits in groups of {group_size} ({mode}), as config.json says"
         )
     return rows, width
 
 
-def _in_float32(packed: Tensor, layer: str, tensors: Tensors, plan: dict[str, Any]) -> Tensor:
-    scales, biases = tensors[f"{layer}.scales"], tensors.get(f"{layer}.biases")
+def _in_float32(layer: str, tensors: Tensors, plan: dict[str, Any]) -> Tensor:
+    packed, scales, biases = (tensors.get(f"{layer}.{part}") for part in ("weight", "scales", "biases"))
 
     def read() -> mx.array:
         if biases is None:
             return mx.dequantize(packed.read(), scales.read(), None, **plan, dtype=mx.float32)
-        return mx.dequantize(
-            packed.read(), scales.read().astype(mx.float32), biases.read().astype(mx.float32), **plan
-        )
+        # In the scales' own 16 bits MLX would round each weight.
+        parts = (part.read().astype(mx.float32) for part in (scales, biases))
+        return mx.dequantize(packed.read(), *parts, **plan)
 
     shape = (packed.shape[0], packed.shape[1] * 32 // plan["bits"])
     nbytes = sum(part.nbytes for part in (packed, scales, biases) if part is not None)

@@ -22,6 +22,7 @@ from mlxlm.files import write_json
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
+_FILES = "model*.safetensors"
 
 # What MLX reads, by the format's names. It gives 8-bit floats as bytes.
 DTYPES = {
@@ -81,14 +82,19 @@ def file_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def is_in(folder: Path) -> bool:
+    """Whether a folder has a model's safetensors, or their index."""
+    return (folder / INDEX).exists() or any(folder.glob(_FILES))
+
+
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a model folder: by `model.safetensors.index.json` where there is one, else of every
     `model*.safetensors`. Raises CheckpointError naming the file and the tensor."""
     index = folder / INDEX
     if not index.exists():
-        files = sorted(folder.glob("model*.safetensors"))
+        files = sorted(folder.glob(_FILES))
         if not files:
-            raise CheckpointError(f"{folder} has no model*.safetensors", "the folder of a model or of a run")
+            raise CheckpointError(f"{folder} has no {_FILES}", "the folder of a model or of a run")
         tensors: dict[str, Tensor] = {}
         for file in files:
             for name, tensor in file_tensors(file).items():
@@ -114,7 +120,9 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, Tensor
     for file in dict.fromkeys(weight_map.values()):
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise CheckpointError(f"{index} points outside its folder: {shown(file)}")
-        if not (index.parent / file).is_file():
+        with os_errors_as(CheckpointError, "find a file that is listed in", index):  # its name may be too long
+            there = (index.parent / file).is_file()
+        if not there:
             raise CheckpointError(f"{index}: {shown(file)} is missing", "download or copy the whole folder again")
         files[file] = read_file(index.parent / file)
     tensors = {}
@@ -187,10 +195,16 @@ def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str =
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
-    with os_errors_as(CheckpointError, "write", path), path.open("wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        for name in order:
-            file.write(_bytes_of(tensors[name], name, path, finite))
+    partial = path.with_name(f".{path.name}.partial")  # `path` may be where lazy values still come from
+    with os_errors_as(CheckpointError, "write", path):
+        try:
+            with partial.open("wb") as file:
+                file.write(struct.pack("<Q", len(raw)) + raw)
+                for name in order:
+                    file.write(_bytes_of(tensors[name], name, path, finite))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def as_float32(value: mx.array) -> mx.array:

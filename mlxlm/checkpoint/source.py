@@ -10,28 +10,15 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm._mlx import tree_flatten
-from mlxlm.checkpoint import quantized
+from mlxlm.checkpoint import hub, pytorch, quantized, safetensors
 from mlxlm.checkpoint.layout import locate
-from mlxlm.checkpoint.safetensors import folder_tensors
 from mlxlm.checkpoint.stored import as_modules
-from mlxlm.checkpoint.tensors import Tensors
+from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer import load as load_tokenizer
-
-# Until families has these of its own.
-if not hasattr(families, "own_name"):
-    families.own_name = lambda config, name: (
-        None
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
-        else name
-    )
-    families.layout = lambda config, for_mlx=False: []
-    families.unsupported = lambda values: (
-        None if values.get("model_type", "llama") == "llama" else f"model_type {values.get('model_type')!r}"
-    )
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -60,35 +47,90 @@ class Checkpoint:
 def open_checkpoint(source: Path | str) -> Checkpoint:
     """Open a model folder, a run, a hub id (`owner/name`), a `.gguf` file or a llama2.c `.bin` file.
 
-    Only headers are read, in a second and 200 MB whatever they claim. Raises CheckpointError, ConfigError or
-    TokenizerError naming the file and the field.
+    What exists at that path wins over a hub id. Only headers are read, in a second and 200 MB whatever they claim.
+    Raises CheckpointError, ConfigError or TokenizerError naming the file and the field.
     """
-    checkpoint = _open_folder(Path(source))
+    path = Path(source)
+    with os_errors_as(CheckpointError, "read", path):
+        is_folder, exists = path.is_dir(), path.exists()
+    if exists and not is_folder:
+        checkpoint = _open_file(path)
+    elif not exists and hub.is_id(str(source)):
+        checkpoint = _open_folder(hub.download(str(source)))
+    else:
+        checkpoint = _open_folder(path)
     if checkpoint.config is not None:
         _check_fit(checkpoint.config, checkpoint.tensors, checkpoint.path)
     return checkpoint
 
 
+def _open_file(path: Path) -> Checkpoint:
+    with os_errors_as(CheckpointError, "read", path), path.open("rb") as file:
+        start = file.read(4)
+    if start == b"GGUF" or path.suffix == ".gguf":
+        from mlxlm.checkpoint.gguf import open_gguf
+
+        return open_gguf(path)
+    if path.suffix == ".bin" and not pytorch.looks_like(start):
+        from mlxlm.checkpoint.llama2c import open_llama2c
+
+        return open_llama2c(path)
+    if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json"):
+        raise CheckpointError(f"{path} is one file of a model", f"its folder, {path.parent}")
+    raise CheckpointError(f"{path} is not a model", "a model folder, a .gguf file or a llama2.c .bin file")
+
+
 def _open_folder(path: Path) -> Checkpoint:
     location = locate(path)
     file = location.root / "config.json"
+    if not file.exists():
+        found = list(path.glob("*.gguf"))
+        if len(found) == 1:
+            return _open_file(found[0])
+        if found:
+            names = ", ".join(sorted(other.name for other in found))
+            raise CheckpointError(f"{path} has several GGUF files", f"one of them: {names}")
     values = read_json(file)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: a configuration is a JSON object, not {type(values).__name__}")
-    tensors = folder_tensors(location.weights)
+    values = _with_quantization(values)
+    format, tensors = _folder_tensors(location.weights)
 
     def tokenizer() -> Tokenizer:
         return load_tokenizer(location.root)
 
     reason = families.unsupported(values)
     if reason:
-        return Checkpoint(location.weights, "safetensors", values, None, tensors, tokenizer, reason)
+        return Checkpoint(location.weights, format, values, None, tensors, tokenizer, reason)
     config = ModelConfig.from_dict(values, source=str(file))
-    named = {families.own_name(config, name): tensor for name, tensor in tensors.items()}
-    named.pop(None, None)
-    layout = families.layout(config, for_mlx=config.quantization is not None)
-    modules = as_modules(layout, named, str(location.weights))
-    return Checkpoint(location.weights, "safetensors", values, config, modules, tokenizer)
+    modules = _decoder_tensors(config, tensors, location.weights)
+    return Checkpoint(location.weights, format, values, config, modules, tokenizer)
+
+
+def _with_quantization(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """MLX's plan lies under "quantization", in some folders under Hugging Face's name alone."""
+    plan = values.get("quantization_config")
+    if values.get("quantization") is None and isinstance(plan, Mapping) and "quant_method" not in plan:
+        return {**values, "quantization": plan}
+    return values
+
+
+def _folder_tensors(folder: Path) -> tuple[str, dict[str, Tensor]]:
+    if not safetensors.is_in(folder) and pytorch.is_in(folder):
+        return "pytorch", pytorch.folder_tensors(folder)
+    return "safetensors", safetensors.folder_tensors(folder)
+
+
+def _decoder_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = families.own_name(config, name)
+        if own in named:
+            raise CheckpointError(f"{folder}: {safetensors.shown(own)} is there twice, with and without a prefix")
+        if own is not None:
+            named[own] = tensor
+    for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
+    return as_modules(families.layout(config, for_mlx=for_mlx), named, str(folder))
 
 
 def _check_fit(config: ModelConfig, tensors: Tensors, path: Path) -> None:
@@ -97,18 +139,18 @@ def _check_fit(config: ModelConfig, tensors: Tensors, path: Path) -> None:
     if config.num_hidden_layers > len(layers):  # said before a decoder of that many layers is built to compare with
         missing = next(i for i in range(len(layers) + 1) if i not in layers)
         raise CheckpointError(
-            f"{path}: the weights don't fit config.json: model.layers.{missing} is missing"
+            f"{path}: the weights don't fit the configuration: model.layers.{missing} is missing"
             f" (num_hidden_layers is {config.num_hidden_layers})"
         )
     shapes = quantized.full_shapes(tensors, config.quantization, str(path))
-    wanted = {name: value.shape for name, value in tree_flatten(Decoder(config).parameters())}
+    wanted = {name: tuple(value.shape) for name, value in tree_flatten(Decoder(config).parameters())}
     problems = [f"{name} is missing" for name in wanted if name not in shapes]
-    problems += [f"{name} is not part of this model" for name in shapes if name not in wanted]
+    problems += [f"{safetensors.shown(name)} is not part of this model" for name in shapes if name not in wanted]
     problems += [
-        f"{name} is {list(shape)}, config.json says {list(wanted[name])}"
+        f"{name} is {list(shape)}, the configuration says {list(wanted[name])}"
         for name, shape in shapes.items()
-        if name in wanted and tuple(shape) != tuple(wanted[name])
+        if name in wanted and tuple(shape) != wanted[name]
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CheckpointError(f"{path}: the weights don't fit config.json: {'; '.join(problems[:3])}{more}")
+        raise CheckpointError(f"{path}: the weights don't fit the configuration: {'; '.join(problems[:3])}{more}")
