@@ -102,6 +102,9 @@ def _combination_problems(c: Any) -> Iterator[str]:
     """What fields ask of each other, each of them being right for itself."""
     if c.positions == "rope":
         yield from _rotary_problems(c)
+    rows = c.max_position_embeddings + c.position_offset
+    if c.positions == "learned" and rows > _MAX:
+        yield f"max_position_embeddings makes a table of {rows} rows, at most {_MAX} are possible"
     if c.parallel_residual and c.norm_placement != "pre":
         yield f"parallel_residual needs norm_placement pre, not {c.norm_placement}"
     if c.shared_norm and not c.parallel_residual:
@@ -144,6 +147,11 @@ def _rotary_problems(c: Any) -> Iterator[str]:
         yield f"rope_scaling: low_freq_factor {low} must be less than high_freq_factor {high}"
     if kind == "dynamic" and dims == 2:
         yield "rope_scaling: dynamic needs more than 2 rotary dimensions"
+    if kind == "yarn" and c.rope_theta <= 1:
+        yield f"rope_theta is {c.rope_theta}, yarn needs more than 1 (10000)"
+    original = scaling.get("original_max_position_embeddings")
+    if kind == "longrope" and _is_positive(original) and original <= 1:
+        yield f"rope_scaling: original_max_position_embeddings is {original}, longrope needs more than 1"
 
 
 def _factor_problems(scaling: Mapping[str, Any], dims: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ SIZES = {
     "intermediate_size": 128,
     "vocab_size": 100,
 }
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 
 
 def test_presets_span_the_range_and_are_named_by_their_size():
@@ -58,11 +59,74 @@ def test_all_problems_are_reported_at_once():
         ({"eos_token_id": [1, "2"]}, "eos_token_id is"),
         ({"quantization": {"bits": 7, "group_size": 64}}, "bits is 7"),
         ({"quantization": 4}, "quantization is 4"),
+        ({"quantization": {"bits": 4}}, "group_size is None, affine has 32 or 64 or 128"),
+        ({"quantization": {"bits": 4, "group_size": 16}}, "group_size is 16, affine has"),
+        ({"quantization": {"bits": 4, "group_size": 64, "mode": "mxfp4"}}, "group_size is 64, mxfp4 has 32"),
+        ({"quantization": {"bits": 4, "group_size": 32, "mode": "nvfp4"}}, "group_size is 32, nvfp4 has 16"),
+        ({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp8"}}, "bits is 4, mxfp8 has 8"),
+        (
+            {"quantization": {"bits": 4, "group_size": 32, "mode": "fp3"}},
+            "mode is 'fp3', .*affine, mxfp4, mxfp8, nvfp4",
+        ),
+        ({"quantization": {"bits": 4, "group_size": 32, "lm_head": {"bits": 7}}}, "lm_head: bits is 7"),
+        ({"quantization": {"bits": 4, "group_size": 32, "lm_head": 8}}, "lm_head is 8, it must be an object, true"),
+        ({"model_type": "gpt5"}, "model_type is 'gpt5', it must be one of llama, mistral"),
+        ({"norm": "batch"}, "norm is 'batch', it must be one of rms, layer"),
+        ({"qk_norm": "half"}, "qk_norm is 'half', it must be one of None, head, projection"),
+        ({"positions": []}, r"positions is \[\], it must be one of rope"),
+        ({"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0, it must be a positive number or null"),
+        ({"attention_out_bias": 1.5}, "attention_out_bias is 1.5, it must be true, false or null"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"position_offset": -1}, "position_offset is -1"),
+        ({"embedding_multiplier": 10**400}, "embedding_multiplier is 1000.*, it must be a positive number"),
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2.0, it must be at most 1"),
+        ({"partial_rotary_factor": 0.2}, "0.2 of head_dim 16 is 3 dimensions, .* even number"),
+        ({"partial_rotary_factor": 0.01}, "0.01 of head_dim 16 is 0 dimensions"),
+        ({"parallel_residual": True, "norm_placement": "both"}, "parallel_residual needs norm_placement pre"),
+        ({"shared_norm": True}, "shared_norm is true, but"),
+        ({"norm": "layer", "norm_unit_offset": True}, "norm_unit_offset is true, which only the norm rms has"),
+        ({"layer_types": ("full_attention",)}, "layer_types has 1 entries, one for each of 2 layers"),
+        ({"layer_types": ("linear_attention",) * 2}, "layer_types must be a list of full_attention and"),
+        ({"layer_types": ("sliding_attention",) * 2}, "but sliding_window is null"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "an object with rope_type linear, dynamic"),
+        ({"rope_scaling": 8}, "rope_scaling is 8"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is None, linear needs a positive number"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": -1}},
+            "original_max.* is None.*beta_fast is -1",
+        ),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta is 1.0, yarn needs more than 1"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1]}}, "short_factor must be a list of 8 positive"),
+        ({"positions": "learned", "max_position_embeddings": 2**31 - 1, "position_offset": 2}, "2147483649 rows"),
+        ({"num_hidden_layers": 20_000}, "num_hidden_layers is 20000, at most 10000"),
     ],
 )
 def test_impossible_sizes(change, expected):
     with pytest.raises(ConfigError, match=expected):
         ModelConfig(**{**SIZES, **change})
+
+
+def test_bounds_of_llama3_scaling():
+    scaling = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 32}
+    ModelConfig(**SIZES, rope_scaling={**scaling, "low_freq_factor": 1, "high_freq_factor": 4})
+    with pytest.raises(ConfigError, match="low_freq_factor 4 must be less than high_freq_factor 4"):
+        ModelConfig(**SIZES, rope_scaling={**scaling, "low_freq_factor": 4, "high_freq_factor": 4})
+    with pytest.raises(ConfigError, match="low_freq_factor is None.*; .*high_freq_factor is 'x'"):
+        ModelConfig(**SIZES, rope_scaling={**scaling, "high_freq_factor": "x"})
+
+
+def test_quantization_of_a_module():
+    plan = {
+        "bits": 4, "group_size": 32, "mode": "mxfp4",
+        "lm_head": False, "a": True, "b": {"bits": 8}, "c": {"mode": "nvfp4"},
+    }  # fmt: skip
+    config = ModelConfig(**SIZES, quantization=plan)
+    assert config.quantization_of("lm_head") is None
+    assert config.quantization_of("a") == config.quantization_of("other")
+    assert config.quantization_of("a") == {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+    assert config.quantization_of("b") == {"bits": 8, "group_size": 64, "mode": "affine"}
+    assert config.quantization_of("c") == {"bits": 4, "group_size": 16, "mode": "nvfp4"}
+    assert ModelConfig(**SIZES).quantization_of("a") is None
 
 
 def test_from_dict_names_the_file_and_what_is_missing():

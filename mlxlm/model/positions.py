@@ -60,8 +60,11 @@ class Rotary:
         if self.query_scale is not None:
             queries = queries * self.query_scale.astype(queries.dtype)
         base = base if wavelengths is None else None
-        options = {"traditional": False, "base": base, "scale": 1.0, "offset": offset, "freqs": wavelengths}
-        return mx.fast.rope(queries, self.dims, **options), mx.fast.rope(keys, self.dims, **options)
+
+        def turned(x: mx.array) -> mx.array:
+            return mx.fast.rope(x, self.dims, traditional=False, base=base, scale=1.0, offset=offset, freqs=wavelengths)
+
+        return turned(queries), turned(keys)
 
     def _grown_base(self, length: int) -> float:
         """The base for texts longer than the model was trained on ("dynamic NTK"); keys in a cache keep theirs."""

@@ -9,8 +9,10 @@ from mlx.utils import tree_flatten
 from mlxlm._mlx import mx
 from mlxlm.cache import KVCache, make_cache
 from mlxlm.config import ModelConfig, preset_names
+from mlxlm.errors import GenerationError
 from mlxlm.model import Decoder
 from mlxlm.model.embedding import lookup
+from mlxlm.model.positions import alibi_slopes
 
 SIZES = dict(
     hidden_size=48, num_hidden_layers=3, num_attention_heads=6, intermediate_size=80, vocab_size=97, head_dim=8
@@ -97,6 +99,63 @@ def test_initialization_is_a_function_of_the_seed():
     deviation = 0.5 / 48**0.5
     assert abs(mx.std(first["lm_head.weight"]).item() / deviation - 1) < 0.1
     assert abs(mx.std(first["model.layers.0.mlp.down_proj.weight"]).item() / (deviation / 6**0.5) - 1) < 0.1
+
+
+PARTS = {
+    "window": {"sliding_window": 7},
+    "window in some layers": {"sliding_window": 7, "layer_types": ("full_attention",) + ("sliding_attention",) * 2},
+    "learned": {"positions": "learned", "position_offset": 2, "norm": "layer"},
+    "alibi": {"positions": "alibi", "embedding_norm": True, "norm": "layer", "alibi_scaled": True},
+    "none": {"positions": "none"},
+    "parallel": {"parallel_residual": True, "shared_norm": True},
+    "caps": {"norm_placement": "both", "attn_logit_softcapping": 1.0, "norm_unit_offset": True},
+    "norms": {"norm_placement": "output", "qk_norm": "projection", "partial_rotary_factor": 0.5},
+    "plain": {"mlp_gated": False, "hidden_act": "gelu", "mlp_bias": True, "attention_out_bias": True},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_gives_the_same_logits_in_pieces(part):
+    model, config = make(num_key_value_heads=2, max_position_embeddings=40, **PARTS[part])
+    assert config.parameter_count() == sum(a.size for _, a in tree_flatten(model.parameters()))
+    tokens = mx.array(np.random.default_rng(0).integers(0, 97, (2, 40)))
+    cache = make_cache(model)
+    parts = [model(tokens[:, a:b], cache) for a, b in ((0, 13), (13, 14), (14, 15), (15, 32), (32, 40))]
+    np.testing.assert_allclose(np.array(mx.concatenate(parts, axis=1)), np.array(model(tokens)), atol=2e-5)
+
+
+def test_positions_beyond_a_learned_table_are_an_error():
+    model, _ = make(positions="learned", max_position_embeddings=8)
+    cache = make_cache(model)
+    model(mx.zeros((1, 8), mx.int32), cache)
+    with pytest.raises(GenerationError, match="position 9 is beyond the 8 that the model has"):
+        model(mx.zeros((1, 1), mx.int32), cache)
+
+
+def test_longrope_does_not_mix_short_and_long():
+    """The keys of a cache that grows past the original length would have to be computed anew."""
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model, _ = make(rope_scaling={**scaling, "original_max_position_embeddings": 16})
+    tokens = mx.array(np.random.default_rng(0).integers(0, 97, (1, 20)))
+    cache = make_cache(model)
+    model(tokens[:, :16], cache)
+    with pytest.raises(GenerationError, match="positions change beyond 16 tokens"):
+        model(tokens[:, 16:], cache)
+    long, cache = model(tokens), make_cache(model)
+    model(tokens[:, :17], cache)
+    np.testing.assert_allclose(np.array(model(tokens[:, 17:], cache)), np.array(long[:, 17:]), atol=2e-5)
+
+
+def test_slopes_of_alibi():
+    np.testing.assert_allclose(np.array(alibi_slopes(8)), [2.0**-i for i in range(1, 9)])
+    six = [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+    np.testing.assert_allclose(np.array(alibi_slopes(6)), six)
+
+
+def test_norms_start_as_the_identity():
+    model, _ = make(norm_unit_offset=True, qk_norm="head")
+    assert (model.model.norm.weight == 0).all() and (model.model.norm.scale == 1).all()
+    assert (model.layers[0].self_attn.q_norm.scale == 1).all()
 
 
 def test_gradient_of_the_embedding_on_a_gpu_equals_mlx():
