@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxlm._mlx import mx
-from mlxlm.checkpoint.load import load_model
+from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.errors import CheckpointError
 from mlxlm.stages import LAYERS, Stages, State
@@ -83,7 +83,7 @@ def compare(
     """
     total = _Total()
     if a.config is None or b.config is None:
-        models = [load_model(checkpoint.path) for checkpoint in (a, b)]
+        models = [load_checkpoint(checkpoint) for checkpoint in (a, b)]
         configs = [config for _, config in models]
         windows = _windows(a, b, tokens, window, *configs)
         for done, (inputs, targets) in enumerate(windows):

@@ -13,6 +13,7 @@ from typing import Any
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
+from mlxlm.checkpoint.bits import as_float16, fits_float16, largest
 from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import Tensor, Tensors
@@ -180,17 +181,13 @@ def _cast(name: str, tensor: Tensor, dtype: mx.Dtype) -> Tensor:
         return tensor.astype(dtype)
 
     def checked(value: mx.array) -> mx.array:
-        check_range(name, value)
-        return value.astype(mx.float16)
+        if not fits_float16(value):
+            raise CheckpointError(
+                f"{name} has values up to {largest(value):.3g}, float16 ends at 65504", "bfloat16 or float32"
+            )
+        return as_float16(value)
 
     return tensor.then(checked, dtype=mx.float16)
-
-
-def check_range(name: str, value: mx.array) -> None:
-    """Raise CheckpointError where float16 would make an infinity of a finite value."""
-    largest = mx.abs(value).max().item()
-    if largest > mx.finfo(mx.float16).max and math.isfinite(largest):
-        raise CheckpointError(f"{name} has values up to {largest:.3g}, float16 ends at 65504", "bfloat16 or float32")
 
 
 def _counting(tensors: Tensors, progress: Progress | None) -> Tensors:

@@ -20,18 +20,23 @@ from mlxlm.errors import CheckpointError
 # What each needs to be importable.
 NEEDS = {"mlx_lm": ("mlx_lm",), "transformers": ("torch", "transformers"), "llama.cpp": ("llama_cpp",)}
 _SECONDS = 900
-# Phrases by which a peer says that it has no such architecture, not that something is wrong with the file.
+# Phrases by which a peer says that it has no such architecture, or lacks a library for it, not that something is
+# wrong with the file.
 _UNKNOWN = (
-    "not supported", "unknown model architecture", "does not recognize this architecture", "unrecognized model",
-    "unrecognized configuration class", "no module named", "requires", "not implemented",
+    "not supported", "does not recognize this architecture", "unrecognized model", "unrecognized configuration class",
+    "no module named", "requires the", "not implemented",
 )  # fmt: skip
+_LLAMA_CPP_UNKNOWN = "unknown model architecture"  # in its log, not in the exception
+
+# What the process runs: with this one's search path, so that nothing is imported out of the current folder.
+_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mlxlm.peers import main; main()"
 
 
 @dataclass(frozen=True)
 class Opinion:
     """What a peer says at each position of a text: its most likely next token, and by how much the logit of
     the text's own token is below that one's. `spread`: standard deviation of the logits over the vocabulary.
-    hidden: relative to what was asked, the last position after each stage, or None."""
+    hidden: the stream at the last position, after the embedding and each layer but the last, where asked for."""
 
     tokens: list[int]
     gaps: list[float]
@@ -50,7 +55,7 @@ def ask(peer: str, path: Path, ids: Sequence[int], start: int, hidden: bool = Fa
     if missing:
         raise Unavailable(f"{' and '.join(missing)} not installed")
     request = {"peer": peer, "path": str(path), "ids": list(ids), "start": start, "hidden": hidden}
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-c", _CHILD, json.dumps([folder for folder in sys.path if folder])]
     try:
         done = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -60,10 +65,15 @@ def ask(peer: str, path: Path, ids: Sequence[int], start: int, hidden: bool = Fa
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         reason = lines[-1].strip()
-        if any(phrase in line.lower() for line in lines for phrase in _UNKNOWN):
+        if any(phrase in reason.lower() for phrase in _UNKNOWN) or _LLAMA_CPP_UNKNOWN in done.stderr:
             raise Unavailable(reason[:200])
         raise CheckpointError(f"{peer} can't read {path.name}: {reason[:300]}")
     return Opinion(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """The process of one peer: a request as JSON on stdin, an Opinion as JSON on stdout."""
+    print(json.dumps(_answer(json.load(sys.stdin))))
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +127,3 @@ def _llama_cpp(path: str, ids: list[int], _hidden: bool):
     )  # fmt: skip
     model.eval(ids)
     return np.array(model.scores[: len(ids)]), None
-
-
-if __name__ == "__main__":
-    print(json.dumps(_answer(json.load(sys.stdin))))

@@ -1,0 +1,59 @@
+"""Floating-point values through their bits: on a CPU, MLX's conversions and reductions of 16-bit values run at a
+tenth of a disk's speed, numpy's of whole numbers at ten times it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from mlxlm._mlx import ON_CPU, mx
+
+_UNSIGNED = {2: mx.uint16, 4: mx.uint32}
+_LARGEST = 65504.0  # of float16
+
+
+def bits_of(value: mx.array) -> np.ndarray:
+    """The bits of an array of 16- or 32-bit values, as unsigned numbers; a view where MLX's memory can be seen."""
+    return np.array(mx.contiguous(value).view(_UNSIGNED[value.dtype.size]), copy=False)
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    """Whether two arrays of one shape and dtype are equal to the bit."""
+    return np.array_equal(bits_of(a), bits_of(b))
+
+
+def largest(value: mx.array) -> float:
+    """The largest magnitude of float16, bfloat16 or float32 values; NaN if one is NaN.
+
+    Without their sign, the bits of floats are in the order of the values, NaN above infinity.
+    """
+    bits = bits_of(value)
+    if not bits.size:
+        return 0.0
+    top = 1 << (8 * bits.itemsize - 1)
+    positive = int(bits.view(f"i{bits.itemsize}").max())
+    highest = int(bits.max())
+    magnitude = max(positive, highest - top if highest >= top else 0)
+    if value.dtype == mx.float16:
+        return float(np.uint16(magnitude).view(np.float16))
+    return float(np.uint32(magnitude << 16 if bits.itemsize == 2 else magnitude).view(np.float32))
+
+
+def fits_float16(value: mx.array) -> bool:
+    """Whether float16 has room for all values; NaN and infinity, which it has too, are another matter."""
+    return value.dtype == mx.float16 or not _LARGEST < largest(value) < float("inf")
+
+
+def as_float16(value: mx.array) -> mx.array:
+    """The values in float16. bfloat16 has 65,536 of them: on a CPU a table is seven times as fast as MLX."""
+    if not ON_CPU or value.dtype != mx.bfloat16:
+        return value.astype(mx.float16)
+    return mx.array(_table()[bits_of(value)]).view(mx.float16)
+
+
+@cache
+def _table() -> np.ndarray:
+    """float16's bits for each bfloat16."""
+    every = mx.array(np.arange(1 << 16, dtype=np.uint16)).view(mx.bfloat16)
+    return np.array(every.astype(mx.float16).view(mx.uint16))
