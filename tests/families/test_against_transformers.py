@@ -7,10 +7,11 @@ import pytest
 
 from mlxlm._mlx import mx, tree_flatten
 from mlxlm.cache import make_cache
-from mlxlm.checkpoint.stored import as_modules, as_stored
-from mlxlm.checkpoint.tensors import of_array
+from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.stored import as_stored
 from mlxlm.config import ModelConfig
-from mlxlm.families import FAMILIES, is_mlx_layout, layout, own_name
+from mlxlm.families import FAMILIES, layout
 from mlxlm.model import Decoder
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
@@ -122,21 +123,6 @@ def make_oracle(model_type, sizes):
     return model
 
 
-def read(folder):
-    """Our decoder from a folder: its configuration and its weights."""
-    config = ModelConfig.load(folder)
-    file = {}
-    for name, value in mx.load(str(folder / "model.safetensors")).items():
-        if (name := own_name(config, name)) is not None:
-            file[name] = of_array(value)
-    assert not is_mlx_layout(config, file)
-    tensors = as_modules(layout(config), file, str(folder))
-    model = Decoder(config)
-    model.load_weights([(name, tensor.read()) for name, tensor in tensors.items()])  # strict: neither more nor fewer
-    model.eval()
-    return model, config, tensors
-
-
 def logits_of(oracle, tokens):
     with torch.no_grad():
         return oracle(torch.from_numpy(tokens), use_cache=False).logits.numpy()
@@ -147,7 +133,8 @@ def case(request, tmp_path_factory):
     oracle = make_oracle(*CASES[request.param])
     folder = tmp_path_factory.mktemp("model")
     oracle.save_pretrained(folder)
-    return oracle, *read(folder)
+    checkpoint = open_checkpoint(folder)
+    return oracle, *load_checkpoint(checkpoint), checkpoint.tensors
 
 
 TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, (2, LENGTH))
