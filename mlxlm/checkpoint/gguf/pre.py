@@ -35,6 +35,8 @@ _DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 )
+_FALCON = "llama.cpp cuts Falcon's words otherwise where a UTF-8 byte is one of Latin-1's ², ³, ¹, ¼, ½ or ¾"
+_NFC = "llama.cpp doesn't bring text to NFC first: other ids for characters that are written decomposed"
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,15 @@ class Pre:
     """The steps that cut a text, each within the pieces of the one before.
 
     `ignore_merges`: a word that is a token is that token, whatever the merges would make of it. `adds_bos`: what
-    llama.cpp does where a file doesn't say. `composes`: the model's own tokenizer brings text to NFC first, which
-    llama.cpp doesn't.
+    llama.cpp does where a file doesn't say. `composes`: the models' own tokenizers bring text to NFC first.
+    `but`: where llama.cpp cuts otherwise than they do.
     """
 
     steps: tuple[str, ...]
     ignore_merges: bool = False
     adds_bos: bool = False
     composes: bool = False
+    but: str | None = None
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         steps = self.steps if _GPT2 in self.steps else (*self.steps, _BYTES)
@@ -68,7 +71,7 @@ _PRES = (
     (Pre((_QWEN,), composes=True), "qwen2"),
     (Pre((_QWEN,)), "stablelm2 deepseek-r1-qwen megrez hunyuan"),
     (Pre((_DIGIT, _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
-    (Pre((_PUNCTUATION, _GPT2, _DIGITS, _THREE)), "falcon"),
+    (Pre((_PUNCTUATION, _GPT2, _DIGITS, _THREE), but=_FALCON), "falcon"),
     (Pre((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
     (Pre((_BLOOM, _DIGIT)), "viking"),
     (Pre((_TEKKEN,), ignore_merges=True, adds_bos=True), "tekken"),
@@ -78,25 +81,27 @@ _PRES = (
 PRES = {name: pre for pre, names in _PRES for name in names.split()}
 
 
-def pre_of(model: Mapping[str, Any]) -> str:
-    """The name under which llama.cpp cuts words as the tokenizer.json `model` does.
+def pre_of(model: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The name under which llama.cpp cuts words as the tokenizer.json `model` does, and where it does otherwise.
 
     Raises TokenizerError for a tokenizer that llama.cpp has no name for.
     """
     normalizer = model.get("normalizer")
-    steps = normalizer.get("normalizers") if normalizer and normalizer["type"] == "Sequence" else [normalizer]
-    kinds = [step["type"] for step in steps if step]
+    parts = normalizer.get("normalizers", [normalizer]) if normalizer else []
+    kinds = [part["type"] for part in parts]
     found = _flat(model.get("pre_tokenizer"))
-    found = tuple(found[:-1] if found[-1:] == [_BYTES] else found if _GPT2 in found else ())
+    steps = tuple(found[:-1] if found[-1:] == [_BYTES] else found if _GPT2 in found else ())
     ignores = bool(model["model"].get("ignore_merges"))
-    for name, pre in PRES.items():
-        if pre.steps == found and pre.ignore_merges == ignores and kinds in ([], ["NFC"] * pre.composes):
-            return name
-    what = f"normalizes text ({', '.join(kinds)})" if kinds and kinds != ["NFC"] else "splits words"
-    raise TokenizerError(
-        f"llama.cpp has no name for this tokenizer: it {what} in a way of its own",
-        "one of " + ", ".join(names.split()[0] for _, names in _PRES),
-    )
+    names = [name for name, pre in PRES.items() if (pre.steps, pre.ignore_merges) == (steps, ignores)]
+    if not names or kinds not in ([], ["NFC"]):
+        what = "splits words" if not names else f"normalizes text ({', '.join(kinds)})"
+        raise TokenizerError(
+            f"llama.cpp has no name for this tokenizer: it {what} in a way of its own",
+            "one of " + ", ".join(names.split()[0] for _, names in _PRES),
+        )
+    composes = kinds == ["NFC"]
+    name = next((name for name in names if PRES[name].composes == composes), names[0])
+    return name, [note for note in (_NFC if composes else None, PRES[name].but) if note]
 
 
 def _step(step: str) -> pre_tokenizers.PreTokenizer:

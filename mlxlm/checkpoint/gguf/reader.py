@@ -23,7 +23,7 @@ from mlxlm.errors import CheckpointError, os_errors_as
 
 # Far above what models have: the largest vocabularies (260,000 tokens, 515,000 merges) make headers of 20 MB.
 _MAX_HEADER = 64 << 20  # bytes
-_MAX_TENSORS = _MAX_KEYS = 1 << 16
+_MAX_TENSORS = _MAX_KEYS = 1 << 15
 _MAX_STRINGS = 1 << 21  # in all arrays together; walking over them takes half a second
 _MAX_STRING = 16 << 20  # bytes of one value, e.g. a chat template
 _MAX_NAME = 1024  # bytes; llama.cpp itself reads names of at most 63
@@ -31,10 +31,8 @@ _MAX_DEPTH = 4  # of arrays within arrays
 _MAX_ALIGNMENT = 1 << 20
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_NUMBERS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
-}  # fmt: skip
-_STRUCTS = {kind: struct.Struct("<" + np.dtype(code).char) for kind, code in _NUMBERS.items()}
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -146,7 +144,7 @@ class _Cursor:
             return self.text(what)
         if kind == _ARRAY:
             return self._array(what, depth, keep)
-        number = _STRUCTS.get(kind)
+        number = _NUMBERS.get(kind)
         if number is None:
             raise self.fail(f"{what} has the unknown type {kind}")
         [value] = number.unpack_from(self.data, self.take(number.size, what))
@@ -164,7 +162,7 @@ class _Cursor:
             return [self.value(kind, what, depth + 1, keep) for _ in range(count)]
         start = self.at
         if kind in _NUMBERS:
-            self.take(count * _STRUCTS[kind].size, what)
+            self.take(count * _NUMBERS[kind].size, what)
         else:
             self._walk(kind, count, what, depth)
         return Array(self.path, kind, count, start, self.at)
@@ -175,11 +173,16 @@ class _Cursor:
         self.strings += count
         if count * 8 > self.size - self.at or self.strings > _MAX_STRINGS:
             raise self.fail(f"{what} claims {count} elements, more than the file can hold or a model needs")
-        for _ in range(count):
-            if kind == _STRING:
-                self.take(self.u64(what), what)
-            else:
+        if kind == _ARRAY:
+            for _ in range(count):
                 self._array(what, depth + 1, keep=False)
+            return
+        at, last, length_at = self.at, len(self.data) - 8, _U64.unpack_from
+        for _ in range(count):  # `take` for each would need three times as long
+            if at > last:
+                self.take(at + 8 - self.at, what)  # raises
+            at += 8 + length_at(self.data, at)[0]
+        self.take(at - self.at, what)
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:

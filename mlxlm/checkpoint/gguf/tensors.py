@@ -50,7 +50,7 @@ def encoded(name: str, tensor: Tensor, kind: str) -> Iterator[bytes | memoryview
 
     Raises CheckpointError, naming the tensor, if a value is NaN or infinite, or too large for float16.
     """
-    value = tensor.read()
+    value = mx.contiguous(tensor.read())  # not the view that a transposition leaves
     rows = value.reshape(-1, value.shape[-1])
     chunks = (rows[part] for part in _parts(*rows.shape))
     if kind in _EXPONENT and value.dtype == _PLAIN[kind][1]:

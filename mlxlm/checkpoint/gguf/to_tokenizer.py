@@ -62,12 +62,13 @@ def _byte_level(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Metadat
     merges = _merges(bpe)
     if any(" " in part for merge in merges for part in merge):
         raise TokenizerError("a merge of this tokenizer has a space in it, which llama.cpp's list of merges can't hold")
+    pre, notes = pre_of(model)
     own = {
         "tokenizer.ggml.model": (STRING, "gpt2"),
-        "tokenizer.ggml.pre": (STRING, pre_of(model)),
+        "tokenizer.ggml.pre": (STRING, pre),
         "tokenizer.ggml.merges": (ARRAY, (STRING, [" ".join(merge) for merge in merges])),
     }
-    return own, {id: (token, 0.0, NORMAL) for token, id in bpe["vocab"].items()}, []
+    return own, {id: (token, 0.0, NORMAL) for token, id in bpe["vocab"].items()}, notes
 
 
 def _sentencepiece(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Metadata, Pieces, list[str]]:
