@@ -35,7 +35,7 @@ _OPTIONAL_SCALING = ("attention_factor", "beta_fast", "beta_slow", "mscale", "ms
 
 
 def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MAX
+    return _is_int(value) and 0 < value <= _MAX
 
 
 def problems(c: Any) -> Iterator[str]:
@@ -53,13 +53,18 @@ def problems(c: Any) -> Iterator[str]:
                 yield f"it has {c.parameter_count():.3g} parameters, check hidden_size and num_hidden_layers"
     if c.quantization is not None:
         yield from quantization.problems(c.quantization)
-    ids = {"eos_token_id": c.eos_token_id if isinstance(c.eos_token_id, list) else [c.eos_token_id]}
-    ids |= {name: [getattr(c, name)] for name in ("bos_token_id", "pad_token_id")}
-    for name, found in ids.items():
-        if any(i is not None and (isinstance(i, bool) or not isinstance(i, int)) for i in found):
-            yield f"{name} is {getattr(c, name)!r}, it must be a token id" + " or a list of them" * (name[0] == "e")
-    if any(isinstance(i, int) and i < 0 for i in ids["eos_token_id"]):
+    yield from _token_problems(c)
+
+
+def _token_problems(c: Any) -> Iterator[str]:
+    """Old files have -1 for no padding, so that only the ids that end a text must be those of tokens."""
+    ends = c.eos_token_id if isinstance(c.eos_token_id, list) else [c.eos_token_id]
+    if any(not (i is None or (_is_int(i) and i >= 0)) for i in ends):
         yield f"eos_token_id is {c.eos_token_id!r}, it must be a token id or a list of them"
+    for name in ("bos_token_id", "pad_token_id"):
+        value = getattr(c, name)
+        if value is not None and not _is_int(value):
+            yield f"{name} is {value!r}, it must be a token id or null"
 
 
 def _field_problems(c: Any) -> Iterator[str]:
@@ -159,6 +164,10 @@ def _factor_problems(scaling: Mapping[str, Any], dims: int) -> Iterator[str]:
         factors = scaling.get(name)
         if not isinstance(factors, list) or len(factors) != dims // 2 or not all(map(_is_positive, factors)):
             yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_positive(value: Any) -> bool:

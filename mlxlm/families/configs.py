@@ -52,7 +52,7 @@ def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     result |= {**family.read(values), **family.always}
     if result.get("positions", "rope") == "rope":
         try:
-            result |= read_rotary(values, family)
+            result |= read_rotary(values)
         except TypeError as error:
             raise ConfigError(f"{source}: {error}", '{"rope_type": "default"}') from None
     missing = [(family.names_of(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
@@ -73,7 +73,7 @@ def huggingface(config: Any) -> dict[str, Any]:
     for name in family.fields:
         values[family.names_of(name)[0]] = getattr(config, name)
     if config.positions == "rope":
-        values |= write_rotary(config, family)
+        values |= write_rotary(config)
     values |= {**family.write(config), "torch_dtype": "float32"}
     if config.quantization is not None:
         # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".

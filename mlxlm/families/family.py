@@ -55,6 +55,14 @@ def same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
+# Fields that nearly every family has under these names, and the three projections that many keep in one matrix.
+COMMON = same(
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+
+
 def flag(values: Mapping[str, Any], name: str, default: bool) -> bool:
     """A switch of Hugging Face's configuration, null being its default."""
     value = values.get(name)

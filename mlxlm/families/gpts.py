@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm.families.family import Family, flag, lacks_any, same
-from mlxlm.families.llamas import COMMON, QKV
+from mlxlm.families.family import COMMON, QKV, Family, flag, lacks_any, same
 
 _PLAIN = {"norm": "layer", "mlp_gated": False}
 _BIASED = {"attention_bias": True, "mlp_bias": True}
+_MEGATRON_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
 _MASKS = (".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq")
 
 
@@ -91,8 +91,7 @@ GPT_NEOX = Family(
         **same("input_layernorm", "post_attention_layernorm"),
         "attention.query_key_value": QKV,
         "attention.dense": "self_attn.o_proj",
-        "mlp.dense_h_to_4h": "mlp.up_proj",
-        "mlp.dense_4h_to_h": "mlp.down_proj",
+        **_MEGATRON_MLP,
     },
     grouped=True,
     mlx_names=(("gpt_neox.layers.", "model.h."), ("embed_out", "model.embed_out"), ("gpt_neox.", "model.")),
@@ -144,7 +143,10 @@ OPT = Family(
 
 
 def _read_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
-    """40B's decoder has grouped heads, and one norm each for attention and feed-forward unless told otherwise."""
+    """40B's decoder has grouped heads, and one norm each for attention and feed-forward unless told otherwise.
+
+    transformers rounds the slopes of ALiBi, and their products with positions, to bfloat16; ours are exact.
+    """
     new = flag(values, "new_decoder_architecture", False)
     heads = _first(values, "num_attention_heads", "n_head")
     kv_heads = _first(values, "num_kv_heads") or heads if new else 1 if flag(values, "multi_query", True) else heads
@@ -188,6 +190,7 @@ FALCON = Family(
         "intermediate_size": "ffn_hidden_size",
         "rms_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation",
+        "rope_theta": "rope_theta",
     },
     defaults={"hidden_act": "gelu", "tie_word_embeddings": True},
     always=_PLAIN,
@@ -199,8 +202,7 @@ FALCON = Family(
     layer={
         "self_attention.query_key_value": QKV,
         "self_attention.dense": "self_attn.o_proj",
-        "mlp.dense_h_to_4h": "mlp.up_proj",
-        "mlp.dense_4h_to_h": "mlp.down_proj",
+        **_MEGATRON_MLP,
     },
     layer_of=lambda config: (
         {"ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm"}
@@ -237,8 +239,7 @@ BLOOM = Family(
         **same("input_layernorm", "post_attention_layernorm"),
         "self_attention.query_key_value": QKV,
         "self_attention.dense": "self_attn.o_proj",
-        "mlp.dense_h_to_4h": "mlp.up_proj",
-        "mlp.dense_4h_to_h": "mlp.down_proj",
+        **_MEGATRON_MLP,
     },
     grouped=True,
 )

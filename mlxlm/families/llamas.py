@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm.families.family import Family, flag, lacks_any, same
+from mlxlm.families.family import COMMON, QKV, Family, flag, lacks_any, same
 from mlxlm.families.windows import read_windows, write_windows
 
-COMMON = same(
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-_LLAMA = COMMON | same("num_key_value_heads", "rms_norm_eps", "hidden_act")
-QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+_LLAMA = COMMON | same("num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta")
 
 
 def _read_qwen(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,6 +43,11 @@ def _read_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lacks_gemma(values: Mapping[str, Any]) -> str | None:
     return lacks_any(values, use_bidirectional_attention=False)
+
+
+def _write_phi3(config: Any) -> dict[str, Any]:
+    scaling = config.rope_scaling or {}
+    return {name: scaling[name] for name in ("original_max_position_embeddings",) if name in scaling}
 
 
 LLAMAS = (
@@ -119,6 +119,7 @@ LLAMAS = (
         "Phi3ForCausalLM",
         _LLAMA | same("sliding_window", "partial_rotary_factor"),
         defaults={"max_position_embeddings": 4096},
+        write=_write_phi3,
         layer={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": "mlp.gate_proj mlp.up_proj"},
     ),
     Family(

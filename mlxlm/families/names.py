@@ -83,8 +83,10 @@ def _stored(
 
 
 def _rows(config: Any, module: str) -> int:
-    heads = {"q_proj": config.num_attention_heads}.get(module.rpartition(".")[2], config.num_key_value_heads)
-    return config.intermediate_size if ".mlp." in module else heads * config.head_dim
+    if ".mlp." in module:
+        return config.intermediate_size
+    heads = config.num_attention_heads if module.endswith(".q_proj") else config.num_key_value_heads
+    return heads * config.head_dim
 
 
 def _mlx_name(family: Family, name: str) -> str:

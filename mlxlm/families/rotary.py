@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm.families.family import Family
-
 # What a `rope_type` reads besides rope_theta. Source: transformers, modeling_rope_utils.py
 SCALINGS = {
     "linear": ("factor",),
@@ -34,20 +32,15 @@ def lacks_rotary(values: Mapping[str, Any]) -> str | None:
     return "rope_traditional" if values.get("rope_traditional") else None
 
 
-def read_rotary(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` for ModelConfig, where the file has them.
+def read_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` for ModelConfig, where these objects have them.
 
     Raises TypeError for rope_parameters that are no object.
     """
     rope = _parameters(values)
     if not isinstance(rope, Mapping):
         raise TypeError(f"rope_parameters is {rope!r}, it must be an object")
-    result = {}
-    for name in ("rope_theta", "partial_rotary_factor"):
-        places = [rope.get(name), *(values.get(theirs) for theirs in family.names_of(name) or (name,))]
-        found = next((value for value in places if value is not None), None)
-        if found is not None:
-            result[name] = found
+    result = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
     kind = _kind(values, rope)
     if kind == "default":
         return result
@@ -59,21 +52,16 @@ def read_rotary(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return result | {"rope_scaling": {"rope_type": kind, **scaling}}
 
 
-def write_rotary(config: Any, family: Family) -> dict[str, Any]:
+def write_rotary(config: Any) -> dict[str, Any]:
     """The same for `config.json`, for readers of both kinds."""
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
-    partial = config.partial_rotary_factor
     parameters = {**scaling, "rope_theta": config.rope_theta}
-    values: dict[str, Any] = {(family.names_of("rope_theta") or ("rope_theta",))[0]: config.rope_theta}
-    if partial != 1:
-        parameters["partial_rotary_factor"] = partial
-        values[(family.names_of("partial_rotary_factor") or ("partial_rotary_factor",))[0]] = partial
-    values["rope_parameters"] = parameters
-    if config.rope_scaling is not None:
-        values["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}  # older readers look for "type"
-    if family.model_type == "phi3" and "original_max_position_embeddings" in scaling:
-        values["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    return values
+    if config.partial_rotary_factor != 1:
+        parameters["partial_rotary_factor"] = config.partial_rotary_factor
+    if config.rope_scaling is None:
+        return {"rope_parameters": parameters}
+    # Older readers look for "type".
+    return {"rope_parameters": parameters, "rope_scaling": {**scaling, "type": scaling["rope_type"]}}
 
 
 def _parameters(values: Mapping[str, Any]) -> Any:

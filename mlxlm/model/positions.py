@@ -20,28 +20,16 @@ class Rotary:
     """
 
     def __init__(self, config: ModelConfig):
-        self.dims, self.base = config.rotary_dims, config.rope_theta
-        self.longest = config.max_position_embeddings
+        self.dims, self.base, self.longest = config.rotary_dims, config.rope_theta, config.max_position_embeddings
         scaling = config.rope_scaling or {"rope_type": "default"}
         self.kind, self.growth = scaling["rope_type"], scaling.get("factor")
-        self.wavelengths, self.long_wavelengths, self.original, factor = None, None, None, 1.0
+        self.original = scaling.get("original_max_position_embeddings")
         plain = [self.base ** (i / self.dims) for i in range(0, self.dims, 2)]
-        if self.kind == "linear":
-            self.wavelengths = mx.array([w * self.growth for w in plain])
-        elif self.kind == "llama3":
-            self.wavelengths = mx.array([_llama3(w, scaling) for w in plain])
-        elif self.kind == "yarn":
-            self.wavelengths = mx.array(_yarn(plain, self.dims, self.base, scaling))
-            factor = _yarn_factor(scaling)
-        elif self.kind == "longrope":
-            self.original = scaling["original_max_position_embeddings"]
-            short, long = scaling["short_factor"], scaling["long_factor"]
-            self.wavelengths, self.long_wavelengths = (
-                mx.array([w * f for w, f in zip(plain, factors, strict=True)]) for factors in (short, long)
-            )
-            factor = _longrope_factor(scaling, self.longest)
+        self.wavelengths = _array(_wavelengths(plain, self.base, scaling))  # None: those of the base
+        self.long_wavelengths = _array(_stretched(plain, scaling["long_factor"])) if self.kind == "longrope" else None
+        factor = _attention_factor(scaling, self.longest)
         self.query_scale = None
-        if factor != 1.0:
+        if factor != 1:
             self.query_scale = mx.array([factor**2] * self.dims + [1.0] * (config.head_dim - self.dims))
 
     def __call__(self, queries: mx.array, keys: mx.array, offset: int) -> tuple[mx.array, mx.array]:
@@ -72,6 +60,26 @@ class Rotary:
         return self.base * (self.growth * ratio - (self.growth - 1)) ** (self.dims / (self.dims - 2))
 
 
+def _array(values: list[float] | None) -> mx.array | None:
+    return None if values is None else mx.array(values)
+
+
+def _stretched(plain: list[float], factors: list[float]) -> list[float]:
+    return [wavelength * factor for wavelength, factor in zip(plain, factors, strict=True)]
+
+
+def _wavelengths(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[float] | None:
+    """The wavelength of each pair of dimensions, over 2π; None where the base alone decides."""
+    kind = scaling["rope_type"]
+    if kind == "linear":
+        return _stretched(plain, [scaling["factor"]] * len(plain))
+    if kind == "llama3":
+        return [_llama3(wavelength, scaling) for wavelength in plain]
+    if kind == "yarn":
+        return _yarn(plain, base, scaling)
+    return _stretched(plain, scaling["short_factor"]) if kind == "longrope" else None
+
+
 def _llama3(wavelength: float, scaling: Mapping[str, Any]) -> float:
     """Long waves are stretched by `factor`, short ones kept, those between interpolated (Llama Team 2024, 3.4.2)."""
     turns = scaling["original_max_position_embeddings"] / (2 * math.pi * wavelength)
@@ -80,8 +88,9 @@ def _llama3(wavelength: float, scaling: Mapping[str, Any]) -> float:
     return wavelength / ((1 - kept) / scaling["factor"] + kept)
 
 
-def _yarn(plain: list[float], dims: int, base: float, scaling: Mapping[str, Any]) -> list[float]:
+def _yarn(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[float]:
     """As for Llama 3, with a ramp over dimensions instead of frequencies (Peng et al. 2023, 3.2)."""
+    dims = 2 * len(plain)
 
     def dimension(turns: float) -> float:
         original = scaling["original_max_position_embeddings"]
@@ -92,14 +101,21 @@ def _yarn(plain: list[float], dims: int, base: float, scaling: Mapping[str, Any]
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
     width = high - low or 0.001
-    stretched = [min(1.0, max(0.0, (i - low) / width)) for i in range(len(plain))]
-    return [w / (s / scaling["factor"] + 1 - s) for w, s in zip(plain, stretched, strict=True)]
+    shares = [min(1.0, max(0.0, (i - low) / width)) for i in range(len(plain))]
+    return [w / (share / scaling["factor"] + 1 - share) for w, share in zip(plain, shares, strict=True)]
 
 
-def _yarn_factor(scaling: Mapping[str, Any]) -> float:
-    """How much longer rotated queries and keys become (Peng et al. 2023, 3.4)."""
+def _attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
+    """How much longer rotated queries and keys become (Peng et al. 2023, 3.4; Ding et al. 2024, "LongRoPE")."""
+    kind = scaling["rope_type"]
+    if kind not in ("yarn", "longrope"):
+        return 1.0
     if "attention_factor" in scaling:
         return scaling["attention_factor"]
+    if kind == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        factor = scaling.get("factor", longest / original)
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
     def temper(weight: float) -> float:
         return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
@@ -107,15 +123,6 @@ def _yarn_factor(scaling: Mapping[str, Any]) -> float:
     if "mscale" in scaling and "mscale_all_dim" in scaling:
         return temper(scaling["mscale"]) / temper(scaling["mscale_all_dim"])
     return temper(1.0)
-
-
-def _longrope_factor(scaling: Mapping[str, Any], longest: int) -> float:
-    """The same for LongRoPE (Ding et al. 2024)."""
-    if "attention_factor" in scaling:
-        return scaling["attention_factor"]
-    original = scaling["original_max_position_embeddings"]
-    factor = scaling.get("factor", longest / original)
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def alibi_slopes(heads: int) -> mx.array:
