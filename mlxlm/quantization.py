@@ -48,5 +48,5 @@ def _entry_problems(name: str, entry: Mapping[str, Any], required: Mapping[str, 
         return
     for field, allowed in zip(("group_size", "bits"), MODES[mode], strict=True):
         value = {**required, **entry}.get(field, allowed[0])
-        if isinstance(value, bool) or value not in allowed:
+        if type(value) is not int or value not in allowed:
             yield f"{name}: {field} is {value!r}, {mode} has {' or '.join(map(str, sorted(allowed)))}"

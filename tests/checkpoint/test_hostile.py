@@ -13,6 +13,7 @@ import pytest
 from hostile import KINDS, MEMORY, SECONDS, Sample, Victim, make, weights
 
 from mlxlm.checkpoint import save_weights
+from mlxlm.convert import convert
 from mlxlm.errors import MlxlmError
 
 
@@ -223,6 +224,9 @@ def test_configurations(broken, case):
 
 
 QUANTIZED = {
+    "bits that are no whole number": (
+        in_json("config.json", lambda v: v["quantization"].update(bits=4.0)), "bits is 4.0",
+    ),
     "other bits": (in_json("config.json", lambda v: v["quantization"].update(bits=8)), "bits"),
     "other groups": (in_json("config.json", lambda v: v["quantization"].update(group_size=64)), "group"),
     "bits that overflow": (in_json("config.json", lambda v: v["quantization"].update(bits=2**64)), "bits"),
@@ -428,16 +432,13 @@ def test_a_sentencepiece_model_with_a_piece_of_a_megabyte(broken):
     broken("tokenizer-model", in_target(change), "tokenizer.model.*piece of more than")
 
 
-@pytest.mark.parametrize("name", ["safetensors", "shards"])
-def test_values_that_are_no_numbers_are_not_written(samples, tmp_path, name):
-    convert = pytest.importorskip("mlxlm.convert")
-    sample = samples(name).copy(tmp_path / "broken")
+@pytest.mark.parametrize("out", ["model", "model.gguf", "model.bin"])
+def test_values_that_are_no_numbers_are_not_written(samples, tmp_path, out):
+    sample = samples("tokenizer-model").copy(tmp_path / "broken")
     values = weights()
     values["model.norm.weight"] = values["model.norm.weight"] * float("nan")
-    for file in sample.folder.glob("model*"):
-        file.unlink()
     save_weights(sample.folder, values)
     (tmp_path / "out").mkdir()
-    with pytest.raises(MlxlmError, match="model.norm.weight"):
-        convert.convert(sample.source, tmp_path / "out/model")
+    with pytest.raises(MlxlmError, match="norm.weight has values that are (not finite|NaN)"):
+        convert(sample.source, tmp_path / "out" / out)
     assert list((tmp_path / "out").iterdir()) == []
