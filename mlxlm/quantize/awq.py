@@ -73,7 +73,7 @@ def scale_block(
             module.weight = module.weight * scale
         inverse = np.array(1 / scale)
         scaled = own * inverse * inverse[:, None]
-        inputs |= dict.fromkeys(fold.readers, Inputs(scaled, None))
+        inputs |= dict.fromkeys(fold.readers, Inputs(scaled))
         changed |= {fold.source, *fold.readers}
     return inputs, changed
 
@@ -139,7 +139,7 @@ def _divide(source: nn.Module, scale: mx.array, unit_offset: bool) -> None:
 
 
 def at(block: nn.Module, name: str) -> nn.Module:
-    """The part of a block with a dotted name."""
+    """The part of a block, or of a decoder, with a dotted name."""
     for part in name.split("."):
-        block = block[part]
+        block = block[int(part) if part.isdigit() else part]
     return block

@@ -23,7 +23,7 @@ class Inputs:
     """
 
     moments: np.ndarray
-    drift: np.ndarray | None
+    drift: np.ndarray | None = None
 
 
 # What is done with one block: its name, the block, and its layers' inputs by their names in the block. It sets the
@@ -44,38 +44,45 @@ class _Recorder(nn.Module):
 
 
 class _Sums:
-    """Sums over batches: in each, the source's inputs are shown first, and then those to calibrate with."""
+    """Sums over batches: in each, inputs to calibrate with are shown, after the source's where these count."""
 
     def __init__(self) -> None:
+        self._seen: dict[str, mx.array] = {}
         self._source: dict[str, mx.array] = {}
-        self._own: dict[str, mx.array] = {}
-        self._is_source = True
-        self._sums: dict[str, tuple[mx.array, mx.array]] = {}  # by the first layer that reads an input
+        self._sums: dict[str, list[mx.array]] = {}  # by the first layer that reads an input
         self._shared: dict[str, str] = {}  # layer: that first one
 
     def saw(self, name: str, x: mx.array) -> None:
-        (self._source if self._is_source else self._own)[name] = x
+        self._seen[name] = x
 
     def source_done(self) -> None:
-        self._is_source = False
+        """What was seen were the source's."""
+        self._source, self._seen = self._seen, {}
 
     def batch_done(self) -> None:
         """Add up. The same array for several layers (query, key and value) is multiplied once."""
         first: dict[int, str] = {}
-        for name, x in self._own.items():
+        for name, x in self._seen.items():
             leader = self._shared[name] = first.setdefault(id(x), name)
             if leader != name:
                 continue
-            flat, source = (part.reshape(-1, x.shape[-1]).astype(mx.float32) for part in (x, self._source[name]))
-            both = flat.T @ flat, (source - flat).T @ flat
+            flat = _rows(x)
+            own = [flat.T @ flat]
+            if self._source:
+                own.append((_rows(self._source[name]) - flat).T @ flat)
             before = self._sums.get(name)
-            self._sums[name] = both if before is None else (before[0] + both[0], before[1] + both[1])
+            self._sums[name] = own if before is None else [x + y for x, y in zip(before, own, strict=True)]
         mx.eval(self._sums)
-        self._source, self._own, self._is_source = {}, {}, True
+        self._seen, self._source = {}, {}
 
     def inputs(self) -> dict[str, Inputs]:
         arrays = {name: Inputs(*map(np.array, sums)) for name, sums in self._sums.items()}
         return {name: arrays[first] for name, first in self._shared.items()}
+
+
+def _rows(x: mx.array) -> mx.array:
+    """[tokens, width] float32"""
+    return x.reshape(-1, x.shape[-1]).astype(mx.float32)
 
 
 @contextmanager
@@ -92,24 +99,32 @@ def _recorded(module: nn.Module) -> Iterator[_Sums]:
 
 
 def walk(
-    source: Stages, stages: Stages, tokens: np.ndarray, on_block: OnBlock, progress: Callable[[str], None]
+    source: Stages | None, stages: Stages, tokens: np.ndarray, on_block: OnBlock, progress: Callable[[str], None]
 ) -> None:
     """Send `tokens` int `[N, T]` through the decoder; call `on_block` for each block, and at last with the module
     that has `lm_head` where there is one of its own.
 
     A block gets what the blocks before it make as `on_block` left them, so that each makes up for the errors of
-    those before. `stages` begin with the embedding to calibrate with; `source` is the model as it was.
-    Memory: one block, its sums, and two hidden states per token. `progress` is told each block that is done.
+    those before. `stages` begin with the embedding to calibrate with; `source` is the model as it was, run beside it
+    for `Inputs.drift`, or None. Memory: one block, its sums, and one or two hidden states per token.
+    `progress` is told each block that is done.
     """
-    originals, states = _embedded(source, tokens), _embedded(stages, tokens)
+    states = _embedded(stages, tokens)
+    originals = [None] * len(states) if source is None else _embedded(source, tokens)
+
+    def record(sums: _Sums, run: Callable[[State], object]) -> None:
+        for i, state in enumerate(states):
+            if originals[i] is not None:
+                originals[i] = run(originals[i])
+                mx.eval(originals[i])
+                sums.source_done()
+            run(state)
+            sums.batch_done()
+
     for index in range(stages.layers):
         block = stages.block(index)
         with _recorded(block) as sums:
-            for i, state in enumerate(states):
-                originals[i] = block(*originals[i])
-                sums.source_done()
-                mx.eval(originals[i], block(*state))
-                sums.batch_done()
+            record(sums, lambda state, block=block: block(*state))
         name = f"{LAYERS}.{index}"
         on_block(name, block, sums.inputs())
         _through(block, states)
@@ -117,11 +132,7 @@ def walk(
     decoder = stages.ends()
     if "lm_head" in decoder:
         with _recorded(decoder) as sums:
-            for original, state in zip(originals, states, strict=True):
-                decoder.head(decoder.model.leave(*original))  # the logits themselves are never computed
-                sums.source_done()
-                decoder.head(decoder.model.leave(*state))
-                sums.batch_done()
+            record(sums, lambda state: decoder.head(decoder.model.leave(*state)))
         on_block("", decoder, {"lm_head": sums.inputs()["lm_head"]})
         progress("lm_head")
 
@@ -134,8 +145,7 @@ def head_moments(stages: Stages, tokens: np.ndarray, progress: Callable[[str], N
         progress(f"{LAYERS}.{index}")
     model, total = stages.ends().model, mx.array(0.0)
     for state in states:
-        x = model.leave(*state)
-        flat = x.reshape(-1, x.shape[-1]).astype(mx.float32)
+        flat = _rows(model.leave(*state))
         total = total + flat.T @ flat
         mx.eval(total)
     return np.array(total)

@@ -16,7 +16,7 @@ from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import Inputs, head_moments, walk
 from mlxlm.quantize.gptq import gptq, relative_error
-from mlxlm.quantize.packed import Packed, dequantized, rounded
+from mlxlm.quantize.packed import Packed, dequantized
 from mlxlm.quantize.plan import Format, Plan
 from mlxlm.quantize.stream import quantized
 from mlxlm.stages import Stages
@@ -47,7 +47,8 @@ def calibrated(
     checkpoint: Checkpoint, plan: Plan, method: str, tokens: np.ndarray, scratch: Path,
     progress: Callable[[str], None] = lambda done: None,
 ) -> Calibrated:  # fmt: skip
-    """Quantize `checkpoint`, whose tensors have 16 bits, by `plan`, for inputs like `tokens` int `[N, T]`.
+    """Quantize `checkpoint`, whose tensors have 16 bits, by `plan` with GPTQ or AWQ, for inputs like `tokens` int
+    `[N, T]`.
 
     The blocks see what the embedding has become. A tied one is calibrated as the head, which takes a run through the
     source first; as a table it counts as much. Other tables are only fitted: their rows are used as they are.
@@ -56,11 +57,11 @@ def calibrated(
     """
     check_method(method, plan)
     work = _Work(checkpoint, plan, method, scratch)
-    moments = None
-    if checkpoint.config.tie_word_embeddings and plan.formats[EMBEDDING] is not None and method != "round":
-        moments = head_moments(Stages(checkpoint), tokens, progress)
+    source, moments = Stages(checkpoint), None
+    if checkpoint.config.tie_word_embeddings and plan.formats[EMBEDDING] is not None:
+        moments = head_moments(source, tokens, progress)
     seen = replace(checkpoint, tensors={**checkpoint.tensors, **work.tables(moments)})
-    walk(Stages(checkpoint), Stages(seen), tokens, work.on_block, progress)
+    walk(source if method == "gptq" else None, Stages(seen), tokens, work.on_block, progress)
     return work.result()
 
 
@@ -80,7 +81,7 @@ class _Work:
             sums = np.eye(weight.shape[1], dtype=np.float32)
             if module == EMBEDDING and moments is not None:
                 sums += moments / max(float(np.mean(np.diag(moments))), 1e-30)
-            packed = self._packed(module, weight, Inputs(sums, None), chosen)
+            packed = self._packed(module, weight, Inputs(sums), chosen)
             self._keep(module, packed.parts(module))
             computed[f"{module}.weight"] = of_array(dequantized(packed, chosen))
         return computed
@@ -89,7 +90,7 @@ class _Work:
         prefix = f"{name}." if name else ""
         formats = {local: self._plan.formats.get(prefix + local) for local in inputs}
         changed: set[str] = set()
-        if self._method == "awq" and name:
+        if self._method == "awq" and name:  # no name: the head
             dtype = self._checkpoint.tensors[f"{prefix}self_attn.q_proj.weight"].dtype
             inputs, changed = awq.scale_block(block, self._checkpoint.config, inputs, formats, dtype)
         results: dict[str, mx.array] = {}
@@ -112,10 +113,8 @@ class _Work:
         try:
             if self._method == "gptq":
                 packed = gptq(weight, inputs.moments, chosen, inputs.drift)
-            elif self._method == "awq":
-                packed = awq.clipped(module, weight, inputs.moments, chosen)
             else:
-                packed = rounded(weight, chosen)
+                packed = awq.clipped(module, weight, inputs.moments, chosen)
         except CheckpointError as error:
             raise CheckpointError(f"{module}: {error.message}", error.hint) from None
         self._errors[module] = relative_error(weight, packed, chosen, inputs.moments)

@@ -192,4 +192,3 @@ def describe(chosen: Format | None) -> str:
     if chosen is None:
         return "16 bits"
     return f"{chosen.bits} bits in groups of {chosen.group_size}" if chosen.affine else chosen.mode
-

@@ -160,9 +160,7 @@ def within(plan: Plan, costs: Costs, nbytes: int) -> Plan:
     return smallest.with_formats(chosen)
 
 
-def below_divergence(
-    plan: Plan, costs: Costs, limit: float, measure: Callable[[Plan], float]
-) -> tuple[Plan, float]:
+def below_divergence(plan: Plan, costs: Costs, limit: float, measure: Callable[[Plan], float]) -> tuple[Plan, float]:
     """The smallest plan found whose KL divergence, as `measure(plan)` gives it, is at most `limit`; with that.
 
     What the costs predict is corrected by each measurement, so that a few suffice; the bracket only ever shrinks.

@@ -49,7 +49,7 @@ def of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> Text:
 
 
 def calibration_and_evaluation(
-    root: Path, tokenizer: Tokenizer, calibrate: Path | str | None, evaluate: Path | str | None
+    root: Path | None, tokenizer: Tokenizer, calibrate: Path | str | None, evaluate: Path | str | None
 ) -> tuple[Text, Text]:
     """A text to calibrate with and another one to measure on.
 
@@ -72,8 +72,8 @@ def calibration_and_evaluation(
     return kept, Text(f"{whole.name} (from its last tenth)", held_out, _bytes(held_out, tokenizer))
 
 
-def _without_files(root: Path, tokenizer: Tokenizer) -> tuple[Text, Text]:
-    if (root / RUN_FILE).is_file():
+def _without_files(root: Path | None, tokenizer: Tokenizer) -> tuple[Text, Text]:
+    if root is not None and (root / RUN_FILE).is_file():
         from mlxlm.train import Run  # not for every model: it brings the optimizers
 
         run = Run.open(root)

@@ -1,0 +1,191 @@
+"""`mlxlm quantize`: fewer bits per weight, and what they cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxlm.cli import render
+
+if TYPE_CHECKING:
+    from mlxlm.quantize import Report
+
+# Repeated here so that `--help` needn't import MLX; a test compares them with mlxlm.quantize's.
+MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+METHODS = ("round", "gptq", "awq")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_WORST = 5
+
+
+class _Bytes(click.ParamType):
+    """2.0GB, 900MB, 1.5GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", value.strip())
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if unit is None or float(match[1]) * unit < 1:
+            self.fail(f"{value!r} is not a size such as 2.0GB, 900MB or 1.5GiB", param, ctx)
+        return int(float(match[1]) * unit)
+
+
+@click.command()
+@click.argument("source")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The new folder.")
+@click.option("--bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Of all matrices.  [default: 4]")
+@click.option(
+    "--group-size", type=click.Choice(["32", "64", "128"]),
+    help="Weights that share a scale; smaller is more precise and larger.  [default: 64]",
+)  # fmt: skip
+@click.option(
+    "--mode", type=click.Choice(MODES), default="affine", show_default=True,
+    help="affine has a scale and a bias per group; the others are floating-point, with bits and groups of their own.",
+)  # fmt: skip
+@click.option("--recipe", type=click.Choice(RECIPES), help="Mixed bits by a fixed rule, those of mlx_lm.")
+@click.option("--budget", type=_Bytes(), help="Choose bits per matrix so that the files take at most so much: 2.0GB.")
+@click.option("--bits-per-weight", type=float, help="The same for a mean over all weights: 4.5.")
+@click.option("--max-kl", type=float, help="The same for the KL divergence from SOURCE, in nats per token: 0.02.")
+@click.option(
+    "--method", type=click.Choice(METHODS), default="round", show_default=True,
+    help="round takes seconds. gptq takes minutes, and at equal size the result is closer to SOURCE: take it when"
+    " you have them. awq is between.",
+)  # fmt: skip
+@click.option(
+    "--text", type=click.Path(exists=True, path_type=Path),
+    help="To calibrate gptq, awq and searches with, ideally like what the model will read.  [default: a run's training"
+    " data, else built in]",
+)  # fmt: skip
+@click.option(
+    "--eval-text", type=click.Path(exists=True, path_type=Path),
+    help="To measure on.  [default: a run's validation data, a part of --text, else built in]",
+)  # fmt: skip
+@click.option("--no-measure", is_flag=True, help="Don't compare the result with SOURCE.")
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
+def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
+    """Write SOURCE with fewer bits per weight, for mlxlm and mlx_lm, and show what that costs.
+
+    SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), a .gguf or a llama2.c .bin file. The
+    report, with the error of each layer, is also in the output: quantization.json and quantization.png.
+    """
+    settings = _settings(options)
+    from mlxlm.quantize import quantize as run_quantize
+
+    with render.phases_progress() as progress:
+        report = run_quantize(source, out, **settings, progress=progress)
+    if as_json:
+        render.emit_json(report.to_dict())
+    else:
+        show(report)
+    for warning in report.warnings:
+        render.say(f"warning: {warning}", style="yellow")
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """The library's arguments. Options that would have no effect, or contradict each other, are wrong usage."""
+    deciding = [n for n in ("bits", "recipe", "budget", "bits_per_weight", "max_kl") if options[n] is not None]
+    if len(deciding) > 1:
+        raise click.UsageError(f"{_flag(deciding[0])} and {_flag(deciding[1])} both decide the bits: one of them")
+    mode, method = options["mode"], options["method"]
+    searches = any(options[name] is not None for name in ("budget", "bits_per_weight", "max_kl"))
+    if mode != "affine":
+        given = next((n for n in (*deciding, "group_size") if options[n] is not None), None)
+        if given:
+            raise click.UsageError(f"{_flag(given)} would have no effect: {mode} has bits and groups of its own")
+        if method == "gptq":
+            raise click.UsageError(f"--method gptq is for --mode affine, not {mode}: awq is for both")
+    if options["text"] and method == "round" and not searches:
+        raise click.UsageError("--text would have no effect on plain rounding: --method gptq, or --eval-text")
+    if options["no_measure"]:
+        for name in ("eval_text", "max_kl"):
+            if options[name] is not None:
+                raise click.UsageError(f"--no-measure excludes {_flag(name)}")
+    for name in ("bits_per_weight", "max_kl"):
+        if options[name] is not None and not 0 < options[name] < float("inf"):
+            raise click.UsageError(f"{_flag(name)} is a positive number")
+    return {
+        "bits": options["bits"] and int(options["bits"]),
+        "group_size": options["group_size"] and int(options["group_size"]),
+        "mode": mode,
+        "recipe": options["recipe"],
+        "method": method,
+        "calibration": options["text"],
+        "evaluation": options["eval_text"],
+        "budget": options["budget"],
+        "bits_per_weight": options["bits_per_weight"],
+        "max_kl": options["max_kl"],
+        "measure": not options["no_measure"],
+    }
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def show(report: Report) -> None:
+    """The report for people, on stdout."""
+    size = f"{render.human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
+    render.result(f"{report.path}: {size}")
+    render.print_result(render.table(list(_rows(report)), ("", "source", "quantized")))
+    worst = [(name, report.bits[name], f"{report.errors[name]:.4f}") for name in report.worst(_WORST)]
+    if worst:
+        render.print_result(render.table(worst, (f"largest errors of {report.error_of}", "bits", "relative")))
+    for line in notes(report):
+        render.result(line)
+
+
+def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
+    yield (
+        "weights",
+        render.human_bytes(report.source_bits_per_weight * report.parameters / 8),
+        render.human_bytes(report.bits_per_weight * report.parameters / 8),
+    )
+    yield "bits per weight", f"{report.source_bits_per_weight:.2f}", f"{report.bits_per_weight:.2f}"
+    said = report.measured
+    if said is None:
+        return
+    after = f"{said.bits_per_byte_after:.4f} ({said.bits_per_byte_change:+.4f})"
+    yield "bits per byte", f"{said.bits_per_byte_before:.4f}", after
+    yield "KL divergence, nats per token", "0", f"{said.kl:.5f}"
+    yield "same most likely token", "100 %", f"{100 * said.top1:.1f} %"
+    if said.speed_before and said.speed_after:
+        yield "tokens per second", f"{said.speed_before:.0f}", f"{said.speed_after:.0f}"
+
+
+def notes(report: Report) -> Iterator[str]:
+    """What differs from what was asked, and which texts were used."""
+    mixed = _mixed(report.formats)
+    if len(mixed) > 1:
+        yield "bits: " + ", ".join(f"{count} matrices in {bits}" for bits, count in mixed.items())
+    for size, layers in _by_value(report.regrouped).items():
+        yield f"groups of {size}, since the size asked for doesn't divide the width: {layers}"
+    for width, layers in _by_value(report.skipped).items():
+        yield f"left in 16 bits, since no group size divides a width of {width}: {layers}"
+    if report.calibration:
+        yield f"calibrated on: {report.calibration}"
+    if report.measured:
+        yield f"measured on: {report.measured.text}, {report.measured.tokens} tokens"
+
+
+def _mixed(formats: Mapping[str, Mapping[str, Any] | None]) -> dict[str, int]:
+    """How many matrices have how many bits, the fewest first."""
+    counts: dict[int, int] = {}
+    for chosen in formats.values():
+        bits = 16 if chosen is None else chosen["bits"]
+        counts[bits] = counts.get(bits, 0) + 1
+    return {f"{bits} bits": counts[bits] for bits in sorted(counts)}
+
+
+def _by_value(layers: Mapping[str, int]) -> dict[int, str]:
+    """The layers of each value, with * for the numbers of equal ones."""
+    found: dict[int, dict[str, None]] = {}
+    for name, value in layers.items():
+        found.setdefault(value, {})[re.sub(r"\.\d+\.", ".*.", name)] = None
+    return {value: ", ".join(names) for value, names in found.items()}

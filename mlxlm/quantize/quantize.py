@@ -1,0 +1,73 @@
+"""Any checkpoint into a quantized model folder, with a report of what that costs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.files import check_free, new_folder, write_json
+from mlxlm.quantize.job import Goal, Job, Progress
+from mlxlm.quantize.plan import Format
+from mlxlm.quantize.report import Report, draw
+
+REPORT, PICTURE = "quantization.json", "quantization.png"
+_SCRATCH = ".scratch"
+
+
+def quantize(
+    source: Path | str,
+    out: Path | str,
+    *,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str = "affine",
+    recipe: str | None = None,
+    method: str = "round",
+    calibration: Path | str | None = None,
+    evaluation: Path | str | None = None,
+    budget: int | None = None,
+    bits_per_weight: float | None = None,
+    max_kl: float | None = None,
+    measure: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Write `source` (whatever `open_checkpoint` opens, not quantized by MLX) to the new folder `out`, for mlxlm and
+    mlx_lm.
+
+    bits, group_size, mode: of all matrices, by default 4, 64 and affine; rows that the group size doesn't divide get
+    the largest size below it that does, or stay in 16 bits. recipe: one of `plan.RECIPES` instead of bits.
+    budget (bytes of the files), bits_per_weight (of all weights) or max_kl (nats per token, on the evaluation text):
+    bits per matrix by a search, see `search`. method: "round" as MLX does, to the bit what mlx_lm.convert writes;
+    "gptq" or "awq" calibrate. calibration, evaluation: text files, see `text.calibration_and_evaluation`.
+    measure: whether to compare the result with the source, on the evaluation text.
+
+    Tensors stream from disk to disk: rounding holds one matrix, calibration one block and the hidden states. The
+    report is also written into the folder, with a picture. Raises ConfigError for settings that can't work, also
+    together and also a goal that can't be reached (naming the smallest that can), CheckpointError for an `out` that
+    exists and for weights that can't be quantized, DataError for texts that are too short. Nothing is left then.
+    """
+    out = Path(out)
+    if bits is not None and (recipe, budget, bits_per_weight, max_kl) != (None,) * 4:
+        raise ConfigError("bits have no effect where a recipe or a search decides them", "leaving them out")
+    goal = Goal(Format.of(mode, bits, group_size), recipe, budget, bits_per_weight, max_kl)
+    goal.check()
+    check_free(out, CheckpointError, "another name for the output")
+    checkpoint = open_checkpoint(source)
+    if checkpoint.config is None:
+        raise CheckpointError(f"{source} can't be quantized: {checkpoint.foreign}", "mlx_lm.convert -q for it")
+    if checkpoint.config.quantization:
+        raise CheckpointError(f"{source} is quantized already", "the unquantized model it was made from")
+    job = Job(checkpoint, goal, method, measure, progress or (lambda phase, done, total: None))
+    job.read_texts(calibration, evaluation)
+    with new_folder(out) as folder:
+        scratch = folder / _SCRATCH
+        scratch.mkdir()
+        plan, made = job.make(scratch)
+        warnings = job.write(folder, plan, made)
+        shutil.rmtree(scratch)
+        report = job.report(str(source), out, folder, plan, made, warnings)
+        write_json(folder / REPORT, report.to_dict())
+        draw(report, folder / PICTURE)
+    return report
