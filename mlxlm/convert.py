@@ -27,7 +27,7 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")  # of GGUF files
 _KIND_OF = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 _FORMATS = {".gguf": "gguf", ".bin": "llama2.c"}
-_PEERS = {"huggingface": ("mlx_lm", "transformers"), "gguf": ("llama.cpp",), "llama2.c": ()}
+_PEERS = {"huggingface": ("transformers", "mlx_lm"), "gguf": ("llama.cpp",), "llama2.c": ()}
 _PLAIN = {"F32", "F16", "BF16", "F64"}  # stored types that hold the weights themselves
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def ask(peer: str, path: Path, ids: Sequence[int], start: int, hidden: bool = Fa
         reason = lines[-1].strip()
         if any(phrase in reason.lower() for phrase in _UNKNOWN) or _LLAMA_CPP_UNKNOWN in done.stderr:
             raise Unavailable(reason[:200])
-        raise CheckpointError(f"{peer} can't read {path.name}: {reason[:300]}")
+        raise CheckpointError(f"{peer} can't read it: {reason[:300]}")
     return Opinion(**json.loads(done.stdout.splitlines()[-1]))
 
 

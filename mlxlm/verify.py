@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was compared: `result` is "equal", "within rounding" or "skipped", `detail` one phrase."""
+    """One thing that was compared: `result` is "equal", "within rounding", "skipped", or "differs" for a peer that has
+    its own way with this model; `detail` one phrase."""
 
     name: str
     result: str
@@ -93,12 +95,9 @@ def verify(
         raise CheckpointError(f"{label}: greedy token {same + 1} is {ours[same]} and was {theirs[same]}")
     result = "equal" if same == count else "within rounding"
     checks.append(Check("greedy tokens", result, f"the first {same} of {count} are equal"))
-    for done, peer in enumerate(others):
-        tell("asking other programs", done, len(others))
-        # mlx_lm and llama.cpp run some families without their window: what they are asked about is no longer.
-        checks.append(_peer(peer, written, label, [*ids[:start], *ours][: max(window or room, 2)], start))
-    tell("asking other programs", len(others), len(others))
-    return checks
+    # mlx_lm and llama.cpp run some families without their window: what they are asked about is no longer.
+    text = [*ids[:start], *ours][: max(window or room, 2)]
+    return [*checks, *_peers(source, written, label, others, text, start, tell)]
 
 
 def prompt(checkpoint: Checkpoint) -> list[int]:
@@ -190,6 +189,51 @@ def _greedy(checkpoint: Checkpoint, ids: Sequence[int], count: int) -> list[int]
     return list(tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), count))
 
 
+def _peers(
+    source: Checkpoint,
+    written: Checkpoint,
+    label: str,
+    others: Sequence[str],
+    ids: list[int],
+    start: int,
+    tell: Progress,
+) -> list[Check]:
+    """What each peer says. One that differs is an error, unless it is shown to be the peer's own way: another peer
+    agrees about the same files, or it says the same of the source."""
+    checks: dict[str, Check] = {}
+    refused: dict[str, CheckpointError] = {}
+    for done, peer in enumerate(others):
+        tell("asking other programs", done, len(others))
+        try:
+            checks[peer] = _peer(peer, written, label, ids, start)
+        except CheckpointError as error:
+            refused[peer] = error
+    tell("asking other programs", len(others), len(others))
+    witness = next((peer for peer, check in checks.items() if check.result != "skipped"), None)
+    for peer, error in refused.items():
+        if witness is None and not _same_of_source(peer, source, written, ids, start):
+            raise error
+        reason = "so it does with the source" if witness is None else f"{witness} agrees with mlxlm"
+        checks[peer] = Check(peer, "differs", f"{error.message}; {reason}")
+    return [checks[peer] for peer in others]
+
+
+def _same_of_source(peer: str, source: Checkpoint, written: Checkpoint, ids: list[int], start: int) -> bool:
+    """Whether a peer makes of the source's own files what it makes of the written ones."""
+    reads = source.format == "gguf" if peer == "llama.cpp" else (Path(source.path) / "config.json").is_file()
+    if not reads:
+        return False
+    found = []
+    for checkpoint in (source, written):
+        try:
+            found.append(peers.ask(peer, checkpoint.path, ids, start).tokens)
+        except peers.Unavailable:
+            return False
+        except CheckpointError:
+            found.append(None)
+    return found[0] == found[1]
+
+
 def _peer(peer: str, written: Checkpoint, label: str, ids: list[int], start: int) -> Check:
     """A peer reads our greedy tokens and must prefer each of them, but for ties."""
     try:
@@ -207,7 +251,7 @@ def _peer(peer: str, written: Checkpoint, label: str, ids: list[int], start: int
             f"{label}: {peer} goes on with token {opinion.tokens[worst]} where mlxlm has {ours[worst]}"
             f" (greedy token {worst + 1} of {count}){where}"
         )
-    equal = "all equal" if not ties else f"{count - ties} equal, {ties} ties of two tokens"
+    equal = "all equal" if not ties else f"{count - ties} equal, ties of two tokens: {ties}"
     return Check(peer, "equal" if not ties else "within rounding", f"{count} greedy tokens: {equal}")
 
 

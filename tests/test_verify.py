@@ -1,5 +1,7 @@
 """What verification catches: planted errors in what was written, and other programs of another opinion."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -138,11 +140,34 @@ def test_a_peer_with_other_tokens_is_an_error_and_one_that_can_not_is_skipped(mo
     answers = {"mlx_lm": 0, "llama.cpp": 1, "transformers": peers.Unavailable("not installed")}
     checks = {check.name: check for check in verify(a, a, "out", tuple(answers))}
     assert checks["mlx_lm"].result == "equal" and "all equal" in checks["mlx_lm"].detail
-    assert checks["llama.cpp"].result == "within rounding" and "1 ties" in checks["llama.cpp"].detail
+    assert checks["llama.cpp"].result == "within rounding" and "ties of two tokens: 1" in checks["llama.cpp"].detail
     assert checks["transformers"].result == "skipped" and checks["transformers"].detail == "not installed"
-    answers = {"mlx_lm": 1}
+    answers = {"mlx_lm": 1, "transformers": peers.Unavailable("not installed")}
     with pytest.raises(CheckpointError, match=r"out: mlx_lm goes on with token .* .greedy token 1 of 64"):
-        verify(a, a, "out", ("mlx_lm",))
+        verify(a, a, "out", tuple(answers))
+
+
+def test_a_peer_that_differs_in_its_own_way_is_told_and_no_error(model, tmp_path, monkeypatch):
+    answers = {"transformers": [3, 3], "mlx_lm": [3, 4]}
+
+    def ask(peer, path, ids, start, hidden=False):
+        rest = len(ids) - start - 2
+        theirs = answers[peer] if path == tmp_path else answers.get(f"written {peer}", answers[peer])
+        own = list(ids[start:])
+        wrong = theirs[0] != theirs[1]
+        return opinion([own[0] + wrong, own[1], *own[2:]], [float(wrong), 0.0, *[0.0] * rest])
+
+    monkeypatch.setattr(module.peers, "ask", ask)
+    a = checkpoint(model)
+    found = {check.name: check for check in verify(a, a, "out", ("transformers", "mlx_lm"))}
+    assert found["mlx_lm"].result == "differs" and found["mlx_lm"].detail.endswith("transformers agrees with mlxlm")
+    (tmp_path / "config.json").touch()
+    source = replace(a, path=tmp_path)
+    [*_, check] = verify(source, a, "out", ("mlx_lm",))
+    assert check.result == "differs" and check.detail.endswith("so it does with the source")
+    answers |= {"mlx_lm": [3, 3], "written mlx_lm": [3, 4]}
+    with pytest.raises(CheckpointError, match="mlx_lm goes on"):
+        verify(source, a, "out", ("mlx_lm",))
 
 
 def test_a_model_too_large_is_compared_layer_by_layer_only(model, monkeypatch):
@@ -166,5 +191,5 @@ def test_a_peer_that_is_missing_or_lacks_the_family_or_breaks(tmp_path, monkeypa
     with pytest.raises(peers.Unavailable, match="mamba9 not supported"):
         peers.ask("mlx_lm", tmp_path, [1, 2], 1)
     answers(1, "Traceback\nValueError: Missing 3 parameters\n")
-    with pytest.raises(CheckpointError, match="mlx_lm can't read .*Missing 3 parameters"):
+    with pytest.raises(CheckpointError, match="mlx_lm can't read it: .*Missing 3 parameters"):
         peers.ask("mlx_lm", tmp_path, [1, 2], 1)

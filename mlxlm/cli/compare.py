@@ -82,8 +82,10 @@ def _apart(stored: Difference):
         if names:
             more = f" and {len(names) - _WORST} more" if len(names) > _WORST else ""
             yield f"only in {side}: {', '.join(names[:_WORST])}{more}"
-    for name, (shape_a, shape_b) in stored.reshaped.items():
+    for name, (shape_a, shape_b) in list(stored.reshaped.items())[:_WORST]:
         yield f"{name}: {list(shape_a)} in A, {list(shape_b)} in B"
+    if len(stored.reshaped) > _WORST:
+        yield f"and {len(stored.reshaped) - _WORST} more of other shapes"
     for name, (value_a, value_b) in stored.config.items():
         yield f"configuration: {name} is {value_a!r} in A, {value_b!r} in B"
 
