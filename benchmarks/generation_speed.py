@@ -1,8 +1,8 @@
-"""Prompt and decoding tokens/s of mlxlm beside mlx_lm on the same exported checkpoints, in turn.
+"""Prompt and decoding tokens/s of mlxlm beside mlx_lm on the same checkpoints, in turn.
 
     python benchmarks/generation_speed.py [--rounds 3] [--prompt 128] [--tokens 64] [--model DIR]
 
-Without --model, a 26M Llama with random weights is exported at 16 and 4 bits. Every measurement is a fresh
+Without --model, a 26M Llama with random weights is written at 16 and 4 bits. Every measurement is a fresh
 process: `mlx_lm` runs as it is installed, `mlx_lm + BLAS` with the BLAS that mlxlm would load.
 """
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--short", type=int, default=8, help="prompt and tokens at 4 bits, slow in mlx_lm on a CPU")
-    parser.add_argument("--model", type=Path, help="an exported folder instead of the 26M model")
+    parser.add_argument("--model", type=Path, help="a model folder instead of the 26M model")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--make", type=Path, metavar="DIR", help="only write the 26M models into DIR")
     options = parser.parse_args()
@@ -71,9 +71,10 @@ def make_models(folder: Path) -> dict[str, Path]:
 
     from mlxlm.checkpoint import save_weights
     from mlxlm.config import ModelConfig
-    from mlxlm.export import export
+    from mlxlm.convert import convert
     from mlxlm.files import write_json
     from mlxlm.model import Decoder
+    from mlxlm.quantize import quantize
     from mlxlm.tokenizer import train
 
     config = ModelConfig(
@@ -87,10 +88,9 @@ def make_models(folder: Path) -> dict[str, Path]:
     save_weights(source, dict(tree_flatten(model.parameters())))
     write_json(source / "config.json", config.to_dict())
     train(["a tokenizer that the benchmark never uses: prompts are token ids"], 270).save(source)
-    models = {}
-    for bits in (16, 4):
-        models[f"{bits}-bit"] = folder / f"{bits}-bit"
-        export(source, models[f"{bits}-bit"], bits)
+    models = {name: folder / name for name in ("16-bit", "4-bit")}
+    convert(source, models["16-bit"], dtype="float16", verify_output=False)
+    quantize(source, models["4-bit"], bits=4, measure=False)
     return models
 
 

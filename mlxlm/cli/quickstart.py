@@ -30,16 +30,15 @@ SETTINGS = {"batch_size": 1, "sequence_length": 512, "eval_every": 500, "save_ev
 @click.option("--minutes", type=float, default=2.0, show_default=True, help="How long to train.")
 @click.option("--no-chat", is_flag=True, help="Print a continuation at the end, also in a terminal.")
 def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat: bool) -> None:
-    """Train a tokenizer and a small model, export it at 4 bits, and chat with it.
+    """Train a tokenizer and a small model, quantize it to 4 bits, and chat with it.
 
     On DATA (text files), or on the language reference that every Python carries: no network is needed.
     """
-    from mlxlm.cli.export import report_lines
     from mlxlm.cli.training import describe_end, phase, run_training
     from mlxlm.config import ModelConfig
     from mlxlm.data.builtin import write_python_reference
-    from mlxlm.export import export
     from mlxlm.generation import load
+    from mlxlm.quantize import quantize
     from mlxlm.tokenizer import load as load_tokenizer
     from mlxlm.train import Stopped, start_run
 
@@ -60,9 +59,11 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
     if isinstance(ending, Stopped):
         return
     small = out / "4bit"
-    render.say(f"3. Exporting the best checkpoint to {small}")
-    for line in report_lines(export(run.path, small, bits=4)):
-        render.say(line)
+    render.say(f"3. Quantizing the best checkpoint to 4 bits, in {small}")
+    report = quantize(run.path, small, bits=4)
+    change = report.measured.bits_per_byte_change
+    size = f"{render.human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
+    render.say(f"{size}; {change:+.4f} bits per byte on the validation text by the smaller weights")
     loaded = load(small)
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
         _chat(loaded)

@@ -81,9 +81,9 @@ def test_doctor_and_presets_print_json(capsys):
 
 def test_from_text_to_a_continuation(tmp_path, run_folder, capsys):
     capsys.readouterr()
-    assert _run(["export", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
+    assert _run(["quantize", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["bits_per_weight"] < 6 and report["bits_per_byte_after"] > 0
+    assert report["bits_per_weight"] < 6 and report["measured"]["bits_per_byte_after"] > 0
     arguments = ["generate", str(tmp_path / "small"), "-p", "The cat", "--max-tokens", "5", "--seed", "1", "--json"]
     assert _run(arguments) == 0
     first = capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_bad_models_and_places(tmp_path, text_file, run_folder, capsys):
     line = fails(capsys, "pretrain", text_file, "--out", text_file / "run", *QUICK)
     assert "a path whose parent is a folder" in line
     assert "there is no model folder" in fails(capsys, "generate", tmp_path / "none", "-p", "x")
-    assert "there is no model folder" in fails(capsys, "export", tmp_path / "none", "--out", tmp_path / "y")
+    assert "there is no model folder" in fails(capsys, "convert", tmp_path / "none", "--out", tmp_path / "y")
     assert "is not a run" in fails(capsys, "pretrain", "--resume", tmp_path)
     line = fails(capsys, "generate", run_folder, "-p", "The cat sat. " * 2000)
     assert "context of 32 " in line and "(try: " in line
