@@ -29,7 +29,7 @@ class LoadedModel:
 
 
 def load(path: Path | str) -> LoadedModel:
-    """Load a model; `path`: see `open_checkpoint`. The weights are read on first use.
+    """Load a model; `path`: see `open_checkpoint`.
 
     Raises CheckpointError, ConfigError or TokenizerError naming the file, and CheckpointError for a
     tokenizer with more tokens than the model. Fewer are normal: vocabularies are padded.
