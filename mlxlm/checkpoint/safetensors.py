@@ -61,7 +61,8 @@ def file_tensors(path: Path) -> dict[str, Tensor]:
                 raise CheckpointError(f"{path}: a header of {length} bytes; {_MAX_HEADER} are more than any model has")
             raw = file.read(length)
     header = _json_object(raw, path, "safetensors header")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # MLX writes null where it was given none
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: malformed safetensors header (__metadata__ is not an object of texts)")
     reader = _Reader(path)
