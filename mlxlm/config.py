@@ -14,6 +14,8 @@ from mlxlm.families import canonical, huggingface
 from mlxlm.quantization import plan_of
 from mlxlm.resources import resource
 
+_LARGEST_JSON = 4 << 20  # bytes, which take 20 times that when read; plans for thousands of layers have 1 MB
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -87,6 +89,8 @@ class ModelConfig:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None and is_count(self.hidden_size) and is_count(self.num_attention_heads):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if isinstance(self.layer_types, list):
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
         if found := list(problems(self)):
             raise ConfigError("this configuration can't work: " + "; ".join(found))
 
@@ -205,6 +209,8 @@ def read_json(path: Path | str) -> Any:
     if path.is_dir():
         path = path / "config.json"
     try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that are read")
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", "the folder of a model or of a run") from None

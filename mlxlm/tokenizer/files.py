@@ -22,6 +22,7 @@ WELL_KNOWN = {
     "unk": ("<unk>", "[UNK]"),
 }
 SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LARGEST = 128 << 20  # bytes of one file; a tokenizer.json of 260,000 tokens has 33 MB
 
 # Some files load and fail on the first text. It has spaces, a line end, and a character that few vocabularies have.
 _TRIAL = " a\n\U0001f9a1 "
@@ -100,6 +101,8 @@ def _source(path: Path) -> Path:
 
 def _read(path: Path) -> bytes:
     with os_errors_as(TokenizerError, "read", path):
+        if path.stat().st_size > _LARGEST:
+            raise TokenizerError(f"{path} has {path.stat().st_size} bytes, more than the {_LARGEST} that are read")
         data = path.read_bytes()
     if not data:
         raise TokenizerError(f"{path} is empty", "the complete file")

@@ -421,6 +421,22 @@ def test_tokenizers(broken, case):
     broken("tokenizer-json", *TOKENIZERS[case])
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("config", "config.json"), ("shards", "model.safetensors.index.json"), ("tokenizer-json", "tokenizer.json"),
+     ("tokenizer-json", "tokenizer_config.json"), ("tokenizer-model", "tokenizer.model"),
+     ("llama2c-tokenizer", "tokenizer.bin")],
+)  # fmt: skip
+def test_a_small_file_that_has_gigabytes(broken, kind, name):
+    """Nothing but a hole on the disk."""
+
+    def change(sample: Sample) -> None:
+        with (sample.folder / name).open("wb") as file:
+            file.truncate(3 << 30)
+
+    broken(kind, change, f"{name}.* bytes")
+
+
 def test_a_sentencepiece_model_with_a_piece_of_a_megabyte(broken):
     from sentencepiece import sentencepiece_model_pb2
 
