@@ -69,12 +69,17 @@ def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operat
     powers = [least << i for i in range((most // least).bit_length())]
     lengths = [n for n in powers if n <= longest]
     found: list[tuple[Operation, Case]] = []
-    for operation in (NORM, ADD_NORM):
+    for operation in (NORM, ADD_NORM) if config.norm == "rms" else ():
         for rows, kind in zip(ROWS, (dtype, dtype, "float32"), strict=True):
             found.append((operation, norm_case(operation, kind, N, rows)))
 
+    # A case knows whether there is a window, a soft cap, a slope, and nothing of their values.
+    windows = sorted({config.window(i) for i in range(config.num_hidden_layers)}, key=str)
+    softcap, slopes = config.attn_logit_softcapping, True if config.positions == "alibi" else None
+
     def attend(operation: Operation, dtype: str, T: int, S: int, **form: int) -> None:
-        found.append((operation, attention_case(operation, dtype, D, H, K, T, S, None, None, None, **form)))
+        for window in windows:
+            found.append((operation, attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, **form)))
 
     for n in powers[: len(lengths) + (longest not in lengths)]:
         attend(DECODE, dtype, 1, n)

@@ -270,6 +270,14 @@ def test_junk_is_one_error_or_a_configuration(name, changes):
         assert config.parameter_count() > 0 and config.flops_per_token(10) > 0
 
 
+SCALINGS = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"type": "yarn", "factor": 4.0, "beta_fast": 16},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+]
+
+
 @st.composite
 def configs(draw):
     """A configuration of any family, by random values of the fields that the family has."""
@@ -280,7 +288,7 @@ def configs(draw):
         "num_attention_heads": st.just(heads), "intermediate_size": st.integers(1, 99),
         "max_position_embeddings": st.integers(1, 9999), "tie_word_embeddings": st.booleans(),
         "num_key_value_heads": st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]),
-        "rms_norm_eps": st.floats(1e-9, 1e-3), "head_dim": st.sampled_from([8, 16]), "rope_theta": st.floats(1, 1e7),
+        "rms_norm_eps": st.floats(1e-9, 1e-3), "head_dim": st.sampled_from([8, 16]), "rope_theta": st.floats(2, 1e7),
         "attention_bias": st.booleans(), "mlp_bias": st.booleans(), "sliding_window": st.none() | st.integers(1, 99),
         "hidden_act": st.sampled_from(["silu", "gelu_pytorch_tanh", "relu"]),
         "final_logit_softcapping": st.none() | st.floats(1, 99), "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
@@ -293,6 +301,8 @@ def configs(draw):
             values[names[0]] = draw(strategy)
     if family.startswith("qwen"):
         values |= {"use_sliding_window": draw(st.booleans()), "max_window_layers": draw(st.integers(0, 4))}
+    if FAMILIES[family].names_of("rope_theta") and family != "phi3":
+        values["rope_scaling"] = draw(st.none() | st.sampled_from(SCALINGS))
     if family == "falcon":
         flags = ("alibi", "bias", "multi_query", "parallel_attn", "new_decoder_architecture")
         values |= {name: draw(st.booleans()) for name in flags}

@@ -9,9 +9,11 @@ import warnings
 import pytest
 
 from mlxlm._mlx import ON_CPU, mx
+from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError, PlatformError
 from mlxlm.kernels import attention, dispatch, quantized_attention, records, rms_norm, using
 from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels.bench import cases_of
 from mlxlm.kernels.dispatch import Case, Choice, Operation
 
 pytestmark = pytest.mark.usefixtures("new_machine")
@@ -302,3 +304,12 @@ def test_quantized_attention_equals_attention_on_what_it_stands_for(bits, monkey
     for options in ({}, {"window": 7}, {"softcap": 2.0, "slopes": slopes}):
         found = quantized_attention(q, *packed, 0.2, **form, **options)
         assert mx.allclose(found, attention(q, *plain, 0.2, **options), atol=1e-5), options
+
+
+def test_cases_of_a_model_have_its_windows_caps_and_slopes():
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=9)
+    windows = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
+    capped = cases_of(ModelConfig(**sizes, **windows, attn_logit_softcapping=5.0))
+    assert {case.features for operation, case in capped if operation is DECODE} == {("softcap",), ("window", "softcap")}
+    bloom = cases_of(ModelConfig(**sizes, norm="layer", positions="alibi"))
+    assert {case.features for _, case in bloom} == {("slopes",)}
