@@ -116,7 +116,7 @@ class _Machine:
     def text(self, format: str) -> None:
         self.push(self.take(self.number(format)).decode("utf-8"))
 
-    def name(self, module: Any, name: Any) -> None:
+    def name(self, module: str, name: str) -> None:
         full = f"{module}.{name}"
         if full not in _KNOWN:
             raise PickleError(f"it names {_shown(full)}, and code in a file is never run")
@@ -124,6 +124,8 @@ class _Machine:
 
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise TypeError
         self.name(module, name)
 
     def long1(self) -> None:

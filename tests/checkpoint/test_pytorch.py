@@ -1,0 +1,207 @@
+"""PyTorch's files: read as PyTorch reads them, without it; and nothing in them is ever run."""
+
+import collections
+import json
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint import load_model, open_checkpoint, pytorch
+from mlxlm.checkpoint.pickled import PickleError, Storage, View, read_pickle
+from mlxlm.errors import CheckpointError
+from mlxlm.model import Decoder
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw
+
+
+def _int(value: int) -> bytes:
+    return pickle.BININT + struct.pack("<i", value)
+
+
+def _tuple(values) -> bytes:
+    return pickle.MARK + b"".join(map(_int, values)) + pickle.TUPLE
+
+
+def state(entries) -> bytes:
+    """The pickle that `torch.save` makes of `{name: (kind, key, numel, offset, shape, strides)}`."""
+    made = pickle.PROTO + b"\x02" + pickle.EMPTY_DICT + pickle.MARK
+    for name, (kind, key, numel, offset, shape, strides) in entries.items():
+        storage = pickle.MARK + _text("storage") + b"ctorch\n" + kind.encode() + b"\n" + _text(key) + _text("cpu")
+        storage += _int(numel) + pickle.TUPLE + pickle.BINPERSID
+        arguments = pickle.MARK + storage + _int(offset) + _tuple(shape) + _tuple(strides) + pickle.NEWFALSE
+        arguments += b"ccollections\nOrderedDict\n" + pickle.EMPTY_TUPLE + pickle.REDUCE + pickle.TUPLE
+        made += _text(name) + b"ctorch._utils\n_rebuild_tensor_v2\n" + arguments + pickle.REDUCE
+    return made + pickle.SETITEMS + pickle.STOP
+
+
+def archive(path, content: bytes, records: dict[str, bytes], **options):
+    with zipfile.ZipFile(path, "w", **options) as file:
+        file.writestr("archive/data.pkl", content)
+        for key, raw in records.items():
+            file.writestr(f"archive/data/{key}", raw)
+    return path
+
+
+def test_a_file_made_by_hand(tmp_path):
+    numbers = np.arange(12, dtype=np.float32)
+    content = state({
+        "whole": ("FloatStorage", "0", 12, 0, (3, 4), (4, 1)),
+        "turned": ("FloatStorage", "0", 12, 0, (4, 3), (1, 4)),
+        "part": ("FloatStorage", "0", 12, 5, (2, 2), (4, 1)),
+        "nothing": ("FloatStorage", "0", 12, 12, (0, 3), (3, 1)),
+        "one": ("HalfStorage", "1", 1, 0, (), ()),
+    })  # fmt: skip
+    path = archive(tmp_path / "x.bin", content, {"0": numbers.tobytes(), "1": np.float16(2.5).tobytes()})
+    tensors = pytorch.file_tensors(path)
+    whole = numbers.reshape(3, 4)
+    wanted = {"whole": whole, "turned": whole.T, "part": whole[1:, 1:3], "nothing": np.zeros((0, 3)), "one": 2.5}
+    for name, value in wanted.items():
+        read = tensors[name].read()
+        assert read.shape == tensors[name].shape and read.dtype == tensors[name].dtype
+        np.testing.assert_array_equal(np.array(read), value if name != "part" else [[5, 6], [9, 10]])
+    assert (tensors["one"].stored, tensors["part"].nbytes) == ("F16", 16)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (("FloatStorage", "0", 12, 9, (4,), (1,)), "a goes beyond its storage"),
+        (("FloatStorage", "0", 12, 0, (3, 4), (5, 1)), "a goes beyond its storage"),
+        (("FloatStorage", "0", 13, 0, (13,), (1,)), "a goes beyond its storage"),
+        (("FloatStorage", "0", 12, 0, (2**30, 2**30), (0, 0)), "a goes beyond its storage"),
+        (("FloatStorage", "0", 12, 0, (2, 2), (1,)), "a has no possible shape"),
+        (("FloatStorage", "0", 12, -1, (2,), (1,)), "a has no possible shape"),
+        (("FloatStorage", "0", 12, 0, (-2,), (1,)), "a has no possible shape"),
+        (("FloatStorage", "7", 12, 0, (2,), (1,)), "record archive/data/7, which is missing"),
+        (("QInt8Storage", "0", 12, 0, (2,), (1,)), "names torch.QInt8Storage"),
+    ],
+)
+def test_views_beyond_their_storage(tmp_path, entry, expected):
+    path = archive(tmp_path / "x.bin", state({"a": entry}), {"0": bytes(48)})
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        pytorch.file_tensors(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"cos\nsystem\n(S'true'\ntR.", "names os.system"),
+        (b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93.", "names builtins.eval"),
+        (b"\x80\x02\x8b\xff\xff\xff\x7f.", "LONG4|operation"),
+        (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.", "operation"),
+        (b"\x80\x02X\xff\xff\xff\xffabc.", "cut off"),
+        (b"\x80\x02}r\xff\xff\xff\xff.", "no tensors"),
+        (b"\x80\x02" + b"(" * 100_000 + b".", "no tensors|malformed"),
+        (b"\x80\x02" + b"]" * 1_000_000 + b".", "more than"),
+        (b"\x80\x02)" + b"2\x86" * 100 + b".", "operation"),
+        (b"\x80\x02)q\x00" + b"h\x00\x86q\x00" * 200 + b".", "no tensors"),
+        (b"\x80\x04)q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"h\x00\x93.", "malformed"),
+        (b"\x80\x02})q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"Ns.", "malformed"),
+        (b"", "cut off"),
+        (b"t.", "cut off|malformed"),
+        (b"\x80\x02]q\x00h\x00a.", "no tensors"),
+    ],
+)
+def test_pickles_that_are_no_tensors(tmp_path, content, expected):
+    path = archive(tmp_path / "x.bin", content, {})
+    with pytest.raises(CheckpointError, match=f"x.bin: its pickle is refused.*({expected})"):
+        pytorch.file_tensors(path)
+
+
+def test_archives_that_pytorch_does_not_write(tmp_path):
+    content = state({"a": ("FloatStorage", "0", 100, 0, (100,), (1,))})
+    path = archive(tmp_path / "a.bin", content, {"0": bytes(400)}, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="archive/data.pkl is compressed"):
+        pytorch.file_tensors(path)
+    (tmp_path / "b.bin").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+    with pytest.raises(CheckpointError, match="before 1.6"):
+        pytorch.file_tensors(tmp_path / "b.bin")
+    (tmp_path / "c.bin").write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(CheckpointError, match="not a whole PyTorch file"):
+        pytorch.file_tensors(tmp_path / "c.bin")
+    with zipfile.ZipFile(tmp_path / "d.bin", "w") as file:
+        file.writestr("other/text", "x")
+    with pytest.raises(CheckpointError, match="no data.pkl"):
+        pytorch.file_tensors(tmp_path / "d.bin")
+
+
+def test_the_interpreter_knows_what_python_pickles():
+    value = {"a": [1, 2.5, None, True, -300, 2**40, "text", (1,), (1, 2, 3, 4), {"b": ()}]}
+    value["c"] = collections.OrderedDict()
+    for protocol in (2, 3, 4, 5):
+        assert read_pickle(pickle.dumps(value, protocol)) == value
+    with pytest.raises(PickleError, match="names fractions.Fraction"):
+        import fractions
+
+        read_pickle(pickle.dumps(fractions.Fraction(1, 2)))
+    assert isinstance(next(iter(read_pickle(state({"a": ("FloatStorage", "0", 1, 0, (), ())})).values())), View)
+    assert Storage("FloatStorage", "0", 1) == Storage("FloatStorage", "0", 1)
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="the oracle is PyTorch (pip install torch)")
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("nested", ["", "state_dict", "model"])
+def test_what_torch_saves(tmp_path, torch, protocol, nested):
+    table = torch.randn(6, 8)
+    saved = collections.OrderedDict(
+        plain=torch.randn(3, 4), turned=table.t(), part=table[2:4, ::2], bfloat=torch.randn(5).bfloat16(),
+        half=torch.randn(2, 3).half(), double=torch.randn(2).double(), ints=torch.arange(5), bools=torch.tensor([True]),
+        bytes=torch.arange(4, dtype=torch.uint8), empty=torch.zeros(0, 3), one=torch.tensor(3.5),
+        parameter=torch.nn.Parameter(torch.randn(2, 2)),
+    )  # fmt: skip
+    whole = {nested: saved, "epoch": 3, "loss": 2.5} if nested else saved
+    torch.save(whole, tmp_path / "x.pt", pickle_protocol=protocol)
+    tensors = pytorch.file_tensors(tmp_path / "x.pt")
+    assert tensors.keys() == saved.keys()
+    for name, value in saved.items():
+        read = tensors[name].read()
+        assert tuple(read.shape) == tuple(value.shape) and read.dtype == tensors[name].dtype
+        wanted = value.detach().to(torch.float32).numpy()
+        np.testing.assert_array_equal(np.array(read.astype(mx.float32)), wanted)
+
+
+def test_modules_with_their_own_fields(tmp_path, torch):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+    torch.save(module.state_dict(), tmp_path / "x.pt")
+    assert set(pytorch.file_tensors(tmp_path / "x.pt")) == set(module.state_dict())
+    torch.save(module, tmp_path / "y.pt")
+    with pytest.raises(CheckpointError, match="names torch.nn.modules.container.Sequential"):
+        pytorch.file_tensors(tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_folder_of_them_is_a_model(tmp_path, tiny_config, torch, shards):
+    model = Decoder(tiny_config)
+    model.initialize(0)
+    weights = {name: torch.from_numpy(np.array(value)) for name, value in tree_flatten(model.parameters())}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    torch.save({"x": torch.zeros(1)}, tmp_path / "training_args.bin")
+    if shards == 1:
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    else:
+        names = list(weights)
+        files = {f"pytorch_model-0000{i + 1}-of-00002.bin": names[i::2] for i in range(2)}
+        for file, part in files.items():
+            torch.save({name: weights[name] for name in part}, tmp_path / file)
+        index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert open_checkpoint(tmp_path).format == "pytorch"
+    tokens = mx.array([[1, 2, 3]])
+    assert mx.array_equal(load_model(tmp_path)[0](tokens), model(tokens))
+    if shards == 2:
+        (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
+        with pytest.raises(CheckpointError, match="pytorch_model-00002-of-00002.bin is missing"):
+            open_checkpoint(tmp_path)
