@@ -25,7 +25,7 @@ from mlxlm.families.stored import Stored
 from mlxlm.files import new_files
 from mlxlm.tokenizer import Tokenizer
 
-MAGIC = b"24ka"  # the number 0x616b3432, "ak42", in little-endian order
+_MAGIC = b"24ka"  # the number 0x616b3432, "ak42", in little-endian order
 _NUMBERS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
 _HEADER = 256  # bytes, versions 1 and 2
 _LEGACY_HEADER = 28
@@ -84,7 +84,7 @@ def write(path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: To
 
     run.c computes Llama with rotary base 10000 and epsilon 1e-5, whatever a model wants: ConfigError names the
     field of any other configuration. TokenizerError if run.c would encode text in another way. CheckpointError
-    if `path` exists, if a tensor is missing or has values that are not numbers.
+    if `path` exists, if a tensor is missing, has no place in the file or has values that are not numbers.
 
     A `tokenizer.bin` that is there already stays if it is the same, and is an error if it is another. The model
     appears last, so that where it is, all is there.
@@ -95,6 +95,9 @@ def write(path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: To
     if path.name == _TOKENIZER:
         raise CheckpointError(f"{path} is the name of the tokenizer", "model.bin")
     stored = as_stored(_layout(config), tensors)
+    extra = stored.keys() - {name for name, _ in _order(config, version=0)}
+    if extra:
+        raise CheckpointError(f"{min(extra)} has no place in a llama2.c file")
     with new_files(path) as folder:
         (folder / _TOKENIZER).write_bytes(words)
         with (folder / path.name).open("wb") as file:
@@ -112,7 +115,7 @@ def _header(path: Path, start: bytes) -> _Header:
     shared = True
     group_size = 0
     numbers_at = 0
-    if start[:4] == MAGIC:
+    if start[:4] == _MAGIC:
         if len(start) < _HEADER:
             raise CheckpointError(f"{path} is truncated: its header has {len(start)} of {_HEADER} bytes")
         (version,) = struct.unpack_from("<i", start, 4)

@@ -212,6 +212,8 @@ def test_nothing_is_left_of_a_model_that_can_not_be_written(tmp_path, words):
         write(path, config(), {n: t for n, t in tensors.items() if n != name}, words)
     with pytest.raises(CheckpointError, match=rf"{name} is \[2\], the configuration says \[48, 32\]"):
         write(path, config(), {**tensors, name: of_array(mx.zeros(2))}, words)
+    with pytest.raises(CheckpointError, match="model.layers.0.mlp.up_proj.bias has no place"):
+        write(path, config(), {**tensors, "model.layers.0.mlp.up_proj.bias": of_array(mx.zeros(48))}, words)
     assert list(tmp_path.iterdir()) == []
 
 
