@@ -19,9 +19,11 @@ from mlxlm.checkpoint.carry import carry_tokenizer
 from mlxlm.checkpoint.layout import locate
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
+from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.compare import Comparison, compare
 from mlxlm.errors import ConfigError
+from mlxlm.families import layout
 from mlxlm.generation.engine import Context, tokens
 from mlxlm.quantize import search, text
 from mlxlm.quantize.calibrated import calibrated, check_method
@@ -33,6 +35,7 @@ from mlxlm.quantize.stream import halved, output_dtype, quantized
 # Told (phase, done, total).
 Progress = Callable[[str, int, int], None]
 
+_MARGIN = 1024  # bytes: generation_config.json, names in config.json, padding
 _PROMPT, _DECODED, _WARM = 16, 48, 8  # tokens of the speed measurement; the first are not counted
 
 
@@ -125,35 +128,49 @@ class Job:
             made[plan.nbytes()] = result = self._quantized(plan, folder)
             return self._compared(self._checkpoint(plan, result.tensors)).kl
 
-        plan, _ = search.below_divergence(self.plan, found, self.goal.max_kl, divergence)
+        plan = search.below_divergence(self.plan, found, self.goal.max_kl, divergence)
         return plan, made[plan.nbytes()]
 
     def _within(self, found: search.Costs) -> Plan:
+        """The plan that a search for a size ends at. Raises ConfigError naming the smallest size possible."""
         matrices = {f"{module}.weight" for m in self.plan.matrices for module in m.modules}
         others = sum(t.nbytes for name, t in self.halved.tensors.items() if name not in matrices)
-        if self.goal.budget is not None:
-            fixed, asked, unit = others + self._overhead(), self.goal.budget, "bytes"
-            limit = asked - fixed
-        else:
-            fixed, asked, unit = others, self.goal.bits_per_weight, "bits per weight"
-            limit = math.floor(asked * self.parameters / 8) - fixed
-        smallest = search.steps(self.plan, found)[0].nbytes()
-        if limit < smallest:
-            least = smallest + fixed
-            least = least if unit == "bytes" else math.ceil(800 * least / self.parameters) / 100
-            raise ConfigError(f"{asked} {unit} can't be reached", f"{least} or more, or larger groups")
-        return search.within(self.plan, found, limit)
+        smallest = search.steps(self.plan, found)[0]
+        if self.goal.bits_per_weight is not None:
+            limit = math.floor(self.goal.bits_per_weight * self.parameters / 8) - others
+            if limit < smallest.nbytes():
+                least = math.ceil(800 * (smallest.nbytes() + others) / self.parameters) / 100
+                raise ConfigError(
+                    f"{self.goal.bits_per_weight:g} bits per weight can't be reached",
+                    f"{least} or more, or larger groups",
+                )
+            return search.within(self.plan, found, limit)
+        plan, rest = smallest, others + self._beside(smallest)
+        if self.goal.budget < plan.nbytes() + rest:
+            least = plan.nbytes() + rest
+            raise ConfigError(f"{self.goal.budget} bytes can't be reached", f"{least} or more, or larger groups")
+        for _ in range(3):  # what lies beside the tensors depends on the plan, a little
+            larger = search.within(self.plan, found, max(plan.nbytes(), self.goal.budget - rest))
+            rest = others + self._beside(larger)
+            if larger.nbytes() + rest <= self.goal.budget:
+                return larger
+        return plan
 
-    def _overhead(self) -> int:
-        """An upper bound of what a folder has beside the values of tensors: headers, configuration, tokenizer."""
-        names = [len(name) for name in self.halved.tensors]
-        headers = sum(3 * (n + 120) for n in names)  # weight, scales, biases: dtype, shape, offsets
-        index = sum(3 * (n + 60) for n in names)
+    def _beside(self, plan: Plan) -> int:
+        """An upper bound of what the folder has beside the values of tensors: headers, configuration, tokenizer."""
+        config = self.config.with_changes(quantization=plan.entry())
+        stored = as_stored(layout(config, for_mlx=True), quantized(self.halved.tensors, plan))
+        largest = sum(tensor.nbytes for tensor in stored.values())
+        header = sum(
+            len(json.dumps({name: {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [largest, largest]}}))
+            for name, tensor in stored.items()
+        )
+        index = sum(len(name) + 60 for name in stored) if largest > huggingface.SHARD_BYTES else 0
+        values = json.dumps({**self.source.values, **config.to_dict()}, indent=2, default=str)
         with tempfile.TemporaryDirectory() as folder:
             carry_tokenizer(self.source, Path(folder))
             tokenizer = sum(file.stat().st_size for file in Path(folder).iterdir())
-        config = 2 * sum(m_name + 90 for m_name in names) + len(json.dumps(dict(self.source.values), default=str))
-        return headers + index + tokenizer + 2 * config + 4096
+        return header + index + len(values.encode("utf-8")) + tokenizer + _MARGIN
 
     def _windows(self) -> np.ndarray:
         length = min(text.WINDOW, self.config.max_position_embeddings)

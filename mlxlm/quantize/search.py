@@ -19,7 +19,8 @@ from mlxlm.quantize.plan import BITS, Format, Matrix, Plan
 PROBE_BITS = 3  # few enough for a KL far above float32's noise, and not so few that it stops growing with the square
 TOKENS = 2048  # of the text that the probes see
 _LOGITS = 1 << 27  # at most so many of the source's stay in memory
-_MEASUREMENTS = 6  # of whole models, for a bound on the KL divergence
+_SIZES = 128  # to choose from for a bound on the KL divergence
+_MEASUREMENTS = 6  # of whole models at most, to find the smallest that keeps it
 
 # Matrix -> what the KL divergence grows by, in nats per token, with only this matrix in each format.
 Costs = Mapping[str, Mapping[Format, float]]
@@ -160,45 +161,48 @@ def within(plan: Plan, costs: Costs, nbytes: int) -> Plan:
     return smallest.with_formats(chosen)
 
 
-def below_divergence(plan: Plan, costs: Costs, limit: float, measure: Callable[[Plan], float]) -> tuple[Plan, float]:
-    """The smallest plan found whose KL divergence, as `measure(plan)` gives it, is at most `limit`; with that.
+def below_divergence(plan: Plan, costs: Costs, limit: float, measure: Callable[[Plan], float]) -> Plan:
+    """The smallest plan found whose KL divergence, as `measure(plan)` gives it, is at most `limit`.
 
-    What the costs predict is corrected by each measurement, so that a few suffice; the bracket only ever shrinks.
-    Raises ConfigError, naming the smallest divergence possible, if all steps aren't enough.
+    What the costs predict is corrected by each measurement, so that a few suffice; the bracket of sizes only shrinks.
+    Raises ConfigError, naming the smallest divergence possible, if all bits aren't enough.
     """
-    smallest, path = steps(plan, costs)
-    saved = np.cumsum([0.0, *(step.saved for step in path)])
-    predicted = sum(min(c.values()) for c in costs.values()) + saved[-1] - saved
-
-    def after(count: int) -> Plan:
-        return smallest.with_formats({step.matrix.name: step.chosen for step in path[:count]})
-
-    below, enough, best, ratio = -1, len(path), None, 1.0  # steps known to be too few, and to be enough
+    plans = _sizes(plan, costs)
+    predicted = np.minimum.accumulate([_predicted(each, costs) for each in plans])
+    below, enough, ratio = -1, len(plans), 1.0  # the largest known to be too small, the smallest known to do
     for _ in range(_MEASUREMENTS):
-        if below + 1 >= enough and best is not None:
+        if below + 1 >= enough:
             break
         guess = int(np.searchsorted(-predicted * ratio, -limit))
-        count = min(max(guess, below + 1), enough - (best is not None))
-        divergence = measure(after(count))
-        ratio = divergence / predicted[count] if predicted[count] > 0 else ratio
+        count = min(max(guess, below + 1), enough - 1)
+        divergence = measure(plans[count])
+        if predicted[count] > 0 and divergence > 0:
+            ratio = divergence / predicted[count]
         if divergence <= limit:
-            enough, best = count, (after(count), divergence)
-        elif count == len(path):
-            raise ConfigError(
-                f"a KL divergence of {limit:g} can't be reached: the most bits give {divergence:.3g}",
-                f"{divergence * 1.01:.2g} or more, or another group size",
-            )
+            enough = count
         else:
             below = count
-    if best is None:
-        divergence = measure(after(len(path)))
+    if enough == len(plans):
+        divergence = measure(plans[-1])
         if divergence > limit:
             raise ConfigError(
                 f"a KL divergence of {limit:g} can't be reached: the most bits give {divergence:.3g}",
-                f"{divergence * 1.01:.2g} or more, or another group size",
+                f"{divergence * 1.01:.2g} or more, or smaller groups",
             )
-        best = after(len(path)), divergence
-    return best
+        enough = len(plans) - 1
+    return plans[enough]
+
+
+def _sizes(plan: Plan, costs: Costs) -> list[Plan]:
+    """Plans from the smallest size to the largest, each the best for its size as far as `within` finds it."""
+    smallest, path = steps(plan, costs)
+    low, span = smallest.nbytes(), sum(step.nbytes for step in path)
+    found = {p.nbytes(): p for p in (within(plan, costs, low + span * i // _SIZES) for i in range(_SIZES + 1))}
+    return [found[size] for size in sorted(found)]
+
+
+def _predicted(plan: Plan, costs: Costs) -> float:
+    return sum(costs[m.name][plan.format_of(m)] for m in plan.matrices if m.name in costs)
 
 
 def _slope(a: tuple, b: tuple) -> float:

@@ -1,0 +1,97 @@
+"""`mlxlm quantize` as a person meets it."""
+
+import json
+
+import pytest
+
+import mlxlm.quantize as library
+from mlxlm._mlx import tree_flatten
+from mlxlm.checkpoint import save_weights
+from mlxlm.cli import quantize as command
+from mlxlm.cli.main import _run
+from mlxlm.files import write_json
+from mlxlm.model import Decoder
+from mlxlm.quantization import MODES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tiny_config, tiny_tokenizer):
+    folder = tmp_path_factory.mktemp("command") / "model"
+    folder.mkdir()
+    decoder = Decoder(tiny_config)
+    decoder.initialize(0)
+    write_json(folder / "config.json", tiny_config.to_dict())
+    save_weights(folder, {name: 4 * w if w.ndim == 2 else w for name, w in tree_flatten(decoder.parameters())})
+    tiny_tokenizer.save(folder)
+    return folder
+
+
+def test_the_choices_are_the_librarys():
+    assert tuple(MODES) == command.MODES
+    assert tuple(library.RECIPES) == command.RECIPES and command.METHODS == library.METHODS
+    bits = next(option for option in command.quantize.params if option.name == "bits")
+    assert tuple(map(int, bits.type.choices)) == library.BITS
+
+
+def test_a_report_for_people(model, tmp_path, capsys, text_file):
+    arguments = ["quantize", str(model), "--out", str(tmp_path / "out"), "--bits", "3", "--eval-text", str(text_file)]
+    assert _run(arguments) == 0
+    out, err = capsys.readouterr()
+    for said in (
+        "bits per weight",
+        "KL divergence",
+        "bits per byte",
+        "same most likely token",
+        "largest errors of weights",
+    ):
+        assert said in out
+    assert "groups of 32, since the size asked for doesn't divide the width: model.embed_tokens" in out
+    assert f"measured on: {text_file}" in out and "Traceback" not in err
+    assert (tmp_path / "out" / "quantization.png").is_file()
+
+
+def test_one_json_object(model, tmp_path, capsys, text_file):
+    arguments = ["quantize", str(model), "--out", str(tmp_path / "out"), "--method", "gptq", "--text", str(text_file)]
+    assert _run([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["method"] == "gptq" and report["measured"]["kl"] > 0 and len(report["worst"]) == 5
+    assert "last tenth" in report["calibration"] and "last tenth" in report["measured"]["text"]
+
+
+def test_a_search_by_size(model, tmp_path, capsys, text_file):
+    arguments = ["quantize", str(model), "--out", str(tmp_path / "out"), "--text", str(text_file), "--no-measure"]
+    assert _run([*arguments, "--budget", "0.042 MB"]) == 0
+    size = sum(file.stat().st_size for file in (tmp_path / "out").iterdir() if "quantization" not in file.name)
+    assert size <= 42_000 and "matrices in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--bits", "4", "--recipe", "mixed_3_4"], "--bits and --recipe both decide"),
+        (["--budget", "1GB", "--max-kl", "0.1"], "--budget and --max-kl both decide"),
+        (["--mode", "mxfp4", "--bits", "4"], "--bits would have no effect"),
+        (["--mode", "mxfp4", "--group-size", "32"], "--group-size would have no effect"),
+        (["--mode", "nvfp4", "--method", "gptq"], "for --mode affine"),
+        (["--text", __file__], "--text would have no effect"),
+        (["--no-measure", "--eval-text", __file__], "--no-measure excludes --eval-text"),
+        (["--no-measure", "--max-kl", "0.1"], "--no-measure excludes --max-kl"),
+        (["--budget", "many"], "'many' is not a size"),
+        (["--budget", "0GB"], "'0GB' is not a size"),
+        (["--bits-per-weight", "-1"], "--bits-per-weight is a positive number"),
+        (["--bits", "7"], "'7' is not one of"),
+    ],
+)
+def test_wrong_usage(tmp_path, capsys, options, message):
+    assert _run(["quantize", "model", "--out", str(tmp_path / "out"), *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("text, size", [("2.0GB", 2 * 10**9), ("900 mb", 9 * 10**8), ("1.5GiB", 3 * 2**29), ("7", 7)])
+def test_sizes(text, size):
+    assert command._Bytes().convert(text, None, None) == size
+
+
+def test_a_failure_is_one_line(tmp_path, capsys):
+    assert _run(["quantize", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.count("error:") == 1

@@ -1,0 +1,52 @@
+"""Small models with something to quantize: correlated weights, a tokenizer, a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.checkpoint import save_weights
+from mlxlm.config import ModelConfig
+from mlxlm.files import write_json
+from mlxlm.model import Decoder
+
+LLAMA = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def write_model(tiny_tokenizer):
+    """`write_model(folder, dtype, **changes)`: a Llama of 0.1M parameters, or another family by its fields."""
+
+    def write(folder: Path, dtype: mx.Dtype = mx.float16, **changes) -> ModelConfig:
+        config = ModelConfig(**{**LLAMA, **changes})
+        model = Decoder(config)
+        model.initialize(0)
+        folder.mkdir(parents=True)
+        values = {name: (4 * v if v.ndim == 2 else v).astype(dtype) for name, v in tree_flatten(model.parameters())}
+        write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": str(dtype).removeprefix("mlx.core.")})
+        save_weights(folder, values)
+        tiny_tokenizer.save(folder)
+        return config
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def model(write_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "model"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts(make_text, tmp_path_factory) -> tuple[Path, Path]:
+    """One to calibrate with, one to measure on."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "calibration.txt").write_text(make_text(1200), encoding="utf-8")
+    (folder / "evaluation.txt").write_text(make_text(2000)[-2000:], encoding="utf-8")
+    return folder / "calibration.txt", folder / "evaluation.txt"

@@ -1,0 +1,111 @@
+"""Scaling changes nothing that is computed, and rounding loses less after it."""
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.config import ModelConfig
+from mlxlm.model import Decoder
+from mlxlm.quantize import awq
+from mlxlm.quantize.calibrate import Inputs
+from mlxlm.quantize.gptq import row_errors
+from mlxlm.quantize.packed import rounded
+from mlxlm.quantize.plan import Format
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "all heads": {"num_key_value_heads": 4},
+    "qwen2": {"model_type": "qwen2", "attention_bias": True, "attention_out_bias": False},
+    "gemma2": {
+        "model_type": "gemma2", "norm_unit_offset": True, "norm_placement": "both", "hidden_act": "gelu_pytorch_tanh",
+    },
+    "olmo2": {"model_type": "olmo2", "norm_placement": "output", "qk_norm": "projection"},
+    "opt": {
+        "model_type": "opt", "norm": "layer", "positions": "learned", "position_offset": 2, "mlp_gated": False,
+        "hidden_act": "relu", "attention_bias": True, "mlp_bias": True,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "norm": "layer", "positions": "learned", "mlp_gated": False, "hidden_act": "gelu_new",
+        "attention_bias": True, "mlp_bias": True,
+    },
+    "falcon": {
+        "model_type": "falcon", "norm": "layer", "parallel_residual": True, "shared_norm": True, "mlp_gated": False,
+        "hidden_act": "gelu", "num_key_value_heads": 1,
+    },
+}  # fmt: skip
+
+
+def outliers(width: int) -> np.ndarray:
+    """Moments of inputs with a few channels thirty times as large as the others, as in trained models."""
+    rng = np.random.default_rng(0)
+    size = np.where(np.arange(width) % 17 == 3, 30.0, 1.0)
+    inputs = rng.normal(size=(500, width)) * size
+    return (inputs.T @ inputs).astype(np.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_scaled_block_computes_the_same(family):
+    config = ModelConfig(**{**SIZES, **FAMILIES[family]})
+    model = Decoder(config)
+    model.initialize(0)
+    block = model.layers[0]
+    for name, value in tree_flatten(block.parameters()):
+        if value.ndim == 1:
+            owner, _, parameter = name.rpartition(".")
+            awq.at(block, owner)[parameter] = value + mx.random.normal(value.shape, scale=0.1, key=mx.random.key(1))
+    stream = mx.random.normal((1, 12, 64), key=mx.random.key(2))
+    before = [part for part in block(stream, None)]
+    readers = {name for fold in awq.folds(config) for name in fold.readers}
+    inputs = {name: Inputs(outliers(awq.at(block, name).weight.shape[1])) for name in readers}
+    _, changed = awq.scale_block(block, config, inputs, dict.fromkeys(readers, Format(3, 32)), mx.float16)
+    assert changed
+    for old, new in zip(before, block(stream, None), strict=True):
+        assert mx.abs(old - new).max().item() < 2e-4 * max(1.0, mx.abs(old).max().item())
+
+
+def test_what_can_be_scaled_in_which_family():
+    sources = {
+        name: {fold.source for fold in awq.folds(ModelConfig(**{**SIZES, **changes}))}
+        for name, changes in FAMILIES.items()
+    }
+    assert sources["llama"] == {"input_layernorm", "post_attention_layernorm", "mlp.up_proj"}
+    assert sources["all heads"] == sources["llama"] | {"self_attn.v_proj"}
+    assert "pre_feedforward_layernorm" in sources["gemma2"] and "post_attention_layernorm" not in sources["gemma2"]
+    assert not any("norm" in source for source in sources["olmo2"])
+    assert "mlp.up_proj" in sources["opt"] and "mlp.up_proj" not in sources["gpt2"]
+    assert sources["falcon"] == {"input_layernorm"}
+
+
+def test_channels_with_outliers_are_kept_better():
+    config = ModelConfig(**{**SIZES, **FAMILIES["llama"]})
+    model = Decoder(config)
+    model.initialize(0)
+    block, chosen, own = model.layers[0], Format(3, 32), outliers(64)
+    name = "self_attn.q_proj"
+    source = np.array(awq.at(block, name).weight)
+    plain = row_errors(source, rounded(mx.array(source).astype(mx.float16), chosen), chosen, own).sum()
+    readers = {fold_name for fold in awq.folds(config) for fold_name in fold.readers}
+    inputs = {reader: Inputs(outliers(awq.at(block, reader).weight.shape[1])) for reader in readers}
+    after, _ = awq.scale_block(block, config, inputs, dict.fromkeys(readers, chosen), mx.float16)
+    weight = awq.at(block, name).weight
+    scaled = row_errors(np.array(weight), rounded(weight.astype(mx.float16), chosen), chosen, after[name].moments)
+    assert scaled.sum() < 0.3 * plain
+
+
+def test_clipping_never_loses_within_a_group():
+    weight = mx.random.normal((16, 64), key=mx.random.key(0)).astype(mx.float16)
+    weight[:, 5] *= 6
+    chosen = Format(2, 64)
+    moments = outliers(64)
+    source = np.array(weight.astype(mx.float32))
+    clipped, plain = (
+        row_errors(source, packed, chosen, moments)
+        for packed in (awq.clipped("v_proj", weight, moments, chosen), rounded(weight, chosen))
+    )
+    assert (clipped <= plain * 1.001).all() and clipped.sum() < 0.95 * plain.sum()
+    kept = awq.clipped("self_attn.q_proj", weight, moments, chosen)
+    assert mx.array_equal(kept.weight, rounded(weight, chosen).weight)

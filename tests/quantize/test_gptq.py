@@ -1,0 +1,155 @@
+"""Packing to the bit, and GPTQ against rounding by what both are for: the outputs."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from mlxlm._mlx import mx
+from mlxlm.errors import CheckpointError
+from mlxlm.quantize.gptq import gptq, relative_error, row_errors
+from mlxlm.quantize.packed import dequantized, pack, rounded
+from mlxlm.quantize.plan import BITS, GROUP_SIZES, MODES, Format
+
+
+@given(
+    bits=st.sampled_from(BITS), group=st.sampled_from(GROUP_SIZES), groups=st.integers(1, 3), rows=st.integers(1, 300),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_packed_values_come_back(bits, group, groups, rows, seed):
+    values = np.random.default_rng(seed).integers(0, 2**bits, (rows, group * groups)).astype(np.uint8)
+    packed = pack(values, bits)
+    assert packed.shape == (rows, group * groups * bits // 32) and packed.dtype == mx.uint32
+    ones, zeros = mx.ones((rows, groups)), mx.zeros((rows, groups))
+    assert np.array_equal(np.array(mx.dequantize(packed, ones, zeros, group_size=group, bits=bits)), values)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_packing_is_that_of_mlx(bits):
+    weight = mx.random.normal((5, 128), key=mx.random.key(bits))
+    packed, scales, biases = mx.quantize(weight, group_size=64, bits=bits)
+    whole = mx.dequantize(packed, mx.ones_like(scales), mx.zeros_like(biases), group_size=64, bits=bits)
+    assert mx.array_equal(pack(np.array(whole).astype(np.uint8), bits), packed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rounding_is_that_of_mlx(mode):
+    chosen = Format.of(mode)
+    weight = mx.random.normal((8, 128), key=mx.random.key(0)).astype(mx.float16)
+    parts = mx.quantize(weight, mode=mode)
+    assert all(mx.array_equal(a, b) for a, b in zip(rounded(weight, chosen).parts("m").values(), parts, strict=True))
+    assert dequantized(rounded(weight, chosen), chosen).dtype == mx.float32
+
+
+def problem(rows=48, width=128, tokens=2000, seed=0):
+    """A matrix and the moments of correlated inputs, a quarter as many directions as channels."""
+    rng = np.random.default_rng(seed)
+    mixing = rng.normal(size=(width // 4, width))
+    inputs = rng.normal(size=(tokens, width // 4)) @ mixing + 0.3 * rng.normal(size=(tokens, width))
+    weight = mx.array(rng.normal(size=(rows, width)) / width**0.5).astype(mx.float16)
+    return weight, (inputs.T @ inputs).astype(np.float32)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_correlated_inputs_lose_less_than_half_of_what_rounding_loses(bits, group_size):
+    weight, moments = problem()
+    chosen = Format(bits, group_size)
+    ours, plain = (
+        relative_error(weight, p, chosen, moments) for p in (gptq(weight, moments, chosen), rounded(weight, chosen))
+    )
+    assert ours < 0.5 * plain
+
+
+def test_matches_the_textbook():
+    """The unblocked algorithm, with an explicit inverse at every column, gives the same numbers."""
+    weight, moments = problem(rows=6, width=64)
+    chosen = Format(4, 32)
+    packed = gptq(weight, moments, chosen, ranges=(1.0,))
+    left = np.array(weight.astype(mx.float32), dtype=np.float64)
+    hessian = moments / np.mean(np.diag(moments)) + 0.01 * np.eye(64)
+    result = np.empty_like(left)
+    for column in range(64):
+        if column % 32 == 0:
+            group = mx.array(left[:, column : column + 32]).astype(mx.float16)
+            _, scale, bias = (np.array(p.astype(mx.float32)) for p in mx.quantize(group, group_size=32, bits=4))
+        inverse = np.linalg.inv(hessian[column:, column:])
+        whole = np.clip(np.rint((left[:, column] - bias[:, 0]) / scale[:, 0]), 0, 15)
+        result[:, column] = whole * scale[:, 0] + bias[:, 0]
+        error = (left[:, column] - result[:, column]) / inverse[0, 0]
+        left[:, column:] -= error[:, None] * inverse[0]
+    same = np.isclose(np.array(dequantized(packed, chosen)), result, atol=1e-3).mean()
+    assert same > 0.98  # a value halfway between two may go either way
+
+
+def test_without_correlation_there_is_nothing_to_make_up_for():
+    weight, _ = problem()
+    chosen, identity = Format(4, 64), np.eye(128, dtype=np.float32)
+    ours, plain = gptq(weight, identity, chosen, ranges=(1.0,)), rounded(weight, chosen)
+    assert mx.array_equal(ours.scales, plain.scales) and mx.array_equal(ours.biases, plain.biases)
+    change = mx.abs(dequantized(ours, chosen) - dequantized(plain, chosen)).max()
+    assert change.item() <= 1.01 * mx.abs(plain.scales).max().item()  # MLX divides by the scale before it is rounded
+    differing = (dequantized(ours, chosen) != dequantized(plain, chosen)).mean().item()
+    assert differing < 0.01
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_row_is_worse_than_rounding(seed):
+    """Also where the inputs have hardly any correlation, and where a few rows are outliers."""
+    weight, moments = problem(rows=32, width=64, tokens=40 + 100 * seed, seed=seed)
+    weight[0] *= 100
+    chosen = Format(3, 32)
+    source = np.array(weight.astype(mx.float32))
+    ours, plain = (
+        row_errors(source, p, chosen, moments) for p in (gptq(weight, moments, chosen), rounded(weight, chosen))
+    )
+    assert (ours <= plain * (1 + 1e-5)).all()
+
+
+def test_channels_that_were_always_zero_are_rounded_and_the_others_calibrated():
+    weight, moments = problem()
+    dead = np.arange(128) % 5 == 0
+    moments[dead] = 0
+    moments[:, dead] = 0
+    chosen = Format(4, 64)
+    ours = gptq(weight, moments, chosen)
+    values = np.array(dequantized(ours, chosen))
+    assert np.isfinite(values).all()
+    largest = np.abs(np.array(weight)).max()
+    assert np.abs(values - np.array(weight))[:, dead].max() < 0.4 * largest  # ranges go down to 0.65
+    assert relative_error(weight, ours, chosen, moments) < 0.6 * relative_error(
+        weight, rounded(weight, chosen), chosen, moments
+    )
+    silent = gptq(weight, np.zeros_like(moments), chosen)
+    assert mx.array_equal(silent.weight, rounded(weight, chosen).weight)
+
+
+def test_moments_beyond_float32_are_damped_until_they_work():
+    weight, _ = problem()
+    direction = np.linspace(-1, 1, 128, dtype=np.float32)
+    moments = 1e12 * np.outer(direction, direction)
+    packed = gptq(weight, moments, Format(4, 64))
+    assert np.isfinite(np.array(dequantized(packed, Format(4, 64)))).all()
+
+
+def test_groups_of_one_value_and_scales_that_underflow():
+    weight = mx.concatenate([mx.zeros((4, 64)), mx.full((4, 64), 0.5), mx.full((4, 64), 6e-8)]).astype(mx.float16)
+    values = dequantized(gptq(weight, np.eye(64, dtype=np.float32), Format(2, 32)), Format(2, 32))
+    assert mx.allclose(values, weight.astype(mx.float32), atol=1e-6).item()
+
+
+def test_inputs_that_are_not_finite_are_refused():
+    weight, moments = problem()
+    moments[3, 4] = np.nan
+    with pytest.raises(CheckpointError, match="not finite"):
+        gptq(weight, moments, Format(4, 64))
+
+
+def test_drift_is_partly_made_up_for():
+    """Inputs that are all 20 % too small: the outputs aimed at are half of the way back."""
+    weight, moments = problem()
+    packed = gptq(weight, moments, Format(8, 32), drift=0.25 * moments)
+    source, changed = np.array(weight.astype(mx.float32)), np.array(dequantized(packed, Format(8, 32)))
+    grown = np.vdot(changed @ moments, source) / np.vdot(source @ moments, source)
+    assert grown == pytest.approx(1.125, abs=0.005)

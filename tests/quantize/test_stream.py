@@ -1,0 +1,90 @@
+"""Tensors quantized on the way from disk to disk."""
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.tensors import Tensor, of_array
+from mlxlm.errors import CheckpointError
+from mlxlm.quantize.packed import dequantized, rounded
+from mlxlm.quantize.plan import Format, uniform
+from mlxlm.quantize.stream import halved, output_dtype, quantized
+
+
+def test_parts_are_described_as_they_are_read(model):
+    checkpoint = open_checkpoint(model)
+    for chosen in (Format(3, 32), Format.of("mxfp8")):
+        plan = uniform(checkpoint.config, checkpoint.tensors, chosen)
+        made = quantized(checkpoint.tensors, plan)
+        for name, tensor in made.items():
+            value = tensor.read()
+            assert (tensor.shape, tensor.dtype, tensor.nbytes) == (value.shape, value.dtype, value.nbytes), name
+        total = sum(t.nbytes for n, t in made.items() if n.rpartition(".")[0] in plan.formats)
+        assert total == plan.nbytes()
+
+
+def test_each_matrix_is_read_once_in_a_writers_order():
+    reads = []
+
+    def tensor(name: str) -> Tensor:
+        def read() -> mx.array:
+            reads.append(name)
+            return mx.random.normal((64, 64), key=mx.random.key(0)).astype(mx.float16)
+
+        return Tensor((64, 64), mx.float16, "F16", 64 * 64 * 2, read)
+
+    tensors = {f"{name}.weight": tensor(name) for name in "abc"}
+    plan = type("Plan", (), {"formats": dict.fromkeys("abc", Format(4))})
+    made = quantized(tensors, plan)
+    packed_first = sorted(made, key=lambda name: not name.endswith("weight"))
+    parts = {name: made[name].read() for name in packed_first}
+    assert sorted(reads) == ["a", "b", "c"]
+    values = mx.dequantize(parts["b.weight"], parts["b.scales"], parts["b.biases"], group_size=64, bits=4)
+    assert mx.abs(values - mx.random.normal((64, 64), key=mx.random.key(0))).max().item() < 0.3
+
+
+def test_memory_is_that_of_one_matrix():
+    side, count = 512, 24
+
+    def tensor(seed: int) -> Tensor:
+        read = lambda: mx.random.normal((side, side), key=mx.random.key(seed)).astype(mx.float16)  # noqa: E731
+        return Tensor((side, side), mx.float16, "F16", 2 * side * side, read)
+
+    tensors = {f"m{i}.weight": tensor(i) for i in range(count)}
+    plan = type("Plan", (), {"formats": {f"m{i}": Format(4) for i in range(count)}})
+    made = quantized(halved(tensors, mx.float16), plan)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for name in sorted(made, key=lambda name: not name.endswith("weight")):  # the worst order
+        mx.eval(made[name].read())
+    assert mx.get_peak_memory() - before < 8 * 4 * side * side < count * 2 * side * side
+
+
+def test_the_output_has_16_bits():
+    half, bfloat, single = (of_array(mx.ones((64, 64), dtype=d)) for d in (mx.float16, mx.bfloat16, mx.float32))
+    assert output_dtype({"a": bfloat, "norm": of_array(mx.ones((64,)))}) == mx.bfloat16
+    assert output_dtype({"a": half, "b": bfloat, "c": half}) == mx.float16
+    assert output_dtype({"a": single}) == mx.float16
+    assert output_dtype({"a": single, "b": of_array(mx.array([1e5]))}) == mx.bfloat16
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused(value):
+    broken = {"model.norm.weight": of_array(mx.array([1.0, value]))}
+    with pytest.raises(CheckpointError, match="model.norm.weight has values that are not finite"):
+        output_dtype(broken)
+    with pytest.raises(CheckpointError, match="model.norm.weight has values that are not finite"):
+        halved(broken, mx.bfloat16)["model.norm.weight"].read()
+
+
+def test_values_that_the_dtype_lacks_are_refused():
+    with pytest.raises(CheckpointError, match="big has values that 16 bits can't hold"):
+        halved({"big": of_array(mx.array([1e6]))}, mx.float16)["big"].read()
+
+
+def test_rounding_is_within_a_step():
+    weight = mx.random.normal((4, 64), key=mx.random.key(1)).astype(mx.float16)
+    packed = rounded(weight, Format(4))
+    assert (mx.abs(dequantized(packed, Format(4)) - weight) <= mx.abs(packed.scales).astype(mx.float32)).all().item()
