@@ -45,8 +45,8 @@ def read_tokenizer(path: Path | str, vocab_size: int) -> Tokenizer:
         raise TokenizerError(f"the model of {path} has {vocab_size} tokens", f"a vocabulary of at most {_LARGEST}")
     with os_errors_as(TokenizerError, "read", path):
         size = path.stat().st_size
-        if size > (8 + sentencepiece.LONGEST) * _LARGEST:
-            raise TokenizerError(f"{path} is {size} bytes long, too much for a tokenizer")
+        if size > 4 + vocab_size * (8 + 4 * sentencepiece.LONGEST):
+            raise TokenizerError(f"{path} has {size} bytes, too many for the {vocab_size} tokens of the model")
         data = path.read_bytes()
     pieces = _pieces(data, path, vocab_size)
     _check_fixed([text for text, _ in pieces], str(path), "a tokenizer of llama2.c")
