@@ -1,0 +1,162 @@
+"""Folders that MLX quantized: every mode, overrides by layer, and parts that don't belong together."""
+
+import json
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.checkpoint import load_checkpoint, load_model, load_part, open_checkpoint, save_weights
+from mlxlm.checkpoint.quantized import dequantized, full_shapes, quantize_modules
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.config import ModelConfig
+from mlxlm.errors import CheckpointError, MlxlmError
+from mlxlm.model import Decoder
+
+CONFIG = ModelConfig(
+    hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+    vocab_size=64, tie_word_embeddings=True,
+)  # fmt: skip
+MODES = [("affine", g, b) for g in (32, 64, 128) for b in (2, 3, 4, 5, 6, 8)]
+MODES += [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)]
+
+
+def quantized_folder(folder, plan, skipped=(), config=CONFIG):
+    """A folder as mlx_lm.convert writes it; returns the decoder that it stands for."""
+    model = Decoder(config)
+    model.initialize(0)
+    weights, plain = {}, []
+    for name, value in tree_flatten(model.parameters()):
+        layer = name.removesuffix(".weight")
+        value = value.astype(mx.bfloat16)
+        own = plan.get(layer, True)
+        if value.ndim != 2 or own is False or layer in skipped:
+            weights[name] = value
+            plain.append((name, value.astype(mx.float32)))
+            continue
+        entry = plan if own is True else own
+        kind = {"group_size": entry["group_size"], "bits": entry["bits"], "mode": entry.get("mode", "affine")}
+        packed, *parts = mx.quantize(value, **kind)
+        weights |= {f"{layer}.{part}": v for part, v in zip(("scales", "biases"), parts, strict=False)}
+        weights[name] = packed
+        if kind["mode"] == "affine":
+            parts = [part.astype(mx.float32) for part in parts]
+        plain.append((name, mx.dequantize(packed, *parts, **kind).astype(mx.float32)))
+    model.load_weights(plain)
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "quantization": plan}))
+    save_weights(folder, weights)
+    return model
+
+
+@pytest.mark.parametrize(("mode", "group_size", "bits"), MODES)
+def test_every_mode_is_what_mlx_dequantizes(tmp_path, mode, group_size, bits):
+    wanted = quantized_folder(tmp_path, {"group_size": group_size, "bits": bits, "mode": mode})
+    checkpoint = open_checkpoint(tmp_path)
+    plain = dequantized(checkpoint.tensors, checkpoint.config.quantization)
+    for name, value in tree_flatten(wanted.parameters()):
+        assert plain[name].shape == value.shape and mx.array_equal(plain[name].read().astype(mx.float32), value), name
+    tokens = mx.array([[1, 2, 3]])
+    close = 0 if ON_CPU else 1e-2
+    model = load_checkpoint(checkpoint)[0]
+    np.testing.assert_allclose(np.array(model(tokens), dtype=np.float32), np.array(wanted(tokens)), atol=close)
+
+
+def test_layers_have_plans_of_their_own(tmp_path):
+    plan = {
+        "group_size": 64, "bits": 4,
+        "model.embed_tokens": {"group_size": 32, "bits": 8},
+        "model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+        "model.layers.1.mlp.down_proj": False,
+        "model.layers.1.mlp.up_proj": True,
+    }  # fmt: skip
+    wanted = quantized_folder(tmp_path, plan, skipped=["model.layers.0.self_attn.q_proj"])
+    model, _ = load_model(tmp_path)
+    tokens = mx.array([[5, 6]])
+    np.testing.assert_allclose(np.array(model(tokens)), np.array(wanted(tokens)), atol=1e-6 if ON_CPU else 1e-2)
+
+
+def test_the_plan_may_lie_under_hugging_faces_name(tmp_path):
+    quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = values.pop("quantization")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert open_checkpoint(tmp_path).config.quantization["bits"] == 4
+
+
+def test_mlx_lm_quantizes_and_we_read(tmp_path):
+    utils = pytest.importorskip("mlx_lm.utils")
+    llama = pytest.importorskip("mlx_lm.models.llama")
+    values = {**CONFIG.to_dict(), "rope_theta": 10_000.0}
+    theirs = llama.Model(llama.ModelArgs.from_dict(values))
+    theirs, values = utils.quantize_model(theirs, values, 32, 4, mode="mxfp4")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_weights(tmp_path, dict(tree_flatten(theirs.parameters())))
+    tokens = mx.array([[1, 2, 3, 4]])
+    ours, _ = load_model(tmp_path)
+    np.testing.assert_allclose(np.array(ours(tokens)), np.array(theirs(tokens).astype(mx.float32)), atol=1e-4)
+
+
+def test_one_layer_by_itself(tmp_path):
+    wanted = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
+    checkpoint = open_checkpoint(tmp_path)
+    part = nn.Linear(128, 128, bias=False)
+    load_part(part, checkpoint.tensors, "model.layers.1.self_attn.o_proj", checkpoint.config.quantization)
+    if ON_CPU:
+        assert mx.array_equal(part.weight, wanted.layers[1].self_attn.o_proj.weight)
+
+
+def test_modules_become_mlxs_quantized_ones(tmp_path):
+    """What a GPU computes with, and a CPU where float32 doesn't fit."""
+    wanted = quantized_folder(tmp_path, {"group_size": 32, "bits": 4, "mode": "mxfp4", "model.embed_tokens": False})
+    checkpoint = open_checkpoint(tmp_path)
+    model = Decoder(checkpoint.config)
+    quantize_modules(model, checkpoint.tensors, "", checkpoint.config.quantization)
+    model.load_weights([(name, tensor.read()) for name, tensor in checkpoint.tensors.items()])
+    assert isinstance(model.layers[0].mlp.up_proj, nn.QuantizedLinear)
+    tokens = mx.array([[1, 2, 3]])
+    np.testing.assert_allclose(
+        np.array(model(tokens).astype(mx.float32)), np.array(wanted(tokens)), atol=0.1 * mx.abs(wanted(tokens)).max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "expected"),
+    [
+        ({"group_size": 64, "bits": 8}, {}, "is not of 8 bits in groups of 64|says"),
+        ({"group_size": 32, "bits": 4}, {}, "is not of 4 bits in groups of 32"),
+        ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, {}, r"\(mxfp4\) needs weight and scales alone"),
+        ({"group_size": 64, "bits": 4, "lm_head": {"bits": 7, "group_size": 64}}, {}, "bits is 7"),
+        ({"group_size": 64, "bits": 4, "mode": "int9"}, {}, "mode is 'int9'"),
+        ({"group_size": 64, "bits": 4, "model.layers.0.mlp.up_proj": False}, {}, "up_proj has scales"),
+        (None, {"scales": None}, "needs weight, scales and biases|is of type uint32|is of type U32"),
+        (None, {"biases": None}, "needs weight, scales and biases"),
+        (None, {"scales": mx.zeros((128, 2), mx.uint8)}, "is not of 4 bits"),
+        (None, {"weight": mx.zeros((128, 16), mx.int32)}, "is not of 4 bits"),
+        (None, {"scales": mx.zeros((2,))}, "each with two dimensions"),
+    ],
+)
+def test_parts_that_do_not_belong_together(tmp_path, plan, change, expected):
+    quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
+    folder = tmp_path / "changed"
+    folder.mkdir()
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    layer = "model.layers.0.mlp.up_proj"
+    for part, value in change.items():
+        weights[f"{layer}.{part}"] = value
+        if value is None:
+            del weights[f"{layer}.{part}"]
+    save_weights(folder, weights)
+    values = {**CONFIG.to_dict(), "quantization": plan or {"group_size": 64, "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(MlxlmError, match=expected) as caught:
+        open_checkpoint(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_shapes_are_those_of_the_whole_matrix():
+    parts = mx.quantize(mx.random.normal((6, 96)), group_size=32, bits=3)
+    tensors = {f"a.{part}": of_array(value) for part, value in zip(("weight", "scales", "biases"), parts, strict=True)}
+    assert full_shapes(tensors, {"group_size": 32, "bits": 3}, "x") == {"a.weight": (6, 96)}
+    with pytest.raises(CheckpointError, match="a.weight is of type uint32.*unquantized"):
+        full_shapes(tensors, None, "x")
