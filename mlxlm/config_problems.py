@@ -33,6 +33,9 @@ _SWITCHES = (
 )  # fmt: skip
 _OPTIONAL_SCALING = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
+_LEAST, _MOST = 1e-6, 1e12  # beyond these, products of scalings leave float32
+_BOUNDS = f" from {_LEAST} to {_MOST}"
+
 
 def is_count(value: Any) -> bool:
     return _is_int(value) and 0 < value <= _MAX
@@ -133,9 +136,11 @@ def _rotary_problems(c: Any) -> Iterator[str]:
     elif dims % 2 or dims == 0:
         share = f"partial_rotary_factor {c.partial_rotary_factor} of head_dim {c.head_dim}"
         yield f"{share} is {dims} dimensions, rotary positions need an even number of them (1.0)"
-    scaling = c.rope_scaling
-    if scaling is None:
-        return
+    if c.rope_scaling is not None:
+        yield from _scaling_problems(c, c.rope_scaling, dims)
+
+
+def _scaling_problems(c: Any, scaling: Any, dims: int) -> Iterator[str]:
     kind = scaling.get("rope_type") if isinstance(scaling, Mapping) else None
     if not isinstance(kind, str) or kind not in SCALINGS:
         yield f"rope_scaling is {scaling!r}, it must be null or an object with rope_type {', '.join(SCALINGS)}"
@@ -145,8 +150,9 @@ def _rotary_problems(c: Any) -> Iterator[str]:
         required.remove("factor")  # the ratio of the two lengths, if it isn't given
         yield from _factor_problems(scaling, dims)
     for name in [name for name in SCALINGS[kind] if name in required or scaling.get(name) is not None]:
-        if name not in ("truncate", "short_factor", "long_factor") and not _is_positive(scaling.get(name)):
-            yield f"rope_scaling: {name} is {scaling.get(name)!r}, {kind} needs a positive number"
+        value = scaling.get(name)
+        if name not in ("truncate", "short_factor", "long_factor") and not _is_ratio(value):
+            yield f"rope_scaling: {name} is {value!r}, {kind} needs a positive number{_BOUNDS * _is_positive(value)}"
     low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
     if kind == "llama3" and _is_positive(low) and _is_positive(high) and low >= high:
         yield f"rope_scaling: low_freq_factor {low} must be less than high_freq_factor {high}"
@@ -162,8 +168,8 @@ def _rotary_problems(c: Any) -> Iterator[str]:
 def _factor_problems(scaling: Mapping[str, Any], dims: int) -> Iterator[str]:
     for name in ("short_factor", "long_factor"):
         factors = scaling.get(name)
-        if not isinstance(factors, list) or len(factors) != dims // 2 or not all(map(_is_positive, factors)):
-            yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers"
+        if not isinstance(factors, list) or len(factors) != dims // 2 or not all(map(_is_ratio, factors)):
+            yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers{_BOUNDS}"
 
 
 def _is_int(value: Any) -> bool:
@@ -173,3 +179,7 @@ def _is_int(value: Any) -> bool:
 def _is_positive(value: Any) -> bool:
     """Of the numbers that float32 holds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3e38
+
+
+def _is_ratio(value: Any) -> bool:
+    return _is_positive(value) and _LEAST <= value <= _MOST

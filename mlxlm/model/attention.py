@@ -18,7 +18,8 @@ class Attention(nn.Module):
         h, d, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, d
         self.scale = (config.query_pre_attn_scalar or d) ** -0.5
-        self.window, self.softcap = config.window(layer), config.attn_logit_softcapping
+        self.window = config.window(layer)
+        self.softcap = None if config.attn_logit_softcapping is None else float(config.attn_logit_softcapping)
         out_bias = bias if config.attention_out_bias is None else config.attention_out_bias
         self.q_proj = nn.Linear(h, self.heads * d, bias=bias)
         self.k_proj = nn.Linear(h, self.kv_heads * d, bias=bias)

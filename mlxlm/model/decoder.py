@@ -16,7 +16,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig, dropout: float, layers: int):
         super().__init__()
-        self.multiplier = config.embedding_multiplier
+        self.multiplier = float(config.embedding_multiplier)
         self.longest, self.position_offset = config.max_position_embeddings, config.position_offset
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
@@ -57,6 +57,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float = 0.0, layers: int | None = None):
         super().__init__()
         self.config = config
+        self.cap = None if config.final_logit_softcapping is None else float(config.final_logit_softcapping)
         self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -69,8 +70,7 @@ class Decoder(nn.Module):
         """Hidden states `[B, T, hidden]` after the last norm -> logits `[B, T, V]`."""
         tied = self.config.tie_word_embeddings
         logits = self.model.embed_tokens.as_linear(x) if tied else self.lm_head(x)
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * mx.tanh(logits / cap)
+        return logits if self.cap is None else self.cap * mx.tanh(logits / self.cap)
 
     @property
     def layers(self) -> list[Block]:

@@ -35,9 +35,9 @@ def _lookup_vjp(primals, cotangent, _output):
 
 
 def positions_of(first: int, count: int, longest: int) -> mx.array:
-    """Positions `[count]` in a learned table of `longest`, beyond which MLX would read the last row, or anything.
+    """The positions `[count]` from `first` on in a learned table of `longest`.
 
-    Raises GenerationError beyond it.
+    Raises GenerationError beyond it, where MLX, which checks no index, would read whatever lies there.
     """
     if first + count > longest:
         raise GenerationError(f"position {first + count} is beyond the {longest} that the model has", "a shorter text")

@@ -13,7 +13,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, unit_offset: bool = False):
         super().__init__()
         self.weight = mx.zeros((size,)) if unit_offset else mx.ones((size,))
-        self.eps, self.unit_offset = eps, unit_offset
+        self.eps, self.unit_offset = float(eps), unit_offset
 
     @property
     def scale(self) -> mx.array:
@@ -34,7 +34,7 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight, self.bias = mx.ones((size,)), mx.zeros((size,))
-        self.eps = eps
+        self.eps = float(eps)
 
     def __call__(self, x: mx.array) -> mx.array:
         return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)

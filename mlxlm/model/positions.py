@@ -20,7 +20,8 @@ class Rotary:
     """
 
     def __init__(self, config: ModelConfig):
-        self.dims, self.base, self.longest = config.rotary_dims, config.rope_theta, config.max_position_embeddings
+        self.dims, self.base = config.rotary_dims, float(config.rope_theta)
+        self.longest = config.max_position_embeddings
         scaling = config.rope_scaling or {"rope_type": "default"}
         self.kind, self.growth = scaling["rope_type"], scaling.get("factor")
         self.original = scaling.get("original_max_position_embeddings")
@@ -102,7 +103,7 @@ def _yarn(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[f
     low, high = max(low, 0), min(high, dims - 1)
     width = high - low or 0.001
     shares = [min(1.0, max(0.0, (i - low) / width)) for i in range(len(plain))]
-    return [w / (share / scaling["factor"] + 1 - share) for w, share in zip(plain, shares, strict=True)]
+    return [w / (share / scaling["factor"] + (1 - share)) for w, share in zip(plain, shares, strict=True)]
 
 
 def _attention_factor(scaling: Mapping[str, Any], longest: int) -> float:

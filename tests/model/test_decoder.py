@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from mlxlm._mlx import mx
 from mlxlm.cache import KVCache, make_cache
 from mlxlm.config import ModelConfig, preset_names
-from mlxlm.errors import GenerationError
+from mlxlm.errors import ConfigError, GenerationError
 from mlxlm.model import Decoder
 from mlxlm.model.embedding import lookup
 from mlxlm.model.positions import alibi_slopes
@@ -144,6 +144,27 @@ def test_longrope_does_not_mix_short_and_long():
     long, cache = model(tokens), make_cache(model)
     model(tokens[:, :17], cache)
     np.testing.assert_allclose(np.array(model(tokens[:, 17:], cache)), np.array(long[:, 17:]), atol=2e-5)
+
+
+numbers = st.floats(0, 3.5e38) | st.integers(0, 10**39) | st.sampled_from([1, 1.0, 2.0, 1e-300])
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]),
+    given_=st.dictionaries(st.sampled_from([*SCALING, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]), numbers),
+    factors=st.lists(numbers, min_size=4, max_size=4),
+    others=st.dictionaries(st.sampled_from(["rope_theta", "rms_norm_eps", "final_logit_softcapping"]), numbers),
+)
+def test_a_configuration_that_was_accepted_runs(kind, given_, factors, others):
+    usual = dict(zip(SCALING, (2.0, 1.0, 4.0, 8), strict=False))
+    scaling = {**usual, "short_factor": factors, "long_factor": factors, **given_, "rope_type": kind}
+    try:
+        config = ModelConfig(**SIZES, max_position_embeddings=5, rope_scaling=scaling, **others)
+    except ConfigError:
+        return
+    mx.eval(Decoder(config)(mx.zeros((1, 12), mx.int32)))
 
 
 def test_slopes_of_alibi():
