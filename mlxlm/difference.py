@@ -12,6 +12,7 @@ from mlxlm.checkpoint.quantized import dequantized
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig
+from mlxlm.quantization import problems
 
 _APART = ("quantization",)  # how it is stored, not what it is
 
@@ -72,10 +73,16 @@ def difference(
 
 
 def plain(checkpoint: Checkpoint) -> Tensors:
-    """The checkpoint's tensors, quantized matrices in float32."""
-    config = checkpoint.config
-    quantization = checkpoint.values.get("quantization") if config is None else config.quantization
-    return dequantized(checkpoint.tensors, quantization or {})
+    """The checkpoint's tensors, quantized matrices in float32.
+
+    An architecture that only mlx_lm has may be quantized in a way that only mlx_lm has, too: then it stays as it is.
+    """
+    if checkpoint.config is not None:
+        return dequantized(checkpoint.tensors, checkpoint.config.quantization or {})
+    quantization = checkpoint.values.get("quantization")
+    if quantization is None or any(problems(quantization)):
+        return checkpoint.tensors
+    return dequantized(checkpoint.tensors, quantization)
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

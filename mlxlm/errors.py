@@ -17,14 +17,14 @@ class MlxlmError(Exception):
 
     def __init__(self, message: str, hint: str | None = None):
         super().__init__(message)
-        self.message = _one_line(message)
-        self.hint = hint and _one_line(hint)
+        self.message = one_line(message)
+        self.hint = hint and one_line(hint)
 
     def __str__(self) -> str:
         return f"{self.message} (try: {self.hint})" if self.hint else self.message
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Lines joined, and what a terminal would obey or can't show (escapes, lone surrogates) written out."""
     text = re.sub(r"\s*[\r\n]\s*", " ", text)
     if len(text) > _LONGEST:

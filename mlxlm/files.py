@@ -34,7 +34,8 @@ def new_folder(
         _remove_abandoned(path)
         partial.mkdir()
         try:
-            yield partial
+            with _named(partial, path):
+                yield partial
             for file in partial.rglob("*"):
                 _flush(file)
             _flush(partial)
@@ -62,7 +63,8 @@ def new_files(
         partial.mkdir()
         moved: list[Path] = []
         try:
-            yield partial
+            with _named(partial, path.parent):
+                yield partial
             for file in sorted(partial.iterdir(), key=lambda file: file.name == path.name):
                 target = path.with_name(file.name)
                 if file.name != path.name and target.is_file() and filecmp.cmp(file, target, shallow=False):
@@ -103,6 +105,17 @@ def new_file(
             _flush(path.parent)
         finally:
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(partial: Path, final: Path) -> Iterator[None]:
+    """Errors name what a person asked for, not the hidden folder, which will be gone."""
+    try:
+        yield
+    except MlxlmError as error:
+        if str(partial) not in error.message:
+            raise
+        raise type(error)(error.message.replace(str(partial), str(final)), error.hint) from error
 
 
 def _check_no_file(path: Path, kind: type[MlxlmError], hint: str) -> None:

@@ -5,11 +5,13 @@ import pytest
 
 from mlxlm import compare as module
 from mlxlm._mlx import mx, tree_flatten
-from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint import save_weights
+from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.compare import compare
 from mlxlm.difference import difference
 from mlxlm.errors import CheckpointError
+from mlxlm.files import write_json
 from mlxlm.model import Decoder
 
 
@@ -109,3 +111,27 @@ def test_weights_beside_weights(model):
     assert found.config == {"rope_theta": (10000.0, 5e4)}
     assert found.bits_per_weight_a == 32 and found.nbytes_b < found.nbytes_a
     assert difference(a, a).equal
+
+
+def test_models_of_mlx_lm_are_compared_by_what_they_say(tmp_path):
+    stablelm = pytest.importorskip("mlx_lm.models.stablelm")
+    values = {
+        "model_type": "stablelm", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4,
+        "num_hidden_layers": 2, "num_key_value_heads": 4, "intermediate_size": 48, "rope_theta": 1e4,
+        "use_qkv_bias": False, "partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5,
+    }  # fmt: skip
+    found = []
+    for seed in (0, 1):
+        mx.random.seed(seed)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        save_weights(folder, dict(tree_flatten(stablelm.Model(stablelm.ModelArgs(**values)).parameters())))
+        write_json(folder / "config.json", values)
+        found.append(open_checkpoint(folder))
+    a, b = found
+    assert a.config is None
+    same, other = (compare(a, x, list(range(40)), window=16) for x in (a, b))
+    assert same.identical and same.layers == {} and same.tokens == 39
+    assert other.kl > 0.01 and not other.equal_to_rounding
+    apart = difference(a, b)
+    assert not apart.equal and apart.config == {} and apart.bits_per_weight_a == 32

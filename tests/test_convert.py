@@ -133,6 +133,11 @@ def test_a_llama2c_file_and_back(write_model, tmp_path, monkeypatch):
     back = convert(tmp_path / "sub/out.bin", tmp_path / "back")
     assert set(results(back).values()) == {"equal"} and back.dtype == "float32"
     assert difference(open_checkpoint(source), open_checkpoint(tmp_path / "back")).equal
+    convert(source, tmp_path / "sub/again.bin", verify_output=False)  # beside the same tokenizer.bin
+    (tmp_path / "sub/tokenizer.bin").write_bytes(b"another one")
+    with pytest.raises(CheckpointError, match="tokenizer.bin already exists"):
+        convert(source, tmp_path / "sub/third.bin", verify_output=False)
+    assert sorted(p.name for p in (tmp_path / "sub").iterdir()) == ["again.bin", "out.bin", "tokenizer.bin"]
     text = "the cat, a naive bird\n  fell"
     assert open_checkpoint(tmp_path / "back").load_tokenizer().encode(text) == tokenizer.encode(text)
 
@@ -196,8 +201,9 @@ def test_values_that_are_not_numbers_are_refused(write_model, tmp_path, out):
     source = write_model(dtype="float32", tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
     sentencepiece_tokenizer(300).save(source)
     change(source, NAME, float("nan"))
-    with pytest.raises(CheckpointError, match=r"layers.1|blk.1|v_proj|w_?v"):
+    with pytest.raises(CheckpointError, match=r"layers.1|blk.1|v_proj|w_?v") as caught:
         convert(source, tmp_path / out, verify_output=False)
+    assert ".partial" not in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 

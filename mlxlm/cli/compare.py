@@ -32,6 +32,7 @@ def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> No
     from mlxlm.compare import compare as run_compare
     from mlxlm.compare import shared_tokens
     from mlxlm.difference import difference
+    from mlxlm.errors import one_line
 
     first, second = open_checkpoint(a), open_checkpoint(b)
     ids, text_bytes = shared_tokens(first, second, _text(text, tokens), tokens)
@@ -47,10 +48,10 @@ def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> No
     for title, errors in (("hidden states", said.layers), ("weights", stored.tensors)):
         worst = sorted((name for name in errors if errors[name]), key=errors.get, reverse=True)[:_WORST]
         if worst:
-            rows = [(name, f"{errors[name]:.2e}") for name in worst]
+            rows = [(one_line(name), f"{errors[name]:.2e}") for name in worst]
             render.print_result(render.table(rows, (f"largest errors, {title}", "relative")))
     for line in _apart(stored):
-        render.result(line)
+        render.result(one_line(line))
 
 
 def verdict(said: Comparison, stored: Difference | None = None) -> str:

@@ -25,16 +25,18 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
     """
     from mlxlm.checkpoint.source import open_checkpoint
     from mlxlm.describe import describe
+    from mlxlm.errors import one_line
 
     checkpoint = open_checkpoint(source)
     found = describe(checkpoint)
-    rows = [(n, t.stored, "x".join(map(str, t.shape)), t.nbytes) for n, t in checkpoint.tensors.items()]
+    tensors = checkpoint.tensors.items()
+    rows = [(one_line(name), t.stored, "x".join(map(str, t.shape)), t.nbytes) for name, t in tensors]
     if as_json:
         listed = [dict(zip(("name", "type", "shape", "bytes"), row, strict=True)) for row in rows]
         render.emit_json(found.to_dict() | ({"tensor_list": listed} if list_tensors else {}))
         return
     for name, value in lines(found):
-        render.result(f"{name:<14} {value}")
+        render.result(one_line(f"{name:<14} {value}"))  # much of it is text out of files
     if list_tensors:
         render.print_result(render.table(rows, ("name", "type", "shape", "bytes")))
     for warning in found.warnings:
@@ -78,4 +80,6 @@ def _plan(entry) -> str:
     if entry is True or not entry:
         return "default"
     mode = entry.get("mode", "affine")
-    return f"{mode} {entry['bits']} bits in groups of {entry['group_size']}" if "bits" in entry else mode
+    if "bits" not in entry:
+        return str(mode)
+    return f"{mode} {entry['bits']} bits in groups of {entry.get('group_size', 'its own size')}"

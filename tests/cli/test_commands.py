@@ -84,6 +84,10 @@ def test_from_text_to_a_continuation(tmp_path, run_folder, capsys):
     assert _run(["quantize", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["bits_per_weight"] < 6 and report["measured"]["bits_per_byte_after"] > 0
+    assert _run(["convert", str(run_folder), "--out", str(tmp_path / "plain"), "--no-verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
+    assert _run(["compare", str(run_folder), str(tmp_path / "plain"), "--tokens", "64"]) == 0
+    assert capsys.readouterr().out.startswith("identical: ")
     arguments = ["generate", str(tmp_path / "small"), "-p", "The cat", "--max-tokens", "5", "--seed", "1", "--json"]
     assert _run(arguments) == 0
     first = capsys.readouterr().out

@@ -81,6 +81,14 @@ def test_inspect(model, capsys):
     assert {"name": "model.norm.weight", "type": "F16", "shape": "64", "bytes": 128} in facts["tensor_list"]
 
 
+def test_inspect_obeys_nothing_that_a_file_says(model, capsys):
+    values = json.loads((model / "config.json").read_text())
+    plan = {"bits": 0, "mode": "affine", "x\x1b[2J": {"bits": "y"}}
+    write_json(model / "config.json", {**values, "model_type": "\x1b[31mmamba\nerror", "quantization": plan})
+    code, out, _ = run(capsys, "inspect", model)
+    assert code == 0 and "\x1b" not in out and "\\x1b[31mmamba error, run by mlx_lm" in out
+
+
 def test_inspect_says_why_mlx_lm_runs_a_model(model, capsys):
     values = json.loads((model / "config.json").read_text())
     write_json(model / "config.json", {**values, "model_type": "mamba"})
