@@ -26,7 +26,7 @@ def locate(path: Path | str) -> Location:
     """
     path = Path(path)
     if not path.is_dir():
-        raise CheckpointError(f"there is no model folder {path}", "the folder of a run or of an exported model")
+        raise CheckpointError(f"there is no model folder {path}", "a model folder, a run, a .gguf file, or a hub id")
     if step_of(path) >= 0 and is_run(path.absolute().parents[1]):
         return Location(path.absolute().parents[1], path)
     if not is_run(path):
