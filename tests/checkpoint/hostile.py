@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from quantized_weights import quantized_weights
 
 from mlxlm._mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
-from mlxlm.checkpoint.quantize import quantize_weights
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, sentencepiece, train
@@ -102,10 +102,10 @@ def _shards(folder: Path) -> Sample:
 def _quantized(folder: Path) -> Sample:
     model = Decoder(CONFIG)
     model.initialize(0)
-    made = quantize_weights(model, 4, 32)
-    save_weights(folder, made.weights)
+    packed, plan = quantized_weights(model, 4, 32)
+    save_weights(folder, packed)
     sample = _folder(folder)
-    (folder / "config.json").write_text(json.dumps({**CONFIG.to_dict(), "quantization": made.plan}))
+    (folder / "config.json").write_text(json.dumps({**CONFIG.to_dict(), "quantization": plan}))
     return sample
 
 

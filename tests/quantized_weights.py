@@ -1,0 +1,16 @@
+"""The weights of a model in memory as a quantized folder holds them, for tests of readers."""
+
+from typing import Any
+
+from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.quantize.plan import Format, uniform
+from mlxlm.quantize.stream import halved, quantized
+
+
+def quantized_weights(model: nn.Module, bits: int, group_size: int) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """Weights by name, and the `quantization` entry of config.json."""
+    tensors = {name: of_array(value) for name, value in tree_flatten(model.parameters())}
+    plan = uniform(model.config, tensors, Format(bits, group_size))
+    made = quantized(halved(tensors, mx.float16), plan)
+    return {name: tensor.read() for name, tensor in made.items()}, plan.entry()
