@@ -9,12 +9,13 @@ import numpy as np
 
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
 from mlxlm.checkpoint.gguf.reader import Array, Header
-from mlxlm.checkpoint.gguf.rope import FACTORS, llama3_scaling
+from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_scaling, longrope_attention
 from mlxlm.checkpoint.gguf.tensors import tensor_of
 from mlxlm.errors import CheckpointError
 from mlxlm.families import FAMILIES
 
 _ORIGINAL_CONTEXT = 8192  # of Llama 3, whose GGUF files don't say it
+_MOST_FREQUENCIES = 4096  # of a head, which has 128 dimensions as a rule
 _NUMBER = (int, float)
 
 
@@ -51,7 +52,7 @@ class Keys:
     def number(self, short: str, default: float | None = None) -> float:
         """A float, with no more digits than float32 has: 1e-05 and not 9.999999747378752e-06."""
         value = self._get(f"{self.architecture}.{short}", _NUMBER, "a number", default)
-        return float(str(np.float32(value)))
+        return _decimal(value)
 
     def has(self, short: str) -> bool:
         return f"{self.architecture}.{short}" in self.header.metadata
@@ -76,6 +77,11 @@ class Keys:
         if type(values[0]) is not int:
             raise self.error(f"{key} must be a whole number")
         return values[0]
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal that is this float32."""
+    return float(str(np.float32(value)))
 
 
 def architecture_of(keys: Keys) -> Architecture:
@@ -153,8 +159,8 @@ def _scaling(keys: Keys, theta: float) -> dict[str, Any] | None:
     tensors = keys.header.tensors
     if FACTORS in tensors:
         return _llama3(keys, theta)
-    if any(name.startswith("rope_factors_") for name in tensors):
-        raise keys.error("rope_factors_long.weight: this decoder has no 'longrope' scaling of positions")
+    if LONG in tensors or SHORT in tensors:
+        return _longrope(keys)
     kind = keys.text(f"{keys.architecture}.rope.scaling.type", "linear")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
@@ -176,10 +182,7 @@ def _scaling(keys: Keys, theta: float) -> dict[str, Any] | None:
 
 
 def _llama3(keys: Keys, theta: float) -> dict[str, Any] | None:
-    info = keys.header.tensors[FACTORS]
-    if len(info.shape) != 1 or info.type.name != "F32" or info.shape[0] > 4096:
-        raise keys.error(f"{FACTORS} must be a vector of F32")
-    factors = np.array(tensor_of(info).read())
+    factors = _table(keys, FACTORS)
     if (factors == 1).all():
         return None
     originals = [_ORIGINAL_CONTEXT]
@@ -189,6 +192,28 @@ def _llama3(keys: Keys, theta: float) -> dict[str, Any] | None:
     if scaling is None:
         raise keys.error(f"{FACTORS} doesn't follow Llama 3's rule, which this decoder has")
     return scaling
+
+
+def _longrope(keys: Keys) -> dict[str, Any]:
+    original = keys.count("rope.scaling.original_context_length")
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [_decimal(factor) for factor in _table(keys, SHORT)],
+        "long_factor": [_decimal(factor) for factor in _table(keys, LONG)],
+        "original_max_position_embeddings": original,
+    }
+    attention = keys.number("rope.scaling.attn_factor", 1.0)
+    if original > 1 and abs(attention - longrope_attention(original, keys.count("context_length"))) > 1e-6:
+        scaling["attention_factor"] = attention
+    return scaling
+
+
+def _table(keys: Keys, name: str) -> np.ndarray:
+    """The factors of each frequency."""
+    info = keys.header.tensors.get(name)
+    if info is None or len(info.shape) != 1 or info.type.name != "F32" or info.shape[0] > _MOST_FREQUENCIES:
+        raise keys.error(f"{name} must be a vector of F32")
+    return np.array(tensor_of(info).read())
 
 
 def _biases(keys: Keys) -> dict[str, Any]:

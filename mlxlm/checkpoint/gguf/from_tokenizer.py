@@ -10,7 +10,7 @@ from mlxlm.checkpoint.gguf.pre import PRES
 from mlxlm.checkpoint.gguf.reader import Array
 from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import Tokenizer, sentencepiece
-from mlxlm.tokenizer.sentencepiece import CONTROL, LONGEST, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from mlxlm.tokenizer.sentencepiece import CONTROL, LONGEST, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 from mlxlm.tokenizer.tokenizer import around_text
 
 _ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
@@ -71,6 +71,9 @@ def _from_pieces(keys: Keys, tokens: list[str], types: list[int]) -> Tokenizer:
     scores = _numbers(keys, "tokenizer.ggml.scores", len(tokens), None)
     names = _names(keys, tokens, _SENTENCEPIECE_IDS)
     model = sentencepiece_model_pb2.ModelProto()
+    # Runs of spaces are made by merges, as llama.cpp does; a text has no U+2581 where it could find them whole.
+    spaced = {i for i, kind in enumerate(types) if kind == USER_DEFINED and SPACE in tokens[i]}
+    types = [NORMAL if i in spaced else kind for i, kind in enumerate(types)]
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind == NORMAL and len(token) > LONGEST:
             raise _error(keys, f"tokenizer.ggml.tokens has a token of more than {LONGEST} characters")
@@ -103,15 +106,14 @@ def _add_user_defined(runtime: tokenizers.Tokenizer, tokens: list[str], types: l
 
 def _names(keys: Keys, tokens: list[str], usual: dict[str, int | None]) -> dict[str, str | None]:
     names: dict[str, str | None] = {}
+    rows = keys.header.metadata["tokenizer.ggml.tokens"].count  # those without a token among them
     for role, stored in _ROLES.items():
         key = f"tokenizer.ggml.{stored}_token_id"
-        if key not in keys.header.metadata:
-            id = usual[role] if (usual[role] or 0) < len(tokens) else None
-        else:
-            id = keys.id(key)
-        if id is not None and id >= len(tokens):
-            raise _error(keys, f"{key} is {id}, there are {len(tokens)} tokens")
-        names[role] = None if id is None else tokens[id]
+        said = key in keys.header.metadata
+        id = keys.id(key) if said else usual[role]
+        if said and id is not None and id >= rows:
+            raise _error(keys, f"{key} is {id}, there are {rows} tokens")
+        names[role] = tokens[id] if id is not None and id < len(tokens) else None
     return names
 
 

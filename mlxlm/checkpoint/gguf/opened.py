@@ -10,7 +10,7 @@ from mlxlm._mlx import mx
 from mlxlm.checkpoint.gguf.from_metadata import Keys, architecture_of, values_of
 from mlxlm.checkpoint.gguf.from_tokenizer import tokenizer_of
 from mlxlm.checkpoint.gguf.reader import Header, read_header
-from mlxlm.checkpoint.gguf.rope import FACTORS
+from mlxlm.checkpoint.gguf.rope import TABLES
 from mlxlm.checkpoint.gguf.tensors import tensor_of
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.stored import as_modules
@@ -33,7 +33,7 @@ def open_gguf(path: Path | str) -> Checkpoint:
     keys = Keys(header)
     architecture = architecture_of(keys)
     config = ModelConfig.from_dict(values_of(keys, architecture), source=str(header.path))
-    tensors = {name: tensor_of(info) for name, info in header.tensors.items() if name != FACTORS}
+    tensors = {name: tensor_of(info) for name, info in header.tensors.items() if name not in TABLES}
     if architecture.norm_offset:
         tensors = {name: _minus_one(t) if name.endswith("norm.weight") else t for name, t in tensors.items()}
     modules = as_modules(architecture.layout(config), tensors, str(header.path))

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 FACTORS = "rope_freqs.weight"  # Llama 3's scaling, one divisor per frequency
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # Phi-3's "longrope"
+TABLES = (FACTORS, LONG, SHORT)
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, dims: int) -> np.ndarray:
@@ -24,31 +26,45 @@ def llama3_factors(scaling: Mapping[str, Any], theta: float, dims: int) -> np.nd
 def llama3_scaling(factors: np.ndarray, theta: float, originals: list[int]) -> dict[str, Any] | None:
     """The rule that gives `factors`, for one of the original context lengths; None if there is none.
 
-    `factors` alone fix the rule only up to the unit of length, hence `originals`.
+    `factors` alone fix the rule only up to the unit of length: where no original length gives them, it is that of
+    a low_freq_factor of 1.
     """
     dims, factor = 2 * len(factors), float(factors.max())
     if not (np.isfinite(factors).all() and factor > 1 and factors.min() >= 1):
         return None
-    for original in originals:
-        bounds = _bounds(factors.astype(np.float64), factor, original / _wavelengths(theta, dims))
-        for low, high in (bounds, (1.0, 4.0)):
+    low, high = _bounds(factors.astype(np.float64), factor, 1 / _wavelengths(theta, dims))
+    for original in [*originals, *([round(1 / low)] if low > 0 else [])]:
+        fitted = (float(f"{low * original:.4g}"), float(f"{high * original:.4g}"))
+        for low_factor, high_factor in (fitted, (1.0, 4.0)):
             scaling = {
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+                "rope_type": "llama3", "factor": factor,
+                "low_freq_factor": low_factor, "high_freq_factor": high_factor,
                 "original_max_position_embeddings": original,
             }  # fmt: skip
-            if 0 < low < high and np.allclose(llama3_factors(scaling, theta, dims), factors, rtol=1e-4):
+            if 0 < low_factor < high_factor and np.allclose(llama3_factors(scaling, theta, dims), factors, rtol=1e-4):
                 return scaling
     return None
 
 
 def _bounds(factors: np.ndarray, factor: float, turns: np.ndarray) -> tuple[float, float]:
-    """Low and high from the factors between 1 and `factor`, where the rule is a line; (0, 0) for less than two."""
+    """Low and high from the factors between 1 and `factor`, where the rule is a line. One of them alone fixes both
+    with a high of 4 lows, as Llama has it; (0, 0) for none."""
     between = (factors > 1.001) & (factors < 0.999 * factor)
-    if between.sum() < 2:
+    if not between.any():
         return 0.0, 0.0
-    smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
-    slope, start = np.polyfit(turns[between], smooth, 1)
-    return float(f"{-start / slope:.4g}"), float(f"{(1 - start) / slope:.4g}")
+    turns, smooth = turns[between], (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
+    if len(turns) == 1:
+        low = turns[0] / (1 + 3 * smooth[0])
+        return low, 4 * low
+    slope, start = np.polyfit(turns, smooth, 1)
+    return -start / slope, (1 - start) / slope
+
+
+def longrope_attention(original: int, longest: int) -> float:
+    """What "longrope" multiplies rotated queries and keys with where a configuration doesn't say
+    (transformers, modeling_rope_utils.py)."""
+    grown = longest / original
+    return math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
 
 
 def _wavelengths(theta: float, dims: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.rope import longrope_attention
 from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError
 from mlxlm.families.windows import SLIDING
@@ -49,8 +50,10 @@ def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
     kind = _scaling_type(config)
     if kind == "llama3" and architecture.name != "llama":
         yield f"rope_type is 'llama3', which its {architecture.name} lacks"
-    if kind not in ("default", "linear", "yarn", "llama3"):
+    if kind == "dynamic" or (kind == "longrope" and architecture.name != "phi3"):
         yield f"rope_type is {kind!r}"
+    if kind == "longrope" and "factor" in config.rope_scaling:
+        yield "rope_scaling has a factor, it takes the ratio of the two lengths"
     if kind == "yarn" and not _is_plain_yarn(config):
         yield "its YaRN has no scale of attention but 0.1 · ln(factor) + 1"
     if config.partial_rotary_factor != 1 and architecture.name not in ("phi3", "gptneox"):
@@ -90,6 +93,8 @@ def notes_for(config: ModelConfig, architecture: Architecture) -> list[str]:
             f"llama.cpp has no sliding window in {architecture.name}: "
             f"beyond {config.sliding_window} tokens it sees the whole text"
         )
+    if _scaling_type(config) == "longrope":
+        notes.append("llama.cpp takes longrope's long factors by the size of its context, not by that of the text")
     if config.hidden_act == "gelu":
         notes.append("llama.cpp has GELU's tanh approximation only")
     return notes
@@ -130,12 +135,15 @@ def _rope(config: ModelConfig) -> dict[str, tuple[int, Any]]:
     }
     scaling = config.rope_scaling or {}
     kind = _scaling_type(config)
-    if kind in ("linear", "yarn"):
+    if kind in ("linear", "yarn", "longrope"):
         values["rope.scaling.type"] = (STRING, kind)
+    if kind in ("linear", "yarn"):
         values["rope.scaling.factor"] = (FLOAT, scaling["factor"])
-    if kind in ("yarn", "llama3"):
-        original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
-        values["rope.scaling.original_context_length"] = (INT, original)
+    if kind in ("yarn", "llama3", "longrope"):
+        values["rope.scaling.original_context_length"] = (INT, scaling["original_max_position_embeddings"])
+    if kind == "longrope":
+        usual = longrope_attention(scaling["original_max_position_embeddings"], config.max_position_embeddings)
+        values["rope.scaling.attn_factor"] = (FLOAT, scaling.get("attention_factor", usual))
     for name in ("beta_fast", "beta_slow"):
         if kind == "yarn" and name in scaling:
             values[f"rope.scaling.yarn_{name}"] = (FLOAT, scaling[name])

@@ -42,6 +42,8 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, config: ModelConfig) -> tupl
     stripped = [t["content"] for t in model["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]
     if stripped:
         notes.append(f"llama.cpp keeps the spaces around {', '.join(stripped[:3])}, which this tokenizer takes in")
+    if isinstance(config.eos_token_id, list) and len(config.eos_token_id) > 3:
+        notes.append(f"llama.cpp gets three of the {len(config.eos_token_id)} tokens that end a text")
     bos, eos = _around(tokenizer)
     return {
         **own,

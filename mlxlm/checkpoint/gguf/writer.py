@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.gguf.architectures import Architecture
 from mlxlm.checkpoint.gguf.ggml import NUMBERS, TYPES
-from mlxlm.checkpoint.gguf.rope import FACTORS, llama3_factors
+from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_factors
 from mlxlm.checkpoint.gguf.tensors import encoded
 from mlxlm.checkpoint.gguf.to_metadata import ARRAY, BOOL, FLOAT, INT, STRING, architecture_for, metadata_of, notes_for
 from mlxlm.checkpoint.gguf.to_tokenizer import tokenizer_metadata
@@ -83,10 +83,13 @@ def _stored(config: ModelConfig, architecture: Architecture, tensors: Tensors) -
     stored = as_stored(architecture.layout(config), tensors)
     if architecture.norm_offset:
         stored = {name: _plus_one(t) if name.endswith("norm.weight") else t for name, t in stored.items()}
-    if (config.rope_scaling or {}).get("rope_type") == "llama3":
-        factors = llama3_factors(config.rope_scaling, config.rope_theta, config.head_dim)
-        stored = {FACTORS: of_array(mx.array(factors)), **stored}
-    return stored
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    tables = {}
+    if scaling["rope_type"] == "llama3":
+        tables = {FACTORS: llama3_factors(scaling, config.rope_theta, config.head_dim)}
+    elif scaling["rope_type"] == "longrope":
+        tables = {LONG: scaling["long_factor"], SHORT: scaling["short_factor"]}
+    return {**{name: of_array(mx.array(values)) for name, values in tables.items()}, **stored}
 
 
 def _plus_one(tensor: Tensor) -> Tensor:

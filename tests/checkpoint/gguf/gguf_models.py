@@ -23,6 +23,10 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LONGROPE = {
+    "rope_type": "longrope", "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+}  # fmt: skip
 MODELS = {
     "llama": _COMMON,
     "llama-biases": {**_COMMON, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 32},
@@ -40,6 +44,7 @@ MODELS = {
     "olmo2": {**_COMMON, "model_type": "olmo2"},
     "phi3": {**_COMMON, "model_type": "phi3"},
     "phi3-partial": {**_COMMON, "model_type": "phi3", "partial_rotary_factor": 0.5},
+    "phi3-longrope": {**_COMMON, "model_type": "phi3", "rope_scaling": _LONGROPE},
     "gpt2": {
         "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "vocab_size": VOCAB,
     },

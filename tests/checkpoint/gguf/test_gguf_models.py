@@ -10,8 +10,11 @@ from gguf_models import random_model, tensors_of
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import gguf, huggingface
+from mlxlm.checkpoint.gguf.rope import llama3_factors, llama3_scaling
+from mlxlm.checkpoint.gguf.to_metadata import architecture_for
 from mlxlm.checkpoint.safetensors import load_weights
 from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError
 
 
@@ -65,22 +68,20 @@ def test_llama_cpp_computes_the_same(model, tensors, tiny_tokenizer, tmp_path, o
     assert greedy[39:-1].tolist() == tokens[40:]
 
 
-@pytest.mark.parametrize("scaling", [(32.0, 1.0, 4.0, 8192), (8.0, 2.0, 6.0, 8192), (4.0, 1.0, 4.0, 512)])
-def test_llama_3_scaling_is_found_in_the_factors(scaling):
-    from mlxlm.checkpoint.gguf.rope import llama3_factors, llama3_scaling
-
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("scaling", [(32.0, 1.0, 4.0, 8192), (8.0, 2.0, 6.0, 8192), (4.0, 1.0, 4.0, 500)])
+def test_llama_3_scaling_is_found_in_the_factors(scaling, told):
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     rule = {"rope_type": "llama3", **dict(zip(names, scaling, strict=True))}
     factors = llama3_factors(rule, 500_000.0, 64)
-    assert llama3_scaling(factors, 500_000.0, [8192, 512]) in (rule, None if scaling[3] == 8192 else _in_8192(rule))
+    found = llama3_scaling(factors, 500_000.0, [scaling[-1]] if told else [])
+    if not told:  # the same rule for the original length of a low_freq_factor of 1
+        low = rule["low_freq_factor"]
+        rule |= {"low_freq_factor": 1.0, "high_freq_factor": rule["high_freq_factor"] / low}
+        rule["original_max_position_embeddings"] /= low
+    assert found.pop("rope_type") == rule.pop("rope_type")
+    assert found == pytest.approx(rule, rel=1e-3)
     assert llama3_scaling(factors + np.float32(0.3), 500_000.0, [8192]) is None
-
-
-def _in_8192(rule):
-    """The same factors, told for another original context."""
-    unit = 8192 / rule["original_max_position_embeddings"]
-    wider = {name: rule[name] * unit for name in ("low_freq_factor", "high_freq_factor")}
-    return {**rule, **wider, "original_max_position_embeddings": 8192}
 
 
 REFUSED = {
@@ -100,10 +101,7 @@ def test_what_llama_cpp_lacks_is_refused_by_name(name, change, tiny_tokenizer, t
     assert not list(tmp_path.iterdir())
 
 
-def test_opt_has_no_place_in_gguf(tiny_tokenizer, tmp_path, tiny_config):
-    from mlxlm.checkpoint.gguf.to_metadata import architecture_for
-    from mlxlm.config import ModelConfig
-
+def test_opt_has_no_place_in_gguf():
     opt = {
         "model_type": "opt", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 64,
         "vocab_size": 300, "max_position_embeddings": 64,

@@ -247,7 +247,7 @@ def test_the_small_llama_opens(tmp_path):
         ({"llama.attention.head_count_kv": array(4, 2, struct.pack("<II", 1, 2))}, "differs between the layers"),
         ({"llama.attention.head_count_kv": array(8, 1, bytes(8))}, "must be a whole number"),
         ({"llama.attention.value_length": 1}, "value_length differs"),
-        ({"llama.rope.scaling.type": "longrope"}, "'longrope'"),
+        ({"llama.rope.scaling.type": "su"}, "'su'"),
         ({"split.count": 3}, "split.count is 3, the file's name says otherwise"),
         ({"split.count": "three"}, "split.count is no number"),
     ],

@@ -11,7 +11,10 @@ from gguf_models import random_model, tensors_of
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
 from mlxlm.checkpoint import gguf
+from mlxlm.checkpoint.gguf.from_metadata import Keys
+from mlxlm.checkpoint.gguf.from_tokenizer import tokenizer_of
 from mlxlm.checkpoint.gguf.pre import PRES, pre_of
+from mlxlm.checkpoint.gguf.reader import read_header
 from mlxlm.checkpoint.gguf.to_tokenizer import tokenizer_metadata
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
@@ -146,6 +149,39 @@ def test_added_tokens(trained, through):
     check(tokenizer, again, llama_cpp, text)
 
 
+def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
+    """Gemma's tokenizer has runs of spaces and tags among its pieces."""
+    import io
+
+    import gguf as oracle
+    import sentencepiece
+
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("\n".join(texts).split("\n")), model_writer=written, model_type="bpe", vocab_size=500,
+        hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False,
+        remove_extra_whitespaces=False, user_defined_symbols=["▁▁", "▁▁▁", "<table>"], minloglevel=2,
+    )  # fmt: skip
+    proto = sentencepiece.sentencepiece_model_pb2.ModelProto.FromString(written.getvalue())
+    writer = oracle.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.piece for piece in proto.pieces])
+    writer.add_token_scores([piece.score for piece in proto.pieces])
+    writer.add_token_types([piece.type for piece in proto.pieces])
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokenizer = tokenizer_of(Keys(read_header(tmp_path / "m.gguf")))
+    theirs = open_llama_cpp(tmp_path / "m.gguf", vocab_only=True)
+    encoder = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    for text in ("a    b  c <table> x <table>y", "     the cat", "x\n   y   ", SAMPLE):
+        assert tokenizer.encode(text) == encoder.encode(text)
+        assert tokenizer.encode(text) == theirs.tokenize(text.encode(), add_bos=False, special=False)
+
+
 def with_pre(byte_level, name):
     """The same merges with another way to cut words."""
     pre, runtime = PRES[name], tokenizers.Tokenizer.from_str(byte_level.to_json())
@@ -244,7 +280,7 @@ UNREADABLE = {
     "tokens must be a list": (b"ggml.tokens", b"ggml.xxxxxx"),
     "_h.*', which is no pair": (b"t h", b"t_h"),
     "the same token twice": (string("!"), string("#")),
-    "bos_token_id is 99999, there are 300 tokens": (id_of_bos(0), id_of_bos(99_999)),
+    "bos_token_id is 99999, there are 307 tokens": (id_of_bos(0), id_of_bos(99_999)),
 }
 
 
