@@ -119,7 +119,7 @@ class _Machine:
     def name(self, module: str, name: str) -> None:
         full = f"{module}.{name}"
         if full not in _KNOWN:
-            raise PickleError(f"it names {_shown(full)}, and code in a file is never run")
+            raise PickleError(f"it names {full}, and code in a file is never run")
         self.push(Name(full))
 
     def stack_global(self) -> None:
@@ -178,10 +178,6 @@ class _Machine:
             self.push({})
         else:
             raise TypeError
-
-
-def _shown(text: str) -> str:
-    return text if text.isprintable() and len(text) <= 100 else ascii(text[:100])
 
 
 def _at(index: Callable[[_Machine], int], store: bool) -> Callable[[_Machine], None]:

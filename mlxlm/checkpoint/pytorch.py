@@ -19,7 +19,7 @@ import numpy as np
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.pickled import PickleError, View, read_pickle
-from mlxlm.checkpoint.safetensors import indexed_tensors, shown
+from mlxlm.checkpoint.safetensors import indexed_tensors
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.errors import CheckpointError, os_errors_as
 
@@ -63,7 +63,7 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
     for file in _files(folder):
         for name, tensor in file_tensors(file).items():
             if name in tensors:
-                raise CheckpointError(f"{file}: tensor {shown(name)} is in another file of {folder} too")
+                raise CheckpointError(f"{file}: tensor {name} is in another file of {folder} too")
             tensors[name] = tensor
     return tensors
 
@@ -121,7 +121,7 @@ def _records(path: Path, file: BinaryIO) -> _Records:
         raise CheckpointError(f"{path} is not a whole PyTorch file: {error}", "copy or download it again") from None
     odd = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1]
     if odd:
-        raise CheckpointError(f"{path}: record {shown(odd[0].filename)} is compressed, as PyTorch never does")
+        raise CheckpointError(f"{path}: record {odd[0].filename} is compressed, as PyTorch never does")
     spans = {entry.filename: (entry.header_offset, entry.file_size) for entry in entries}
     roots = [name.removesuffix("data.pkl") for name in spans if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
@@ -150,10 +150,10 @@ def _start(path: Path, file: BinaryIO, records: _Records, name: str) -> int:
     file.seek(offset)
     header = file.read(30)
     if len(header) < 30 or header[:4] != _ZIP:
-        raise CheckpointError(f"{path}: record {shown(name)} has no header", "copy or download it again")
+        raise CheckpointError(f"{path}: record {name} has no header", "copy or download it again")
     start = offset + 30 + sum(struct.unpack_from("<HH", header, 26))
     if start + size > path.stat().st_size:
-        raise CheckpointError(f"{path} is truncated: record {shown(name)} is cut off", "copy or download it again")
+        raise CheckpointError(f"{path} is truncated: record {name} is cut off", "copy or download it again")
     return start
 
 
@@ -176,24 +176,24 @@ def _tensor(path: Path, file: BinaryIO, records: _Records, starts: dict[str, int
     itemsize = np.dtype(source).itemsize
     record = f"{records.root}data/{view.storage.key}"
     if record not in records.spans:
-        raise CheckpointError(f"{path}: tensor {shown(name)} is in record {shown(record)}, which is missing")
+        raise CheckpointError(f"{path}: tensor {name} is in record {record}, which is missing")
     if record not in starts:
         starts[record] = _start(path, file, records, record)
     shape, strides, offset = view.shape, view.strides, view.offset
     if not _are_counts(shape) or not _are_counts(strides) or len(shape) != len(strides) or not _are_counts((offset,)):
-        raise CheckpointError(f"{path}: tensor {shown(name)} has no possible shape and strides")
+        raise CheckpointError(f"{path}: tensor {name} has no possible shape and strides")
     size = math.prod(shape)
     extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if size else 0
     held = min(view.storage.numel, records.spans[record][1] // itemsize)
     if held < view.storage.numel or offset + extent > held or size > extent:
-        raise CheckpointError(f"{path}: tensor {shown(name)} goes beyond its storage, {held} elements in {record}")
+        raise CheckpointError(f"{path}: tensor {name} goes beyond its storage, {held} elements in {record}")
     begin = starts[record] + offset * itemsize
 
     def read() -> mx.array:
         with os_errors_as(CheckpointError, "read", path):
             flat = np.fromfile(path, source, extent, offset=begin)
         if flat.size != extent:
-            raise CheckpointError(f"{path} is truncated: record {shown(record)} is cut off")
+            raise CheckpointError(f"{path} is truncated: record {record} is cut off")
         values = np.lib.stride_tricks.as_strided(flat, shape, [stride * itemsize for stride in strides])
         if dtype == mx.bfloat16:  # numpy has none; the bits are the same
             return mx.array(values).view(mx.bfloat16)

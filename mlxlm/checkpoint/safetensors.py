@@ -10,12 +10,14 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mlxlm._mlx import mx
+from mlxlm.checkpoint.bits import largest
 from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
 from mlxlm.errors import CheckpointError, os_errors_as
 from mlxlm.files import write_json
@@ -30,6 +32,7 @@ DTYPES = {
     "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
     "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8, "BOOL": mx.bool_,
 }  # fmt: skip
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes, for types that numpy lacks
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
 
 # A header is about 120 bytes a tensor and becomes some 10 times that in memory. The largest files in use, 5 GB
@@ -71,15 +74,16 @@ def file_tensors(path: Path) -> dict[str, Tensor]:
         dtype, shape, first, last = _entry(path, name, entry)
         if 8 + length + last > size:
             raise CheckpointError(
-                f"{path} is truncated: tensor {shown(name)} ends {8 + length + last - size} bytes past the end",
+                f"{path} is truncated: tensor {name} ends {8 + length + last - size} bytes past the end",
                 "copy or download the file again",
             )
-        spans.append((first, last, name))
+        if first < last:
+            spans.append((first, last, name))
         tensors[name] = Tensor(shape, DTYPES[dtype], dtype, last - first, reader.of(name))
-    spans.sort(key=lambda span: span[:2])
-    for (_, end, name), (first, last, other) in zip(spans, spans[1:], strict=False):
-        if first < end and first < last:
-            raise CheckpointError(f"{path}: tensors {shown(name)} and {shown(other)} overlap")
+    spans.sort()
+    for (_, end, name), (first, _, other) in pairwise(spans):
+        if first < end:
+            raise CheckpointError(f"{path}: tensors {name} and {other} overlap")
     return tensors
 
 
@@ -100,7 +104,7 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
         for file in files:
             for name, tensor in file_tensors(file).items():
                 if name in tensors:
-                    raise CheckpointError(f"{file}: tensor {shown(name)} is in another file of {folder} too")
+                    raise CheckpointError(f"{file}: tensor {name} is in another file of {folder} too")
                 tensors[name] = tensor
         return tensors
     return indexed_tensors(index, file_tensors)
@@ -120,16 +124,16 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, Tensor
     files: dict[str, Mapping[str, Tensor]] = {}
     for file in dict.fromkeys(weight_map.values()):
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise CheckpointError(f"{index} points outside its folder: {shown(file)}")
+            raise CheckpointError(f"{index} points outside its folder: {file}")
         with os_errors_as(CheckpointError, "find a file that is listed in", index):  # its name may be too long
             there = (index.parent / file).is_file()
         if not there:
-            raise CheckpointError(f"{index}: {shown(file)} is missing", "download or copy the whole folder again")
+            raise CheckpointError(f"{index}: {file} is missing", "download or copy the whole folder again")
         files[file] = read_file(index.parent / file)
     tensors = {}
     for name, file in weight_map.items():
         if name not in files[file]:
-            raise CheckpointError(f"{index}: tensor {shown(name)} is not in {file}")
+            raise CheckpointError(f"{index}: tensor {name} is not in {file}")
         tensors[name] = files[file][name]
     return tensors
 
@@ -191,7 +195,7 @@ def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str =
     for name in order:
         tensor, start = tensors[name], end
         if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"{path}: tensor {shown(name)} is {tensor.dtype}, which safetensors doesn't keep")
+            raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, which safetensors doesn't keep")
         end += _nbytes(tensor)
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, ensure_ascii=False).encode("utf-8")
@@ -211,11 +215,6 @@ def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str =
 def as_float32(value: mx.array) -> mx.array:
     """Floating-point values in float32, others as they are."""
     return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
-
-
-def shown(name: str) -> str:
-    """A name out of a file, fit for one line of an error."""
-    return name if name.isprintable() and len(name) <= 200 else ascii(name[:200])
 
 
 class _Reader:
@@ -238,17 +237,17 @@ class _Reader:
         try:
             return self.fresh.pop(name)
         except KeyError:
-            raise CheckpointError(f"{self.path} has changed: tensor {shown(name)} is gone") from None
+            raise CheckpointError(f"{self.path} has changed: tensor {name} is gone") from None
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     """dtype, shape and the first and last offset of one entry of a header, each checked."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError(f"{path}: tensor {shown(name)} needs dtype, shape and data_offsets")
+        raise CheckpointError(f"{path}: tensor {name} needs dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
-            f"{path}: tensor {shown(name)} is of type {shown(str(dtype))}, which MLX doesn't read",
+            f"{path}: tensor {name} is of type {dtype}, which MLX doesn't read",
             "a checkpoint in bfloat16, float16 or float32",
         )
     if (
@@ -256,13 +255,13 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         or len(shape) > _MAX_DIMENSIONS
         or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
     ):
-        raise CheckpointError(f"{path}: tensor {shown(name)} has no possible shape: {shown(str(shape))}")
+        raise CheckpointError(f"{path}: tensor {name} has no possible shape: {shape}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        raise CheckpointError(f"{path}: tensor {shown(name)} has no two offsets: {shown(str(offsets))}")
+        raise CheckpointError(f"{path}: tensor {name} has no two offsets: {offsets}")
     first, last = offsets
     needed = math.prod(shape) * DTYPES[dtype].size
     if not 0 <= first <= last or last - first != needed:
-        raise CheckpointError(f"{path}: tensor {shown(name)} claims {last - first} bytes, its shape needs {needed}")
+        raise CheckpointError(f"{path}: tensor {name} claims {last - first} bytes, its shape needs {needed}")
     return dtype, tuple(shape), first, last
 
 
@@ -276,7 +275,7 @@ def _json_object(raw: bytes, path: Path, what: str) -> dict[str, Any]:
         if len(found) < len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise ValueError(f"{shown(twice)} is there twice")
+            raise ValueError(f"{twice} is there twice")
         return found
 
     try:
@@ -295,24 +294,13 @@ def _nbytes(tensor: Tensor) -> int:
 def _bytes_of(tensor: Tensor, name: str, path: Path, finite: bool) -> memoryview:
     value = tensor.read()
     if tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype:
-        raise CheckpointError(f"{path}: tensor {shown(name)} was read as {value.dtype} {list(value.shape)}")
+        raise CheckpointError(f"{path}: tensor {name} was read as {value.dtype} {list(value.shape)}")
     if value.size == 0:
         return memoryview(b"")
     try:
-        # numpy has no bfloat16; the bits are the same.
         raw = np.array(mx.contiguous(value).view(_BITS[value.dtype.size]), copy=False)
     except RuntimeError as error:
-        raise CheckpointError(f"{path}: tensor {shown(name)} can't be read: {error}") from None
-    if finite and mx.issubdtype(value.dtype, mx.floating) and not _is_finite(raw, value.dtype):
-        raise CheckpointError(f"{path}: tensor {shown(name)} has values that are not finite")
+        raise CheckpointError(f"{path}: tensor {name} can't be read: {error}") from None
+    if finite and mx.issubdtype(value.dtype, mx.floating) and not largest(value) < math.inf:
+        raise CheckpointError(f"{path}: tensor {name} has values that are not finite")
     return memoryview(raw).cast("B")
-
-
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-_INFINITE = {mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.float32: 0x7F800000}  # the exponent's bits
-
-
-def _is_finite(raw: np.ndarray, dtype: mx.Dtype, chunk: int = 1 << 18) -> bool:
-    """Whether no exponent has all its bits set, by pieces that stay in the processor's cache."""
-    flat, bits = raw.reshape(-1), raw.dtype.type(_INFINITE[dtype])
-    return not any(((flat[i : i + chunk] & bits) == bits).any() for i in range(0, flat.size, chunk))

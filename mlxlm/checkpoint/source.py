@@ -126,7 +126,7 @@ def _decoder_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> dic
     for name, tensor in tensors.items():
         own = families.own_name(config, name)
         if own in named:
-            raise CheckpointError(f"{folder}: {safetensors.shown(own)} is there twice, with and without a prefix")
+            raise CheckpointError(f"{folder}: {own} is there twice, with and without a prefix")
         if own is not None:
             named[own] = tensor
     for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
@@ -145,7 +145,7 @@ def _check_fit(config: ModelConfig, tensors: Tensors, path: Path) -> None:
     shapes = quantized.full_shapes(tensors, config.quantization, str(path))
     wanted = {name: tuple(value.shape) for name, value in tree_flatten(Decoder(config).parameters())}
     problems = [f"{name} is missing" for name in wanted if name not in shapes]
-    problems += [f"{safetensors.shown(name)} is not part of this model" for name in shapes if name not in wanted]
+    problems += [f"{name} is not part of this model" for name in shapes if name not in wanted]
     problems += [
         f"{name} is {list(shape)}, the configuration says {list(wanted[name])}"
         for name, shape in shapes.items()
