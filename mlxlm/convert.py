@@ -30,6 +30,7 @@ _FORMATS = {".gguf": "gguf", ".bin": "llama2.c"}
 _PEERS = {"huggingface": ("transformers", "mlx_lm"), "gguf": ("llama.cpp",), "llama2.c": ()}
 _PLAIN = {"F32", "F16", "BF16", "F64"}  # stored types that hold the weights themselves
 
+
 @dataclass(frozen=True)
 class ConversionReport:
     """What was written. `dtype` is that of the weights, or the kind of a GGUF file. `checks`: what was verified and

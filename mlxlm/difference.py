@@ -43,9 +43,7 @@ class Difference:
         return asdict(self)
 
 
-def difference(
-    a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], None] | None = None
-) -> Difference:
+def difference(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], None] | None = None) -> Difference:
     """Compare two checkpoints tensor by tensor, one of each in memory. `progress(done, total)` counts tensors."""
     tensors_a, tensors_b = plain(a), plain(b)
     shared = [name for name in tensors_a if name in tensors_b]

@@ -198,8 +198,8 @@ def _peers(
     start: int,
     tell: Progress,
 ) -> list[Check]:
-    """What each peer says. One that differs is an error, unless it is shown to be the peer's own way: another peer
-    agrees about the same files, or it says the same of the source."""
+    """What each peer says. One that differs is an error, unless it is shown to be the peer's own way: transformers,
+    whose layout it is, agrees about the same files, or the peer says the same of the source."""
     checks: dict[str, Check] = {}
     refused: dict[str, CheckpointError] = {}
     for done, peer in enumerate(others):
@@ -209,11 +209,11 @@ def _peers(
         except CheckpointError as error:
             refused[peer] = error
     tell("asking other programs", len(others), len(others))
-    witness = next((peer for peer, check in checks.items() if check.result != "skipped"), None)
+    agrees = "transformers" in checks and checks["transformers"].result != "skipped"
     for peer, error in refused.items():
-        if witness is None and not _same_of_source(peer, source, written, ids, start):
+        if not agrees and not _same_of_source(peer, source, written, ids, start):
             raise error
-        reason = "so it does with the source" if witness is None else f"{witness} agrees with mlxlm"
+        reason = "transformers agrees with mlxlm" if agrees else "so it does with the source"
         checks[peer] = Check(peer, "differs", f"{error.message}; {reason}")
     return [checks[peer] for peer in others]
 
