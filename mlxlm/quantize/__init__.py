@@ -5,8 +5,8 @@ print(report.bits_per_weight, report.measured.kl)
 """
 
 from mlxlm.quantize.calibrated import METHODS
+from mlxlm.quantize.model import PICTURE, REPORT, quantize
 from mlxlm.quantize.plan import BITS, GROUP_SIZES, RECIPES, Format
-from mlxlm.quantize.quantize import PICTURE, REPORT, quantize
 from mlxlm.quantize.report import Measured, Report
 
 __all__ = [

@@ -50,3 +50,15 @@ def texts(make_text, tmp_path_factory) -> tuple[Path, Path]:
     (folder / "calibration.txt").write_text(make_text(1200), encoding="utf-8")
     (folder / "evaluation.txt").write_text(make_text(2000)[-2000:], encoding="utf-8")
     return folder / "calibration.txt", folder / "evaluation.txt"
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """A picture takes half a second, and one test looks at one: those that ask for `pictures` draw."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("mlxlm.quantize.model.draw", lambda report, path: None)
+
+
+@pytest.fixture
+def pictures():
+    """Asks for pictures: see above."""

@@ -67,7 +67,7 @@ def test_calibration_is_closer_to_the_source_at_equal_size(model, tmp_path, text
     assert len({report.bits_per_weight for report in reports.values()}) == 1
 
 
-def test_the_report_agrees_with_the_files(model, tmp_path, texts):
+def test_the_report_agrees_with_the_files(model, tmp_path, texts, pictures):
     phases = []
     report = quantize(
         model, tmp_path / "out", bits=4, evaluation=texts[1], progress=lambda phase, done, total: phases.append(phase)
