@@ -39,7 +39,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("
 # shards of models with hundreds of experts, have a few thousand tensors.
 _MAX_HEADER = 8_000_000
 _MAX_INDEX = 24_000_000
-_MAX_VALUES = 400_000
+_MAX_VALUES = 250_000
 _MAX_DIMENSIONS = 8
 
 
