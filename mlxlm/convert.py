@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
-from mlxlm.checkpoint.bits import as_float16, fits_float16, largest
+from mlxlm.checkpoint.bits import fits_float16, largest
 from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import Tensor, Tensors
@@ -186,7 +186,7 @@ def _cast(name: str, tensor: Tensor, dtype: mx.Dtype) -> Tensor:
             raise CheckpointError(
                 f"{name} has values up to {largest(value):.3g}, float16 ends at 65504", "bfloat16 or float32"
             )
-        return as_float16(value)
+        return value.astype(mx.float16)
 
     return tensor.then(checked, dtype=mx.float16)
 

@@ -1,20 +1,18 @@
-"""Floating-point values through their bits: on a CPU, MLX's conversions and reductions of 16-bit values run at a
-tenth of a disk's speed, numpy's of whole numbers at ten times it."""
+"""Floating-point values through their bits: on a CPU, MLX finds the largest of 33 million bfloat16 values in 160 ms,
+numpy that of their bits in 9."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm._mlx import mx
 
-_UNSIGNED = {2: mx.uint16, 4: mx.uint32}
+_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _LARGEST = 65504.0  # of float16
 
 
 def bits_of(value: mx.array) -> np.ndarray:
-    """The bits of an array of 16- or 32-bit values, as unsigned numbers; a view where MLX's memory can be seen."""
+    """The bits of an array as unsigned numbers; a view where MLX's memory can be seen."""
     return np.array(mx.contiguous(value).view(_UNSIGNED[value.dtype.size]), copy=False)
 
 
@@ -43,17 +41,3 @@ def largest(value: mx.array) -> float:
 def fits_float16(value: mx.array) -> bool:
     """Whether float16 has room for all values; NaN and infinity, which it has too, are another matter."""
     return value.dtype == mx.float16 or not _LARGEST < largest(value) < float("inf")
-
-
-def as_float16(value: mx.array) -> mx.array:
-    """The values in float16. bfloat16 has 65,536 of them: on a CPU a table is seven times as fast as MLX."""
-    if not ON_CPU or value.dtype != mx.bfloat16:
-        return value.astype(mx.float16)
-    return mx.array(_table()[bits_of(value)]).view(mx.float16)
-
-
-@cache
-def _table() -> np.ndarray:
-    """float16's bits for each bfloat16."""
-    every = mx.array(np.arange(1 << 16, dtype=np.uint16)).view(mx.bfloat16)
-    return np.array(every.astype(mx.float16).view(mx.uint16))

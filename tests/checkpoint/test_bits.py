@@ -2,11 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from mlxlm._mlx import mx
-from mlxlm.checkpoint.bits import as_float16, bits_of, fits_float16, largest, same_bits
+from mlxlm.checkpoint.bits import fits_float16, largest, same_bits
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 
@@ -22,11 +21,6 @@ def test_the_largest_magnitude(dtype):
     assert largest(mx.array([[1.0, 2.0], [-5.0, 3.0]], dtype=dtype).T[1]) == 3.0  # not contiguous
 
 
-def test_every_bfloat16_becomes_what_mlx_makes_of_it():
-    every = mx.array(np.arange(1 << 16, dtype=np.uint16)).view(mx.bfloat16).reshape(256, 256)
-    np.testing.assert_array_equal(bits_of(as_float16(every)), bits_of(every.astype(mx.float16)))
-
-
 def test_what_fits_into_float16():
     assert fits_float16(mx.array([65504.0, -65504.0])) and fits_float16(mx.array([float("nan"), float("inf")]))
     assert not fits_float16(mx.array([70000.0])) and not fits_float16(mx.array([-70000.0], dtype=mx.bfloat16))
@@ -35,3 +29,4 @@ def test_what_fits_into_float16():
 def test_equal_to_the_bit():
     assert same_bits(mx.array([1.0, float("nan")]), mx.array([1.0, float("nan")]))
     assert not same_bits(mx.array([0.0]), mx.array([-0.0]))
+    assert same_bits(mx.array([1, 2], dtype=mx.int64), mx.array([1, 2], dtype=mx.int64))
