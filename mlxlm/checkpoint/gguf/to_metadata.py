@@ -130,7 +130,7 @@ def metadata_of(config: ModelConfig, architecture: Architecture) -> dict[str, tu
 
 def _rope(config: ModelConfig) -> dict[str, tuple[int, Any]]:
     values: dict[str, tuple[int, Any]] = {
-        "rope.dimension_count": (INT, int(config.head_dim * config.partial_rotary_factor)),
+        "rope.dimension_count": (INT, config.rotary_dims),
         "rope.freq_base": (FLOAT, config.rope_theta),
     }
     scaling = config.rope_scaling or {}
@@ -140,7 +140,7 @@ def _rope(config: ModelConfig) -> dict[str, tuple[int, Any]]:
     if kind in ("linear", "yarn"):
         values["rope.scaling.factor"] = (FLOAT, scaling["factor"])
     if kind in ("yarn", "llama3", "longrope"):
-        values["rope.scaling.original_context_length"] = (INT, scaling["original_max_position_embeddings"])
+        values["rope.scaling.original_context_length"] = (INT, int(scaling["original_max_position_embeddings"]))
     if kind == "longrope":
         usual = longrope_attention(scaling["original_max_position_embeddings"], config.max_position_embeddings)
         values["rope.scaling.attn_factor"] = (FLOAT, scaling.get("attention_factor", usual))

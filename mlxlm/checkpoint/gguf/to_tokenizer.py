@@ -14,6 +14,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.sentencepiece import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
+from mlxlm.tokenizer.tokenizer import check_unicode
 
 _INT32 = 5  # the format's number
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -45,6 +46,7 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, config: ModelConfig) -> tupl
     if isinstance(config.eos_token_id, list) and len(config.eos_token_id) > 3:
         notes.append(f"llama.cpp gets three of the {len(config.eos_token_id)} tokens that end a text")
     bos, eos = _around(tokenizer)
+    check_unicode(tokenizer.chat_template or "")
     return {
         **own,
         **_lists(model, pieces, config.vocab_size, scored=tokenizer.kind == "sentencepiece"),
@@ -74,7 +76,12 @@ def _byte_level(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Metadat
 
 
 def _sentencepiece(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Metadata, Pieces, list[str]]:
-    notes = []
+    notes, extra_spaces = [], False
+    cuts = model.get("pre_tokenizer") or {"type": None}
+    if cuts["type"] not in (None, "Metaspace", "Split"):
+        raise TokenizerError(f"llama.cpp has no SentencePiece tokenizer with a pre_tokenizer {cuts['type']!r}")
+    if cuts["type"] == "Metaspace" and tokenizer.adds_first_space:
+        notes.append("llama.cpp puts a space before each text, this tokenizer only before one that begins with none")
     if tokenizer.sentencepiece_model is None:
         pieces = _pieces(model)
     else:
@@ -83,7 +90,8 @@ def _sentencepiece(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Meta
         proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.sentencepiece_model)
         pieces = {id: (piece.piece, piece.score, piece.type) for id, piece in enumerate(proto.pieces)}
         _check_equal(model["model"]["vocab"], pieces)
-        if proto.normalizer_spec.remove_extra_whitespaces:
+        extra_spaces = proto.normalizer_spec.remove_extra_whitespaces
+        if extra_spaces:
             notes.append("llama.cpp keeps repeated spaces, of which this tokenizer makes one")
     if sum(kind == BYTE for _, _, kind in pieces.values()) != 256:
         raise TokenizerError("this SentencePiece tokenizer has no byte tokens, without which llama.cpp stops")
@@ -91,7 +99,7 @@ def _sentencepiece(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Meta
         "tokenizer.ggml.model": (STRING, "llama"),
         "tokenizer.ggml.pre": (STRING, "default"),
         "tokenizer.ggml.add_space_prefix": (BOOL, tokenizer.adds_first_space),
-        "tokenizer.ggml.remove_extra_whitespaces": (BOOL, bool(notes)),
+        "tokenizer.ggml.remove_extra_whitespaces": (BOOL, extra_spaces),
     }
     return own, pieces, notes
 

@@ -72,6 +72,7 @@ def write(
             for chunk in encoded(name, tensor, types[name]):
                 file.write(chunk)
             _pad(file)
+            mx.clear_cache()  # else MLX keeps up to a quarter of all memory in buffers of other sizes
     others = {n: types[n] for n, t in stored.items() if len(t.shape) > 1 and types[n] != kind and not _is_positions(n)}
     return Written(others, (*notes_for(config, architecture), *notes))
 
@@ -114,7 +115,10 @@ def _write_header(
 ) -> None:
     file.write(b"GGUF" + struct.pack("<IQQ", 3, len(stored), len(metadata)))
     for key, (kind, value) in metadata.items():
-        file.write(_text(key) + struct.pack("<I", kind) + _value(kind, value))
+        try:
+            file.write(_text(key) + struct.pack("<I", kind) + _value(kind, value))
+        except (struct.error, OverflowError):
+            raise CheckpointError(f"{key} is {value}, which a GGUF file has no number for") from None
     offset = 0
     for name, tensor in stored.items():
         number = NUMBERS[types[name]]

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from gguf_models import random_model, tensors_of
+from gguf_models import MODELS, random_model, tensors_of
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import gguf, huggingface
@@ -134,3 +134,12 @@ def test_windows_that_llama_cpp_ignores_are_said(tiny_tokenizer, tmp_path):
     model = random_model("mistral", tiny_tokenizer)
     written = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "F16")
     assert any("beyond 64 tokens" in note for note in written.notes)
+
+
+def test_numbers_that_the_format_lacks_are_named(tiny_tokenizer, tmp_path):
+    model = random_model("llama", tiny_tokenizer)
+    scaling = {**MODELS["llama-3"]["rope_scaling"], "original_max_position_embeddings": 2**33}
+    config = model.config.with_changes(rope_scaling=scaling)
+    with pytest.raises(CheckpointError, match=r"original_context_length is .*8589934592"):
+        gguf.write(tmp_path / "m.gguf", config, tensors_of(model), tiny_tokenizer, "F16")
+    assert not list(tmp_path.iterdir())

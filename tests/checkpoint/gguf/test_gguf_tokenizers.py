@@ -130,6 +130,22 @@ def test_llama_tokenizer_json_without_its_model(shared_data, through, tmp_path):
         check(tokenizer, again, llama_cpp, text)
 
 
+def test_llama_tokenizer_json_of_transformers(shared_data, through, tmp_path):
+    """Its merges are in another order, and it puts no space before a text that begins with one."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    folder = shared_data.parent / "tokenizers" / "llama2"
+    if not folder.is_dir():
+        pytest.skip("no Llama 2 tokenizer beside this checkout")
+    transformers.LlamaTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    tokenizer = load(tmp_path / "saved")
+    again, llama_cpp = through(tokenizer, notes=[ONE_SPACE])
+    check(tokenizer, again, llama_cpp, SAMPLE)
+    assert again.encode("  two") == llama_cpp("  two")
+
+
+ONE_SPACE = "llama.cpp puts a space before each text, this tokenizer only before one that begins with none"
+
+
 def test_trained_sentencepiece_without_its_model(sentencepiece_bpe, through, tmp_path):
     sentencepiece_bpe.save(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer.model").unlink()
