@@ -26,7 +26,7 @@ from mlxlm.errors import ConfigError
 from mlxlm.families import layout
 from mlxlm.generation.engine import Context, tokens
 from mlxlm.quantize import search, text
-from mlxlm.quantize.calibrated import calibrated, check_method
+from mlxlm.quantize.calibrated import EMBEDDING, calibrated, check_method
 from mlxlm.quantize.packed import Packed, dequantized
 from mlxlm.quantize.plan import Format, Plan, recipe, uniform
 from mlxlm.quantize.report import Measured, Report
@@ -77,6 +77,7 @@ class Job:
     """One quantization: what it needs from the source, and its parts in their order."""
 
     def __init__(self, checkpoint: Checkpoint, goal: Goal, method: str, measure: bool, tell: Progress):
+        self._begun = time.monotonic()
         self.source, self.goal, self.method, self.measures, self.tell = checkpoint, goal, method, measure, tell
         self.config = checkpoint.config
         self.parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values())
@@ -84,7 +85,6 @@ class Job:
         check_method(method, self.plan)
         self.dtype = output_dtype(checkpoint.tensors)
         self.halved = replace(checkpoint, tensors=halved(checkpoint.tensors, self.dtype))
-        self._begun = time.monotonic()
         self.calibration: text.Text | None = None
         self.evaluation: text.Text | None = None
         self.calibrates = method != "round" or goal.searches
@@ -184,8 +184,9 @@ class Job:
                 errors[module] = _relative(weight, dequantized(packed, chosen))
 
             return Made(quantized(self.halved.tensors, plan, on_matrix), errors)
-        layers = self.config.num_hidden_layers * (2 if self.config.tie_word_embeddings else 1)
-        told = _counter(self.tell, f"calibrating ({self.method})", layers + (not self.config.tie_word_embeddings))
+        layers, tied = self.config.num_hidden_layers, self.config.tie_word_embeddings
+        twice = tied and plan.formats[EMBEDDING] is not None
+        told = _counter(self.tell, f"calibrating ({self.method})", layers * (1 + twice) + (not tied))
         result = calibrated(self.halved, plan, self.method, self._windows(), scratch, told)
         return Made(result.tensors, result.errors)
 
@@ -282,9 +283,11 @@ def decode_speed(checkpoint: Checkpoint, prompt: Sequence[int]) -> float | None:
 
 
 def _relative(weight: mx.array, changed: mx.array) -> float:
-    weight = weight.astype(mx.float32)
-    size = mx.linalg.norm(weight).item()
-    return mx.linalg.norm(changed - weight).item() / size if size else 0.0
+    """|changed - weight| / |weight|"""
+    source = weight.astype(mx.float32).flatten()
+    apart = changed.flatten() - source
+    size = (source @ source).item()
+    return math.sqrt((apart @ apart).item() / size) if size else 0.0
 
 
 def _counter(tell: Progress, phase: str, total: int) -> Callable[[str], None]:

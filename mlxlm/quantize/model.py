@@ -43,10 +43,11 @@ def quantize(
     "gptq" or "awq" calibrate. calibration, evaluation: text files, see `text.calibration_and_evaluation`.
     measure: whether to compare the result with the source, on the evaluation text.
 
-    Tensors stream from disk to disk: rounding holds one matrix, calibration one block and the hidden states. The
-    report is also written into the folder, with a picture. Raises ConfigError for settings that can't work, also
-    together and also a goal that can't be reached (naming the smallest that can), CheckpointError for an `out` that
-    exists and for weights that can't be quantized, DataError for texts that are too short. Nothing is left then.
+    Tensors stream from disk to disk: rounding holds one matrix at a time, calibration one block and the hidden
+    states. The report is also written into the folder, with a picture. progress(phase, done, total).
+    Raises ConfigError for settings that can't work, for settings without an effect, and for a goal that can't be
+    reached, naming the nearest that can; CheckpointError for an `out` that exists and for weights that can't be
+    quantized; DataError for texts that are too short. Nothing is left then.
     """
     out = Path(out)
     if bits is not None and (recipe, budget, bits_per_weight, max_kl) != (None,) * 4:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,8 +112,8 @@ class Plan:
         for matrix in self.matrices:
             if matrix.name in chosen:
                 formats |= dict.fromkeys(matrix.modules, chosen[matrix.name])
-        used = [f for f in formats.values() if f is not None]
-        default = max(used, key=lambda f: (used.count(f), -f.bits), default=self.default)
+        used = Counter(f for f in formats.values() if f is not None)
+        default = max(used, key=lambda f: (used[f], -f.bits), default=self.default)
         return replace(self, default=default, formats=formats)
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,10 +186,3 @@ def fitting(asked: Format, width: int) -> Format | None:
     sizes = [g for g in reversed(GROUP_SIZES) if g <= asked.group_size] if asked.affine else [asked.group_size]
     size = next((g for g in sizes if width % g == 0), None)
     return None if size is None else replace(asked, group_size=size)
-
-
-def describe(chosen: Format | None) -> str:
-    """For people: "4 bits in groups of 64", "mxfp4", "16 bits"."""
-    if chosen is None:
-        return "16 bits"
-    return f"{chosen.bits} bits in groups of {chosen.group_size}" if chosen.affine else chosen.mode

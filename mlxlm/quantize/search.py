@@ -46,8 +46,6 @@ def costs(
     `progress` is told each matrix that is done. Raises CheckpointError where the model doesn't fit into memory:
     every matrix needs a run of its own.
     """
-    if checkpoint.config is None:
-        raise CheckpointError(f"{checkpoint.path} can't be searched: {checkpoint.foreign}", "bits for all matrices")
     needed = 4 * checkpoint.config.parameter_count()
     if needed > 0.6 * platform.total_memory():
         raise CheckpointError(
@@ -55,7 +53,8 @@ def costs(
             "a recipe, or the same bits for all matrices",
         )
     model, _ = load_checkpoint(checkpoint)
-    probe = _Probe(model, windows[: max(1, min(TOKENS, _LOGITS // checkpoint.config.vocab_size) // windows.shape[1])])
+    count = max(1, min(TOKENS, _LOGITS // checkpoint.config.vocab_size) // windows.shape[1])
+    probe = _Probe(model, windows[:: -(-len(windows) // count)])
     found: dict[str, dict[Format, float]] = {}
     for matrix in plan.matrices:
         base = plan.format_of(matrix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from mlxlm._mlx import mx
@@ -50,9 +51,8 @@ def halved(tensors: Tensors, dtype: mx.Dtype) -> dict[str, Tensor]:
                 raise CheckpointError(f"{name} has values that 16 bits can't hold (up to {largest:g})")
             return value.astype(dtype)
 
-        size = 2 * tensor.nbytes // tensor.dtype.size
         kind = {mx.float16: "F16", mx.bfloat16: "BF16"}[dtype]
-        return Tensor(tensor.shape, dtype, kind, size, lambda: convert(tensor.read()))
+        return Tensor(tensor.shape, dtype, kind, 2 * math.prod(tensor.shape), lambda: convert(tensor.read()))
 
     return {name: checked(name, tensor) for name, tensor in tensors.items()}
 
@@ -119,7 +119,12 @@ def simulated(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
 
 
 def _largest(name: str, value: mx.array) -> float:
-    largest = mx.abs(value).max().astype(mx.float32).item() if value.size else 0.0
-    if not largest < float("inf"):
+    """The largest absolute value. In float32: MLX's CPU backend takes four times as long for 16 bits."""
+    if not value.size:
+        return 0.0
+    wide = value.astype(mx.float32)
+    high, low = wide.max(), wide.min()
+    mx.eval(high, low)
+    if not (abs(high.item()) < math.inf and abs(low.item()) < math.inf):
         raise CheckpointError(f"{name} has values that are not finite", "the checkpoint before they appeared")
-    return largest
+    return max(abs(high.item()), abs(low.item()))

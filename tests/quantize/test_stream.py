@@ -70,6 +70,11 @@ def test_the_output_has_16_bits():
     assert output_dtype({"a": single, "b": of_array(mx.array([1e5]))}) == mx.bfloat16
 
 
+def test_sizes_are_those_of_16_bits_however_the_source_keeps_its_values():
+    packed = Tensor((4, 64), mx.float32, "Q4_0", 144, lambda: mx.ones((4, 64)))
+    assert halved({"a": packed}, mx.float16)["a"].nbytes == 2 * 4 * 64
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_refused(value):
     broken = {"model.norm.weight": of_array(mx.array([1.0, value]))}
