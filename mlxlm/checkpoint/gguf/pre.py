@@ -13,13 +13,14 @@ from typing import Any
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from mlxlm.errors import TokenizerError
-from mlxlm.tokenizer.train import WORDS
 
 _BYTES = "bytes"  # bytes become printable characters: at the end, or with GPT-2's expression
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT, _DIGITS, _THREE = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
-_QWEN = WORDS.replace(r"\p{N}{1,3}", _DIGIT)
+_LLAMA3_REST = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + _LLAMA3_REST
+_QWEN = _LLAMA3.replace(r"\p{N}{1,3}", _DIGIT)
 _PUNCTUATION = "punctuation"  # runs of Unicode's and ASCII's
 _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -65,9 +66,9 @@ class Pre:
 
 _PRES = (
     (Pre((_GPT2,)), "gpt-2 olmo mpt jais phi-2 trillion exaone4 roberta-bpe"),
-    (Pre((WORDS,), ignore_merges=True, adds_bos=True), "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2"),
-    (Pre((WORDS,), ignore_merges=True), "glm4"),
-    (Pre((WORDS,)), "smaug-bpe dbrx chatglm-bpe"),
+    (Pre((_LLAMA3,), ignore_merges=True, adds_bos=True), "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2"),
+    (Pre((_LLAMA3,), ignore_merges=True), "glm4"),
+    (Pre((_LLAMA3,)), "smaug-bpe dbrx chatglm-bpe"),
     (Pre((_QWEN,), composes=True), "qwen2"),
     (Pre((_QWEN,)), "stablelm2 deepseek-r1-qwen megrez hunyuan"),
     (Pre((_DIGIT, _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
@@ -139,6 +140,6 @@ def _flat(step: Mapping[str, Any] | None) -> list[str]:
 
 # The same expressions in other words.
 _SPELLINGS = {
-    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])" + WORDS.removeprefix(_CONTRACTIONS): WORDS,
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])" + _LLAMA3_REST: _LLAMA3,
     r" ?[^(\s|.,!?…。，、।۔،)]+": _BLOOM,
 }
