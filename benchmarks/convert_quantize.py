@@ -1,0 +1,178 @@
+"""Loading, converting and quantizing beside mlx_lm.convert: time, peak memory, and the KL divergence of the result.
+
+    python benchmarks/convert_quantize.py speed   [--preset 1b] [--rounds 2]
+    python benchmarks/convert_quantize.py quality [--model DIR] [--text FILE] [--eval-text FILE]
+
+`speed` writes a bfloat16 checkpoint with random weights in shards of 500 MB and runs each command in a fresh
+process, in turn. "Read" reads the checkpoint's bytes once, from the same (warm) page cache as the others.
+`quality` quantizes one trained model with both at the same bits and compares each result with the source on the
+same held-out text; without --model a small one is trained on the built-in text, about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from common import in_turn, median, report, spread, timed_command
+
+MLXLM = [str(Path(sys.executable).with_name("mlxlm"))]
+MLX_LM = [sys.executable, "-m", "mlx_lm", "convert"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["speed", "quality"])
+    parser.add_argument("--preset", default="1b")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--shard-mb", type=int, default=500)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--text", type=Path, help="calibration text")
+    parser.add_argument("--eval-text", type=Path, help="held-out text")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the held-out text")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        (speed if options.part == "speed" else quality)(options, Path(folder))
+
+
+def speed(options: argparse.Namespace, folder: Path) -> None:
+    source = folder / "source"
+    write_source(source, options.preset, options.shard_mb * 1_000_000)
+    size = sum(f.stat().st_size for f in source.glob("*.safetensors"))
+    out = folder / "out"
+    commands = {
+        "read": [sys.executable, "-c", READ, str(source)],
+        "mlxlm: first token": [*MLXLM, "generate", str(source), "--prompt", "a", "--max-tokens", "1"],
+        "mlx_lm: first token": [sys.executable, "-c", MLX_LM_FIRST_TOKEN, str(source)],
+        "mlxlm: convert": [*MLXLM, "convert", str(source), "--out", str(out), "--dtype", "float16", "--no-verify"],
+        "mlx_lm: convert": [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(out), "--dtype", "float16"],
+        "mlxlm: quantize": [*MLXLM, "quantize", str(source), "--out", str(out), "--no-measure"],
+        "mlx_lm: quantize": [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(out), "-q", "--q-bits", "4"],
+    }
+    peaks: dict[str, list[int]] = {name: [] for name in commands}
+
+    def run(name: str) -> float:
+        seconds, peak, _ = timed_command(commands[name])
+        shutil.rmtree(out, ignore_errors=True)
+        peaks[name].append(peak)
+        return seconds
+
+    found = in_turn(options.rounds, **{name: lambda name=name: run(name) for name in commands})
+    rows, result = [], {}
+    for name, times in found.items():
+        peak, ratio = max(peaks[name]) / 1e9, median(times) / median(found["read"])
+        rows.append((name, f"{spread(times)} s, peak {peak:.2f} GB, {ratio:.2f} x read"))
+        result[name] = {"seconds": round(median(times), 2), "peak_gb": round(peak, 2)}
+    report(
+        f"{options.preset}, {size / 1e9:.2f} GB of bfloat16 in shards of {options.shard_mb} MB",
+        rows,
+        {"benchmark": "convert_speed", "gigabytes": round(size / 1e9, 2), **result},
+    )
+
+
+READ = """
+import pathlib, sys
+for file in pathlib.Path(sys.argv[1]).glob("*.safetensors"):
+    with file.open("rb", buffering=0) as stream:
+        buffer = bytearray(1 << 23)
+        while stream.readinto(buffer):
+            pass
+"""
+MLX_LM_FIRST_TOKEN = """
+import sys
+import mlx.core as mx
+from mlxlm import platform
+platform.load_blas()
+from pathlib import Path
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+model, _ = load_model(Path(sys.argv[1]))
+next(generate_step(mx.array([1]), model, max_tokens=1))
+"""
+
+
+def write_source(folder: Path, preset: str, shard_bytes: int) -> None:
+    """A bfloat16 checkpoint with random weights, made one tensor at a time."""
+    from mlxlm._mlx import mx, tree_flatten
+    from mlxlm.checkpoint import huggingface
+    from mlxlm.checkpoint.tensors import Tensor
+    from mlxlm.config import ModelConfig
+    from mlxlm.model import Decoder
+    from mlxlm.tokenizer import train
+
+    folder.mkdir()
+    config = ModelConfig.preset(preset)
+    tensors = {}
+    for i, (name, value) in enumerate(tree_flatten(Decoder(config).parameters())):
+
+        def read(shape=value.shape, i=i) -> mx.array:
+            if len(shape) == 1:
+                return mx.ones(shape, mx.bfloat16)
+            return (mx.random.normal(shape, key=mx.random.key(i)) * 0.02).astype(mx.bfloat16)
+
+        tensors[name] = Tensor(tuple(value.shape), mx.bfloat16, "BF16", 2 * value.size, read)
+    tokenizer = train(["a tokenizer of which one token is used"], 270)
+    huggingface.write(folder, config.to_dict(), config, tensors, tokenizer, shard_bytes=shard_bytes)
+
+
+def quality(options: argparse.Namespace, folder: Path) -> None:
+    model = options.model or trained(folder)
+    source = folder / "float16"
+    timed_command([*MLXLM, "convert", str(model), "--out", str(source), "--dtype", "float16", "--no-verify"])
+    texts = [flag for flag, path in (("--text", options.text),) if path for flag in (flag, str(path))]
+    held_out = ["--eval-text", str(options.eval_text)] if options.eval_text else []
+    rows, result = [], {}
+    for bits in (4, 3, 2):
+        theirs = folder / f"mlx_lm-{bits}"
+        command = [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(theirs), "-q", "--q-bits", str(bits)]
+        found = {"mlx_lm.convert": (timed_command(command)[0], theirs)}
+        for name, flags in METHODS.items():
+            out = folder / f"{name}-{bits}"
+            flags = [flag.format(bits=bits, bpw=bits_per_weight(theirs)) for flag in flags]
+            calibrated = texts if name != "round" else []
+            command = [*MLXLM, "quantize", str(source), "--out", str(out), *flags, *calibrated, "--no-measure"]
+            found[name] = (timed_command(command)[0], out)
+        for name, (seconds, out) in found.items():
+            said = compared(source, out, held_out, options.tokens)
+            change = said["bits_per_byte_b"] - said["bits_per_byte_a"]
+            rows.append((
+                f"{bits} bits, {name}",
+                f"{said['bits_per_weight_b']:.3f} bits/weight, KL {said['kl']:.5f}, top-1 {100 * said['top1']:.1f} %, "
+                f"{change:+.4f} bits per byte, {seconds:.1f} s",
+            ))
+            result[f"{bits} {name}"] = {"bits_per_weight": said["bits_per_weight_b"], "kl": said["kl"], "bpb": change}
+    report(f"quantizing {model}", rows, {"benchmark": "quantize_quality", **result})
+
+
+METHODS = {
+    "round": ["--bits", "{bits}"],
+    "awq": ["--bits", "{bits}", "--method", "awq"],
+    "gptq": ["--bits", "{bits}", "--method", "gptq"],
+    "gptq, bits searched": ["--bits-per-weight", "{bpw}", "--method", "gptq"],
+}
+
+
+def trained(folder: Path) -> Path:
+    """A model that has learned something, without the network."""
+    command = [*MLXLM, "quickstart", "--minutes", "2", "--no-chat", "--out", str(folder / "run")]
+    timed_command(command)
+    return folder / "run"
+
+
+def bits_per_weight(folder: Path) -> float:
+    _, _, out = timed_command([*MLXLM, "inspect", str(folder), "--json"])
+    return json.loads(out)["bits_per_weight"]
+
+
+def compared(source: Path, out: Path, held_out: list[str], tokens: int) -> dict[str, float]:
+    text = ["--text", held_out[1]] if held_out else []
+    _, _, answer = timed_command([*MLXLM, "compare", str(source), str(out), *text, "--tokens", str(tokens), "--json"])
+    return json.loads(answer)
+
+
+if __name__ == "__main__":
+    main()
