@@ -10,6 +10,8 @@ class KVCache:
 
     It grows in steps of `step` positions, so that a decoded token writes one row in place instead of
     copying the cache. The interface is mlx_lm's, so that models from there accept it.
+
+    `reach` is the length that the text will have, None while nobody knows: with "longrope", positions depend on it.
     """
 
     step = 256
@@ -18,6 +20,7 @@ class KVCache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
+        self.reach: int | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append T positions; return all keys and values so far, `[B, H_kv, offset, D]`."""

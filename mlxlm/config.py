@@ -143,6 +143,12 @@ class ModelConfig:
         """How many of a head's dimensions turn with its position."""
         return int(self.head_dim * self.partial_rotary_factor) if self.positions == "rope" else 0
 
+    @property
+    def positions_change(self) -> int | None:
+        """The length beyond which all positions of a text are others ("longrope"); None where none is."""
+        scaling = self.rope_scaling or {}
+        return scaling["original_max_position_embeddings"] if scaling.get("rope_type") == "longrope" else None
+
     def window(self, layer: int) -> int | None:
         """How many tokens a row of this layer sees, its own included; None for all before it."""
         if self.layer_types is not None and self.layer_types[layer] != "sliding_attention":

@@ -28,12 +28,16 @@ class Context:
         self.caches = make_cache(self.model)
         self.ids: list[int] = []
 
-    def keep_prefix(self, prompt: Sequence[int]) -> int:
+    def keep_prefix(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Forget whatever `prompt` doesn't begin with; return how many of its tokens are held.
 
         At most `len(prompt) - 1`, since the last one must be read again for its logits. Caches that can't
-        be shortened (recurrent states, full sliding windows) are emptied where that would be needed.
+        be shortened (recurrent states, full sliding windows) are emptied where that would be needed, and so are
+        those whose positions are others in a text that will have `max_tokens` more ("longrope").
         """
+        length, change = len(prompt) + max_tokens, getattr(self.model, "positions_change", None)
+        if change is not None and self.ids and (length > change) != (self.caches[0].reach > change):
+            self.clear()
         kept = 0
         for held, wanted in zip(self.ids, prompt[:-1], strict=False):
             if held != wanted:
@@ -46,6 +50,9 @@ class Context:
             del self.ids[kept:]
         elif surplus:
             self.clear()
+        if change is not None:
+            for cache in self.caches:
+                cache.reach = length
         return len(self.ids)
 
 
@@ -70,7 +77,7 @@ def tokens(
     KeyboardInterrupt inside a step, say) may find layers at different positions: the context is emptied. One
     raised by `on_prefill` leaves the chunks that were read.
     """
-    done = context.keep_prefix(prompt)
+    done = context.keep_prefix(prompt, max_tokens)
     model, caches = context.model, context.caches
     with _wired_memory():
         while done < len(prompt) - 1:

@@ -145,7 +145,7 @@ class TextStream(Iterator[Chunk]):
     def _run(self) -> Iterator[Chunk]:
         mx.reset_peak_memory()
         self._started = time.perf_counter()
-        self._cached = self._context.keep_prefix(self._prompt)
+        self._cached = self._context.keep_prefix(self._prompt, self._limit)
         sampler = Sampler(self._options, self._prompt, self.seed)
         ids = tokens(self._context, self._prompt, sampler, self._limit, on_prefill=self._on_prefill)
         try:

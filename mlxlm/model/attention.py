@@ -50,7 +50,7 @@ class Attention(nn.Module):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         values = split(self.v_proj(x), self.kv_heads)
         if self.rope is not None:
-            queries, keys = self.rope(queries, keys, 0 if cache is None else cache.offset)
+            queries, keys = self.rope(queries, keys, cache)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
         out = attention(

@@ -76,6 +76,11 @@ class Decoder(nn.Module):
     def layers(self) -> list[Block]:
         return self.model.layers
 
+    @property
+    def positions_change(self) -> int | None:
+        """See `ModelConfig.positions_change`."""
+        return self.config.positions_change
+
     def num_parameters(self) -> int:
         """The parameters this model stands for, counted before quantization."""
         return self.config.parameter_count()

@@ -8,7 +8,6 @@ from typing import Any
 
 from mlxlm._mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.errors import GenerationError
 
 
 class Rotary:
@@ -17,6 +16,9 @@ class Rotary:
     A scaling changes the wavelength of each pair of dimensions, and for "yarn" and "longrope" also multiplies the
     rotated dimensions of queries and keys by a factor; its square on the queries alone gives the same scores.
     Formulas are those of transformers' modeling_rope_utils.py, computed in float64.
+
+    "longrope" has other wavelengths, for all positions, where a text is longer than `config.positions_change`. Keys
+    in a cache can't change theirs, so that the length that the text will reach decides: see `KVCache.reach`.
     """
 
     def __init__(self, config: ModelConfig):
@@ -24,7 +26,7 @@ class Rotary:
         self.longest = config.max_position_embeddings
         scaling = config.rope_scaling or {"rope_type": "default"}
         self.kind, self.growth = scaling["rope_type"], scaling.get("factor")
-        self.original = scaling.get("original_max_position_embeddings")
+        self.change = config.positions_change
         plain = [self.base ** (i / self.dims) for i in range(0, self.dims, 2)]
         self.wavelengths = _array(_wavelengths(plain, self.base, scaling))  # None: those of the base
         self.long_wavelengths = _array(_stretched(plain, scaling["long_factor"])) if self.kind == "longrope" else None
@@ -33,18 +35,13 @@ class Rotary:
         if factor != 1:
             self.query_scale = mx.array([factor**2] * self.dims + [1.0] * (config.head_dim - self.dims))
 
-    def __call__(self, queries: mx.array, keys: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        """Queries and keys `[B, H, T, D]`, the first at position `offset`, turned.
-
-        Raises GenerationError where "longrope" would mix keys of short texts in the cache with those of a long one.
-        """
+    def __call__(self, queries: mx.array, keys: mx.array, cache=None) -> tuple[mx.array, mx.array]:
+        """Queries and keys `[B, H, T, D]`, turned: the first at the end of what the cache holds."""
+        offset = 0 if cache is None else cache.offset
         base, wavelengths, length = self.base, self.wavelengths, offset + queries.shape[2]
         if self.kind == "dynamic":
             base = self._grown_base(length)
-        elif self.kind == "longrope" and length > self.original:
-            if 0 < offset <= self.original:
-                problem = f"this model's positions change beyond {self.original} tokens, and its cache has fewer"
-                raise GenerationError(problem, "a shorter text, or all of a longer one in one call")
+        elif self.change is not None and self._reached(length, cache) > self.change:
             wavelengths = self.long_wavelengths
         if self.query_scale is not None:
             queries = queries * self.query_scale.astype(queries.dtype)
@@ -54,6 +51,13 @@ class Rotary:
             return mx.fast.rope(x, self.dims, traditional=False, base=base, scale=1.0, offset=offset, freqs=wavelengths)
 
         return turned(queries), turned(keys)
+
+    def _reached(self, length: int, cache) -> int:
+        """How long the text will be: by its cache, where there is one, and as long as can be if that doesn't say."""
+        if cache is None:
+            return length
+        reach = getattr(cache, "reach", None)  # caches of mlx_lm have none
+        return self.longest if reach is None else reach
 
     def _grown_base(self, length: int) -> float:
         """The base for texts longer than the model was trained on ("dynamic NTK"); keys in a cache keep theirs."""

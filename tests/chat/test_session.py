@@ -4,11 +4,13 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxlm.chat.session import ChatSession
 from mlxlm.chat.template import ChatTemplate, Message
 from mlxlm.errors import GenerationError
 from mlxlm.generation import GenerationOptions, generate
+from mlxlm.model import Decoder
 
 GREEDY = GenerationOptions(temperature=0, max_tokens=12)
 
@@ -134,3 +136,22 @@ def test_the_end_of_a_turn_is_not_part_of_the_answer(loaded):
 def test_an_empty_message(loaded):
     with pytest.raises(GenerationError, match="message is empty"):
         ChatSession(loaded).ask("")
+
+
+def test_a_chat_that_crosses_the_length_where_positions_change(loaded):
+    """It is read again once, with the positions of a long text, and goes on; a new chat has the short ones."""
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = loaded.config.with_changes(rope_scaling={**scaling, "original_max_position_embeddings": 60})
+    decoder = Decoder(config)
+    decoder.load_weights(tree_flatten(loaded.model.parameters()))
+    loaded = replace(loaded, model=decoder, config=config)
+    session, template = ChatSession(loaded, None, GREEDY), ChatTemplate(loaded.tokenizer)
+    read = []
+    for question in ("Hello!", "How?", "You?", "Dog?"):
+        prompt = template.encode([*session.messages, Message("user", question)])
+        assert say(session, question) == generate(loaded, prompt, temperature=0, max_tokens=12).text
+        read.append((session.stats.last.prompt_tokens + 12 > 60, session.stats.last.cached_tokens > 0))
+    assert read == [(False, False), (False, True), (True, False), (True, True)]
+    session.reset()
+    say(session, "Hello!")
+    assert session.stats.last.cached_tokens == 0 and session.stats.context_used <= 60

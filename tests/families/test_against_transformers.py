@@ -9,9 +9,11 @@ from mlxlm._mlx import mx, tree_flatten
 from mlxlm.cache import make_cache
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.stored import as_stored
+from mlxlm.checkpoint.stored import as_modules, as_stored
+from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.families import FAMILIES, layout
+from mlxlm.generation.engine import Context, tokens
 from mlxlm.model import Decoder
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
@@ -137,6 +139,10 @@ def case(request, tmp_path_factory):
     return oracle, *load_checkpoint(checkpoint), checkpoint.tensors
 
 
+def greedy(logits):
+    return mx.argmax(logits, axis=-1)
+
+
 TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, (2, LENGTH))
 
 
@@ -150,18 +156,39 @@ def test_logits(case):
 
 
 def test_greedy_tokens(case):
-    """16 of them, one by one with the caches of either side."""
+    """16 of them, by the caches of either side."""
     oracle, model, _, _ = case
     prompt = torch.from_numpy(TOKENS[:1, :18])
     with torch.no_grad():
         expected = oracle.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
         )
-    cache, found, text = make_cache(model), [], mx.array(TOKENS[:1, :18])
-    for _ in range(16):
-        text = mx.argmax(model(text, cache)[:, -1:], axis=-1)
-        found.append(text.item())
-    assert found == expected[0, 18:].tolist()
+    found = tokens(Context(model), TOKENS[0, :18].tolist(), greedy, 16, prefill_chunk=5)
+    assert list(found) == expected[0, 18:].tolist()
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(12, 4), (20, 5), (14, 8)], ids=["short", "long", "from one to the other"])
+def test_longrope_in_pieces(prompt, new):
+    """A text of at most 16 tokens has the positions that transformers gives short ones, to the end; a longer one those
+    of its whole, from the beginning."""
+    kind, sizes = CASES["phi3 longrope, long"]
+    oracle = make_oracle(kind, {**sizes, "sliding_window": None})
+    config = ModelConfig.from_dict(oracle.config.to_dict())
+    assert config.positions_change == 16
+    model = Decoder(config)
+    weights = {name: of_array(mx.array(value.numpy())) for name, value in oracle.state_dict().items()}
+    modules = as_modules(layout(config), weights, "oracle")
+    model.load_weights([(name, tensor.read()) for name, tensor in modules.items()])
+    seen = []
+
+    def watched(logits):
+        seen.append(np.array(logits[0]))
+        return greedy(logits)
+
+    text = TOKENS[0, :prompt].tolist()
+    text += tokens(Context(model), list(text), watched, new, prefill_chunk=5)
+    whole = logits_of(oracle, np.array([text]))[0]  # of prompt + new tokens, as our positions are
+    np.testing.assert_allclose(np.array(seen), whole[prompt - 1 : -1], atol=1e-4)
 
 
 def test_written_back_it_opens_in_transformers(case, tmp_path):

@@ -1,5 +1,7 @@
 """The decoder against transformers and against itself."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -132,18 +134,26 @@ def test_positions_beyond_a_learned_table_are_an_error():
         model(mx.zeros((1, 1), mx.int32), cache)
 
 
-def test_longrope_does_not_mix_short_and_long():
-    """The keys of a cache that grows past the original length would have to be computed anew."""
+def test_longrope_goes_by_the_length_that_a_text_will_reach():
+    """Pieces of one text have one kind of positions, wherever it is cut."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    model, _ = make(rope_scaling={**scaling, "original_max_position_embeddings": 16})
+    model, config = make(rope_scaling={**scaling, "original_max_position_embeddings": 16})
+    assert config.positions_change == model.positions_change == 16
     tokens = mx.array(np.random.default_rng(0).integers(0, 97, (1, 20)))
-    cache = make_cache(model)
-    model(tokens[:, :16], cache)
-    with pytest.raises(GenerationError, match="positions change beyond 16 tokens"):
-        model(tokens[:, 16:], cache)
-    long, cache = model(tokens), make_cache(model)
-    model(tokens[:, :17], cache)
-    np.testing.assert_allclose(np.array(model(tokens[:, 17:], cache)), np.array(long[:, 17:]), atol=2e-5)
+
+    def in_pieces(length, reach):
+        cache = make_cache(model)
+        for layer in cache:
+            layer.reach = reach
+        ends = [0, 5, 12, length]
+        return mx.concatenate([model(tokens[:, a:b], cache) for a, b in itertools.pairwise(ends)], axis=1)
+
+    long, short = np.array(model(tokens)), np.array(model(tokens[:, :16]))
+    assert np.abs(long[:, :16] - short).max() > 1e-2
+    np.testing.assert_allclose(np.array(in_pieces(20, 20)), long, atol=2e-5)
+    np.testing.assert_allclose(np.array(in_pieces(20, None)), long, atol=2e-5)  # as long as can be
+    np.testing.assert_allclose(np.array(in_pieces(14, 17)), long[:, :14], atol=2e-5)
+    np.testing.assert_allclose(np.array(in_pieces(14, 16)), short[:, :14], atol=2e-5)
 
 
 numbers = st.floats(0, 3.5e38) | st.integers(0, 10**39) | st.sampled_from([1, 1.0, 2.0, 1e-300])
