@@ -187,8 +187,7 @@ def _lockstep(a: Checkpoint, b: Checkpoint, windows, total: _Total, progress) ->
     both = [Stages(a), Stages(b)]
     comparable = a.config.hidden_size == b.config.hidden_size and both[0].layers == both[1].layers
     steps = max(stages.layers for stages in both)
-    states = [[stages.embed(inputs) for inputs, _ in windows] for stages in both]
-    mx.eval(states)
+    states = [list(stages.embeddings(inputs for inputs, _ in windows)) for stages in both]
     names = ["model.embed_tokens", *(f"{LAYERS}.{index}" for index in range(steps))]
     errors = {}
     for step, name in enumerate(names):
@@ -201,6 +200,7 @@ def _lockstep(a: Checkpoint, b: Checkpoint, windows, total: _Total, progress) ->
             if not math.isfinite(errors[name]):
                 broken = a if not all(_finite(state) for state in states[0]) else b
                 raise CheckpointError(f"{broken.path}: values that are not finite numbers after {name}")
+        mx.clear_cache()  # buffers of a layer that is gone
         _tell(progress, step + 1, steps + 2)
     heads = [stages.head() for stages in both]
     piece = max(1, _LOGITS // a.config.vocab_size)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.load import load_part
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.errors import CheckpointError
 from mlxlm.model import Block, Decoder
-from mlxlm.model.norms import enter
+from mlxlm.model.norms import enter, make_norm
 
 LAYERS = "model.layers"
 
@@ -39,7 +39,16 @@ class Stages:
 
     def embed(self, tokens: mx.array) -> State:
         """tokens int `[B, T]` -> the state before the first block."""
-        return self.ends().model.embed(tokens), None
+        return next(self.embeddings([tokens]))
+
+    def embeddings(self, batches: Iterable[mx.array]) -> Iterator[State]:
+        """The states before the first block of several batches of tokens, int `[B, T]` each; the table is read once."""
+        model = Decoder(self.config, layers=0).model
+        load_part(model, self._outside, "model", self.config.quantization)
+        for tokens in batches:
+            stream = model.embed(tokens)
+            mx.eval(stream)  # else it keeps the table
+            yield stream, None
 
     def block(self, index: int) -> Block:
         """Layer `index` with its weights: `block(stream, update, cache) -> (stream, update)`."""
@@ -51,6 +60,12 @@ class Stages:
         """The function from the state after the last block to logits `[B, T, V]`; it holds the head's weights."""
         decoder = self.ends()
         return lambda stream, update: decoder.head(enter(decoder.model.norm, stream, update)[1])
+
+    def leave(self) -> Callable[[mx.array, mx.array | None], mx.array]:
+        """The function from the state after the last block to what the head reads, `[B, T, hidden]`."""
+        norm = make_norm(self.config)
+        load_part(norm, self._outside, "model.norm", self.config.quantization)
+        return lambda stream, update: enter(norm, stream, update)[1]
 
     def logits(self, stream: mx.array, update: mx.array | None) -> mx.array:
         """The state after the last block -> logits `[B, T, V]`."""
