@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from mlxlm.config_problems import is_count, problems
 from mlxlm.errors import ConfigError
 from mlxlm.families import canonical, huggingface
 from mlxlm.quantization import plan_of
+from mlxlm.reading import read_bytes
 from mlxlm.resources import resource
 
 _LARGEST_JSON = 4 << 20  # bytes, which take 20 times that when read; plans for thousands of layers have 1 MB
@@ -87,11 +89,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        if self.head_dim is None and is_count(self.hidden_size) and is_count(self.num_attention_heads):
+        head_dim_given = self.head_dim is not None
+        if not head_dim_given and is_count(self.hidden_size) and is_count(self.num_attention_heads):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if isinstance(self.layer_types, list):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        if found := list(problems(self)):
+        if found := list(problems(self, head_dim_given)):
             raise ConfigError("this configuration can't work: " + "; ".join(found))
 
     @classmethod
@@ -214,13 +217,9 @@ def read_json(path: Path | str) -> Any:
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
+    if not os.path.exists(path):
+        raise ConfigError(f"{path} does not exist", "the folder of a model or of a run")
     try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that are read")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist", "the folder of a model or of a run") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        return json.loads(read_bytes(path, _LARGEST_JSON, ConfigError).decode("utf-8-sig"))  # Windows puts a mark first
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None

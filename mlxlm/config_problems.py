@@ -7,10 +7,9 @@ from typing import Any
 
 from mlxlm import quantization
 from mlxlm.families import FAMILIES
+from mlxlm.families.activations import ACTIVATIONS
 from mlxlm.families.rotary import SCALINGS
 from mlxlm.families.windows import FULL, MOST_LAYERS, SLIDING
-
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 _MAX = 2**31 - 1  # sizes beyond this can't be array dimensions in MLX
 _COUNTS = (
@@ -41,7 +40,7 @@ def is_count(value: Any) -> bool:
     return _is_int(value) and 0 < value <= _MAX
 
 
-def problems(c: Any) -> Iterator[str]:
+def problems(c: Any, head_dim_given: bool) -> Iterator[str]:
     """What keeps the ModelConfig `c` from working, one phrase each."""
     bad = [name for name in _COUNTS if not is_count(getattr(c, name))]
     for name in bad:
@@ -49,7 +48,7 @@ def problems(c: Any) -> Iterator[str]:
     fields = [*_field_problems(c)]
     yield from fields
     if not bad:
-        yield from _size_problems(c)
+        yield from _size_problems(c, head_dim_given)
         if not fields:
             yield from _combination_problems(c)
             if c.parameter_count() > 10**13:
@@ -94,14 +93,14 @@ def _field_problems(c: Any) -> Iterator[str]:
         yield f"sliding_window is {c.sliding_window!r}, it must be a positive whole number or null"
 
 
-def _size_problems(c: Any) -> Iterator[str]:
+def _size_problems(c: Any, head_dim_given: bool) -> Iterator[str]:
     heads, kv = c.num_attention_heads, c.num_key_value_heads
     if heads % kv:
         fits = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
         yield f"num_key_value_heads {kv} does not divide num_attention_heads {heads} (one of {fits} does)"
-    if c.hidden_size % heads:  # transformers refuses to build such a model
+    if c.hidden_size % heads and not head_dim_given:
         fits = heads * -(-c.hidden_size // heads)
-        yield f"hidden_size {c.hidden_size} is no multiple of num_attention_heads {heads} ({fits} is)"
+        yield f"hidden_size {c.hidden_size} is no multiple of num_attention_heads {heads} ({fits} is), head_dim is null"
     if c.num_hidden_layers > MOST_LAYERS:
         yield f"num_hidden_layers is {c.num_hidden_layers}, at most {MOST_LAYERS} are possible"
 

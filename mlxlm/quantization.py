@@ -23,7 +23,7 @@ def plan_of(quantization: Mapping[str, Any], module: str) -> dict[str, Any] | No
     if own is False:
         return None
     entry = own if isinstance(own, Mapping) else quantization
-    mode = entry.get("mode", "affine")
+    mode = entry.get("mode") or "affine"
     group_sizes, bits = MODES[mode]
     return {"group_size": entry.get("group_size", group_sizes[0]), "bits": entry.get("bits", bits[0]), "mode": mode}
 
@@ -37,12 +37,12 @@ def problems(quantization: Any) -> Iterator[str]:
     for name, own in quantization.items():
         if isinstance(own, Mapping):
             yield from _entry_problems(name, own, {})
-        elif name not in ("group_size", "bits", "mode") and not isinstance(own, bool):
+        elif ("." in name or name == "lm_head") and not isinstance(own, bool):  # "quant_method" is no module
             yield f"quantization of {name} is {own!r}, it must be an object, true or false"
 
 
 def _entry_problems(name: str, entry: Mapping[str, Any], required: Mapping[str, Any]) -> Iterator[str]:
-    mode = entry.get("mode", "affine")
+    mode = "affine" if entry.get("mode") is None else entry["mode"]
     if not isinstance(mode, str) or mode not in MODES:
         yield f"{name}: mode is {mode!r}, it must be one of {', '.join(MODES)}"
         return

@@ -12,6 +12,7 @@ SIZES = {
     "intermediate_size": 128,
     "vocab_size": 100,
 }
+LLAMA = {"model_type": "llama", **SIZES}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 
 
@@ -132,16 +133,16 @@ def test_quantization_of_a_module():
 def test_from_dict_names_the_file_and_what_is_missing():
     with pytest.raises(ConfigError, match="x.json: missing num_hidden_layers, vocab_size"):
         ModelConfig.from_dict(
-            {k: v for k, v in SIZES.items() if k not in ("num_hidden_layers", "vocab_size")}, "x.json"
+            {k: v for k, v in LLAMA.items() if k not in ("num_hidden_layers", "vocab_size")}, "x.json"
         )
 
 
 def test_rope_theta_of_old_and_new_transformers():
-    assert ModelConfig.from_dict({**SIZES, "rope_theta": 5e5}).rope_theta == 5e5
-    new = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    assert ModelConfig.from_dict({**LLAMA, "rope_theta": 5e5}).rope_theta == 5e5
+    new = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert ModelConfig.from_dict(new).rope_theta == 5e5
     with pytest.raises(ConfigError, match="x.json: this decoder has no rope_type 'spiral'"):
-        ModelConfig.from_dict({**SIZES, "rope_scaling": {"rope_type": "spiral", "factor": 4}}, "x.json")
+        ModelConfig.from_dict({**LLAMA, "rope_scaling": {"rope_type": "spiral", "factor": 4}}, "x.json")
 
 
 def test_round_trip_through_json(tmp_path):

@@ -3,13 +3,11 @@ in the model: it is a configuration of the same parts. Pure data, without MLX.""
 
 from mlxlm.families.catalog import FAMILIES
 from mlxlm.families.configs import canonical, huggingface, unsupported
-from mlxlm.families.family import Family
 from mlxlm.families.names import is_mlx_layout, layout, own_name
 from mlxlm.families.stored import Stored
 
 __all__ = [
     "FAMILIES",
-    "Family",
     "Stored",
     "canonical",
     "huggingface",

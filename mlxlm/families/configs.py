@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from mlxlm.errors import ConfigError
+from mlxlm.families.activations import ACTIVATIONS, own_activation
 from mlxlm.families.catalog import FAMILIES
 from mlxlm.families.family import Family
 from mlxlm.families.names import layout, modules_of
@@ -18,17 +19,36 @@ _PLAN = ("group_size", "bits", "mode")  # of `quantization` itself; every other 
 
 def unsupported(values: Mapping[str, Any]) -> str | None:
     """One phrase for what the decoder lacks of what this configuration asks, or None if it has it all."""
-    kind = values.get("model_type", "llama")
+    kind = _model_type(values)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        return f"model_type {kind!r}"
+        return f"model_type {kind!r}" if "model_type" in values or kind else None  # nobody could read one without
     foreign = values.get("quantization_config")
     if not values.get("quantization") and isinstance(foreign, Mapping) and foreign.get("quant_method"):
         return f"quantization by {foreign['quant_method']!r}"
     types = values.get("layer_types")
     if isinstance(types, list) and "sliding_attention" in types and not family.names_of("sliding_window"):
         return f"layer_types with sliding_attention in a {kind} model"
-    return family.lacks(values) or lacks_rotary(values)
+    activation = _activation(values, family)
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        return f"{family.names_of('hidden_act')[0]} {activation!r}"
+    return family.lacks(values) or lacks_rotary(values, family)
+
+
+def _model_type(values: Mapping[str, Any]) -> Any:
+    """What the file says, or else the family or the name of its class; None if it names neither."""
+    if "model_type" in values:
+        return values["model_type"]
+    classes = values.get("architectures")
+    named = next((name for name in classes if isinstance(name, str)), None) if isinstance(classes, list) else None
+    return next((kind for kind, family in FAMILIES.items() if family.architecture == named), named)
+
+
+def _activation(values: Mapping[str, Any], family: Family) -> Any:
+    """The activation in the decoder's words; None where the file doesn't say or the family has only one."""
+    given = (values[name] for name in family.names_of("hidden_act") if values.get(name) is not None)
+    name = family.read(values).get("hidden_act", next(given, None))
+    return own_activation(name) if isinstance(name, str) else name
 
 
 def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -40,7 +60,9 @@ def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: a configuration is a JSON object, not {type(values).__name__}")
     if reason := unsupported(values):
         raise ConfigError(f"{source}: this decoder has no {reason}")
-    family = FAMILIES[values.get("model_type", "llama")]
+    if _model_type(values) is None:
+        raise ConfigError(f"{source}: missing model_type", f"one of {', '.join(FAMILIES)}")
+    family = FAMILIES[_model_type(values)]
     result = {"model_type": family.model_type, **family.defaults}
     for name in family.fields:
         present = [values[theirs] for theirs in family.names_of(name) if theirs in values]
@@ -49,7 +71,10 @@ def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             result[name] = given
         elif present:  # null: not even the default
             result.pop(name, None)
-    result |= {**family.read(values), **family.always}
+    result |= family.read(values)
+    if (activation := _activation(values, family)) is not None:
+        result["hidden_act"] = activation
+    result |= family.always
     if result.get("positions", "rope") == "rope":
         try:
             result |= read_rotary(values)

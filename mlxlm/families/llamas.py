@@ -51,18 +51,28 @@ def _write_phi3(config: Any) -> dict[str, Any]:
 
 
 LLAMAS = (
-    Family("llama", "LlamaForCausalLM", _LLAMA | same("head_dim", "attention_bias", "mlp_bias")),
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        _LLAMA | same("head_dim", "attention_bias", "mlp_bias"),
+        defaults={"rms_norm_eps": 1e-6},
+    ),
     Family(
         "mistral",
         "MistralForCausalLM",
         _LLAMA | same("head_dim", "sliding_window"),
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "rms_norm_eps": 1e-6},
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131072,
+        },
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
         _LLAMA | same("head_dim", "sliding_window"),
-        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32},
         always={"attention_bias": True, "attention_out_bias": False},
         read=_read_qwen,
         write=_write_qwen,
@@ -72,7 +82,12 @@ LLAMAS = (
         "qwen3",
         "Qwen3ForCausalLM",
         _LLAMA | same("head_dim", "sliding_window", "attention_bias"),
-        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+        },
         always={"qk_norm": "head"},
         read=_read_qwen,
         write=_write_qwen,
@@ -117,7 +132,7 @@ LLAMAS = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        _LLAMA | same("sliding_window", "partial_rotary_factor"),
+        _LLAMA | same("head_dim", "sliding_window", "partial_rotary_factor"),
         defaults={"max_position_embeddings": 4096},
         write=_write_phi3,
         layer={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": "mlp.gate_proj mlp.up_proj"},
@@ -125,7 +140,7 @@ LLAMAS = (
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        _LLAMA | same("attention_bias"),
+        _LLAMA | same("head_dim", "attention_bias"),
         always={"norm_placement": "output", "qk_norm": "projection"},
     ),
 )

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlxlm.families.family import Family
+
 # What a `rope_type` reads besides rope_theta. Source: transformers, modeling_rope_utils.py
 SCALINGS = {
     "linear": ("factor",),
@@ -19,7 +21,7 @@ SCALINGS = {
 }  # fmt: skip
 
 
-def lacks_rotary(values: Mapping[str, Any]) -> str | None:
+def lacks_rotary(values: Mapping[str, Any], family: Family) -> str | None:
     """Why a configuration's rotary positions are more than the decoder has, or None."""
     rope = _parameters(values)
     if not isinstance(rope, Mapping):
@@ -29,6 +31,9 @@ def lacks_rotary(values: Mapping[str, Any]) -> str | None:
     kind = _kind(values, rope)
     if kind != "default" and kind not in SCALINGS:
         return f"rope_type {kind!r}"
+    share = rope.get("partial_rotary_factor")
+    if not family.names_of("partial_rotary_factor") and share not in (None, 1):
+        return f"partial_rotary_factor {share!r} in a {family.model_type} model"
     return "rope_traditional" if values.get("rope_traditional") else None
 
 

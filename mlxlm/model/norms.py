@@ -48,12 +48,11 @@ class LayerNorm(nn.Module):
 Norm = RMSNorm | LayerNorm
 
 
-def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
-    """The norm of a configuration, over `size` values (None: the residual stream's)."""
-    size = config.hidden_size if size is None else size
+def make_norm(config: ModelConfig) -> Norm:
+    """A norm of the residual stream."""
     if config.norm == "layer":
-        return LayerNorm(size, config.rms_norm_eps)
-    return RMSNorm(size, config.rms_norm_eps, config.norm_unit_offset)
+        return LayerNorm(config.hidden_size, config.rms_norm_eps)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
 
 
 def enter(norm: Norm | None, stream: mx.array, update: mx.array | None) -> tuple[mx.array, mx.array]:

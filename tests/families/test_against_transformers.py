@@ -77,6 +77,11 @@ CASES = {
         },
     ),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 12}),
+    "qwen3 of odd width": ("qwen3", {**LLAMA, "hidden_size": 30, "head_dim": 12}),
+    "phi3 with wide heads": (
+        "phi3", {**LLAMA, "head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "olmo2 with wide heads": ("olmo2", {**LLAMA, "head_dim": 12}),
     "gemma": ("gemma", {**LLAMA, "head_dim": 12}),
     "gemma2": (
         "gemma2",
@@ -189,6 +194,26 @@ def test_longrope_in_pieces(prompt, new):
     text += tokens(Context(model), list(text), watched, new, prefill_chunk=5)
     whole = logits_of(oracle, np.array([text]))[0]  # of prompt + new tokens, as our positions are
     np.testing.assert_allclose(np.array(seen), whole[prompt - 1 : -1], atol=1e-4)
+
+
+SIZES = {
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 8},
+    "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 8},
+    "opt": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "ffn_dim": 96},
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8},
+    "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96},
+}
+SIZES["opt"]["word_embed_proj_dim"] = 64
+USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_a_configuration_leaves_out_is_as_in_transformers(model_type):
+    sizes = {"vocab_size": 99, **SIZES.get(model_type, USUAL)}
+    whole = transformers.AutoConfig.for_model(model_type, **sizes).to_dict()
+    own = ModelConfig.from_dict({"model_type": model_type, **sizes})
+    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    assert own == ModelConfig.from_dict({"model_type": model_type, **whole}).with_changes(**no_tokens)
 
 
 def test_written_back_it_opens_in_transformers(case, tmp_path):

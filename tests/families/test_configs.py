@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -163,6 +164,60 @@ def test_what_they_say():
     assert read("bloom-560m").intermediate_size == 4096
 
 
+def test_families_of_files_without_a_model_type():
+    """They name the class; one that names neither could be any family."""
+    values = {k: v for k, v in PUBLISHED["Mistral-7B-v0.1"][1].items() if k != "model_type"}
+    named = ModelConfig.from_dict({**values, "architectures": ["MistralForCausalLM"]}, "file")
+    assert (named.model_type, named.sliding_window) == ("mistral", 4096)
+    assert unsupported({**values, "architectures": ["OtherForCausalLM"]}) == "model_type 'OtherForCausalLM'"
+    for classes in ({}, {"architectures": []}, {"architectures": [5]}, {"architectures": 5}):
+        assert unsupported({**values, **classes}) is None
+        with pytest.raises(ConfigError, match="file: missing model_type .try: one of llama, mistral"):
+            ModelConfig.from_dict({**values, **classes}, "file")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("SmolLM2-135M", {"hidden_act": "swish"}, "silu"),
+        ("pythia-70m", {"hidden_act": "gelu_fast"}, "gelu_pytorch_tanh"),
+        ("pythia-70m", {"hidden_act": "gelu_python"}, "gelu"),
+        ("gpt2", {"activation_function": "gelu_accurate"}, "gelu_pytorch_tanh"),
+        ("gemma-2b", {"hidden_act": "gelu", "hidden_activation": "relu"}, "relu"),
+        ("gemma-2b", {"hidden_act": "relu", "hidden_activation": None}, "relu"),
+        ("gemma-2b", {"hidden_act": "relu", "hidden_activation": "gelu"}, "gelu_pytorch_tanh"),
+    ],
+)
+def test_activations(name, change, expected):
+    config = read(name, **change)
+    assert config.hidden_act == expected
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+def test_the_original_length_of_phi3_is_the_outer_one():
+    inner = {**PUBLISHED["Phi-3-mini-128k"][1]["rope_scaling"], "original_max_position_embeddings": 8192}
+    assert read("Phi-3-mini-128k", rope_scaling=inner).rope_scaling["original_max_position_embeddings"] == 4096
+    alone = read("Phi-3-mini-128k", rope_scaling=inner, original_max_position_embeddings=None)
+    assert alone.rope_scaling["original_max_position_embeddings"] == 8192
+
+
+def test_layers_without_number_are_no_list():
+    values = {**PUBLISHED["gemma-2-2b"][1], "num_hidden_layers": 10**9}
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000000, at most 10000"):
+        ModelConfig.from_dict(values, "file")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_heads_of_their_own_size_need_not_divide_the_width():
+    """Mistral and Qwen 3 of transformers run so too."""
+    config = read("Qwen3-0.6B", hidden_size=1000, num_attention_heads=16, head_dim=64)
+    assert config.parameter_count() > 0 and ModelConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="hidden_size 1000 is no multiple of num_attention_heads 16 .1008 is."):
+        read("Llama-3.2-1B", hidden_size=1000, num_attention_heads=16, head_dim=None)
+
+
 def test_windows_by_layer():
     gemma = read("gemma-2-2b", num_hidden_layers=3)
     assert [gemma.window(i) for i in range(3)] == [4096, None, 4096]
@@ -183,6 +238,10 @@ def test_windows_by_layer():
         ("gpt2", {"model_type": "mixtral"}, "model_type 'mixtral'"),
         ("gpt2", {"model_type": None}, "model_type None"),
         ("gpt2", {"model_type": ["gpt2"]}, "model_type ['gpt2']"),
+        ("SmolLM2-135M", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
+        ("opt-125m", {"activation_function": "relu2"}, "activation_function 'relu2'"),
+        ("gemma-2b", {"hidden_activation": "relu2"}, "hidden_act 'relu2'"),
+        ("SmolLM2-135M", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 in a llama"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("opt-125m", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
         ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512"),
