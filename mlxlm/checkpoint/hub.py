@@ -9,8 +9,9 @@ from mlxlm.checkpoint import pytorch, safetensors
 from mlxlm.errors import CheckpointError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
-_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-_PYTORCH = ["*.json", "pytorch_model*.bin", "*.model", "*.jinja", "*.txt"]
+_COMMON = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
+_FILES = [*_COMMON, "model*.safetensors"]  # others are other forms of the same weights: consolidated.safetensors
+_PYTORCH = [*_COMMON, "pytorch_model*.bin"]
 
 
 def is_id(text: str) -> bool:

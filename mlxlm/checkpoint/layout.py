@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxlm.errors import CheckpointError
+from mlxlm.reading import read_bytes
 
 RUN_FILE = "train.json"
+_LARGEST_STATE = 4 << 20  # bytes of state.json, which has some hundreds
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def step_of(checkpoint: Path) -> int:
 
 def _validation_loss(checkpoint: Path) -> float:
     try:
-        loss = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["validation_loss"]
-    except (OSError, ValueError, KeyError, TypeError):
+        loss = json.loads(read_bytes(checkpoint / "state.json", _LARGEST_STATE, CheckpointError))["validation_loss"]
+    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
     return loss if isinstance(loss, int | float) else float("inf")

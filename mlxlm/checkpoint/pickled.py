@@ -51,7 +51,13 @@ _STORAGES = {
 _REBUILD = "torch._utils._rebuild_tensor_v2"
 _PARAMETER = "torch._utils._rebuild_parameter"
 _ORDERED = "collections.OrderedDict"
-_KNOWN = _STORAGES | {_REBUILD, _PARAMETER, _ORDERED}
+_SIZE = "torch.Size"
+_DTYPES = {
+    f"torch.{kind}"
+    for kind in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+_KNOWN = _STORAGES | _DTYPES | {_REBUILD, _PARAMETER, _ORDERED, _SIZE}
+_LARGEST_KEY = 2**31  # of numbers: optimizers count parameters
 
 # A tensor takes about 40 operations, and no file in use has 10,000 of them.
 _MAX_OPERATIONS = 500_000
@@ -148,7 +154,8 @@ class _Machine:
         target = self.stack[-1]
         if type(target) is not dict or len(values) % 2:
             raise TypeError
-        if any(type(key) not in (str, int) for key in values[::2]):  # the hash of nested tuples can take for ever
+        # The hash of nested tuples can take for ever, and many large numbers have the same one.
+        if any(type(key) is not str and not (type(key) is int and 0 <= key < _LARGEST_KEY) for key in values[::2]):
             raise TypeError
         target.update(zip(values[::2], values[1::2], strict=True))
 
@@ -171,8 +178,11 @@ class _Machine:
             storage, offset, shape, strides = arguments[:4]
             if type(storage) is not Storage:
                 raise TypeError
+            marks = arguments[6] if len(arguments) > 6 else None
+            if isinstance(marks, dict) and any(marks.values()):  # "conj" and "neg": the numbers mean others
+                raise PickleError(f"a tensor is marked {', '.join(map(str, marks))} (resolve_neg, resolve_conj)")
             self.push(View(storage, offset, shape, strides))
-        elif name == _PARAMETER and type(arguments[0]) is View:
+        elif type(arguments[0] if arguments else None) is {_PARAMETER: View, _SIZE: tuple}.get(name, object):
             self.push(arguments[0])
         elif name == _ORDERED and arguments == ():
             self.push({})

@@ -19,13 +19,15 @@ import numpy as np
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.pickled import PickleError, View, read_pickle
-from mlxlm.checkpoint.safetensors import indexed_tensors
+from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.errors import CheckpointError, os_errors_as
+from mlxlm.reading import opened
 
 _INDEX = "pytorch_model.bin.index.json"
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # PyTorch < 1.6 writes pickles, the first of them a long number
 _NOT_MODELS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+_NESTED = ("state_dict", "model_state_dict", "model", "module")  # where training scripts put the weights
 _MAX_DIRECTORY = 4_000_000  # bytes of a ZIP file's list of records, about 100 for each storage
 _MAX_PICKLE = 4_000_000
 
@@ -59,22 +61,16 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
     `.bin`, `.pt` or `.pth` file. Raises CheckpointError naming the file and the tensor."""
     if (folder / _INDEX).exists():
         return indexed_tensors(folder / _INDEX, file_tensors)
-    tensors: dict[str, Tensor] = {}
-    for file in _files(folder):
-        for name, tensor in file_tensors(file).items():
-            if name in tensors:
-                raise CheckpointError(f"{file}: tensor {name} is in another file of {folder} too")
-            tensors[name] = tensor
-    return tensors
+    return joined_tensors(_files(folder), file_tensors)
 
 
 def file_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, described; every byte they claim is there.
 
-    The tensors may lie under "state_dict" or "model". Raises CheckpointError naming the file and the tensor, or
+    The tensors may lie under one of `_NESTED`. Raises CheckpointError naming the file and the tensor, or
     what the pickle in it asks for that no tensor needs.
     """
-    with os_errors_as(CheckpointError, "read", path), path.open("rb") as file:
+    with opened(path, CheckpointError) as file:
         start = file.read(4)
         if start == _LEGACY:
             raise CheckpointError(
@@ -87,7 +83,8 @@ def file_tensors(path: Path) -> dict[str, Tensor]:
         try:
             state = _state(read_pickle(content))
         except PickleError as error:
-            raise CheckpointError(f"{path}: its pickle is refused: {error}", "the model in safetensors") from None
+            hint = "the model in safetensors, or a file by torch.save(model.state_dict(), ...)"
+            raise CheckpointError(f"{path}: its pickle is refused: {error}", hint) from None
         starts: dict[str, int] = {}  # by record: several tensors may share one
         return {name: _tensor(path, file, records, starts, name, view) for name, view in state.items()}
 
@@ -159,7 +156,7 @@ def _start(path: Path, file: BinaryIO, records: _Records, name: str) -> int:
 
 def _state(content: Any) -> dict[str, View]:
     """The dictionary of tensors; numbers and texts beside them are left out."""
-    for key in ("state_dict", "model"):
+    for key in _NESTED:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
             break
@@ -185,8 +182,10 @@ def _tensor(path: Path, file: BinaryIO, records: _Records, starts: dict[str, int
     size = math.prod(shape)
     extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if size else 0
     held = min(view.storage.numel, records.spans[record][1] // itemsize)
-    if held < view.storage.numel or offset + extent > held or size > extent:
+    if held < view.storage.numel or offset + extent > held:
         raise CheckpointError(f"{path}: tensor {name} goes beyond its storage, {held} elements in {record}")
+    if size > extent:
+        raise CheckpointError(f"{path}: tensor {name} has elements that share their memory", "its .contiguous()")
     begin = starts[record] + offset * itemsize
 
     def read() -> mx.array:

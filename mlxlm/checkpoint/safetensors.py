@@ -18,12 +18,15 @@ import numpy as np
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.bits import largest
+from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_object
 from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
 from mlxlm.errors import CheckpointError, os_errors_as
 from mlxlm.files import write_json
+from mlxlm.reading import opened
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _FILES = "model*.safetensors"
 
 # What MLX reads, by the format's names. It gives 8-bit floats as bytes.
@@ -38,8 +41,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("
 # A header is about 120 bytes a tensor and becomes some 10 times that in memory. The largest files in use, 5 GB
 # shards of models with hundreds of experts, have a few thousand tensors.
 _MAX_HEADER = 8_000_000
-_MAX_INDEX = 24_000_000
-_MAX_VALUES = 250_000
 _MAX_DIMENSIONS = 8
 
 
@@ -53,17 +54,16 @@ def check_file(path: Path) -> list[str]:
 
 def file_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, described; every byte they claim is there. Raises as `check_file` does."""
-    with os_errors_as(CheckpointError, "read", path):
+    with opened(path, CheckpointError) as file:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= size - 8:
-                raise CheckpointError(f"{path} is not a whole safetensors file: its header is cut off")
-            if length > _MAX_HEADER:
-                raise CheckpointError(f"{path}: a header of {length} bytes; {_MAX_HEADER} are more than any model has")
-            raw = file.read(length)
-    header = _json_object(raw, path, "safetensors header")
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise CheckpointError(f"{path} is not a whole safetensors file: its header is cut off")
+        if length > _MAX_HEADER:
+            raise CheckpointError(f"{path}: a header of {length} bytes; {_MAX_HEADER} are more than any model has")
+        raw = file.read(length)
+    header = json_object(raw, path, "safetensors header")
     metadata = header.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata  # MLX writes null where it was given none
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -93,49 +93,16 @@ def is_in(folder: Path) -> bool:
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a model folder: by `model.safetensors.index.json` where there is one, else of every
-    `model*.safetensors`. Raises CheckpointError naming the file and the tensor."""
-    index = folder / INDEX
-    if not index.exists():
-        files = sorted(folder.glob(_FILES))
-        if not files:
-            raise CheckpointError(f"{folder} has no {_FILES}", "the folder of a model or of a run")
-        tensors: dict[str, Tensor] = {}
-        for file in files:
-            for name, tensor in file_tensors(file).items():
-                if name in tensors:
-                    raise CheckpointError(f"{file}: tensor {name} is in another file of {folder} too")
-                tensors[name] = tensor
-        return tensors
-    return indexed_tensors(index, file_tensors)
-
-
-def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors that a Hugging Face index lists, each out of the file it names, `read_file` reading one.
-
-    Raises CheckpointError for a file outside the index's folder or not there, and for a tensor that isn't in its file.
-    """
-    with os_errors_as(CheckpointError, "read", index):
-        if index.stat().st_size > _MAX_INDEX:
-            raise CheckpointError(f"{index} has more than the {_MAX_INDEX} bytes that any model's index has")
-        weight_map = _json_object(index.read_bytes(), index, "index").get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index} is malformed: weight_map is not an object of file names")
-    files: dict[str, Mapping[str, Tensor]] = {}
-    for file in dict.fromkeys(weight_map.values()):
-        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise CheckpointError(f"{index} points outside its folder: {file}")
-        with os_errors_as(CheckpointError, "find a file that is listed in", index):  # its name may be too long
-            there = (index.parent / file).is_file()
-        if not there:
-            raise CheckpointError(f"{index}: {file} is missing", "download or copy the whole folder again")
-        files[file] = read_file(index.parent / file)
-    tensors = {}
-    for name, file in weight_map.items():
-        if name not in files[file]:
-            raise CheckpointError(f"{index}: tensor {name} is not in {file}")
-        tensors[name] = files[file][name]
-    return tensors
+    """All tensors of a model folder: by `model.safetensors.index.json` where there is one, else of
+    `model.safetensors`, else of every `model*.safetensors`. Raises CheckpointError naming the file and the tensor."""
+    if (folder / INDEX).exists():
+        return indexed_tensors(folder / INDEX, file_tensors)
+    if (folder / _SINGLE).exists():  # what lies beside it are variants: model.fp16.safetensors
+        return joined_tensors([folder / _SINGLE], file_tensors)
+    if not (files := sorted(folder.glob(_FILES))):
+        wanted = "model*.safetensors, pytorch_model*.bin or .gguf file"
+        raise CheckpointError(f"{folder} has no {wanted}", "the folder of a model or of a run")
+    return joined_tensors(files, file_tensors)
 
 
 def load_weights(folder: Path) -> dict[str, mx.array]:
@@ -172,7 +139,7 @@ def write_shards(
         filled += nbytes
         total += nbytes
     if len(shards) == 1:
-        write_file(folder / "model.safetensors", tensors, finite, format)
+        write_file(folder / _SINGLE, tensors, finite, format)
         return
     weight_map = {}
     for i, shard in enumerate(shards, start=1):
@@ -263,28 +230,6 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     if not 0 <= first <= last or last - first != needed:
         raise CheckpointError(f"{path}: tensor {name} claims {last - first} bytes, its shape needs {needed}")
     return dtype, tuple(shape), first, last
-
-
-def _json_object(raw: bytes, path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in `raw`, without names twice, and with as many values as fit into little memory."""
-    if raw.count(b",") > _MAX_VALUES:
-        raise CheckpointError(f"{path}: a {what} of more than {_MAX_VALUES} values, more than any model has")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise ValueError(f"{twice} is there twice")
-        return found
-
-    try:
-        value = json.loads(raw, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: malformed {what} ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: malformed {what} (not an object)")
-    return value
 
 
 def _nbytes(tensor: Tensor) -> int:

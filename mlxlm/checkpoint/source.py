@@ -17,9 +17,11 @@ from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig, read_json
 from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.model import Decoder
+from mlxlm.reading import opened
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer import load as load_tokenizer
 
+_PARTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -47,14 +49,19 @@ class Checkpoint:
 def open_checkpoint(source: Path | str) -> Checkpoint:
     """Open a model folder, a run, a hub id (`owner/name`), a `.gguf` file or a llama2.c `.bin` file.
 
-    What exists at that path wins over a hub id. Only headers are read, in a second and 200 MB whatever they claim.
+    What exists at that path wins over a hub id, and a name that ends as a file's is none. Only headers are read, in a
+    second and 200 MB whatever they claim.
     Raises CheckpointError, ConfigError or TokenizerError naming the file and the field.
     """
+    if not str(source):
+        raise CheckpointError("the name of the model is empty", "a model folder, a run, a .gguf file, or a hub id")
     path = Path(source)
     with os_errors_as(CheckpointError, "read", path):
         is_folder, exists = path.is_dir(), path.exists()
     if exists and not is_folder:
         checkpoint = _open_file(path)
+    elif not exists and path.suffix in (".gguf", *_PARTS):
+        raise CheckpointError(f"there is no file {path}", "check the path")
     elif not exists and hub.is_id(str(source)):
         checkpoint = _open_folder(hub.download(str(source)))
     else:
@@ -65,7 +72,7 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    with os_errors_as(CheckpointError, "read", path), path.open("rb") as file:
+    with opened(path, CheckpointError) as file:
         start = file.read(4)
     if start == b"GGUF" or path.suffix == ".gguf":
         from mlxlm.checkpoint.gguf import open_gguf
@@ -75,7 +82,7 @@ def _open_file(path: Path) -> Checkpoint:
         from mlxlm.checkpoint.llama2c import open_llama2c
 
         return open_llama2c(path)
-    if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json"):
+    if path.suffix in _PARTS:
         raise CheckpointError(f"{path} is one file of a model", f"its folder, {path.parent}")
     raise CheckpointError(f"{path} is not a model", "a model folder, a .gguf file or a llama2.c .bin file")
 
@@ -83,17 +90,17 @@ def _open_file(path: Path) -> Checkpoint:
 def _open_folder(path: Path) -> Checkpoint:
     location = locate(path)
     file = location.root / "config.json"
-    if not file.exists():
-        found = list(path.glob("*.gguf"))
+    if not file.exists() or not (safetensors.is_in(location.weights) or pytorch.is_in(location.weights)):
+        found = list(path.glob("*.gguf"))  # on the hub, often beside the config.json of what they were made from
         if len(found) == 1:
             return _open_file(found[0])
         if found:
             names = ", ".join(sorted(other.name for other in found))
             raise CheckpointError(f"{path} has several GGUF files", f"one of them: {names}")
-    values = read_json(file)
+    values = read_json(location.root)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: a configuration is a JSON object, not {type(values).__name__}")
-    values = _with_quantization(values)
+    values = _with_ends(_with_quantization(values), location.root / "generation_config.json")
     format, tensors = _folder_tensors(location.weights)
 
     def tokenizer() -> Tokenizer:
@@ -113,6 +120,24 @@ def _with_quantization(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if values.get("quantization") is None and isinstance(plan, Mapping) and "quant_method" not in plan:
         return {**values, "quantization": plan}
     return values
+
+
+def _with_ends(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """The tokens that end a text, those of generation_config.json too: a model for chats often has more there."""
+    if not file.exists():
+        return values
+    settings = read_json(file)
+    more = settings.get("eos_token_id") if isinstance(settings, Mapping) else None
+    own = values.get("eos_token_id")
+    ends = _listed(own)
+    ends += [id for id in _listed(more) if id not in ends]
+    if not all(type(id) is int and id >= 0 for id in _listed(more)):
+        raise ConfigError(f"{file}: eos_token_id is {more!r}, it must be a token id or a list of them")
+    return values if ends == _listed(own) else {**values, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [] if value is None else [value]
 
 
 def _folder_tensors(folder: Path) -> tuple[str, dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from mlxlm.errors import TokenizerError, os_errors_as
 from mlxlm.files import write_bytes
+from mlxlm.reading import read_bytes
 from mlxlm.tokenizer import sentencepiece
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer
 
@@ -100,10 +101,7 @@ def _source(path: Path) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    with os_errors_as(TokenizerError, "read", path):
-        if path.stat().st_size > _LARGEST:
-            raise TokenizerError(f"{path} has {path.stat().st_size} bytes, more than the {_LARGEST} that are read")
-        data = path.read_bytes()
+    data = read_bytes(path, _LARGEST, TokenizerError)
     if not data:
         raise TokenizerError(f"{path} is empty", "the complete file")
     return data
@@ -111,7 +109,7 @@ def _read(path: Path) -> bytes:
 
 def _json_object(path: Path) -> dict[str, Any]:
     """The object in an optional JSON file; {} if there is no such file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         content = json.loads(_read(path))

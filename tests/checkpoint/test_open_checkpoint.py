@@ -1,8 +1,11 @@
 """What a user may name: folders, runs, single files, ids of the hub."""
 
 import json
+import os
 import shutil
 import struct
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +13,12 @@ from mlx.utils import tree_flatten
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import hub, load_model, load_part, open_checkpoint, save_weights
+from mlxlm.checkpoint.layout import best_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors, folder_tensors
 from mlxlm.errors import CheckpointError, MlxlmError
 from mlxlm.model import Decoder
+from mlxlm.reading import read_bytes
+from mlxlm.tokenizer import load as load_tokenizer
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -138,9 +144,126 @@ def test_indexes_that_lie(model_dir, index, expected):
     assert str(path) in str(caught.value)
 
 
-def test_a_tensor_in_two_files(model_dir):
-    shutil.copy(model_dir / "model.safetensors", model_dir / "model-2.safetensors")
+def test_several_files_without_an_index(model_dir):
+    shutil.copy(model_dir / "model.safetensors", model_dir / "model.fp16.safetensors")
+    assert open_checkpoint(model_dir).format == "safetensors"  # the other is a variant
+    (model_dir / "model.safetensors").rename(model_dir / "model-00001-of-00002.safetensors")
     with pytest.raises(CheckpointError, match="is in another file of"):
+        open_checkpoint(model_dir)
+
+
+def test_many_files_have_no_more_tensors_than_one(tmp_path):
+    """What each file may have isn't what a folder of them may have."""
+    for shard in range(3):
+        empty = {f"{shard}.{i}": entry(0, 0, [0]) for i in range(20_000)}
+        header_file(tmp_path / f"model-0000{shard}-of-00003.safetensors", empty)
+    with pytest.raises(CheckpointError, match="model-00002-of-00003.safetensors: with it, the files have more tensors"):
+        folder_tensors(tmp_path)
+    (tmp_path / "other").mkdir()
+    index = {"weight_map": {f"w{i}": f"{i}.safetensors" for i in range(1001)}}
+    (tmp_path / "other" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for i in range(1001):
+        (tmp_path / "other" / f"{i}.safetensors").touch()
+    with pytest.raises(CheckpointError, match="other: 1001 files of weights"):
+        folder_tensors(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "x.gguf", "x.bin",
+     "pytorch_model.bin", "pytorch_model.bin.index.json", "tokenizer.json"],
+)  # fmt: skip
+def test_only_regular_files_are_read(model_dir, kind, name):
+    """A pipe would be waited for, and a device never ends."""
+    path = model_dir / name
+    path.unlink(missing_ok=True)
+    if name.startswith("pytorch"):
+        (model_dir / "model.safetensors").unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    source = path if name.startswith("x.") else model_dir
+    with pytest.raises(MlxlmError, match=f"{name} is not a regular file|no tokenizer in"):
+        open_checkpoint(source).load_tokenizer()
+    if name == "tokenizer.json":
+        with pytest.raises(MlxlmError, match="tokenizer.json is not a regular file"):
+            load_tokenizer(path)
+
+
+def test_a_run_with_a_pipe_for_its_state(tmp_path):
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    os.mkfifo(tmp_path / "checkpoints" / "step-2" / "state.json")
+    (tmp_path / "checkpoints" / "step-1" / "state.json").write_text('{"validation_loss": 1.5}')
+    assert best_checkpoint(tmp_path).name == "step-1"
+
+
+def test_files_are_read_to_their_limit(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert read_bytes(path, 5, CheckpointError) == b"12345"
+    with pytest.raises(CheckpointError, match="x has 5 bytes, more than the 4 that are read"):
+        read_bytes(path, 4, CheckpointError)
+    if sys.platform == "linux":  # a file that says it has none
+        with pytest.raises(CheckpointError, match="more than the 4 that are read"):
+            read_bytes(Path("/proc/self/status"), 4, CheckpointError)
+
+
+def test_ggufs_beside_a_configuration(model_dir):
+    """As the hub has them: config.json is that of the model they were made from."""
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no model\*.safetensors, pytorch_model\*.bin or .gguf file"):
+        open_checkpoint(model_dir)
+    (model_dir / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="a.gguf"):
+        open_checkpoint(model_dir)
+    (model_dir / "b.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="several GGUF files .try: one of them: a.gguf, b.gguf"):
+        open_checkpoint(model_dir)
+
+
+def test_names_that_are_no_ids(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/typo.gguf", "a/b.safetensors", "a/model.bin"):
+        with pytest.raises(CheckpointError, match=f"there is no file {name}"):
+            open_checkpoint(name)
+    with pytest.raises(CheckpointError, match="the name of the model is empty"):
+        open_checkpoint("")
+
+
+def test_a_tensor_with_and_without_its_prefix(model_dir):
+    weights = mx.load(str(model_dir / "model.safetensors"))
+    save_weights(model_dir, {**weights, "norm.weight": weights["model.norm.weight"]})
+    with pytest.raises(CheckpointError, match="model.norm.weight is there twice, with and without a prefix"):
+        open_checkpoint(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("own", "more", "ends"),
+    [(2, [2, 5, 7], [2, 5, 7]), (None, 5, 5), ([2, 3], 3, [2, 3]), (2, None, 2), (2, 2, 2)],
+)
+def test_ends_of_the_generation_settings(model_dir, tiny_config, own, more, ends):
+    values = {**tiny_config.to_dict(), "eos_token_id": own}
+    (model_dir / "config.json").write_text(json.dumps(values))
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
+    assert open_checkpoint(model_dir).config.eos_token_id == ends
+
+
+def test_settings_that_are_no_tokens(model_dir):
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    with pytest.raises(MlxlmError, match=r"generation_config.json: eos_token_id is \['x'\]"):
+        open_checkpoint(model_dir)
+
+
+def test_a_mark_of_windows_and_a_folder_for_a_file(model_dir):
+    file = model_dir / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    open_checkpoint(model_dir)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(MlxlmError, match="config.json is not a regular file"):
         open_checkpoint(model_dir)
 
 
@@ -275,4 +398,5 @@ def test_pytorchs_files_are_fetched_where_there_is_nothing_else(monkeypatch, tmp
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.download("owner/name") == tmp_path
-    assert "*.safetensors" in asked[0] and not any("bin" in pattern for pattern in asked[0]) and len(asked) == 2
+    assert "model*.safetensors" in asked[0] and "*.safetensors" not in asked[0]  # nor consolidated.safetensors
+    assert not any("bin" in pattern for pattern in asked[0]) and len(asked) == 2

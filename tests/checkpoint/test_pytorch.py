@@ -4,6 +4,7 @@ import collections
 import json
 import pickle
 import struct
+import time
 import zipfile
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_file_made_by_hand(tmp_path):
         (("FloatStorage", "0", 12, 9, (4,), (1,)), "a goes beyond its storage"),
         (("FloatStorage", "0", 12, 0, (3, 4), (5, 1)), "a goes beyond its storage"),
         (("FloatStorage", "0", 13, 0, (13,), (1,)), "a goes beyond its storage"),
-        (("FloatStorage", "0", 12, 0, (2**30, 2**30), (0, 0)), "a goes beyond its storage"),
+        (("FloatStorage", "0", 12, 0, (2**30, 2**30), (0, 0)), "a has elements that share their memory"),
         (("FloatStorage", "0", 12, 0, (2, 2), (1,)), "a has no possible shape"),
         (("FloatStorage", "0", 12, -1, (2,), (1,)), "a has no possible shape"),
         (("FloatStorage", "0", 12, 0, (-2,), (1,)), "a has no possible shape"),
@@ -109,6 +110,8 @@ def test_views_beyond_their_storage(tmp_path, entry, expected):
         (b"", "cut off"),
         (b"t.", "cut off|malformed"),
         (b"\x80\x02]q\x00h\x00a.", "no tensors"),
+        (b"\x80\x02}J\xff\xff\xff\xffNs.", "malformed"),
+        (b"\x80\x02}\x8a\x04\x00\x00\x00\x80Ns.", "malformed"),
     ],
 )
 def test_pickles_that_are_no_tensors(tmp_path, content, expected):
@@ -147,13 +150,23 @@ def test_the_interpreter_knows_what_python_pickles():
     assert Storage("FloatStorage", "0", 1) == Storage("FloatStorage", "0", 1)
 
 
+def test_numbers_of_one_hash_take_no_time():
+    """In a dictionary, 40,000 of them would take 17 s, and the limits allow six times as many."""
+    numbers = ((2**61 - 1) * i for i in range(1, 40_000))
+    keys = b"".join(b"\x8a\x0a" + number.to_bytes(10, "little", signed=True) + b"N" for number in numbers)
+    started = time.process_time()
+    with pytest.raises(PickleError, match="malformed"):
+        read_pickle(b"\x80\x02}(" + keys + b"u.")
+    assert time.process_time() - started < 2
+
+
 @pytest.fixture
 def torch():
     return pytest.importorskip("torch", reason="the oracle is PyTorch (pip install torch)")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("nested", ["", "state_dict", "model"])
+@pytest.mark.parametrize("nested", ["", "state_dict", "model", "module", "model_state_dict"])
 def test_what_torch_saves(tmp_path, torch, protocol, nested):
     table = torch.randn(6, 8)
     saved = collections.OrderedDict(
@@ -162,7 +175,8 @@ def test_what_torch_saves(tmp_path, torch, protocol, nested):
         bytes=torch.arange(4, dtype=torch.uint8), empty=torch.zeros(0, 3), one=torch.tensor(3.5),
         parameter=torch.nn.Parameter(torch.randn(2, 2)),
     )  # fmt: skip
-    whole = {nested: saved, "epoch": 3, "loss": 2.5} if nested else saved
+    beside = {"epoch": 3, "loss": 2.5, "sizes": torch.Size([2, 3]), "dtype": torch.float16}
+    whole = {nested: saved, **beside} if nested else saved
     torch.save(whole, tmp_path / "x.pt", pickle_protocol=protocol)
     tensors = pytorch.file_tensors(tmp_path / "x.pt")
     assert tensors.keys() == saved.keys()
@@ -171,6 +185,17 @@ def test_what_torch_saves(tmp_path, torch, protocol, nested):
         assert tuple(read.shape) == tuple(value.shape) and read.dtype == tensors[name].dtype
         wanted = value.detach().to(torch.float32).numpy()
         np.testing.assert_array_equal(np.array(read.astype(mx.float32)), wanted)
+
+
+def test_tensors_whose_numbers_mean_others(tmp_path, torch):
+    negative = torch.view_as_complex(torch.randn(3, 2)).conj().imag
+    assert negative.is_neg()
+    torch.save({"w": negative}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="a tensor is marked neg"):
+        pytorch.file_tensors(tmp_path / "x.pt")
+    torch.save({"w": torch.ones(1, 6).expand(4, 6)}, tmp_path / "y.pt")
+    with pytest.raises(CheckpointError, match="w has elements that share their memory"):
+        pytorch.file_tensors(tmp_path / "y.pt")
 
 
 def test_modules_with_their_own_fields(tmp_path, torch):
