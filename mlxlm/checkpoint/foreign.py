@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mlxlm._mlx import ON_CPU, nn
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.config_problems import is_count
 from mlxlm.errors import CheckpointError
 
 _NO_LIMIT = 2**31 - 1
@@ -43,9 +45,17 @@ def load_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, ForeignConfig]:
     nested = values.get("text_config")
     values = {**(nested if isinstance(nested, Mapping) else {}), **{k: v for k, v in values.items() if v is not None}}
     eos = values.get("eos_token_id")
+    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(id) is int for id in ends):
+        raise CheckpointError(f"{folder}: eos_token_id is {eos!r}, it must be a token id or a list of them")
     return model, ForeignConfig(
         model_type=str(values.get("model_type")),
-        vocab_size=values.get("vocab_size") or _NO_LIMIT,
-        max_position_embeddings=next((values[name] for name in _CONTEXT if values.get(name)), _NO_LIMIT),
-        eos_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
+        vocab_size=_count(values, "vocab_size"),
+        max_position_embeddings=_count(values, *_CONTEXT),
+        eos_ids=frozenset(ends),
     )
+
+
+def _count(values: Mapping[str, Any], *names: str) -> int:
+    """The first of these fields that has a positive whole number."""
+    return next((values[name] for name in names if is_count(values.get(name))), _NO_LIMIT)

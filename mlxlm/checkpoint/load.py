@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError
 from mlxlm.model import Decoder
 
+_MOST = 0.9  # of memory, for the weights
+
 
 def load_model(source: Path | str) -> tuple[nn.Module, ModelConfig | ForeignConfig]:
     """A model in evaluation mode. `source`: see `open_checkpoint`.
@@ -33,34 +36,56 @@ def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | Fo
 
     On a GPU the weights keep their dtype and quantization, and are read on first use. On the CPU they are read at
     once, and everything becomes float32, since MLX's half-precision and quantized products there are 10 to 1000
-    times slower; quantized weights stay as they are only where their float32 form would not fit into memory.
+    times slower. Matrices whose float32 form would not fit into memory stay as they are, with a warning.
+
+    Raises CheckpointError for weights that memory has no room for at all.
     """
     config = checkpoint.config
     if config is None:
         return load_foreign(checkpoint)
     model = Decoder(config)
-    fits = 4 * config.parameter_count() < 0.7 * platform.total_memory()
-    _fill(model, checkpoint.tensors, "", config.quantization, ON_CPU and fits)
+    _fill(model, checkpoint.tensors, "", config.quantization, not ON_CPU or _fits_float32(checkpoint))
     return model, config
+
+
+def _fits_float32(checkpoint: Checkpoint) -> bool:
+    """Whether this machine has room for the weights in float32; a warning if not, an error if not even as they are."""
+    memory, needed = platform.total_memory(), 4 * checkpoint.config.parameter_count()
+    if needed < 0.7 * memory:
+        return True
+    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    fewer = "mlxlm quantize" if checkpoint.config.quantization is None else "mlxlm quantize, with fewer bits"
+    if stored >= _MOST * memory:
+        raise CheckpointError(
+            f"{checkpoint.path}: its weights take {stored / 1e9:.3g} GB, this machine has {memory / 1e9:.3g} GB", fewer
+        )
+    problem = f"{checkpoint.path} needs {needed / 1e9:.3g} GB in float32, this machine has {memory / 1e9:.3g} GB"
+    warnings.warn(f"{problem}: it stays as it is, and is slow on a CPU (try: {fewer})", stacklevel=3)
+    return False
 
 
 def load_part(module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None = None) -> None:
     """Fill `module`, one part of a decoder, with the tensors below `prefix` ("model.layers.3", or "" for all).
 
-    In float32 on a CPU, dequantized; elsewhere a quantized matrix becomes one of MLX's quantized layers.
+    In float32 on a CPU, dequantized, whatever the whole model takes; elsewhere a quantized matrix becomes one of MLX's
+    quantized layers.
     """
-    _fill(module, tensors, f"{prefix}." if prefix else "", quantization, ON_CPU)
+    _fill(module, tensors, f"{prefix}." if prefix else "", quantization, fits=True)
 
 
 def _fill(
-    module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None, dequantize: bool
+    module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None, fits: bool
 ) -> None:
+    """`fits`: on a CPU, whether there is room for float32."""
     part = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    if quantization and dequantize:
+    if quantization and ON_CPU and fits:
         part = dequantized(part, quantization)
     elif quantization:
         quantize_modules(module, part, prefix, quantization)
-    values = _in_float32(part) if ON_CPU else {name: tensor.read() for name, tensor in part.items()}
+    if ON_CPU and (fits or quantization):  # with scales of 16 bits, quantized products are slower still
+        values = _in_float32(part)
+    else:
+        values = {name: tensor.read() for name, tensor in part.items()}
     module.load_weights([(name.removeprefix(prefix), value) for name, value in values.items()])
     module.eval()
 

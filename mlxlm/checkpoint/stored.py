@@ -13,6 +13,9 @@ from mlxlm.families.stored import Stored
 def as_modules(layout: Sequence[Stored], tensors: Tensors, source: str) -> dict[str, Tensor]:
     """The decoder's tensors out of the file's. Names that `layout` doesn't know stay as they are.
 
+    A fused tensor is read once for its parts: those that nobody has read yet stay in memory until they are, or until a
+    part of another one is.
+
     Rows of a quantized matrix are as separate as those of any other, so weights, scales and biases take the
     same way. Raises CheckpointError, naming `source`, for a tensor whose rows don't add up.
     """

@@ -13,7 +13,8 @@ class Tensor:
     """One tensor of a checkpoint.
 
     `read()` returns it as an array of `shape` and `dtype`, lazily where the format allows, and keeps nothing:
-    a tensor that was read, used and dropped has left memory. `stored` is the file's own word for its type
+    a tensor that was read, used and dropped has left memory (one part of a fused tensor keeps the others for those who
+    read them next: see `as_modules`). `stored` is the file's own word for its type
     ("BF16", "Q4_K") and `nbytes` what it takes there.
     """
 

@@ -7,12 +7,13 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm._mlx import ON_CPU, mx, nn
-from mlxlm.checkpoint import load_checkpoint, load_model, load_part, open_checkpoint, save_weights
-from mlxlm.checkpoint.quantized import dequantized, full_shapes, quantize_modules
+from mlxlm.checkpoint import load, load_checkpoint, load_model, load_part, open_checkpoint, save_weights
+from mlxlm.checkpoint.quantized import dequantized, full_shapes
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError, MlxlmError
-from mlxlm.model import Decoder
+from mlxlm.generation import engine
+from mlxlm.model import Block, Decoder
 
 CONFIG = ModelConfig(
     hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
@@ -36,7 +37,7 @@ def quantized_folder(folder, plan, skipped=(), config=CONFIG):
             plain.append((name, value.astype(mx.float32)))
             continue
         entry = plan if own is True else own
-        kind = {"group_size": entry["group_size"], "bits": entry["bits"], "mode": entry.get("mode", "affine")}
+        kind = {"group_size": entry["group_size"], "bits": entry["bits"], "mode": entry.get("mode") or "affine"}
         packed, *parts = mx.quantize(value, **kind)
         weights |= {f"{layer}.{part}": v for part, v in zip(("scales", "biases"), parts, strict=False)}
         weights[name] = packed
@@ -84,6 +85,11 @@ def test_the_plan_may_lie_under_hugging_faces_name(tmp_path):
     assert open_checkpoint(tmp_path).config.quantization["bits"] == 4
 
 
+def test_what_is_no_module_in_a_plan(tmp_path):
+    quantized_folder(tmp_path, {"group_size": 64, "bits": 4, "quant_method": "mlx", "mode": None, "note": None})
+    assert open_checkpoint(tmp_path).config.quantization_of("lm_head")["mode"] == "affine"
+
+
 def test_mlx_lm_quantizes_and_we_read(tmp_path):
     utils = pytest.importorskip("mlx_lm.utils")
     llama = pytest.importorskip("mlx_lm.models.llama")
@@ -97,37 +103,94 @@ def test_mlx_lm_quantizes_and_we_read(tmp_path):
     np.testing.assert_allclose(np.array(ours(tokens)), np.array(theirs(tokens).astype(mx.float32)), atol=1e-4)
 
 
-def test_one_layer_by_itself(tmp_path):
+def test_one_layer_by_itself(tmp_path, monkeypatch):
+    memory(monkeypatch, 0)  # one layer has room anywhere
     wanted = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
     checkpoint = open_checkpoint(tmp_path)
     part = nn.Linear(128, 128, bias=False)
     load_part(part, checkpoint.tensors, "model.layers.1.self_attn.o_proj", checkpoint.config.quantization)
-    if ON_CPU:
-        assert mx.array_equal(part.weight, wanted.layers[1].self_attn.o_proj.weight)
+    assert mx.array_equal(part.weight, wanted.layers[1].self_attn.o_proj.weight)
 
 
-def test_modules_become_mlxs_quantized_ones(tmp_path):
-    """What a GPU computes with, and a CPU where float32 doesn't fit."""
-    wanted = quantized_folder(tmp_path, {"group_size": 32, "bits": 4, "mode": "mxfp4", "model.embed_tokens": False})
+def memory(monkeypatch, total):
+    """A machine with so many bytes, and a processor alone."""
+    monkeypatch.setattr(load, "ON_CPU", True)
+    monkeypatch.setattr(load.platform, "total_memory", lambda: total)
+
+
+def is_quantized(module):
+    return isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
+
+
+@pytest.mark.parametrize("place", ["a GPU", "a processor without room"])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_matrices_that_stay_quantized(tmp_path, monkeypatch, place, mode):
+    plan = {"group_size": 32, "bits": 4, "mode": mode, "model.layers.1.mlp.down_proj": False}
+    wanted = quantized_folder(tmp_path, plan)
     checkpoint = open_checkpoint(tmp_path)
-    model = Decoder(checkpoint.config)
-    quantize_modules(model, checkpoint.tensors, "", checkpoint.config.quantization)
-    model.load_weights([(name, tensor.read()) for name, tensor in checkpoint.tensors.items()])
-    assert isinstance(model.layers[0].mlp.up_proj, nn.QuantizedLinear)
+    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    if place == "a GPU":
+        monkeypatch.setattr(load, "ON_CPU", False)
+        model, _ = load_checkpoint(checkpoint)
+    else:
+        memory(monkeypatch, 2 * stored)
+        with pytest.warns(UserWarning, match="GB in float32, this machine has .*: it stays as it is, and is slow"):
+            model, _ = load_checkpoint(checkpoint)
+    first, last = model.layers
+    assert is_quantized(first.mlp.down_proj) and is_quantized(last.self_attn.q_proj)
+    assert is_quantized(model.model.embed_tokens) and not is_quantized(last.mlp.down_proj)
+    assert (first.mlp.up_proj.bits, first.mlp.up_proj.group_size, first.mlp.up_proj.mode) == (4, 32, mode)
+    assert first.input_layernorm.weight.dtype == (mx.bfloat16 if place == "a GPU" else mx.float32)
     tokens = mx.array([[1, 2, 3]])
-    np.testing.assert_allclose(
-        np.array(model(tokens).astype(mx.float32)), np.array(wanted(tokens)), atol=0.1 * mx.abs(wanted(tokens)).max()
-    )
+    # In 16 bits each product is rounded; in float32 only the order of sums is another.
+    close = 0.1 if place == "a GPU" else 1e-3
+    np.testing.assert_allclose(np.array(model(tokens).astype(mx.float32)), np.array(wanted(tokens)), atol=close)
+
+
+def test_a_part_that_stays_quantized(tmp_path, monkeypatch):
+    wanted = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
+    checkpoint = open_checkpoint(tmp_path)
+    monkeypatch.setattr(load, "ON_CPU", False)
+    block = Block(checkpoint.config, 1)
+    load_part(block, checkpoint.tensors, "model.layers.1", checkpoint.config.quantization)
+    assert is_quantized(block.self_attn.o_proj) and block.self_attn.o_proj.bits == 4
+    layer = block.self_attn.o_proj
+    parts = (part.astype(mx.float32) for part in (layer.scales, layer.biases))
+    found = mx.dequantize(layer.weight, *parts, group_size=64, bits=4)
+    assert mx.array_equal(found, wanted.layers[1].self_attn.o_proj.weight)
+
+
+def test_weights_without_room_in_float32_stay_in_16_bits(tmp_path, monkeypatch):
+    model = Decoder(CONFIG)
+    model.initialize(0)
+    weights = {name: value.astype(mx.bfloat16) for name, value in tree_flatten(model.parameters())}
+    save_weights(tmp_path, weights)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    stored = 2 * CONFIG.parameter_count()
+    memory(monkeypatch, 10 * stored)
+    assert load_model(tmp_path)[0].model.norm.weight.dtype == mx.float32
+    memory(monkeypatch, int(1.5 * stored))
+    with pytest.warns(UserWarning, match="try: mlxlm quantize"):
+        kept, _ = load_model(tmp_path)
+    assert {value.dtype for _, value in tree_flatten(kept.parameters())} == {mx.bfloat16}
+    tokens = mx.array([[1, 2, 3]])
+    np.testing.assert_allclose(np.array(kept(tokens).astype(mx.float32)), np.array(model(tokens)), atol=3e-2)
+    text = list(engine.tokens(engine.Context(kept), [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), 3))
+    assert len(text) == 3
+    memory(monkeypatch, stored)
+    with pytest.raises(CheckpointError, match=r"weights take .* GB, this machine has .* GB .try: mlxlm quantize"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("plan", "change", "expected"),
     [
-        ({"group_size": 64, "bits": 8}, {}, "is not of 8 bits in groups of 64|says"),
+        ({"group_size": 64, "bits": 8}, {}, "is not of 8 bits in groups of 64"),
         ({"group_size": 32, "bits": 4}, {}, "is not of 4 bits in groups of 32"),
         ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, {}, r"\(mxfp4\) needs weight and scales alone"),
         ({"group_size": 64, "bits": 4, "lm_head": {"bits": 7, "group_size": 64}}, {}, "bits is 7"),
         ({"group_size": 64, "bits": 4, "mode": "int9"}, {}, "mode is 'int9'"),
+        ({"group_size": 64, "bits": 4, "lm_head": "x"}, {}, "quantization of lm_head is 'x'"),
         ({"group_size": 64, "bits": 4, "model.layers.0.mlp.up_proj": False}, {}, "up_proj has scales"),
         (None, {"scales": None}, "needs weight, scales and biases|is of type uint32|is of type U32"),
         (None, {"biases": None}, "needs weight, scales and biases"),
