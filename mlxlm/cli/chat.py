@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit.")
 @sampling_options
 def chat(model: str, system: str | None, prompt: str | None, options: GenerationOptions) -> None:
-    """Chat with MODEL, the folder of a run or of an exported model.
+    """Chat with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
     Ctrl-C stops an answer, /help lists the commands. Piped in, each line is a message, and the answers go
     to standard output one after another. A model without a chat template continues what it is given.

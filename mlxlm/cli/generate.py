@@ -32,7 +32,7 @@ def generate(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Continue a prompt with MODEL, the folder of a run or of an exported model.
+    """Continue a prompt with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
     The text goes to standard output as it is generated. Without --prompt it continues what is piped in,
     less one line end at its end.
