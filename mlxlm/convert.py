@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxlm._mlx import mx
+from mlxlm.carried import Check
 from mlxlm.checkpoint import gguf, huggingface, llama2c
 from mlxlm.checkpoint.bits import fits_float16, largest
 from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer
@@ -20,21 +19,24 @@ from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.difference import plain
 from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.files import check_free, new_files, new_folder
+from mlxlm.layer_names import by_value
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.verify import Check, Progress, verify
+from mlxlm.verify import Progress, verify
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")  # of GGUF files
+KINDS = gguf.KINDS
 _KIND_OF = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 _FORMATS = {".gguf": "gguf", ".bin": "llama2.c"}
 _PEERS = {"huggingface": ("transformers", "mlx_lm"), "gguf": ("llama.cpp",), "llama2.c": ()}
+_NOT_FOLDERS = (".safetensors", ".pt", ".pth", ".json", ".ggml", ".npz")  # of files that this doesn't write
 _PLAIN = {"F32", "F16", "BF16", "F64"}  # stored types that hold the weights themselves
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was written. `dtype` is that of the weights, or the kind of a GGUF file. `checks`: what was verified and
-    how, empty without verification. `warnings`: what a person should know."""
+    """What was written. `dtype` is that of the weights, the one of most first, or the kind of a GGUF file. `checks`:
+    what was verified and how, empty without verification. `warnings`: what a person should know; `notes`: what is
+    other than asked, as it should be."""
 
     source: str
     source_format: str
@@ -47,6 +49,7 @@ class ConversionReport:
     seconds: float
     checks: list[Check]
     warnings: list[str]
+    notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,13 +82,18 @@ def convert(
     out = Path(out)
     target = format_of(out)
     _check_options(target, dtype, kind)
+    if out.name.startswith(".") and out.name.lower() in _FORMATS or out.suffix.lower() in _NOT_FOLDERS:
+        raise ConfigError(f"{out.name} is not a name for what convert writes", "a folder, NAME.gguf or NAME.bin")
     check_free(out, CheckpointError, "another name for the output")
     checkpoint = open_checkpoint(source)
     if checkpoint.config is None:
         raise CheckpointError(
-            f"{source} can't be converted: {checkpoint.foreign}", "mlx_lm.convert; chat and generate take it as it is"
+            f"{source} can't be converted: mlxlm's decoder has no {checkpoint.foreign}",
+            "mlx_lm.convert; chat and generate take it as it is",
         )
     tokenizer = None if target == "huggingface" else checkpoint.load_tokenizer()
+    if target == "llama2.c":
+        llama2c.check_place(out, checkpoint.config, tokenizer)
     tensors = plain(checkpoint)
     chosen = DTYPES[dtype] if dtype else _own_dtype(checkpoint)
     if target == "gguf":
@@ -96,9 +104,11 @@ def convert(
     place: AbstractContextManager[Path] = new_folder(out) if target == "huggingface" else new_files(out)
     with place as folder:
         written = folder if target == "huggingface" else folder / out.name
-        warnings = _write(target, written, checkpoint, told, tokenizer, kind)
+        warnings, notes = _write(target, written, checkpoint, told, tokenizer, kind)
         again = open_checkpoint(written)
-        checks = verify(checkpoint, again, str(out), _PEERS[target], progress) if verify_output else []
+        checks = []
+        if verify_output:
+            checks = verify(checkpoint, again, str(out), _PEERS[target], progress, warned=bool(warnings))
         bits = 8 * sum(tensor.nbytes for tensor in again.tensors.values())
         size = sum(file.stat().st_size for file in folder.iterdir())
     parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -107,13 +117,14 @@ def convert(
         source_format=checkpoint.format,
         path=str(out),
         format=target,
-        dtype=kind or ("float32" if target == "llama2.c" else str(chosen).removeprefix("mlx.core.")),
+        dtype=kind or _dtypes(again),
         parameters=parameters,
         bytes=size,
         bits_per_weight=bits / parameters,
         seconds=time.monotonic() - begun,
         checks=checks,
-        warnings=warnings,
+        warnings=[*warnings, *_told_apart(checks)],
+        notes=notes,
     )
 
 
@@ -136,25 +147,37 @@ def _check_options(target: str, dtype: str | None, kind: str | None) -> None:
 
 def _write(
     target: str, path: Path, checkpoint: Checkpoint, tensors: Tensors, tokenizer: Tokenizer | None, kind: str | None
-) -> list[str]:
-    """Write the files; what a person should know of them."""
+) -> tuple[list[str], list[str]]:
+    """Write the files; warnings and notes."""
     config = checkpoint.config.with_changes(quantization=None)
     if target == "gguf":
         written = gguf.write(path, config, tensors, tokenizer, kind)
-        return [*written.notes, *_apart(written.others)]
+        kept = [f"kept in {kind}: {names} ({_WHY[kind]})" for kind, names in by_value(written.others).items()]
+        return list(written.notes), kept
     if target == "llama2.c":
         llama2c.write(path, config, tensors, tokenizer)
-        return []
+        return [], []
     huggingface.write(path, checkpoint.values, config, tensors, None)
-    return carry_tokenizer(checkpoint, path)
+    return carry_tokenizer(checkpoint, path), []
 
 
-def _apart(others: Mapping[str, str]) -> list[str]:
-    """One line for each type that some matrices have instead, with * for the numbers of layers."""
-    found: dict[str, dict[str, None]] = {}
-    for name, kind in others.items():
-        found.setdefault(kind, {})[re.sub(r"\.\d+\.", ".*.", name)] = None
-    return [f"kept in {kind}: {', '.join(names)}" for kind, names in found.items()]
+# Why a matrix of a quantized GGUF file is of another type.
+_WHY = {"Q8_0": "each of its errors is one of a logit", "F16": "32 doesn't divide their rows"}
+
+
+def _told_apart(checks: list[Check]) -> list[str]:
+    """Warnings about other programs that have their own way with the output, or can't run it."""
+    words = {"refused": "can't run this output", "differs": "computes something else"}
+    return [f"{check.name} {words[check.result]}: {check.detail}" for check in checks if check.result in words]
+
+
+def _dtypes(checkpoint: Checkpoint) -> str:
+    """The types of the weights, that of most bytes first."""
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        name = str(tensor.dtype).removeprefix("mlx.core.")
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    return ", ".join(sorted(sizes, key=sizes.get, reverse=True))
 
 
 def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:

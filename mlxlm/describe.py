@@ -74,7 +74,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         path=str(checkpoint.path),
         format=checkpoint.format,
         family=str(values.get("model_type", "unnamed")),
-        path_taken="mlxlm's own decoder" if config is not None else f"mlx_lm: {checkpoint.foreign}",
+        path_taken=f"mlx_lm: mlxlm's has no {checkpoint.foreign}" if config is None else "mlxlm's own decoder",
         architecture=_architecture(config) if config is not None else {},
         tensors=len(checkpoint.tensors),
         parameters=parameters,

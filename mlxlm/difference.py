@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlxlm._mlx import mx
@@ -62,7 +62,7 @@ def difference(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], None
         only_a=[name for name in tensors_a if name not in tensors_b],
         only_b=[name for name in tensors_b if name not in tensors_a],
         reshaped=reshaped,
-        config=_config_changes(a, b),
+        config=config_changes(a, b),
         nbytes_a=sizes[0],
         nbytes_b=sizes[1],
         bits_per_weight_a=8 * sizes[0] / max(counts[0], 1),
@@ -83,6 +83,12 @@ def plain(checkpoint: Checkpoint) -> Tensors:
     return dequantized(checkpoint.tensors, quantization)
 
 
+def in_float32(checkpoint: Checkpoint) -> Checkpoint:
+    """The same weights in float32, so that rounding while computing isn't taken for a change of the files."""
+    tensors = {name: tensor.astype(mx.float32) for name, tensor in plain(checkpoint).items()}
+    return replace(checkpoint, tensors=tensors, config=checkpoint.config.with_changes(quantization=None))
+
+
 def relative_error(a: Tensor, b: Tensor) -> float:
     """|B - A| / |A|, 0 only where all values are equal; |B| where A is zero."""
     x, y = a.read().astype(mx.float32), b.read().astype(mx.float32)
@@ -91,7 +97,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     return apart.item() / size.item() if size.item() else apart.item()
 
 
-def _config_changes(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
+def config_changes(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
     """Fields of the configuration with other values; of a file's own where mlxlm doesn't read the architecture."""
     if a.config is None or b.config is None:
         names = sorted({*a.values, *b.values} - {*_APART, "quantization_config"})

@@ -29,8 +29,7 @@ def new_folder(
     check_free(path, kind, hint)
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(kind, "write", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with os_errors_as(kind, "write", path), _parent(path):
         _remove_abandoned(path)
         partial.mkdir()
         try:
@@ -56,14 +55,13 @@ def new_files(
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(kind, "write", path):
+    with os_errors_as(kind, "write", path), _parent(path):
         _check_no_file(path, kind, hint)
-        path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path)
         partial.mkdir()
         moved: list[Path] = []
         try:
-            with _named(partial, path.parent):
+            with _named(partial / path.name, path), _named(partial, path.parent):
                 yield partial
             for file in sorted(partial.iterdir(), key=lambda file: file.name == path.name):
                 target = path.with_name(file.name)
@@ -92,9 +90,8 @@ def new_file(
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(kind, "write", path):
+    with os_errors_as(kind, "write", path), _parent(path):
         _check_no_file(path, kind, hint)
-        path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path)
         try:
             with partial.open("xb") as file:
@@ -105,6 +102,20 @@ def new_file(
             _flush(path.parent)
         finally:
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _parent(path: Path) -> Iterator[None]:
+    """The folders above `path`, made where they are missing; those made go again on any error, if still empty."""
+    made = [folder for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):  # something else is in it by now
+                folder.rmdir()
+        raise
 
 
 @contextmanager
@@ -126,7 +137,7 @@ def _check_no_file(path: Path, kind: type[MlxlmError], hint: str) -> None:
 def check_free(path: Path | str, kind: type[MlxlmError], hint: str) -> None:
     """Raise `kind` if something is at `path`, an empty folder excepted."""
     path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.is_symlink() or path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise kind(f"{path} already exists", hint)
 
 

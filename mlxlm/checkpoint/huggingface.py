@@ -16,10 +16,11 @@ from mlxlm.config import ModelConfig
 from mlxlm.files import write_json
 from mlxlm.tokenizer import Tokenizer
 
-# What a source's configuration says of its own files, or of how it positions and quantizes: the new one decides.
+# What a source's configuration says of its own files (of code among them, which doesn't come along), or of how it
+# positions and quantizes: the new one decides.
 _NOT_KEPT = {
-    "_name_or_path", "auto_map", "dtype", "torch_dtype", "quantization", "quantization_config",
-    "rope_parameters", "rope_scaling", "rope_theta", "transformers_version",
+    "_name_or_path", "auto_map", "custom_pipelines", "model_file", "dtype", "torch_dtype", "quantization",
+    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "transformers_version",
 }  # fmt: skip
 
 

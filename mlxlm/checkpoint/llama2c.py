@@ -79,6 +79,19 @@ def open_llama2c(path: Path | str) -> Checkpoint:
     )
 
 
+def check_place(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> bytes:
+    """Whether such a model can be at `path`: the content of its tokenizer.bin, or the errors of `write`."""
+    words = tokenizer_bytes(tokenizer, config.vocab_size)
+    _check_plain(config)
+    if path.name == _TOKENIZER:
+        raise CheckpointError(f"{path} is the name of the tokenizer", "model.bin")
+    beside = path.with_name(_TOKENIZER)
+    with os_errors_as(CheckpointError, "read", beside):
+        if beside.exists() and (beside.stat().st_size != len(words) or beside.read_bytes() != words):
+            raise CheckpointError(f"{beside} is there already, of another model", "an output in another folder")
+    return words
+
+
 def write(path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: Tokenizer) -> None:
     """Write a version 0 file in float32 and `tokenizer.bin` beside it, one tensor in memory at a time.
 
@@ -90,10 +103,7 @@ def write(path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: To
     appears last, so that where it is, all is there.
     """
     path = Path(path)
-    _check_plain(config)
-    words = tokenizer_bytes(tokenizer, config.vocab_size)
-    if path.name == _TOKENIZER:
-        raise CheckpointError(f"{path} is the name of the tokenizer", "model.bin")
+    words = check_place(path, config, tokenizer)
     stored = as_stored(_layout(config), tensors)
     extra = stored.keys() - {name for name, _ in _order(config, version=0)}
     if extra:

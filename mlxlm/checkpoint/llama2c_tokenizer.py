@@ -64,7 +64,7 @@ def tokenizer_bytes(tokenizer: Tokenizer, vocab_size: int) -> bytes:
     """
     hint = "GGUF, or a folder as output"
     if tokenizer.sentencepiece_model is None:
-        raise TokenizerError(f"llama2.c has SentencePiece tokenizers, this one is {tokenizer.kind}", hint)
+        raise TokenizerError(f"llama2.c has SentencePiece tokenizers as Llama 2's, this one is {tokenizer.kind}", hint)
     model = sentencepiece.parse(tokenizer.sentencepiece_model, "tokenizer.model")
     _check_fixed([piece.piece for piece in model.pieces], "this tokenizer", hint)
     rules = model.normalizer_spec

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder, NAME.gguf or NAME.bin.")
+@click.option("--out", required=True, help="A new folder, NAME.gguf or NAME.bin.")
 @click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of a folder's weights.  [default: SOURCE's]"
 )
@@ -26,19 +26,25 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--no-verify", is_flag=True, help="Don't read the output again to compare it with SOURCE.")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
-def convert(source: str, out: Path, dtype: str | None, kind: str | None, no_verify: bool, as_json: bool) -> None:
+def convert(source: str, out: str, dtype: str | None, kind: str | None, no_verify: bool, as_json: bool) -> None:
     """Write SOURCE in another format, with plain weights, and verify the result.
 
     SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), a .gguf or a llama2.c .bin file. The
-    output is named by --out: NAME.gguf for llama.cpp, NAME.bin for llama2.c, else a folder for mlxlm, mlx_lm and
-    transformers. Quantized weights are dequantized; `mlxlm quantize` writes quantized ones.
+    output is named by --out: NAME.gguf for llama.cpp, NAME.bin for llama2.c (models and SentencePiece tokenizers
+    as Llama 2's only), else a folder for mlxlm, mlx_lm and transformers. Quantized weights are dequantized; `mlxlm
+    quantize` writes quantized ones.
     """
     from mlxlm.convert import convert as run_convert
     from mlxlm.convert import format_of
+    from mlxlm.errors import one_line
 
-    target = format_of(out)
+    if not source or not out:
+        raise click.UsageError("SOURCE and --out need a name")
+    target = format_of(Path(out))
+    if out.endswith("/") and target != "huggingface":
+        raise click.UsageError(f"{out} would be a file: without the / at its end, or a folder of another name")
     if dtype and target != "huggingface":
-        raise click.UsageError(f"--dtype would have no effect on {out.name}: " + _INSTEAD[target])
+        raise click.UsageError(f"--dtype would have no effect on {out}: " + _INSTEAD[target])
     if kind and target != "gguf":
         raise click.UsageError("--type would have no effect: it is for an --out that ends in .gguf")
     with render.phases_progress() as progress:
@@ -48,8 +54,8 @@ def convert(source: str, out: Path, dtype: str | None, kind: str | None, no_veri
         render.emit_json(report.to_dict())
         return
     for line in report_lines(report):
-        render.result(line)
-    for warning in report.warnings:
+        render.result(one_line(line))  # some of it is text from other programs
+    for warning in map(one_line, report.warnings):
         render.say(f"warning: {warning}", style="yellow")
 
 
@@ -66,3 +72,4 @@ def report_lines(report: ConversionReport) -> Iterator[str]:
         yield f"{check.name}: {check.result}, {check.detail}"
     if not report.checks:
         yield "not verified"
+    yield from report.notes

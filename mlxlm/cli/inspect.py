@@ -11,8 +11,6 @@ from mlxlm.cli import render
 if TYPE_CHECKING:
     from mlxlm.describe import Description
 
-_SHOWN = 12
-
 
 @click.command()
 @click.argument("source")
@@ -36,7 +34,7 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
         render.emit_json(found.to_dict() | ({"tensor_list": listed} if list_tensors else {}))
         return
     for name, value in lines(found):
-        render.result(one_line(f"{name:<14} {value}"))  # much of it is text out of files
+        render.result(render.hanging(f"{name:<14} ", one_line(value)))  # much of it is text out of files
     if list_tensors:
         render.print_result(render.table(rows, ("name", "type", "shape", "bytes")))
     for warning in found.warnings:
@@ -45,6 +43,8 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
 
 def lines(found: Description):
     """(heading, text) in the order in which a person reads them."""
+    from mlxlm.layer_names import by_value
+
     yield "path", found.path
     yield "format", found.format
     yield "family", f"{found.family}, run by {found.path_taken}"
@@ -55,12 +55,8 @@ def lines(found: Description):
     yield "types", "; ".join(types)
     if found.quantization:
         yield "quantization", _plan(found.quantization)
-        groups: dict[str, list[str]] = {}
-        for name, entry in found.exceptions.items():
-            groups.setdefault(_plan(entry), []).append(name)
-        for plan, names in groups.items():
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            yield f"  {plan}", ", ".join(names[:_SHOWN]) + more
+        for plan, names in by_value({name: _plan(entry) for name, entry in found.exceptions.items()}).items():
+            yield f"  {plan}", names
     cache = found.cache_per_token
     per_token = "" if cache is None else f", and {render.human_bytes(1000 * cache)} for 1,000 tokens of context"
     yield "memory here", f"{render.human_bytes(found.memory)} for the weights{per_token}"

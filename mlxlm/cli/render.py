@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,13 @@ class _StderrConsole(Console):
         self.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
 
+class _StdoutConsole(Console):
+    """A reader that is gone ends the command as it does for plain lines: see `main`."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 # No markup: what is shown are paths, texts and error messages, which may contain brackets and colons.
 console = _StderrConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
@@ -37,6 +46,15 @@ def say(message: str, style: str | None = None) -> None:
 def result(text: str) -> None:
     """One line of result, on stdout."""
     click.echo(text)
+
+
+def hanging(heading: str, text: str) -> str:
+    """`text` after its heading; on a terminal in lines that begin below each other."""
+    if not sys.stdout.isatty():
+        return heading + text
+    width = max(shutil.get_terminal_size().columns, 40)
+    indent = " " * min(len(heading), 15)
+    return textwrap.fill(heading + text, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def emit_json(value: Any) -> None:
@@ -59,7 +77,7 @@ def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, ti
 def print_result(view: Table) -> None:
     """A table as a command's result, on stdout; in full where that is not a terminal."""
     width = None if sys.stdout.isatty() else 1000
-    Console(highlight=False, soft_wrap=True, width=width).print(view)
+    _StdoutConsole(highlight=False, soft_wrap=True, width=width).print(view)
 
 
 def _looks_numeric(cell: Any) -> bool:

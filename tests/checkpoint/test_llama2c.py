@@ -221,7 +221,7 @@ def test_nothing_is_overwritten(tmp_path, words):
     tensors = model_tensors()
     path, beside = tmp_path / "model.bin", tmp_path / "tokenizer.bin"
     beside.write_bytes(b"another")
-    with pytest.raises(CheckpointError, match="tokenizer.bin already exists"):
+    with pytest.raises(CheckpointError, match="tokenizer.bin is there already, of another model"):
         write(path, config(), tensors, words)
     assert beside.read_bytes() == b"another" and not path.exists()
     beside.write_bytes(tokenizer_bytes(words, VOCAB))
@@ -233,7 +233,7 @@ def test_nothing_is_overwritten(tmp_path, words):
 
 
 def test_tokenizers_that_run_c_would_read_otherwise_are_refused(tmp_path, words, tiny_tokenizer, make_text):
-    with pytest.raises(TokenizerError, match="SentencePiece tokenizers, this one is byte-level"):
+    with pytest.raises(TokenizerError, match="SentencePiece tokenizers as Llama 2.s, this one is byte-level"):
         tokenizer_bytes(tiny_tokenizer, VOCAB)
     ours = train([make_text(3000)], 320, "sentencepiece")
     with pytest.raises(TokenizerError, match="token 3 .* run.c takes it for '<0x00>'"):

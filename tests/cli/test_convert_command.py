@@ -45,7 +45,7 @@ def test_convert_says_what_it_wrote_and_verified(model, tmp_path, capsys):
     assert code == 0
     first, *checks = out.splitlines()
     assert first.startswith(f"{tmp_path / 'out'}: ") and "parameters at 16.00 bits each (float16)" in first
-    assert checks[0] == "tensors: equal, to the bit" and len(checks) == 3
+    assert checks[0] == "tensors: equal, to the bit" and len(checks) == 5
     code, out, _ = run(capsys, "convert", model, "--out", tmp_path / "out.gguf", "--type", "q8_0", "--json")
     report = json.loads(out)
     assert code == 0 and report["dtype"] == "Q8_0" and report["checks"][0]["result"] == "within rounding"

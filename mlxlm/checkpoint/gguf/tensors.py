@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mlxlm._mlx import mx
+from mlxlm.checkpoint.gguf.parallel import in_order
 from mlxlm.checkpoint.gguf.reader import Info, mapped
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.errors import CheckpointError
@@ -14,7 +15,7 @@ from mlxlm.errors import CheckpointError
 _PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
 _EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}  # all of these bits are set in NaN and infinity, and in nothing else
 _LARGEST_F16 = 65504
-_CHUNK = 1 << 20  # weights at a time: 4 MB in float32, and as much again for each temporary of `gguf.quants`
+_CHUNK = 1 << 18  # weights at a time: 4 MB in float32, and as much again for each temporary of `gguf.quants`
 
 
 def tensor_of(info: Info) -> Tensor:
@@ -39,9 +40,14 @@ def _dequantized(info: Info) -> mx.array:
     kind = GGMLQuantizationType[info.type.name]
     result = np.empty(info.shape, np.float32)
     flat = result.reshape(-1, info.shape[-1])
-    with mapped(info) as rows, np.errstate(all="ignore"):  # hostile bytes can be scales that overflow
-        for part in _parts(*flat.shape):
-            flat[part] = dequantize(rows[part], kind)
+    with mapped(info) as rows:
+
+        def fill(part: slice) -> None:
+            with np.errstate(all="ignore"):  # hostile bytes can be scales that overflow
+                flat[part] = dequantize(rows[part], kind)
+
+        for _ in in_order(fill, _parts(*flat.shape)):
+            pass
     return mx.array(result)
 
 
@@ -71,7 +77,7 @@ def encoded(name: str, tensor: Tensor, kind: str) -> Iterator[bytes | memoryview
         from gguf.quants import quantize
 
         ggml = GGMLQuantizationType[kind]
-        yield from (quantize(chunk, ggml).data for chunk in checked)
+        yield from in_order(lambda chunk: quantize(chunk, ggml).data, checked)
 
 
 def _checked(name: str, chunk: mx.array, kind: str) -> np.ndarray:

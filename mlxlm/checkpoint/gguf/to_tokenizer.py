@@ -43,8 +43,9 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, config: ModelConfig) -> tupl
     stripped = [t["content"] for t in model["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]
     if stripped:
         notes.append(f"llama.cpp keeps the spaces around {', '.join(stripped[:3])}, which this tokenizer takes in")
-    if isinstance(config.eos_token_id, list) and len(config.eos_token_id) > 3:
-        notes.append(f"llama.cpp gets three of the {len(config.eos_token_id)} tokens that end a text")
+    ends = len(_ends(tokenizer, config))
+    if ends > 3:
+        notes.append(f"llama.cpp gets three of the {ends} tokens that end a text")
     bos, eos = _around(tokenizer)
     check_unicode(tokenizer.chat_template or "")
     return {
@@ -197,11 +198,9 @@ def _lists(model: Mapping[str, Any], pieces: Pieces, rows: int, scored: bool) ->
 
 
 def _ids(tokenizer: Tokenizer, config: ModelConfig) -> Metadata:
-    """Ids of the special tokens: the model's own words for the end come first, the tokenizer's where it has none."""
-    ends = config.eos_token_id
-    ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
-    if tokenizer.eos_id is not None and (not ends or tokenizer.eos_id in ends):
-        ends = [tokenizer.eos_id, *(id for id in ends if id != tokenizer.eos_id)]
+    """Ids of the special tokens. All that end a text are among them, as far as there is room: the tokenizer's own
+    first, then those of the model."""
+    ends = _ends(tokenizer, config)
     bos = tokenizer.bos_id if tokenizer.bos_id is not None else config.bos_token_id
     pad = tokenizer.pad_id if tokenizer.pad_id is not None else config.pad_token_id
     ids = {"bos": bos, "padding": pad, "unknown": tokenizer.unk_id}
@@ -211,6 +210,14 @@ def _ids(tokenizer: Tokenizer, config: ModelConfig) -> Metadata:
         for role, id in ids.items()
         if id is not None and 0 <= id < config.vocab_size
     }
+
+
+def _ends(tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
+    """The tokens that end a text."""
+    ends = config.eos_token_id
+    ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
+    own = tokenizer.eos_id
+    return ends if own is None else [own, *(id for id in ends if id != own)]
 
 
 def _around(tokenizer: Tokenizer) -> tuple[bool, bool]:

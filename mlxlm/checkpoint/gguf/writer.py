@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def write(
     metadata = {
         "general.architecture": (STRING, architecture.name),
         "general.type": (STRING, "model"),
-        "general.name": (STRING, Path(path).stem),
+        "general.name": (STRING, _title(Path(path).stem)),
         "general.file_type": (INT, _FILE_TYPES[kind]),
         "general.quantization_version": (INT, 2),
         **metadata_of(config, architecture),
@@ -75,6 +76,14 @@ def write(
             mx.clear_cache()  # else MLX keeps up to a quarter of all memory in buffers of other sizes
     others = {n: types[n] for n, t in stored.items() if len(t.shape) > 1 and types[n] != kind and not _is_positions(n)}
     return Written(others, (*notes_for(config, architecture), *notes))
+
+
+def _title(name: str) -> str:
+    """A model's name without what llama.cpp acts on: for a name with "phi3" or "phi-3" it asks for Phi-3's special
+    tokens and strips spaces after them, for "modern-bert" for [MASK] (llama-vocab.cpp, any case)."""
+    for words in (r"(phi)-?(3)", r"(modern)-(bert)"):
+        name = re.sub(words, r"\1 \2", name, flags=re.IGNORECASE)
+    return name.encode("utf-8", "replace").decode("utf-8")  # file names can have bytes that are no text
 
 
 def _stored(config: ModelConfig, architecture: Architecture, tensors: Tensors) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from mlxlm.model import Decoder
 
 VOCAB = 307  # seven rows more than the tokenizer has tokens
 _COMMON = {
+    "model_type": "llama",
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 96, "vocab_size": VOCAB, "max_position_embeddings": 128,
 }  # fmt: skip

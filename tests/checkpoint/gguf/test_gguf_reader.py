@@ -34,10 +34,7 @@ NUMBERS = {
 }
 SCALARS = st.one_of(*(values.map(lambda v, kind=kind: (kind, v)) for kind, values in NUMBERS.items()))
 ARRAYS = st.one_of(
-    *(
-        st.lists(values, min_size=1, max_size=5).map(lambda v, kind=kind: (kind, v))
-        for kind, values in NUMBERS.items()
-    )
+    *(st.lists(values, min_size=1, max_size=5).map(lambda v, kind=kind: (kind, v)) for kind, values in NUMBERS.items())
 )
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -243,7 +240,7 @@ def test_the_small_llama_opens(tmp_path):
         ({"llama.embedding_length": 5}, "embedding_length says 5"),
         ({"llama.feed_forward_length": 7}, "config"),
         ({"llama.attention.head_count": 0}, "head_count 0"),
-        ({"llama.attention.head_count": 3}, "num_attention_heads"),
+        ({"llama.attention.head_count": 3}, "head_dim 1 is odd"),
         ({"llama.attention.head_count_kv": array(4, 2, struct.pack("<II", 1, 2))}, "differs between the layers"),
         ({"llama.attention.head_count_kv": array(8, 1, bytes(8))}, "must be a whole number"),
         ({"llama.attention.value_length": 1}, "value_length differs"),

@@ -1,0 +1,151 @@
+"""What other programs make of an output: each reads our greedy tokens and must prefer the same ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxlm import peers
+from mlxlm._mlx import mx
+from mlxlm.carried import TEXT, Check
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.difference import in_float32
+from mlxlm.errors import CheckpointError, TokenizerError
+from mlxlm.stages import LAYERS, Stages
+
+# A peer may prefer another token where the two logits are this near, in standard deviations of the logits: float32
+# sums in another order, or llama.cpp's rounding of activations to 8 bits.
+_TIE = {"mlx_lm": 1e-3, "transformers": 1e-3, "llama.cpp": 0.02}
+_TIE_QUANTIZED = 0.1
+_BLOCKS = {"Q8_0", "Q4_0"}  # types that llama.cpp multiplies with rounded activations
+_HINT = "--no-verify writes it all the same"
+
+
+def ask_others(
+    source: Checkpoint,
+    written: Checkpoint,
+    label: str,
+    others: Sequence[str],
+    ids: list[int],
+    start: int,
+    tell: Callable[[str, int, int], None],
+    warned: bool = False,
+) -> list[Check]:
+    """What each of `others` says about the text `ids`, of which `ids[start:]` are our greedy tokens.
+
+    One that differs or can't read the output is an error, unless it is shown to be the peer's own way: transformers,
+    whose layout it is, agrees about the same files, or the peer says the same of the source. Then it is a Check
+    "differs" or "refused". `warned`: other ids of a text are no error.
+    """
+    checks: dict[str, Check] = {}
+    failed: dict[str, CheckpointError] = {}
+    for peer in others:
+        tell(f"asking {peer}", 0, 1)
+        try:
+            checks[peer] = ask_one(peer, source, written, label, ids, start, warned)
+        except CheckpointError as error:
+            failed[peer] = error
+        tell(f"asking {peer}", 1, 1)
+    agrees = "transformers" in checks and checks["transformers"].result != "skipped"
+    for peer, error in failed.items():
+        if not agrees and not _same_of_source(peer, source, written, ids, start):
+            raise error
+        reason = "transformers agrees with mlxlm" if agrees else "so it does with the source"
+        result = "refused" if isinstance(error, peers.Refused) else "differs"
+        checks[peer] = Check(peer, result, f"{error.message.removeprefix(f'{label}: ')}; {reason}")
+    return [checks[peer] for peer in others]
+
+
+def ask_one(
+    peer: str, source: Checkpoint, written: Checkpoint, label: str, ids: list[int], start: int, warned: bool = False
+) -> Check:
+    """One peer's opinion of `written`. Raises CheckpointError where it differs, peers.Refused where it can't read."""
+    try:
+        own = {"llama.cpp": {"text": TEXT}, "transformers": {"hidden": True}}.get(peer, {})
+        opinion = peers.ask(peer, written.path, ids, start, **own)
+    except peers.Unavailable as reason:
+        return Check(peer, "skipped", _shown(str(reason), written.path, label))
+    except peers.Refused as error:
+        raise peers.Refused(f"{label}: {_shown(error.message, written.path, label)}", _HINT) from None
+    quantized = any(tensor.stored in _BLOCKS for tensor in written.tensors.values())
+    allowed = opinion.spread * (_TIE_QUANTIZED if quantized and peer == "llama.cpp" else _TIE[peer])
+    ours, count = ids[start:], len(ids) - start
+    ties = sum(a != b for a, b in zip(opinion.tokens, ours, strict=True))
+    worst = int(np.argmax(opinion.gaps))
+    if not opinion.gaps[worst] <= allowed:  # not a number is an error, too
+        where = "" if opinion.hidden is None else _first_layer(written, ids, opinion.hidden)
+        raise CheckpointError(
+            f"{label}: {peer} goes on with token {opinion.tokens[worst]} where mlxlm has {ours[worst]}"
+            f" (greedy token {worst + 1} of {count}){where}",
+            _HINT,
+        )
+    equal = "all equal" if not ties else f"{count - ties} equal, ties of two tokens: {ties}"
+    words = _same_words(peer, source, opinion, label, warned)
+    return Check(peer, "equal" if not ties else "within rounding", f"{count} greedy tokens: {equal}{words}")
+
+
+def _same_words(peer: str, source: Checkpoint, opinion: peers.Opinion, label: str, warned: bool) -> str:
+    """Whether the peer cuts a text into the source's tokens, where it was asked."""
+    if opinion.words is None:
+        return ""
+    try:
+        ids = source.load_tokenizer().encode(TEXT)
+    except TokenizerError:
+        return ""
+    if ids == opinion.words:
+        return "; equal tokens of a text"
+    if warned:
+        return "; other tokens of a text, as the warnings say"
+    at = next((i for i, (a, b) in enumerate(zip(ids, opinion.words, strict=False)) if a != b), 0)
+    raise CheckpointError(
+        f"{label}: {peer} makes other tokens of a text: {opinion.words[at : at + 3]} where its source has"
+        f" {ids[at : at + 3]} (from token {at + 1} on)",
+        _HINT,
+    )
+
+
+def _shown(text: str, path: Path, label: str) -> str:
+    """A peer's words with the name that the output will have instead of the hidden one."""
+    for name in dict.fromkeys((str(Path(path).resolve()), str(path), Path(path).name)):
+        if ".partial" in name:
+            text = text.replace(name, label)
+    return re.sub(r"[^\s'\"]*\.partial(/[^\s'\"]*)?", label, text)
+
+
+def _same_of_source(peer: str, source: Checkpoint, written: Checkpoint, ids: list[int], start: int) -> bool:
+    """Whether a peer makes of the source's own files what it makes of the written ones."""
+    reads = source.format == "gguf" if peer == "llama.cpp" else (Path(source.path) / "config.json").is_file()
+    if not reads:
+        return False
+    found = []
+    for checkpoint in (source, written):
+        try:
+            found.append(peers.ask(peer, checkpoint.path, ids, start).tokens)
+        except peers.Unavailable:
+            return False
+        except peers.Refused:
+            found.append(None)
+    return found[0] == found[1]
+
+
+def _first_layer(written: Checkpoint, ids: list[int], theirs: list[list[float]]) -> str:
+    """The first layer after which a peer has another hidden state at the last position."""
+    ours: list[Any] = []
+
+    def keep(_index: int, state) -> None:
+        stream, update = state
+        ours.append(np.array((stream + update)[0, -1].astype(mx.float32)))
+
+    stages = Stages(in_float32(written))
+    inputs = mx.array([ids[:-1]])
+    embedded = np.array(stages.embed(inputs)[0][0, -1].astype(mx.float32))
+    mx.eval(stages.run(inputs, on_layer=keep))
+    names = ["model.embed_tokens", *(f"{LAYERS}.{index}" for index in range(stages.layers))]
+    for name, mine, other in zip(names, [embedded, *ours], theirs, strict=False):
+        if not np.linalg.norm(mine - np.array(other)) <= 1e-3 * np.linalg.norm(mine):
+            return f"; the first layer that differs is {name}"
+    return "; all layers but the last are equal"

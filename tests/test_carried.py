@@ -1,0 +1,130 @@
+"""What must come along with weights: tokenizer and configuration, in each format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlxlm._mlx import tree_flatten
+from mlxlm.carried import check_carried
+from mlxlm.checkpoint import gguf
+from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.errors import CheckpointError, TokenizerError
+from mlxlm.model import Decoder
+from mlxlm.tokenizer import Tokenizer, train
+
+
+@pytest.fixture
+def source(tiny_config, tiny_tokenizer):
+    ids = {"bos_token_id": tiny_tokenizer.bos_id, "eos_token_id": tiny_tokenizer.eos_id}
+    model = Decoder(tiny_config.with_changes(**ids))
+    model.initialize(0)
+    tensors = {name: of_array(value) for name, value in tree_flatten(model.parameters())}
+    return Checkpoint("here", "safetensors", {}, model.config, tensors, lambda: tiny_tokenizer)
+
+
+def with_config(source: Checkpoint, format="safetensors", **changes) -> Checkpoint:
+    return replace(source, format=format, config=source.config.with_changes(**changes))
+
+
+def with_tokenizer(source: Checkpoint, tokenizer: Tokenizer, format="safetensors") -> Checkpoint:
+    return replace(source, format=format, load_tokenizer=lambda: tokenizer)
+
+
+def changed(tokenizer: Tokenizer, template=None, **names) -> Tokenizer:
+    import tokenizers
+
+    runtime = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    return Tokenizer(runtime, {**tokenizer.names, **names}, chat_template=template)
+
+
+def test_the_same(source):
+    assert [(check.name, check.result) for check in check_carried(source, source, "out")] == [
+        ("tokenizer", "equal"), ("configuration", "equal"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_position_embeddings": 64}, {"rope_theta": 9000.0}, {"sliding_window": 16}, {"rms_norm_eps": 1e-6},
+        {"eos_token_id": 5}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"embedding_multiplier": 2.0},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("format", ["safetensors", "gguf"])
+def test_a_field_that_was_lost_is_named(source, changes, format):
+    with pytest.raises(CheckpointError, match=f"out: the configuration's {next(iter(changes))} is .* in here"):
+        check_carried(source, with_config(source, format, **changes), "out")
+
+
+def test_fields_that_mean_the_same_may_differ(source):
+    windows = {"sliding_window": 16, "layer_types": ("sliding_attention",) * 2}
+    pairs = (
+        (windows, {"sliding_window": 16}),
+        ({"rms_norm_eps": 1e-5}, {"rms_norm_eps": 9.9999997e-6}),
+        ({"rope_theta": 1e6 / 3}, {"rope_theta": 333333.34}),
+        ({"attention_out_bias": False}, {}),
+        ({"pad_token_id": None}, {}),
+    )
+    for before, after in pairs:
+        a, b = with_config(source, **before), with_config(source, **after)
+        assert check_carried(a, b, "out")[1].result == "equal", before
+
+
+def test_what_a_format_has_no_place_for_is_named(source):
+    other = with_config(source, model_type="mistral")
+    _, check = check_carried(other, with_config(source, "gguf"), "out")
+    assert check.result == "in part" and "model_type ('mistral' becomes 'llama')" in check.detail
+    with pytest.raises(CheckpointError, match="model_type"):
+        check_carried(other, source, "out")
+
+
+def test_another_tokenizer_is_found(source, tiny_tokenizer, make_text):
+    other = train([make_text(3000).upper()], 300)
+    with pytest.raises(CheckpointError, match="out: its tokenizer differs from the source's: other tokens at "):
+        check_carried(source, with_tokenizer(source, other), "out")
+    end = with_tokenizer(source, changed(tiny_tokenizer, eos=tiny_tokenizer.names["pad"]))
+    with pytest.raises(CheckpointError, match="the eos token is "):
+        check_carried(source, end, "out")
+
+    def broken():
+        raise TokenizerError("m.gguf: no merges")
+
+    with pytest.raises(CheckpointError, match="out: its tokenizer can't be read: m.gguf: no merges"):
+        check_carried(source, replace(source, load_tokenizer=broken), "out")
+    [check, _] = check_carried(replace(source, load_tokenizer=broken), source, "out")
+    assert check.result == "skipped"
+
+
+def test_the_chat_template_comes_along_where_the_format_has_a_place_for_it(source, tiny_tokenizer):
+    a = with_tokenizer(source, changed(tiny_tokenizer, "{{ messages }}"))
+    [check, _] = check_carried(a, a, "out")
+    assert "equal chat template" in check.detail
+    with pytest.raises(CheckpointError, match="chat template is another"):
+        check_carried(a, with_tokenizer(source, tiny_tokenizer, "gguf"), "out")
+    [check, _] = check_carried(a, with_tokenizer(source, tiny_tokenizer, "llama2.c"), "out")
+    assert check.result == "in part" and "chat template" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("tokenizer.ggml.pre", "smollm", "other tokens at"),
+        ("tokenizer.ggml.eos_token_id", 5, "the eos token is 5"),
+        ("llama.context_length", 64, "max_position_embeddings is 64"),
+    ],
+)
+def test_wrong_values_in_a_gguf_file_are_found(source, tmp_path, monkeypatch, key, value, error):
+    header = gguf.writer._write_header
+
+    def wrong(file, metadata, stored, types):
+        header(file, {**metadata, key: (metadata[key][0], value)}, stored, types)
+
+    monkeypatch.setattr(gguf.writer, "_write_header", wrong)
+    tokenizer = train(["In the year 1911 there were 1234 of 1234, in 1912 there were 1911. " * 40], 280)
+    source = with_tokenizer(source, tokenizer)
+    gguf.write(tmp_path / "m.gguf", source.config, source.tensors, tokenizer, "F32")
+    with pytest.raises(CheckpointError, match=error):
+        check_carried(source, open_checkpoint(tmp_path / "m.gguf"), "out")
