@@ -159,6 +159,17 @@ def test_another_architecture_loads_through_mlx_lm(tmp_path):
     tokens = mx.array([[1, 2, 3, 4]])
     np.testing.assert_allclose(np.array(model(tokens)), np.array(original(tokens)), atol=1e-5)
     assert (config.model_type, config.eos_ids, config.max_position_embeddings) == ("cohere", {3, 4}, 77)
+    halves = {name: value.astype(mx.bfloat16) for name, value in tree_flatten(original.parameters())}
+    save_weights(tmp_path, halves)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    model, config = load_model(tmp_path)
+    types = {value.dtype for _, value in tree_flatten(model.parameters())}
+    assert types == {mx.float32 if ON_CPU else mx.bfloat16} and config.eos_ids == {3, 4, 5}
+    odd = {**values, "eos_token_id": "x", "vocab_size": 50}
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(CheckpointError, match="eos_token_id is 'x', it must be a token id"):
+        load_model(tmp_path)
 
 
 def test_a_tied_model_may_also_store_its_head(model_dir):
