@@ -155,8 +155,7 @@ def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str =
 
     Raises CheckpointError naming the tensor that can't be read or isn't finite, and the file if the disk refuses.
     """
-    # Larger elements first, so that each tensor begins at a multiple of its element's size.
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.size)
+    order = _order(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": format}}
     end = 0
     for name in order:
@@ -177,6 +176,28 @@ def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str =
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _order(tensors: Tensors) -> list[str]:
+    """The order of the data, in which each tensor begins at a multiple of its element's size.
+
+    A quantized matrix's parts, which are made together, stay together where their bytes allow it: else all scales
+    would wait in memory until the last matrix is written. Then come the others, larger elements first.
+    """
+    packed: dict[str, int] = {}  # module: bytes
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part in ("weight", "scales", "biases") and f"{module}.scales" in tensors:
+            packed[module] = packed.get(module, 0) + _nbytes(tensor)
+    places = {module: place for place, (module, nbytes) in enumerate(packed.items()) if nbytes % 4 == 0}
+
+    def key(name: str) -> tuple[int, int]:
+        size, module = tensors[name].dtype.size, name.rpartition(".")[0]
+        if size > 4:
+            return 0, 0
+        return (1, places[module]) if module in places else (2, -size)
+
+    return sorted(tensors, key=key)
 
 
 def as_float32(value: mx.array) -> mx.array:
