@@ -12,7 +12,6 @@ from typing import Any
 from mlxlm.config_problems import is_count, problems
 from mlxlm.errors import ConfigError
 from mlxlm.families import canonical, huggingface
-from mlxlm.quantization import plan_of
 from mlxlm.reading import read_bytes
 from mlxlm.resources import resource
 
@@ -157,10 +156,6 @@ class ModelConfig:
         if self.layer_types is not None and self.layer_types[layer] != "sliding_attention":
             return None
         return self.sliding_window
-
-    def quantization_of(self, module: str) -> dict[str, Any] | None:
-        """`group_size`, `bits` and `mode` of a module of a quantized model; None if it stays as it is."""
-        return None if self.quantization is None else plan_of(self.quantization, module)
 
     def matmul_parameters(self) -> int:
         """Weights that each token is multiplied with: the layers' matrices and the output head."""

@@ -4,6 +4,7 @@ import pytest
 
 from mlxlm.config import ModelConfig, preset_names
 from mlxlm.errors import ConfigError
+from mlxlm.quantization import plan_of
 
 SIZES = {
     "hidden_size": 64,
@@ -122,12 +123,11 @@ def test_quantization_of_a_module():
         "lm_head": False, "a": True, "b": {"bits": 8}, "c": {"mode": "nvfp4"},
     }  # fmt: skip
     config = ModelConfig(**SIZES, quantization=plan)
-    assert config.quantization_of("lm_head") is None
-    assert config.quantization_of("a") == config.quantization_of("other")
-    assert config.quantization_of("a") == {"bits": 4, "group_size": 32, "mode": "mxfp4"}
-    assert config.quantization_of("b") == {"bits": 8, "group_size": 64, "mode": "affine"}
-    assert config.quantization_of("c") == {"bits": 4, "group_size": 16, "mode": "nvfp4"}
-    assert ModelConfig(**SIZES).quantization_of("a") is None
+    assert plan_of(config.quantization, "lm_head") is None
+    assert plan_of(config.quantization, "a") == plan_of(config.quantization, "other")
+    assert plan_of(config.quantization, "a") == {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+    assert plan_of(config.quantization, "b") == {"bits": 8, "group_size": 64, "mode": "affine"}
+    assert plan_of(config.quantization, "c") == {"bits": 4, "group_size": 16, "mode": "nvfp4"}
 
 
 def test_from_dict_names_the_file_and_what_is_missing():

@@ -14,6 +14,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError, MlxlmError
 from mlxlm.generation import engine
 from mlxlm.model import Block, Decoder
+from mlxlm.quantization import plan_of
 
 CONFIG = ModelConfig(
     hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
@@ -87,7 +88,7 @@ def test_the_plan_may_lie_under_hugging_faces_name(tmp_path):
 
 def test_what_is_no_module_in_a_plan(tmp_path):
     quantized_folder(tmp_path, {"group_size": 64, "bits": 4, "quant_method": "mlx", "mode": None, "note": None})
-    assert open_checkpoint(tmp_path).config.quantization_of("lm_head")["mode"] == "affine"
+    assert plan_of(open_checkpoint(tmp_path).config.quantization, "lm_head")["mode"] == "affine"
 
 
 def test_mlx_lm_quantizes_and_we_read(tmp_path):

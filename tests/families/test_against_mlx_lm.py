@@ -12,6 +12,7 @@ from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.families import is_mlx_layout, layout, own_name
 from mlxlm.model import Decoder
+from mlxlm.quantization import plan_of
 
 SIZES = {
     "vocab_size": 97,
@@ -88,7 +89,7 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
     config = model.config.with_changes(quantization=plan)
 
     def parameters(name, module):
-        return hasattr(module, "to_quantized") and config.quantization_of(name)
+        return hasattr(module, "to_quantized") and plan_of(config.quantization, name)
 
     nn.quantize(model, class_predicate=lambda name, module: parameters(name, module) or False)
     weights = dict(tree_flatten(model.parameters()))
