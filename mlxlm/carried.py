@@ -100,7 +100,7 @@ def _check_configuration(source: _Side, written: _Side, label: str) -> Check:
     if not changes:
         return Check("configuration", "equal", "all fields")
     lost = ", ".join(f"{name} ({before!r} becomes {after!r})" for name, (before, after) in changes.items())
-    return Check("configuration", "in part", f"no place in the format for {lost}")
+    return Check("configuration", "in part", f"the format says otherwise: {lost}")
 
 
 def _check_tokenizer(source: _Side, written: _Side, label: str) -> Check:

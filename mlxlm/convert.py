@@ -104,11 +104,11 @@ def convert(
     place: AbstractContextManager[Path] = new_folder(out) if target == "huggingface" else new_files(out)
     with place as folder:
         written = folder if target == "huggingface" else folder / out.name
-        warnings, notes = _write(target, written, checkpoint, told, tokenizer, kind)
+        warnings, notes, other_tokens = _write(target, written, checkpoint, told, tokenizer, kind)
         again = open_checkpoint(written)
         checks = []
         if verify_output:
-            checks = verify(checkpoint, again, str(out), _PEERS[target], progress, warned=bool(warnings))
+            checks = verify(checkpoint, again, str(out), _PEERS[target], progress, other_tokens)
         bits = 8 * sum(tensor.nbytes for tensor in again.tensors.values())
         size = sum(file.stat().st_size for file in folder.iterdir())
     parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -147,18 +147,18 @@ def _check_options(target: str, dtype: str | None, kind: str | None) -> None:
 
 def _write(
     target: str, path: Path, checkpoint: Checkpoint, tensors: Tensors, tokenizer: Tokenizer | None, kind: str | None
-) -> tuple[list[str], list[str]]:
-    """Write the files; warnings and notes."""
+) -> tuple[list[str], list[str], bool]:
+    """Write the files; warnings, notes, and whether the warnings say that others will cut text otherwise."""
     config = checkpoint.config.with_changes(quantization=None)
     if target == "gguf":
         written = gguf.write(path, config, tensors, tokenizer, kind)
         kept = [f"kept in {kind}: {names} ({_WHY[kind]})" for kind, names in by_value(written.others).items()]
-        return list(written.notes), kept
+        return list(written.notes), kept, written.other_tokens
     if target == "llama2.c":
         llama2c.write(path, config, tensors, tokenizer)
-        return [], []
+        return [], [], False
     huggingface.write(path, checkpoint.values, config, tensors, None)
-    return carry_tokenizer(checkpoint, path), []
+    return carry_tokenizer(checkpoint, path), [], False
 
 
 # Why a matrix of a quantized GGUF file is of another type.

@@ -56,7 +56,8 @@ def ask_others(
             raise error
         reason = "transformers agrees with mlxlm" if agrees else "so it does with the source"
         result = "refused" if isinstance(error, peers.Refused) else "differs"
-        checks[peer] = Check(peer, result, f"{error.message.removeprefix(f'{label}: ')}; {reason}")
+        said = error.message.removeprefix(f"{label}: ").removeprefix(f"{peer} ").removeprefix("can't read it: ")
+        checks[peer] = Check(peer, result, f"{said}; {reason}")
     return [checks[peer] for peer in others]
 
 

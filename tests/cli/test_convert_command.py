@@ -117,3 +117,71 @@ def test_compare_needs_one_tokenizer(model, tmp_path, make_text, capsys):
     train([make_text(3000).upper()], 300).save(tmp_path / "other")
     code, _, err = run(capsys, "compare", model, tmp_path / "other")
     assert code == 1 and "make other tokens of the same text" in err
+
+
+def test_kinds_of_files_are_those_of_the_library():
+    from mlxlm.cli.convert import convert
+    from mlxlm.convert import DTYPES, KINDS
+
+    choices = {option.name: option.type.choices for option in convert.params if hasattr(option.type, "choices")}
+    assert [kind.upper() for kind in choices["kind"]] == list(KINDS)
+    assert list(choices["dtype"]) == list(DTYPES)
+
+
+def test_outputs_and_sources_that_are_no_names(model, tmp_path, capsys):
+    for arguments in (["", "--out", tmp_path / "a"], [model, "--out", ""], [model, "--out", f"{tmp_path}/y.gguf/"]):
+        assert run(capsys, "convert", *arguments)[0] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_inspect_names_equal_layers_once(model, capsys):
+    weights = mx.load(str(model / "model.safetensors"))
+    mx.eval(weights)
+    plan = {"bits": 4, "group_size": 32, "mode": "affine"}
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        stem = name.removesuffix(".weight")
+        bits = 8 if "v_proj" in name or "down_proj" in name else 4
+        if bits == 8:
+            plan[stem] = {"bits": 8, "group_size": 32}
+        packed = mx.quantize(weights.pop(name), 32, bits)
+        weights |= {f"{stem}.{part}": w for part, w in zip(("weight", "scales", "biases"), packed, strict=True)}
+    plan["model.embed_tokens"] = False
+    (model / "model.safetensors").unlink()
+    save_weights(model, weights)
+    values = json.loads((model / "config.json").read_text())
+    write_json(model / "config.json", {**values, "quantization": plan})
+    code, out, _ = run(capsys, "inspect", model)
+    [line] = [line for line in out.splitlines() if "affine 8 bits" in line]
+    assert code == 0 and sorted(line.split("32 ")[1].split(", ")) == [
+        "model.layers.*.mlp.down_proj", "model.layers.*.self_attn.v_proj",
+    ]  # fmt: skip
+
+
+def test_a_table_ends_as_lines_do_when_its_reader_is_gone(monkeypatch):
+    from mlxlm.cli import render
+
+    class Gone:
+        encoding = "utf-8"
+
+        def isatty(self):
+            return False
+
+        def write(self, _text):
+            raise BrokenPipeError
+
+        flush = fileno = lambda self: 1
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    with pytest.raises(BrokenPipeError):
+        render.print_result(render.table([("a", 1)]))
+
+
+def test_long_lines_hang_below_their_heading_on_a_terminal(monkeypatch):
+    from mlxlm.cli import render
+
+    assert render.hanging("attention ", "word " * 30) == "attention " + "word " * 30
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = render.hanging("attention      ", "key-value " * 9).splitlines()
+    assert len(lines) > 1 and all(len(line) <= 50 for line in lines)
+    assert all(line.startswith(" " * 15 + "key-value") for line in lines[1:])

@@ -32,10 +32,12 @@ _FORMATS = {INT: "<I", 5: "<i", FLOAT: "<f", BOOL: "<?"}
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a model. `others`: matrices that are not of the file's kind, and their types."""
+    """What became of a model. `others`: matrices that are not of the file's kind, and their types. `notes`: where
+    llama.cpp does otherwise than the source; `other_tokens`: by some of them it cuts some texts into other tokens."""
 
     others: Mapping[str, str]
     notes: tuple[str, ...]
+    other_tokens: bool
 
 
 def write(
@@ -75,7 +77,7 @@ def write(
             _pad(file)
             mx.clear_cache()  # else MLX keeps up to a quarter of all memory in buffers of other sizes
     others = {n: types[n] for n, t in stored.items() if len(t.shape) > 1 and types[n] != kind and not _is_positions(n)}
-    return Written(others, (*notes_for(config, architecture), *notes))
+    return Written(others, (*notes_for(config, architecture), *notes), other_tokens=bool(notes))
 
 
 def _title(name: str) -> str:
