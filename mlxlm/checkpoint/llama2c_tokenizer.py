@@ -64,7 +64,8 @@ def tokenizer_bytes(tokenizer: Tokenizer, vocab_size: int) -> bytes:
     """
     hint = "GGUF, or a folder as output"
     if tokenizer.sentencepiece_model is None:
-        raise TokenizerError(f"llama2.c has SentencePiece tokenizers as Llama 2's, this one is {tokenizer.kind}", hint)
+        what = "has no tokenizer.model" if tokenizer.kind == "sentencepiece" else f"is {tokenizer.kind}"
+        raise TokenizerError(f"llama2.c has SentencePiece tokenizers as Llama 2's, this one {what}", hint)
     model = sentencepiece.parse(tokenizer.sentencepiece_model, "tokenizer.model")
     _check_fixed([piece.piece for piece in model.pieces], "this tokenizer", hint)
     rules = model.normalizer_spec
