@@ -58,7 +58,8 @@ class Stages:
 
     def head(self) -> Callable[[mx.array, mx.array | None], mx.array]:
         """The function from the state after the last block to logits `[B, T, V]`; it holds the head's weights."""
-        decoder = self.ends()
+        decoder = Decoder(self.config, layers=0)
+        load_part(decoder, self._outside, "", self.config.quantization)
         return lambda stream, update: decoder.head(enter(decoder.model.norm, stream, update)[1])
 
     def leave(self) -> Callable[[mx.array, mx.array | None], mx.array]:
@@ -80,9 +81,3 @@ class Stages:
             if on_layer is not None:
                 on_layer(index, state)
         return self.logits(*state)
-
-    def ends(self) -> Decoder:
-        """Embedding, last norm and head, their weights read on use."""
-        decoder = Decoder(self.config, layers=0)
-        load_part(decoder, self._outside, "", self.config.quantization)
-        return decoder

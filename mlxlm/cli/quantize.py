@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,8 @@ class _Bytes(click.ParamType):
 @click.option("--max-kl", type=float, help="The same for the KL divergence from SOURCE, in nats per token: 0.02.")
 @click.option(
     "--method", type=click.Choice(METHODS), default="round", show_default=True,
-    help="round takes seconds. gptq takes minutes, and at equal size the result is closer to SOURCE: take it when"
-    " you have them. awq is between.",
+    help="round takes seconds. gptq takes about MINUTES minutes per 100M parameters on two CPU cores, and at equal size"
+    " the result is closer to SOURCE. awq takes about half of that; mostly it is between the two.",
 )  # fmt: skip
 @click.option(
     "--text", type=click.Path(exists=True, path_type=Path),
@@ -67,6 +68,7 @@ class _Bytes(click.ParamType):
     "--eval-text", type=click.Path(exists=True, path_type=Path),
     help="To measure on.  [default: a run's validation data, a part of --text, else built in]",
 )  # fmt: skip
+@click.option("--no-verify", is_flag=True, help="Don't check what was written, nor ask mlx_lm to run it.")
 @click.option("--no-measure", is_flag=True, help="Don't compare the result with SOURCE.")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
 def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
@@ -111,6 +113,7 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
         if options[name] is not None and not 0 < options[name] < float("inf"):
             raise click.UsageError(f"{_flag(name)} is a positive number")
     return {
+        "verify": not options["no_verify"],
         "bits": options["bits"] and int(options["bits"]),
         "group_size": options["group_size"] and int(options["group_size"]),
         "mode": mode,
@@ -137,6 +140,10 @@ def show(report: Report) -> None:
     worst = [(name, report.bits[name], f"{report.errors[name]:.4f}") for name in report.worst(_WORST)]
     if worst:
         render.print_result(render.table(worst, (f"largest errors of {report.error_of}", "bits", "relative")))
+    for check in report.checks:
+        render.result(f"{check.name}: {check.result}, {check.detail}")
+    if not report.checks:
+        render.result("not verified")
     for line in notes(report):
         render.result(line)
 
@@ -161,31 +168,19 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
 
 def notes(report: Report) -> Iterator[str]:
     """What differs from what was asked, and which texts were used."""
-    mixed = _mixed(report.formats)
+    from mlxlm.layer_names import by_value
+
+    mixed = Counter(16 if chosen is None else chosen["bits"] for chosen in report.formats.values())
     if len(mixed) > 1:
-        yield "bits: " + ", ".join(f"{count} matrices in {bits}" for bits, count in mixed.items())
-    for size, layers in _by_value(report.regrouped).items():
+        counted = (f"{n} {'matrix' if n == 1 else 'matrices'} in {bits} bits" for bits, n in sorted(mixed.items()))
+        yield "bits: " + ", ".join(counted)
+    for size, layers in by_value(report.regrouped).items():
         yield f"groups of {size}, since the size asked for doesn't divide the width: {layers}"
-    for width, layers in _by_value(report.skipped).items():
+    for width, layers in by_value(report.skipped).items():
         yield f"left in 16 bits, since no group size divides a width of {width}: {layers}"
     if report.calibration:
         yield f"calibrated on: {report.calibration}"
     if report.measured:
         yield f"measured on: {report.measured.text}, {report.measured.tokens} tokens"
-
-
-def _mixed(formats: Mapping[str, Mapping[str, Any] | None]) -> dict[str, int]:
-    """How many matrices have how many bits, the fewest first."""
-    counts: dict[int, int] = {}
-    for chosen in formats.values():
-        bits = 16 if chosen is None else chosen["bits"]
-        counts[bits] = counts.get(bits, 0) + 1
-    return {f"{bits} bits": counts[bits] for bits in sorted(counts)}
-
-
-def _by_value(layers: Mapping[str, int]) -> dict[int, str]:
-    """The layers of each value, with * for the numbers of equal ones."""
-    found: dict[int, dict[str, None]] = {}
-    for name, value in layers.items():
-        found.setdefault(value, {})[re.sub(r"\.\d+\.", ".*.", name)] = None
-    return {value: ", ".join(names) for value, names in found.items()}
+        if report.measured.speed_note:
+            yield f"speed: {report.measured.speed_note}"

@@ -56,6 +56,7 @@ def scale_block(
 ) -> tuple[dict[str, Inputs], set[str]]:  # fmt: skip
     """Scale the channels of `block` in place, each fold by the exponent with the smallest output error.
 
+    What has changed is rounded to `dtype`, the files', so that the block goes on with what they will have.
     Returns the layers' inputs as they are afterwards, and the modules whose tensors have changed.
     """
     inputs, changed = dict(inputs), set()
@@ -68,9 +69,10 @@ def scale_block(
         scale = _best_scale([(modules[name].weight, formats[name]) for name in readers], own, dtype)
         if scale is None:
             continue
-        _divide(at(block, fold.source), scale, unit_offset=config.norm_unit_offset and "norm" in fold.source)
+        offset = 1.0 if config.norm_unit_offset and "norm" in fold.source else 0.0
+        scale = _divide(at(block, fold.source), scale, offset, dtype)
         for module in modules.values():
-            module.weight = module.weight * scale
+            module.weight = _in(dtype, module.weight * scale)
         inverse = np.array(1 / scale)
         scaled = own * inverse * inverse[:, None]
         inputs |= dict.fromkeys(fold.readers, Inputs(scaled))
@@ -126,16 +128,29 @@ def _best_scale(readers: list[tuple[mx.array, Format]], moments: np.ndarray, dty
     return best
 
 
-def _divide(source: nn.Module, scale: mx.array, unit_offset: bool) -> None:
-    """Make what `source` gives smaller by `scale`, channel by channel."""
+def _divide(source: nn.Module, scale: mx.array, offset: float, dtype: mx.Dtype) -> mx.array:
+    """Make what `source` gives smaller by `scale`, channel by channel; by how much it has become smaller.
+
+    A norm, whose gain is its weight plus `offset`, is rounded first and its readers make up for what it then is:
+    near -1 an offset weight has few bits left for the gain.
+    """
     if isinstance(source, nn.Linear):
-        source.weight = source.weight / scale[:, None]
-    elif unit_offset:
-        source.weight = (1 + source.weight) / scale - 1
+        source.weight = _in(dtype, source.weight / scale[:, None])
     else:
-        source.weight = source.weight / scale
+        before = source.weight + offset
+        weight = _in(dtype, before / scale - offset)
+        done = before / (weight + offset)
+        usable = (done > 1 / (2 * _LIMIT)) & (done < 2 * _LIMIT)  # not where one of the two is 0
+        source.weight = mx.where(usable, weight, source.weight)
+        scale = mx.where(usable, done, 1)
     if "bias" in source:
-        source.bias = source.bias / scale
+        source.bias = _in(dtype, source.bias / scale)
+    return scale
+
+
+def _in(dtype: mx.Dtype, value: mx.array) -> mx.array:
+    """Rounded to `dtype`, in its own."""
+    return value.astype(dtype).astype(value.dtype)
 
 
 def at(block: nn.Module, name: str) -> nn.Module:

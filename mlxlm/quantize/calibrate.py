@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from mlxlm._mlx import mx, nn, tree_flatten, tree_unflatten
+from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
 from mlxlm.stages import LAYERS, Stages, State
 
 _BATCH = 2048  # tokens that go through a block at once
+_IN_MEMORY = 1 << 30  # bytes of hidden states; more of them go to files
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,9 @@ class _Sums:
         self._seen, self._source = {}, {}
 
     def inputs(self) -> dict[str, Inputs]:
-        arrays = {name: Inputs(*map(np.array, sums)) for name, sums in self._sums.items()}
+        """By layer, the same object for layers that read the same. The sums are handed over, not copied."""
+        arrays = {name: Inputs(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
+        self._sums = {}
         return {name: arrays[first] for name, first in self._shared.items()}
 
 
@@ -98,68 +104,73 @@ def _recorded(module: nn.Module) -> Iterator[_Sums]:
         module.update_modules(tree_unflatten(linear))
 
 
+class _States:
+    """A hidden state `[B, T, hidden]` for each batch of `tokens`: in memory, or in files where they are large."""
+
+    def __init__(self, stages: Stages, tokens: np.ndarray, folder: Path):
+        folder.mkdir()
+        self._folder = folder if 4 * tokens.size * stages.config.hidden_size > _IN_MEMORY else None
+        rows = max(1, _BATCH // tokens.shape[1])
+        batches = [mx.array(tokens[start : start + rows]) for start in range(0, len(tokens), rows)]
+        self._kept: list[mx.array | None] = [None] * len(batches)
+        for index, state in enumerate(stages.embeddings(batches)):
+            self.put(index, state)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def state(self, index: int) -> State:
+        kept = self._kept[index]
+        return (file_tensors(self._file(index))["state"].read() if kept is None else kept), None
+
+    def put(self, index: int, state: State) -> None:
+        stream, update = state
+        value = stream if update is None else stream + update
+        if self._folder is None:
+            mx.eval(value)
+            self._kept[index] = value
+        else:
+            save_tensors(self._file(index), {"state": value})
+
+    def _file(self, index: int) -> Path:
+        return self._folder / f"{index}.safetensors"
+
+
 def walk(
-    source: Stages | None, stages: Stages, tokens: np.ndarray, on_block: OnBlock, progress: Callable[[str], None]
-) -> None:
-    """Send `tokens` int `[N, T]` through the decoder; call `on_block` for each block, and at last with the module
-    that has `lm_head` where there is one of its own.
+    source: Stages | None, stages: Stages, tokens: np.ndarray, on_block: OnBlock | None, scratch: Path,
+    progress: Callable[[str], None],
+) -> Inputs:  # fmt: skip
+    """Send `tokens` int `[N, T]` through the decoder; call `on_block` for each block. What the head then reads.
 
     A block gets what the blocks before it make as `on_block` left them, so that each makes up for the errors of
     those before. `stages` begin with the embedding to calibrate with; `source` is the model as it was, run beside it
-    for `Inputs.drift`, or None. Memory: one block, its sums, and one or two hidden states per token.
-    `progress` is told each block that is done.
+    for `Inputs.drift`, or None. Without `on_block` all is as it is. Memory: one block, its sums, and one or two hidden
+    states per token, those beyond a gigabyte in the folder `scratch`. `progress` is told each block that is done.
     """
-    states = _embedded(stages, tokens)
-    originals = [None] * len(states) if source is None else _embedded(source, tokens)
-
-    def record(sums: _Sums, run: Callable[[State], object]) -> None:
-        for i, state in enumerate(states):
-            if originals[i] is not None:
-                originals[i] = run(originals[i])
-                mx.eval(originals[i])
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        states = _States(stages, tokens, Path(folder) / "states")
+        originals = None if source is None else _States(source, tokens, Path(folder) / "originals")
+        for index in range(stages.layers):
+            name, block = f"{LAYERS}.{index}", stages.block(index)
+            if on_block is not None:
+                with _recorded(block) as sums:
+                    for i in range(len(states)):
+                        if originals is not None:
+                            originals.put(i, block(*originals.state(i)))
+                            sums.source_done()
+                        block(*states.state(i))
+                        sums.batch_done()
+                on_block(name, block, sums.inputs())
+            for i in range(len(states)):
+                states.put(i, block(*states.state(i)))
+            del block  # before the next one is read
+            mx.clear_cache()
+            progress(name)
+        leave, sums = stages.leave(), _Sums()
+        for i in range(len(states)):
+            if originals is not None:
+                sums.saw("head", leave(*originals.state(i)))
                 sums.source_done()
-            run(state)
+            sums.saw("head", leave(*states.state(i)))
             sums.batch_done()
-
-    for index in range(stages.layers):
-        block = stages.block(index)
-        with _recorded(block) as sums:
-            record(sums, lambda state, block=block: block(*state))
-        name = f"{LAYERS}.{index}"
-        on_block(name, block, sums.inputs())
-        _through(block, states)
-        progress(name)
-    decoder = stages.ends()
-    if "lm_head" in decoder:
-        with _recorded(decoder) as sums:
-            record(sums, lambda state: decoder.head(decoder.model.leave(*state)))
-        on_block("", decoder, {"lm_head": sums.inputs()["lm_head"]})
-        progress("lm_head")
-
-
-def head_moments(stages: Stages, tokens: np.ndarray, progress: Callable[[str], None]) -> np.ndarray:
-    """XᵀX of what the head reads, `[hidden, hidden]` float32; a run through the decoder as it is."""
-    states = _embedded(stages, tokens)
-    for index in range(stages.layers):
-        _through(stages.block(index), states)
-        progress(f"{LAYERS}.{index}")
-    model, total = stages.ends().model, mx.array(0.0)
-    for state in states:
-        flat = _rows(model.leave(*state))
-        total = total + flat.T @ flat
-        mx.eval(total)
-    return np.array(total)
-
-
-def _embedded(stages: Stages, tokens: np.ndarray) -> list[State]:
-    rows = max(1, _BATCH // tokens.shape[1])
-    states = [stages.embed(mx.array(tokens[start : start + rows])) for start in range(0, len(tokens), rows)]
-    mx.eval(states)
-    return states
-
-
-def _through(block: nn.Module, states: list[State]) -> None:
-    """Each state becomes the one after `block`."""
-    for i, state in enumerate(states):
-        states[i] = block(*state)
-        mx.eval(states[i])
+    return sums.inputs()["head"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm._mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.carry import carry_tokenizer
 from mlxlm.checkpoint.layout import locate
@@ -22,13 +24,14 @@ from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.compare import Comparison, compare
-from mlxlm.errors import ConfigError
+from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
 from mlxlm.families import layout
 from mlxlm.generation.engine import Context, tokens
 from mlxlm.quantize import search, text
-from mlxlm.quantize.calibrated import EMBEDDING, calibrated, check_method
+from mlxlm.quantize.calibrated import EMBEDDING, HEAD, calibrated, check_method
+from mlxlm.quantize.check import checks, checksum
 from mlxlm.quantize.packed import Packed, dequantized
-from mlxlm.quantize.plan import Format, Plan, recipe, uniform
+from mlxlm.quantize.plan import GROUP_SIZES, Format, Plan, recipe, uniform
 from mlxlm.quantize.report import Measured, Report
 from mlxlm.quantize.stream import halved, output_dtype, quantized
 
@@ -36,7 +39,10 @@ from mlxlm.quantize.stream import halved, output_dtype, quantized
 Progress = Callable[[str, int, int], None]
 
 _MARGIN = 1024  # bytes: generation_config.json, names in config.json, padding
-_PROMPT, _DECODED, _WARM = 16, 48, 8  # tokens of the speed measurement; the first are not counted
+_FEW = 256  # tokens: a mean over fewer says little
+_PROMPT, _DECODED = 16, 256  # tokens of the speed measurement, before and after
+_TURNS, SECONDS = 3, 1.0  # of it: the two models take turns, the first one warms up; each lasts so long
+_PLAIN = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
@@ -76,13 +82,19 @@ class Made:
 class Job:
     """One quantization: what it needs from the source, and its parts in their order."""
 
-    def __init__(self, checkpoint: Checkpoint, goal: Goal, method: str, measure: bool, tell: Progress):
+    def __init__(self, checkpoint: Checkpoint, goal: Goal, method: str, measure: bool, verify: bool, tell: Progress):
         self._begun = time.monotonic()
+        self.verifies = verify
+        self._sums: dict[str, int] = {}
         self.source, self.goal, self.method, self.measures, self.tell = checkpoint, goal, method, measure, tell
         self.config = checkpoint.config
         self.parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values())
         self.plan = self._plan()
         check_method(method, self.plan)
+        if not any(self.plan.formats.values()):
+            widths = ", ".join(map(str, sorted(set(self.plan.skipped.values()))))
+            groups = ", ".join(map(str, GROUP_SIZES)) if goal.format.affine else goal.format.group_size
+            raise CheckpointError(f"no matrix can be quantized: their widths are {widths}, groups are of {groups}")
         self.dtype = output_dtype(checkpoint.tensors)
         self.halved = replace(checkpoint, tensors=halved(checkpoint.tensors, self.dtype))
         self.calibration: text.Text | None = None
@@ -106,9 +118,15 @@ class Job:
         if not (self.calibrates or needed):
             return
         root = locate(self.source.path).root if self.source.path.is_dir() else None
-        pair = text.calibration_and_evaluation(root, self.source.load_tokenizer(), calibration, evaluation)
-        self.calibration = pair[0] if self.calibrates else None
-        self.evaluation = pair[1] if needed else None
+        try:
+            tokenizer = self.source.load_tokenizer()
+        except TokenizerError as error:
+            hint = f"{error.hint}; plain rounding without measuring (--no-measure) needs none"
+            raise TokenizerError(error.message, hint) from error
+        if self.calibrates:
+            self.calibration = text.calibration(root, tokenizer, calibration, not needed or evaluation is not None)
+        if needed:
+            self.evaluation = text.evaluation(root, tokenizer, evaluation, calibration)
 
     def make(self, scratch: Path) -> tuple[Plan, Made]:
         """The plan, searched for where that is asked, and its tensors."""
@@ -121,15 +139,24 @@ class Job:
         if self.goal.max_kl is None:
             plan = self._within(found)
             return plan, self._quantized(plan, scratch)
-        made: dict[int, Made] = {}
+        best: tuple[Made, Path] | None = None
+        count = 0
 
         def divergence(plan: Plan) -> float:
+            """Of one candidate; its files stay only if it is the smallest so far that is close enough."""
+            nonlocal best, count
+            count += 1
             folder = Path(tempfile.mkdtemp(dir=scratch))
-            made[plan.nbytes()] = result = self._quantized(plan, folder)
-            return self._compared(self._checkpoint(plan, result.tensors)).kl
+            made = self._quantized(plan, folder, f", candidate {count}")
+            kl = self._compared(self._checkpoint(plan, made.tensors), f", candidate {count}").kl
+            if kl <= self.goal.max_kl:
+                best, folder = (made, folder), best and best[1]
+            if folder is not None:
+                shutil.rmtree(folder)
+            return kl
 
         plan = search.below_divergence(self.plan, found, self.goal.max_kl, divergence)
-        return plan, made[plan.nbytes()]
+        return plan, best[0]
 
     def _within(self, found: search.Costs) -> Plan:
         """The plan that a search for a size ends at. Raises ConfigError naming the smallest size possible."""
@@ -145,19 +172,20 @@ class Job:
                     f"{least} or more, or larger groups",
                 )
             return search.within(self.plan, found, limit)
-        plan, rest = smallest, others + self._beside(smallest)
+        tokenizer = self._tokenizer_bytes()
+        plan, rest = smallest, others + tokenizer + self._beside(smallest)
         if self.goal.budget < plan.nbytes() + rest:
             least = plan.nbytes() + rest
             raise ConfigError(f"{self.goal.budget} bytes can't be reached", f"{least} or more, or larger groups")
         for _ in range(3):  # what lies beside the tensors depends on the plan, a little
             larger = search.within(self.plan, found, max(plan.nbytes(), self.goal.budget - rest))
-            rest = others + self._beside(larger)
+            rest = others + tokenizer + self._beside(larger)
             if larger.nbytes() + rest <= self.goal.budget:
                 return larger
         return plan
 
     def _beside(self, plan: Plan) -> int:
-        """An upper bound of what the folder has beside the values of tensors: headers, configuration, tokenizer."""
+        """An upper bound of what the folder has beside the values of tensors and the tokenizer."""
         config = self.config.with_changes(quantization=plan.entry())
         stored = as_stored(layout(config, for_mlx=True), quantized(self.halved.tensors, plan))
         largest = sum(tensor.nbytes for tensor in stored.values())
@@ -167,16 +195,18 @@ class Job:
         )
         index = sum(len(name) + 60 for name in stored) if largest > huggingface.SHARD_BYTES else 0
         values = json.dumps({**self.source.values, **config.to_dict()}, indent=2, default=str)
+        return header + index + len(values.encode("utf-8")) + _MARGIN
+
+    def _tokenizer_bytes(self) -> int:
         with tempfile.TemporaryDirectory() as folder:
             carry_tokenizer(self.source, Path(folder))
-            tokenizer = sum(file.stat().st_size for file in Path(folder).iterdir())
-        return header + index + len(values.encode("utf-8")) + tokenizer + _MARGIN
+            return sum(file.stat().st_size for file in Path(folder).iterdir())
 
     def _windows(self) -> np.ndarray:
         length = min(text.WINDOW, self.config.max_position_embeddings)
         return self.calibration.windows(length, text.CALIBRATION)
 
-    def _quantized(self, plan: Plan, scratch: Path) -> Made:
+    def _quantized(self, plan: Plan, scratch: Path, which: str = "") -> Made:
         if self.method == "round":
             errors: dict[str, float] = {}
 
@@ -186,42 +216,51 @@ class Job:
             return Made(quantized(self.halved.tensors, plan, on_matrix), errors)
         layers, tied = self.config.num_hidden_layers, self.config.tie_word_embeddings
         twice = tied and plan.formats[EMBEDDING] is not None
-        told = _counter(self.tell, f"calibrating ({self.method})", layers * (1 + twice) + (not tied))
+        own_head = plan.formats.get(HEAD) is not None
+        told = _counter(self.tell, f"calibrating ({self.method}){which}", layers * (1 + twice) + own_head)
         result = calibrated(self.halved, plan, self.method, self._windows(), scratch, told)
         return Made(result.tensors, result.errors)
 
     def _checkpoint(self, plan: Plan, tensors: Tensors) -> Checkpoint:
         return replace(self.source, config=self.config.with_changes(quantization=plan.entry()), tensors=tensors)
 
-    def _compared(self, result: Checkpoint) -> Comparison:
+    def _compared(self, result: Checkpoint, which: str = "") -> Comparison:
         def told(done: int, total: int) -> None:
-            self.tell("comparing with the source", done, total)
+            self.tell(f"comparing with the source{which}", done, total)
 
         ids = self.evaluation.tokens.tolist()
-        return compare(self.source, result, ids, text_bytes=self.evaluation.bytes, progress=told)
+        said = compare(self.source, result, ids, text_bytes=self.evaluation.bytes, progress=told)
+        if not math.isfinite(said.kl):
+            raise CheckpointError("the KL divergence of the result from its source is not finite", "more bits")
+        return said
 
     def write(self, folder: Path, plan: Plan, made: Made) -> list[str]:
-        """The files of the model; returns warnings."""
+        """The files of the model; returns warnings. Checksums of what was computed stay for `report`."""
         config = self.config.with_changes(quantization=plan.entry())
         total = sum(tensor.nbytes for tensor in made.tensors.values())
         done = 0
 
-        def counted(tensor: Tensor) -> Tensor:
+        def counted(name: str, tensor: Tensor) -> Tensor:
             def count(value: mx.array) -> mx.array:
                 nonlocal done
                 done += tensor.nbytes
+                if self.verifies:
+                    self._sums[name] = checksum(value)
                 self.tell("writing", done, total)
                 return value
 
             return tensor.then(count)
 
-        tensors = {name: counted(tensor) for name, tensor in made.tensors.items()}
+        tensors = {name: counted(name, tensor) for name, tensor in made.tensors.items()}
         huggingface.write(folder, self.source.values, config, tensors, None)
         return carry_tokenizer(self.source, folder)
 
     def report(self, source: str, out: Path, folder: Path, plan: Plan, made: Made, warnings: list[str]) -> Report:
-        """Read back what was written, and measure it."""
+        """Read back what was written, check and measure it."""
         again = open_checkpoint(folder)
+        done = checks(self.source, again, str(out), self._sums, self.tell) if self.verifies else []
+        measured = self._measured(again) if self.measures else None
+        warnings = [*self._warnings(), *warnings]
         files = [file for file in folder.iterdir() if file.is_file()]
         before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (self.source, again))
         return Report(
@@ -241,18 +280,31 @@ class Job:
             errors=made.errors,
             error_of="weights" if self.method == "round" else "outputs",
             calibration=self.calibration.name if self.calibration else None,
-            measured=self._measured(again) if self.measures else None,
+            measured=measured,
             seconds=time.monotonic() - self._begun,
+            checks=done,
             warnings=warnings,
         )
 
+    def _warnings(self) -> list[str]:
+        found = []
+        sizes: dict[str, int] = {}
+        for tensor in self.source.tensors.values():
+            sizes[tensor.stored] = sizes.get(tensor.stored, 0) + tensor.nbytes
+        packed = sorted(kind for kind in sizes if kind not in _PLAIN)
+        if packed:
+            kinds = " and ".join(packed)
+            found.append(f"the source is quantized already ({kinds}): what is shown comes on top of what that has cost")
+        count = _FEW if self.evaluation is None else len(self.evaluation.tokens) - 1
+        if count < _FEW:
+            found.append(f"measured on {count} tokens of {self.evaluation.name}: fewer than {_FEW} say little")
+        return found
+
     def _measured(self, again: Checkpoint) -> Measured:
         said = self._compared(again)
-        prompt = self.evaluation.tokens[:_PROMPT].tolist()
-        speeds = []
-        for done, checkpoint in enumerate((self.source, again)):
-            self.tell("measuring speed", done, 2)
-            speeds.append(decode_speed(checkpoint, prompt))
+        self.tell("measuring speed", 0, 1)
+        before, after, note = decode_speeds(self.source, again, self.evaluation.tokens[:_PROMPT].tolist())
+        self.tell("measuring speed", 1, 1)
         return Measured(
             text=self.evaluation.name,
             tokens=said.tokens,
@@ -261,25 +313,44 @@ class Job:
             bits_per_byte_before=said.bits_per_byte_a,
             bits_per_byte_after=said.bits_per_byte_b,
             hidden=said.layers,
-            speed_before=speeds[0],
-            speed_after=speeds[1],
+            speed_before=before,
+            speed_after=after,
+            speed_note=note,
         )
 
 
-def decode_speed(checkpoint: Checkpoint, prompt: Sequence[int]) -> float | None:
-    """Tokens per second after the first ones of `prompt`'s continuation; None where the model doesn't fit."""
-    bytes_per_weight = 4 if ON_CPU else 2
-    if bytes_per_weight * checkpoint.config.parameter_count() > 0.6 * platform.total_memory():
-        return None
-    model, config = load_checkpoint(checkpoint)
-    count = min(_DECODED, config.max_position_embeddings - len(prompt) - 1)
-    if count <= _WARM:
-        return None
-    begun = 0.0
-    for i, _ in enumerate(tokens(Context(model), prompt, lambda logits: mx.argmax(logits, axis=-1), count)):
-        if i == _WARM:
-            begun = time.monotonic()
-    return (count - 1 - _WARM) / (time.monotonic() - begun)
+def decode_speeds(
+    before: Checkpoint, after: Checkpoint, prompt: Sequence[int]
+) -> tuple[float | None, float | None, str | None]:
+    """Tokens per second of both in continuing `prompt`, the median of some turns each, and what to know of it."""
+    bytes_per_weight = 8 if ON_CPU else 3  # of the two together
+    room, context = 0.6 * platform.total_memory(), before.config.max_position_embeddings
+    if bytes_per_weight * before.config.parameter_count() > room:
+        return None, None, "not measured: the two models don't fit into memory together"
+    count = min(_DECODED, context - len(prompt))
+    if count < 2:
+        return None, None, "not measured: the context is too short"
+    models = [load_checkpoint(checkpoint)[0] for checkpoint in (before, after)]
+    rates: list[list[float]] = [[], []]
+    for turn in range(1 + _TURNS):
+        for rate, model in zip(rates, models, strict=True):
+            rate.append(_rate(model, prompt, count, SECONDS if turn else 0.0))
+    note = "weights are computed in float32 on a CPU, so bits don't change the speed" if ON_CPU else None
+    return *(statistics.median(rate[1:]) for rate in rates), note
+
+
+def _rate(model: nn.Module, prompt: Sequence[int], count: int, seconds: float) -> float:
+    """Tokens per second after the first of each continuation of up to `count` tokens, over `seconds` at least."""
+    spent, found = 0.0, 0
+    while True:
+        begun = None
+        for _ in tokens(Context(model), prompt, lambda logits: mx.argmax(logits, axis=-1), count):
+            now = time.monotonic()
+            if begun is not None:
+                spent, found = spent + now - begun, found + 1
+                if spent >= seconds:
+                    return found / spent
+            begun = now
 
 
 def _relative(weight: mx.array, changed: mx.array) -> float:

@@ -31,6 +31,7 @@ def quantize(
     bits_per_weight: float | None = None,
     max_kl: float | None = None,
     measure: bool = True,
+    verify: bool = True,
     progress: Progress | None = None,
 ) -> Report:
     """Write `source` (whatever `open_checkpoint` opens, not quantized by MLX) to the new folder `out`, for mlxlm and
@@ -39,17 +40,20 @@ def quantize(
     bits, group_size, mode: of all matrices, by default 4, 64 and affine; rows that the group size doesn't divide get
     the largest size below it that does, or stay in 16 bits. recipe: one of `plan.RECIPES` instead of bits.
     budget (bytes of the files), bits_per_weight (of all weights) or max_kl (nats per token, on the evaluation text):
-    bits per matrix by a search, see `search`. method: "round" as MLX does, to the bit what mlx_lm.convert writes;
-    "gptq" or "awq" calibrate. calibration, evaluation: text files, see `text.calibration_and_evaluation`.
-    measure: whether to compare the result with the source, on the evaluation text.
+    bits per matrix by a search, see `search`. method: "round" as MLX does, to the bit what mlx_lm.convert writes of
+    a 16-bit model (of a float32 one it keeps float32 scales, here they have 16 bits); "gptq" or "awq" calibrate.
+    calibration, evaluation: text files; what takes their place, see `text`. measure: whether to compare the result with
+    the source, on the evaluation text. verify: whether to check what was written, see `check`.
 
-    Tensors stream from disk to disk: rounding holds one matrix at a time, calibration one block and the hidden
-    states. The report is also written into the folder, with a picture. progress(phase, done, total).
+    Tensors stream from disk to disk: rounding holds one matrix at a time, calibration one block or table in float32,
+    the moments of its inputs, and the hidden states, at most a gigabyte of which is in memory. The report is also
+    written into the folder, with a picture. progress(phase, done, total).
     Raises ConfigError for settings that can't work, for settings without an effect, and for a goal that can't be
     reached, naming the nearest that can; CheckpointError for an `out` that exists and for weights that can't be
     quantized; DataError for texts that are too short. Nothing is left then.
     """
     out = Path(out)
+    _check_name(out)
     if bits is not None and (recipe, budget, bits_per_weight, max_kl) != (None,) * 4:
         raise ConfigError("bits have no effect where a recipe or a search decides them", "leaving them out")
     goal = Goal(Format.of(mode, bits, group_size), recipe, budget, bits_per_weight, max_kl)
@@ -60,7 +64,7 @@ def quantize(
         raise CheckpointError(f"{source} can't be quantized: {checkpoint.foreign}", "mlx_lm.convert -q for it")
     if checkpoint.config.quantization:
         raise CheckpointError(f"{source} is quantized already", "the unquantized model it was made from")
-    job = Job(checkpoint, goal, method, measure, progress or (lambda phase, done, total: None))
+    job = Job(checkpoint, goal, method, measure, verify, progress or (lambda phase, done, total: None))
     job.read_texts(calibration, evaluation)
     with new_folder(out) as folder:
         scratch = folder / _SCRATCH
@@ -72,3 +76,12 @@ def quantize(
         write_json(folder / REPORT, report.to_dict())
         draw(report, folder / PICTURE)
     return report
+
+
+def _check_name(out: Path) -> None:
+    """Raises ConfigError for the name of a file: other programs would look for one."""
+    suffix = out.suffix.lower()
+    if suffix == ".gguf":
+        raise ConfigError(f"quantize writes a folder, not {out.name}", f"mlxlm convert SOURCE --out {out} --type q4_0")
+    if suffix in (".bin", ".safetensors", ".npz", ".pt", ".pth", ".json"):
+        raise ConfigError(f"quantize writes a folder, not {out.name}", f"{out.with_suffix('')}, for a folder")

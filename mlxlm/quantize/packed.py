@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,13 @@ class Packed:
         """By tensor name."""
         parts = {f"{module}.weight": self.weight, f"{module}.scales": self.scales}
         return parts if self.biases is None else {**parts, f"{module}.biases": self.biases}
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Packed]) -> Packed:
+        """One matrix of pieces with some of its rows each."""
+        weight, scales = (mx.concatenate([getattr(piece, part) for piece in pieces]) for part in ("weight", "scales"))
+        biases = None if pieces[0].biases is None else mx.concatenate([piece.biases for piece in pieces])
+        return cls(weight, scales, biases)
 
 
 def rounded(weight: mx.array, chosen: Format) -> Packed:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxlm.carried import Check
 from mlxlm.files import write_bytes
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+?)(?:_proj)?$")
@@ -17,11 +18,12 @@ _COLORS = {2: "#7f0000", 3: "#d7301f", 4: "#fc8d59", 5: "#74a9cf", 6: "#2b8cbe",
 
 @dataclass(frozen=True)
 class Measured:
-    """Source and result on a text that neither calibration nor search has seen.
+    """Source and result on a text that calibration has not seen. A search that ends at a KL divergence has measured
+    its candidates on this text.
 
     kl: mean KL(source || result), nats per token. top1: share of tokens with the same most likely next one.
     hidden: relative error of the hidden states after the embedding and each layer. speed: tokens per second of
-    decoding, None where a model doesn't fit into memory.
+    decoding, None where the two models don't fit into memory together; speed_note: what to know of it.
     """
 
     text: str
@@ -33,6 +35,7 @@ class Measured:
     hidden: dict[str, float] = field(repr=False)
     speed_before: float | None
     speed_after: float | None
+    speed_note: str | None
 
     @property
     def bits_per_byte_change(self) -> float:
@@ -46,8 +49,9 @@ class Report:
     formats: matrix (as in the files) -> group_size, bits and mode; None in 16 bits. regrouped and skipped: matrices
     whose rows the group size doesn't divide: the size they got, or the width that no size divides.
     errors: module -> relative error, of its "outputs" on the calibration text, or of its "weights" where there is
-    none (`error_of` says which). bits: module -> its bits. bytes: of all files that a runtime needs, so without
-    those of this report.
+    none (`error_of` says which; a table that is no head has no outputs to err in, its weights' error is given).
+    bits: module -> its bits. bytes: of all files that a runtime needs, so without those of this report.
+    checks: what was compared after writing, see `check`.
     """
 
     source: str
@@ -68,11 +72,14 @@ class Report:
     calibration: str | None
     measured: Measured | None
     seconds: float
+    checks: list[Check]
     warnings: list[str]
 
     def worst(self, n: int = 5) -> list[str]:
-        """The modules with the largest errors, worst first."""
-        return sorted(self.errors, key=self.errors.get, reverse=True)[:n]
+        """The modules with the largest errors, worst first; of errors of outputs only those."""
+        tables = {"model.embed_positions"} | ({"model.embed_tokens"} if "lm_head" in self.bits else set())
+        ranked = [name for name in self.errors if self.error_of == "weights" or name not in tables]
+        return sorted(ranked, key=self.errors.get, reverse=True)[:n]
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -85,6 +92,7 @@ def draw(report: Report, path: Path) -> None:
     """Draw the error of each matrix by layer, colour by bits, and below it that of the hidden states."""
     from matplotlib.figure import Figure  # half a second: only where a picture is drawn
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(9, 6.5 if report.measured else 4.2), layout="constrained")
     panels = figure.subplots(2 if report.measured else 1, 1, squeeze=False)[:, 0]
@@ -97,32 +105,41 @@ def draw(report: Report, path: Path) -> None:
         panels[0].scatter(x, y, c=[_COLORS[b] for b in bits], marker=marker, s=26, zorder=2)
         shapes.append(Line2D([], [], marker=marker, ls="", color="#555", label=kind))
         used.update(bits)
-    dots = [Line2D([], [], marker="o", ls="", color=_COLORS[b], label=f"{b} bits") for b in sorted(used)]
-    panels[0].legend(handles=shapes + dots, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
-    panels[0].set_ylim(bottom=0)
+    colors = [Patch(color=_COLORS[b], label=f"{b} bits") for b in sorted(used)]
+    panels[0].legend(handles=shapes + colors, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     panels[0].set_ylabel(f"relative error of {report.error_of}")
+    title = f"{Path(report.path).name}: {report.bits_per_weight:.2f} bits per weight, {report.method}"
     if report.measured is not None:
         hidden = list(report.measured.hidden.values())
         panels[1].plot(range(-1, len(hidden) - 1), hidden, "o-", ms=3, color="#045a8d")
-        panels[1].set_ylim(bottom=0)
         panels[1].set_ylabel("relative error of hidden states")
-        figure.suptitle(
-            f"{report.bits_per_weight:.2f} bits per weight, {report.method}: KL {report.measured.kl:.4f} nats/token, "
-            f"top-1 {100 * report.measured.top1:.1f} %, {report.measured.bits_per_byte_change:+.4f} bits/byte",
-            fontsize=10,
+        title += (
+            f": KL {report.measured.kl:.4f} nats/token, top-1 {100 * report.measured.top1:.1f} %, "
+            f"{report.measured.bits_per_byte_change:+.4f} bits/byte"
         )
-    panels[-1].set_xlabel("layer (-1: embedding)")
+    figure.suptitle(title, fontsize=10)
+    panels[-1].set_xlabel("layer")
+    last = _last_layer(report)
+    outside = {-1: "embedding"} | ({last + 1: "head"} if "lm_head" in report.errors else {})
     for panel in panels:
+        panel.margins(y=0.08)
+        panel.set_ylim(0, panel.get_ylim()[1])
         panel.grid(alpha=0.3)
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set_xlim(-1.5, last + 1.5)
+        panel.set_xticks([*range(0, last + 1, last // 16 + 1), *outside])
+        panel.xaxis.set_major_formatter(lambda x, _position: outside.get(round(x), f"{x:.0f}"))
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_bytes(path, picture.getvalue())
 
 
+def _last_layer(report: Report) -> int:
+    return max((int(m[1]) for name in report.formats if (m := re.match(r"model\.layers\.(\d+)\.", name))), default=-1)
+
+
 def _by_kind(report: Report) -> dict[str, list[tuple[int, float, int]]]:
     """Kind of matrix -> (layer, error, bits) of each; embedding and head are outside the layers."""
-    last = max((int(m[1]) for name in report.errors if (m := _LAYER.match(name))), default=-1)
+    last = _last_layer(report)
     found: dict[str, list[tuple[int, float, int]]] = {}
     for module, error in report.errors.items():
         match = _LAYER.match(module)

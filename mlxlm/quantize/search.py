@@ -11,12 +11,14 @@ from mlxlm import platform
 from mlxlm._mlx import mx, nn
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.compare import divergence
 from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.quantize.awq import at
 from mlxlm.quantize.packed import dequantized, rounded
 from mlxlm.quantize.plan import BITS, Format, Matrix, Plan
 
-PROBE_BITS = 3  # few enough for a KL far above float32's noise, and not so few that it stops growing with the square
+PROBE_BITS = 3  # few enough for a KL that can be measured, and not so few that it stops growing with the square
+_LEAST = 1e-9  # nats per token: matrices that don't seem to matter get bits, too, where there is room
 TOKENS = 2048  # of the text that the probes see
 _LOGITS = 1 << 27  # at most so many of the source's stay in memory
 _SIZES = 128  # to choose from for a bound on the KL divergence
@@ -50,7 +52,7 @@ def costs(
     if needed > 0.6 * platform.total_memory():
         raise CheckpointError(
             f"a search for bits runs the model once per matrix, and it needs {needed / 1e9:.1f} GB of memory",
-            "a recipe, or the same bits for all matrices",
+            "a recipe, or the same bits for all matrices, which need room for one layer",
         )
     model, _ = load_checkpoint(checkpoint)
     count = max(1, min(TOKENS, _LOGITS // checkpoint.config.vocab_size) // windows.shape[1])
@@ -75,11 +77,13 @@ def _cost(probe: _Probe, model: nn.Module, matrix: Matrix, base: Format) -> dict
         if bits == PROBE_BITS:
             for layer, value in zip(layers, changed, strict=True):
                 layer.weight = value.astype(layer.weight.dtype)
-            divergence = probe.divergence(matrix.modules[0])
+            cost = probe.divergence(matrix.modules[0])
             for layer, weight in zip(layers, weights, strict=True):
                 layer.weight = weight
     measured = errors[replace(base, bits=PROBE_BITS)]
-    return {chosen: divergence * error / measured if measured else 0.0 for chosen, error in errors.items()}
+    if not measured:  # as good as exact in few bits
+        return errors
+    return {chosen: max(cost, _LEAST) * error / measured for chosen, error in errors.items()}
 
 
 class _Probe:
@@ -111,7 +115,7 @@ class _Probe:
             state = block(*state)
         logits = self._logits(state)
         mine = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return max(0.0, (mx.exp(self._source) * (self._source - mine)).sum(axis=-1).mean().item())
+        return divergence(self._source, mine).sum(axis=-1).mean().item()
 
     def _logits(self, state) -> mx.array:
         return self._model.head(self._model.model.leave(*state)).astype(mx.float32)
@@ -144,11 +148,11 @@ def steps(plan: Plan, costs: Costs) -> tuple[Plan, list[Step]]:
 
 def within(plan: Plan, costs: Costs, nbytes: int) -> Plan:
     """The plan whose matrices take at most `nbytes`, with the least cost found by walking up; room that a step is
-    too large for goes to the next that fit. Raises ConfigError, naming the smallest possible size."""
+    too large for goes to the next that fit. `nbytes` are those of the smallest plan at least."""
     smallest, path = steps(plan, costs)
     room = nbytes - smallest.nbytes()
     if room < 0:
-        raise ConfigError(f"the matrices take {smallest.nbytes()} bytes at least, {nbytes} are left for them")
+        raise ValueError(f"{smallest.nbytes()} bytes are the least, not {nbytes}")
     chosen: dict[str, Format] = {}
     closed: set[str] = set()
     for step in path:
@@ -164,32 +168,37 @@ def below_divergence(plan: Plan, costs: Costs, limit: float, measure: Callable[[
     """The smallest plan found whose KL divergence, as `measure(plan)` gives it, is at most `limit`.
 
     What the costs predict is corrected by each measurement, so that a few suffice; the bracket of sizes only shrinks.
+    No plan is measured twice, and one that keeps the bound is smaller than those before that did.
     Raises ConfigError, naming the smallest divergence possible, if all bits aren't enough.
     """
     plans = _sizes(plan, costs)
     predicted = np.minimum.accumulate([_predicted(each, costs) for each in plans])
     below, enough, ratio = -1, len(plans), 1.0  # the largest known to be too small, the smallest known to do
+    most = None  # the divergence that all bits have, once it was measured
     for _ in range(_MEASUREMENTS):
         if below + 1 >= enough:
             break
         guess = int(np.searchsorted(-predicted * ratio, -limit))
         count = min(max(guess, below + 1), enough - 1)
-        divergence = measure(plans[count])
-        if predicted[count] > 0 and divergence > 0:
-            ratio = divergence / predicted[count]
-        if divergence <= limit:
+        found = measure(plans[count])
+        if predicted[count] > 0 and found > 0:
+            ratio = found / predicted[count]
+        if found <= limit:
             enough = count
         else:
             below = count
-    if enough == len(plans):
-        divergence = measure(plans[-1])
-        if divergence > limit:
-            raise ConfigError(
-                f"a KL divergence of {limit:g} can't be reached: the most bits give {divergence:.3g}",
-                f"{divergence * 1.01:.2g} or more, or smaller groups",
-            )
-        enough = len(plans) - 1
-    return plans[enough]
+        if count == len(plans) - 1:
+            most = found
+    if enough < len(plans):
+        return plans[enough]
+    if most is None:
+        most = measure(plans[-1])
+    if most <= limit:
+        return plans[-1]
+    raise ConfigError(
+        f"a KL divergence of {limit:g} can't be reached: the most bits give {most:.3g}",
+        f"{most * 1.01:.2g} or more, or smaller groups",
+    )
 
 
 def _sizes(plan: Plan, costs: Costs) -> list[Plan]:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 
 from mlxlm._mlx import mx
+from mlxlm.checkpoint.bits import largest
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.errors import CheckpointError
-from mlxlm.quantize.packed import Packed, dequantized, rounded
+from mlxlm.quantize.packed import Packed, rounded
 from mlxlm.quantize.plan import Format, Plan
 
 HALVES = (mx.float16, mx.bfloat16)
@@ -46,9 +47,9 @@ def halved(tensors: Tensors, dtype: mx.Dtype) -> dict[str, Tensor]:
             return tensor
 
         def convert(value: mx.array) -> mx.array:
-            largest = _largest(name, value)
-            if not largest <= mx.finfo(dtype).max:
-                raise CheckpointError(f"{name} has values that 16 bits can't hold (up to {largest:g})")
+            highest = _largest(name, value)
+            if not highest <= mx.finfo(dtype).max:
+                raise CheckpointError(f"{name} has values that 16 bits can't hold (up to {highest:g})")
             return value.astype(dtype)
 
         kind = {mx.float16: "F16", mx.bfloat16: "BF16"}[dtype]
@@ -60,8 +61,8 @@ def halved(tensors: Tensors, dtype: mx.Dtype) -> dict[str, Tensor]:
 def quantized(tensors: Tensors, plan: Plan, on_matrix: OnMatrix | None = None) -> dict[str, Tensor]:
     """16-bit `tensors` with the matrices of `plan` rounded by MLX, each when it is read.
 
-    The parts of a matrix (weight, scales, biases) are made together and kept until each was read once: writers
-    take a file's packed weights first, and its scales and biases, an eighth of them at 4 bits, wait in memory.
+    The parts of a matrix (weight, scales, biases) are made together and kept until each was read once, as writers do
+    one after the other.
     `on_matrix(module, weight, packed, format)` is told of each when it is made.
     """
     kept: dict[str, dict[str, mx.array]] = {}
@@ -106,25 +107,9 @@ def describe(module: str, tensor: Tensor, chosen: Format) -> dict[str, tuple]:
     return {f"{module}.{p}": (s, d, kind, s[0] * s[1] * d.size) for p, (s, d, kind) in shapes.items()}
 
 
-def simulated(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
-    """What a quantized model computes with, as an unquantized one: each matrix rounded and back in float32."""
-    result = dict(tensors)
-    for name, tensor in tensors.items():
-        module, _, parameter = name.rpartition(".")
-        chosen = plan.formats.get(module) if parameter == "weight" else None
-        if chosen is not None:
-            there_and_back = lambda w, c=chosen: dequantized(rounded(w, c), c)  # noqa: E731
-            result[name] = tensor.then(there_and_back, dtype=mx.float32)
-    return result
-
-
 def _largest(name: str, value: mx.array) -> float:
-    """The largest absolute value. In float32: MLX's CPU backend takes four times as long for 16 bits."""
-    if not value.size:
-        return 0.0
-    wide = value.astype(mx.float32)
-    high, low = wide.max(), wide.min()
-    mx.eval(high, low)
-    if not (abs(high.item()) < math.inf and abs(low.item()) < math.inf):
+    """The largest magnitude. Raises CheckpointError for a NaN or infinity."""
+    found = largest(value)
+    if not found < math.inf:
         raise CheckpointError(f"{name} has values that are not finite", "the checkpoint before they appeared")
-    return max(abs(high.item()), abs(low.item()))
+    return found

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mlxlm.checkpoint.layout import RUN_FILE
-from mlxlm.data import TokenDataset, texts
+from mlxlm.data import TokenDataset, documents
 from mlxlm.data.builtin import python_reference
-from mlxlm.errors import DataError
+from mlxlm.errors import DataError, MlxlmError
 from mlxlm.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens of a calibration sequence, less where the model's context is shorter
-CALIBRATION = 32_768  # tokens; GPTQ's paper takes 262,144, which a CPU can't, and more hardly helps it
+CALIBRATION = 16_384  # tokens, some times as many as inputs of a layer; GPTQ's paper takes 262,144, too many for a CPU
 EVALUATION = 8_192
 _SPREAD = 16  # calibration windows come from a stretch of up to this many times as many tokens
 _CHARACTERS = 4  # per token, about
@@ -45,55 +45,73 @@ class Text:
 
 def of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> Text:
     """Up to `tokens` tokens from the beginning of whatever `mlxlm prepare` reads as text."""
-    return _encoded(str(path), texts([path]), tokenizer, tokens)
+    return _encoded(str(path), _documents(path), tokenizer, tokens)
 
 
-def calibration_and_evaluation(
-    root: Path | None, tokenizer: Tokenizer, calibrate: Path | str | None, evaluate: Path | str | None
-) -> tuple[Text, Text]:
-    """A text to calibrate with and another one to measure on.
-
-    Given files are taken. Without any, a run (`root` has train.json) gives its training and its validation data, and
-    another model the text that every Python carries, four fifths of its topics and the rest. Where only one to
-    calibrate with is given, its last tenth is kept for measuring.
-    """
-    wanted = _SPREAD * CALIBRATION
-    if evaluate is not None:
-        measured = of_file(evaluate, tokenizer, EVALUATION)
-        if calibrate is not None:
-            return of_file(calibrate, tokenizer, wanted), measured
-        return _without_files(root, tokenizer)[0], measured
-    if calibrate is None:
-        return _without_files(root, tokenizer)
-    whole = of_file(calibrate, tokenizer, wanted)
-    cut = len(whole.tokens) * 9 // 10
-    kept = Text(f"{whole.name} (but its last tenth)", whole.tokens[:cut], _bytes(whole.tokens[:cut], tokenizer))
-    held_out = whole.tokens[cut : cut + EVALUATION]
-    return kept, Text(f"{whole.name} (from its last tenth)", held_out, _bytes(held_out, tokenizer))
+def _documents(path: Path | str) -> Iterator[str]:
+    """The text of each document, an empty line between two."""
+    for count, document in enumerate(documents([path])):
+        if count:
+            yield "\n\n"
+        yield from document.pieces
+        yield "\n\n".join(content for _, content in document.messages or ())
 
 
-def _without_files(root: Path | None, tokenizer: Tokenizer) -> tuple[Text, Text]:
-    if root is not None and (root / RUN_FILE).is_file():
-        from mlxlm.train import Run  # not for every model: it brings the optimizers
+def calibration(root: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> Text:
+    """What to calibrate with: `file`, whole or but its last tenth; else a run's training data (`root` has train.json),
+    or for another model four fifths of the text that every Python carries."""
+    if file is None:
+        return _without_file(root, tokenizer, "train", _SPREAD * CALIBRATION)
+    text = of_file(file, tokenizer, _SPREAD * CALIBRATION)
+    return text if whole else _cut(text, tokenizer)[0]
 
-        run = Run.open(root)
-        run.check_data()
-        return (
-            _of_data(TokenDataset.open(run.data, "train"), "training data of the run", _SPREAD * CALIBRATION),
-            _of_data(TokenDataset.open(run.data, "validation"), "validation data of the run", EVALUATION),
-        )
-    topics = ["\n\n".join(m["content"] for m in messages) + "\n\n" for messages in python_reference()]
-    cut = len(topics) * 4 // 5
-    name = "Python's language reference ({})"
+
+def evaluation(
+    root: Path | None, tokenizer: Tokenizer, file: Path | str | None, calibrated_on: Path | str | None
+) -> Text:
+    """What to measure on: `file`, else the last tenth of the file calibrated on, else a run's validation data, or the
+    fifth of Python's text that `calibration` leaves."""
+    if file is not None:
+        return of_file(file, tokenizer, EVALUATION)
+    if calibrated_on is not None:
+        return _cut(of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION), tokenizer)[1]
+    return _without_file(root, tokenizer, "validation", EVALUATION)
+
+
+def _cut(text: Text, tokenizer: Tokenizer) -> tuple[Text, Text]:
+    at = len(text.tokens) * 9 // 10
+    first, last = text.tokens[:at], text.tokens[at : at + EVALUATION]
+    if len(last) < 2:
+        raise DataError(f"{text.name} has too little text", "a longer text")
     return (
-        _encoded(name.format("four fifths"), topics[:cut], tokenizer, _SPREAD * CALIBRATION),
-        _encoded(name.format("the last fifth"), topics[cut:], tokenizer, EVALUATION),
+        Text(f"{text.name} (but its last tenth)", first, _bytes(first, tokenizer)),
+        Text(f"{text.name} (from its last tenth)", last, _bytes(last, tokenizer)),
     )
 
 
-def _of_data(data: TokenDataset, name: str, tokens: int) -> Text:
+def _without_file(root: Path | None, tokenizer: Tokenizer, split: str, tokens: int) -> Text:
+    if root is not None and (root / RUN_FILE).is_file():
+        return _of_run(root, split, tokens)
+    topics = ["\n\n".join(m["content"] for m in messages) + "\n\n" for messages in python_reference()]
+    cut = len(topics) * 4 // 5
+    name, part = ("four fifths", topics[:cut]) if split == "train" else ("the last fifth", topics[cut:])
+    return _encoded(f"Python's language reference ({name})", part, tokenizer, tokens)
+
+
+def _of_run(root: Path, split: str, tokens: int) -> Text:
+    from mlxlm.train import Run  # not for every model: it brings the optimizers
+
+    try:
+        run = Run.open(root)
+        run.check_data()
+        data = TokenDataset.open(run.data, split)
+    except MlxlmError as error:
+        option = "--text" if split == "train" else "--eval-text"
+        raise type(error)(error.message, f"{option} FILE instead of the run's own data") from error
     count = min(tokens, len(data))
-    return Text(name, np.array(data.slice(0, count), np.int32), round(data.bytes * max(0, count - 1) / len(data)))
+    words = {"train": "training", "validation": "validation"}
+    size = round(data.bytes * max(0, count - 1) / len(data))
+    return Text(f"{words[split]} data of the run", np.array(data.slice(0, count), np.int32), size)
 
 
 def _encoded(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int) -> Text:

@@ -11,6 +11,7 @@ from mlxlm.cli import quantize as command
 from mlxlm.cli.main import _run
 from mlxlm.files import write_json
 from mlxlm.model import Decoder
+from mlxlm.peers import Unavailable
 from mlxlm.quantization import MODES
 
 
@@ -24,6 +25,15 @@ def model(tmp_path_factory, tiny_config, tiny_tokenizer):
     save_weights(folder, {name: 4 * w if w.ndim == 2 else w for name, w in tree_flatten(decoder.parameters())})
     tiny_tokenizer.save(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    def unavailable(*arguments, **options):
+        raise Unavailable("not asked in this test")
+
+    monkeypatch.setattr("mlxlm.peers.ask", unavailable)
+    monkeypatch.setattr("mlxlm.quantize.job.SECONDS", 0.0)
 
 
 def test_the_choices_are_the_librarys():

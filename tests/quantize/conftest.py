@@ -11,6 +11,7 @@ from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
 from mlxlm.files import write_json
 from mlxlm.model import Decoder
+from mlxlm.peers import Unavailable
 
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -57,6 +58,23 @@ def no_pictures(request, monkeypatch):
     """A picture takes half a second, and one test looks at one: those that ask for `pictures` draw."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr("mlxlm.quantize.model.draw", lambda report, path: None)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(request, monkeypatch):
+    """A peer takes seconds to start, and speed is measured for seconds: those that ask for `peers` wait for mlx_lm."""
+    monkeypatch.setattr("mlxlm.quantize.job.SECONDS", 0.0)
+    if "peers" not in request.fixturenames:
+
+        def unavailable(*arguments, **options):
+            raise Unavailable("not asked in this test")
+
+        monkeypatch.setattr("mlxlm.peers.ask", unavailable)
+
+
+@pytest.fixture
+def peers():
+    """Asks for peers: see above."""
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_a_scaled_block_computes_the_same(family):
     before = [part for part in block(stream, None)]
     readers = {name for fold in awq.folds(config) for name in fold.readers}
     inputs = {name: Inputs(outliers(awq.at(block, name).weight.shape[1])) for name in readers}
-    _, changed = awq.scale_block(block, config, inputs, dict.fromkeys(readers, Format(3, 32)), mx.float16)
+    _, changed = awq.scale_block(block, config, inputs, dict.fromkeys(readers, Format(3, 32)), mx.float32)
     assert changed
     for old, new in zip(before, block(stream, None), strict=True):
         assert mx.abs(old - new).max().item() < 2e-4 * max(1.0, mx.abs(old).max().item())
@@ -109,3 +109,23 @@ def test_clipping_never_loses_within_a_group():
     assert (clipped <= plain * 1.001).all() and clipped.sum() < 0.95 * plain.sum()
     kept = awq.clipped("self_attn.q_proj", weight, moments, chosen)
     assert mx.array_equal(kept.weight, rounded(weight, chosen).weight)
+
+
+def test_readers_make_up_for_a_norm_in_16_bits():
+    """A norm that is stored less one has few bits left where its gain is small."""
+    config = ModelConfig(**{**SIZES, **FAMILIES["gemma2"]})
+    model = Decoder(config)
+    model.initialize(0)
+    block = model.layers[0]
+    norm, reader = block.input_layernorm, block.self_attn.q_proj
+    norm.weight = mx.random.normal((64,), scale=0.3, key=mx.random.key(3)).astype(mx.bfloat16).astype(mx.float32)
+    before = (1 + norm.weight) * reader.weight
+    readers = {name for fold in awq.folds(config) for name in fold.readers}
+    inputs = {name: Inputs(1000 * outliers(awq.at(block, name).weight.shape[1])) for name in readers}
+    awq.scale_block(block, config, inputs, dict.fromkeys(readers, Format(3, 32)), mx.bfloat16)
+    for weight in (norm.weight, reader.weight):
+        assert mx.array_equal(weight.astype(mx.bfloat16).astype(mx.float32), weight)
+    after = (1 + norm.weight) * reader.weight
+    assert (1 + norm.weight).min() < 0.4  # what has few bits is there
+    assert not mx.array_equal(after, before)
+    assert (mx.abs(after - before) <= 1.01 * 2**-8 * mx.abs(before)).all()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from mlxlm._mlx import mx
 from mlxlm.errors import CheckpointError
-from mlxlm.quantize.gptq import gptq, relative_error, row_errors
+from mlxlm.quantize.gptq import gptq, inverse_factor, output_error, row_errors
 from mlxlm.quantize.packed import dequantized, pack, rounded
 from mlxlm.quantize.plan import BITS, GROUP_SIZES, MODES, Format
 
@@ -40,6 +40,11 @@ def test_rounding_is_that_of_mlx(mode):
     parts = mx.quantize(weight, mode=mode)
     assert all(mx.array_equal(a, b) for a, b in zip(rounded(weight, chosen).parts("m").values(), parts, strict=True))
     assert dequantized(rounded(weight, chosen), chosen).dtype == mx.float32
+
+
+def relative_error(*arguments) -> float:
+    changed, size = output_error(*arguments)
+    return (changed / size) ** 0.5
 
 
 def problem(rows=48, width=128, tokens=2000, seed=0):
@@ -153,3 +158,9 @@ def test_drift_is_partly_made_up_for():
     source, changed = np.array(weight.astype(mx.float32)), np.array(dequantized(packed, Format(8, 32)))
     grown = np.vdot(changed @ moments, source) / np.vdot(source @ moments, source)
     assert grown == pytest.approx(1.125, abs=0.005)
+
+
+def test_matrices_with_the_same_inputs_share_a_factor():
+    weight, moments = problem()
+    own, shared = (gptq(weight, moments, Format(3, 64), factor=f) for f in (None, inverse_factor(moments)))
+    assert mx.array_equal(own.weight, shared.weight) and mx.array_equal(own.scales, shared.scales)

@@ -1,6 +1,8 @@
 """Whole models: what is written, what mlx_lm makes of it, what it costs, and what is refused."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +10,15 @@ import pytest
 import mlxlm
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import load_weights, save_weights
+from mlxlm.checkpoint.carry import carry_tokenizer as carry
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.errors import CheckpointError, ConfigError, DataError
-from mlxlm.quantize import REPORT, quantize, search
+from mlxlm.compare import compare
+from mlxlm.convert import convert
+from mlxlm.errors import CheckpointError, ConfigError, DataError, MlxlmError
+from mlxlm.peers import Opinion, Refused
+from mlxlm.quantize import REPORT, calibrate, quantize, search, text
+from mlxlm.quantize.calibrated import calibrated
+from mlxlm.quantize.job import Job
 from mlxlm.quantize.plan import Format, uniform
 
 
@@ -45,7 +53,8 @@ def test_rounding_is_to_the_bit_what_mlx_lm_writes(model, tmp_path, settings):
 )
 def test_calibrated_models_are_read_by_mlx_lm(model, tmp_path, texts, settings):
     mlx_lm = pytest.importorskip("mlx_lm")
-    report = quantize(model, tmp_path / "out", **settings, calibration=texts[0], evaluation=texts[1])
+    report = quantize(model, tmp_path / "out", **settings, calibration=texts[0], evaluation=texts[1], verify=False)
+    assert report.checks == []
     theirs, _ = mlx_lm.load(str(tmp_path / "out"))
     theirs.set_dtype(mx.float32)
     tokens = mx.array([[5, 60, 7, 200, 9, 11]])
@@ -152,7 +161,7 @@ def test_walking_up_the_hull_spends_the_budget(model):
         found = search.within(plan, costs, smallest.nbytes() + extra)
         assert found.nbytes() <= smallest.nbytes() + extra
     assert set(found.formats.values()) == {Format(8)}
-    with pytest.raises(ConfigError, match="at least"):
+    with pytest.raises(ValueError, match="the least"):
         search.within(plan, costs, smallest.nbytes() - 1)
 
 
@@ -199,14 +208,184 @@ def test_sources_that_can_not_be_quantized(model, write_model, tmp_path, texts):
 
 
 def test_calibration_and_evaluation_never_share_text(model, tmp_path, tiny_tokenizer, texts):
-    from mlxlm.quantize.text import calibration_and_evaluation
-
-    for first, second in (
-        calibration_and_evaluation(model, tiny_tokenizer, None, None),
-        calibration_and_evaluation(model, tiny_tokenizer, texts[0], None),
-    ):
+    for given in (None, texts[0]):
+        first = text.calibration(model, tiny_tokenizer, given, whole=False)
+        second = text.evaluation(model, tiny_tokenizer, None, given)
         assert first.name != second.name
         tail = second.tokens[:40].tolist()
         there = first.tokens.tolist()
         assert not any(there[i : i + 40] == tail for i in range(len(there)))
         assert second.bytes == len(tiny_tokenizer.decode(second.tokens[1:]).encode())
+    whole = text.calibration(model, tiny_tokenizer, texts[0], whole=True)
+    assert len(whole.tokens) > len(first.tokens)
+
+
+def test_documents_are_apart(tiny_tokenizer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        '{"text": "one"}\n{"messages": [{"role": "user", "content": "a"}, {"role": "b", "content": "c"}]}\n'
+    )
+    assert tiny_tokenizer.decode(text.of_file(file, tiny_tokenizer, 100).tokens.tolist()) == "one\n\na\n\nc"
+
+
+def test_texts_that_are_given_free_a_run_from_its_data(model, tmp_path, texts):
+    shutil.copytree(model, tmp_path / "run")
+    (tmp_path / "run" / "train.json").write_text("{}")
+    step = tmp_path / "run" / "checkpoints" / "step-1"
+    step.mkdir(parents=True)
+    (tmp_path / "run" / "model.safetensors").rename(step / "model.safetensors")
+    report = quantize(tmp_path / "run", tmp_path / "out", evaluation=texts[1])
+    assert report.measured.text.endswith("evaluation.txt")
+    with pytest.raises(MlxlmError, match="--text FILE"):
+        quantize(tmp_path / "run", tmp_path / "gptq", method="gptq", evaluation=texts[1])
+    with pytest.raises(MlxlmError, match="--eval-text FILE"):
+        quantize(tmp_path / "run", tmp_path / "measured")
+
+
+def test_what_was_written_is_checked(model, tmp_path, texts, peers):
+    pytest.importorskip("mlx_lm")
+    report = quantize(model, tmp_path / "out", bits=4, measure=False)
+    assert {check.name: check.result for check in report.checks} == dict.fromkeys(
+        ("tensors", "tokenizer", "configuration", "mlx_lm"), "equal"
+    )
+    assert report.to_dict()["checks"][0]["name"] == "tensors"
+
+
+def test_a_disk_that_changes_values_is_noticed(model, tmp_path, monkeypatch):
+    def spoil(folder, *arguments):
+        written = load_weights(folder)
+        written["model.norm.weight"] = written["model.norm.weight"] + 1
+        mx.eval(written)
+        save_weights(folder, written)
+        return []
+
+    monkeypatch.setattr(
+        "mlxlm.quantize.job.carry_tokenizer", lambda source, folder: spoil(folder) or carry(source, folder)
+    )
+    with pytest.raises(CheckpointError, match=r"out: model.norm.weight is not what was written"):
+        quantize(model, tmp_path / "out", measure=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_mlx_lm_refuses_is_an_error(model, tmp_path, monkeypatch):
+    def refuses(peer, path, *arguments, **options):
+        if "source" not in str(path):
+            raise Refused(f"{peer} can't read it: {path} is wrong")
+        return Opinion([0] * 32, [0.0] * 32, 1.0)
+
+    monkeypatch.setattr("mlxlm.peers.ask", refuses)
+    with pytest.raises(CheckpointError, match="mlx_lm can't read it.*--no-verify"):
+        quantize(model, tmp_path / "out", measure=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name, hint", [("q.gguf", "mlxlm convert SOURCE"), ("q.bin", "for a folder"), ("Q.PT", "Q,")])
+def test_outputs_are_folders(model, tmp_path, name, hint):
+    with pytest.raises(ConfigError, match=f"writes a folder, not {name}.*{hint}"):
+        quantize(model, tmp_path / name)
+
+
+def test_models_without_a_matrix_to_quantize_are_refused(write_model, tmp_path):
+    write_model(tmp_path / "source", hidden_size=40, intermediate_size=56)
+    with pytest.raises(
+        CheckpointError, match="no matrix can be quantized: their widths are 40, 56, groups are of 32, 64"
+    ):
+        quantize(tmp_path / "source", tmp_path / "out", budget=10**9)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_takes_away_from_the_figures_is_said(model, tmp_path, texts):
+    gguf = tmp_path / "source.gguf"
+    convert(model, gguf, kind="Q8_0", verify_output=False)
+    (tmp_path / "short.txt").write_text("The cat sat on the mat and then it ran away from the dog in the house.")
+    report = quantize(gguf, tmp_path / "out", evaluation=tmp_path / "short.txt", verify=False)
+    assert any("quantized already (Q8_0)" in warning for warning in report.warnings)
+    assert any("fewer than 256 say little" in warning for warning in report.warnings)
+    clean = quantize(model, tmp_path / "clean", evaluation=texts[1])
+    assert clean.warnings == [] and clean.measured.speed_before > 0
+
+
+def test_room_that_is_left_is_spent(model, tmp_path, texts, monkeypatch):
+    monkeypatch.setattr("mlxlm.quantize.search._Probe.divergence", lambda probe, module: 0.0)
+    report = quantize(model, tmp_path / "out", budget=10**9, calibration=texts[0], measure=False)
+    assert set(report.bits.values()) == {8}
+
+
+def test_a_probe_has_no_rounding_below_nothing(model):
+    checkpoint = open_checkpoint(model)
+    plan = uniform(checkpoint.config, checkpoint.tensors, Format(8))
+    windows = np.arange(64, dtype=np.int32)[None] + 20
+    for cost in search.costs(checkpoint, plan, windows).values():
+        values = [cost[chosen] for chosen in sorted(cost, key=lambda chosen: chosen.bits)]
+        assert values == sorted(values, reverse=True) and values[-1] > 0
+
+
+def test_one_candidate_is_on_disk_at_a_time(model, tmp_path, texts, monkeypatch):
+    folders = []
+    original = Job._quantized
+
+    def watched(self, plan, scratch, *rest):
+        folders.append(len(list(scratch.parent.iterdir())))
+        return original(self, plan, scratch, *rest)
+
+    monkeypatch.setattr(Job, "_quantized", watched)
+    report = quantize(model, tmp_path / "out", max_kl=0.05, method="gptq", calibration=texts[0], evaluation=texts[1])
+    assert len(folders) > 2 and max(folders) <= 2  # the best so far, and the one that is made
+    assert report.measured.kl <= 0.05
+
+
+def test_no_plan_is_measured_twice(model):
+    checkpoint = open_checkpoint(model)
+    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    costs = {m.name: {Format(bits): 4.0**-bits for bits in (2, 3, 4, 5, 6, 8)} for m in plan.matrices}
+    measured = []
+
+    def measure(plan) -> float:
+        measured.append(plan.nbytes())
+        return 1.0
+
+    with pytest.raises(ConfigError, match="the most bits give 1"):
+        search.below_divergence(plan, costs, 1e-9, measure)
+    assert len(measured) == len(set(measured))
+
+
+def test_the_tables_of_embeddings_are_read_once(write_model, tmp_path, texts):
+    """One for each pass, whatever the number of batches: nothing keeps a copy of the table."""
+    write_model(tmp_path / "source", tie_word_embeddings=False)
+    checkpoint = open_checkpoint(tmp_path / "source")
+    reads: dict[str, int] = {}
+
+    def counted(name, tensor):
+        def count(value):
+            reads[name] = reads.get(name, 0) + 1
+            return value
+
+        return tensor.then(count)
+
+    counting = replace(checkpoint, tensors={n: counted(n, t) for n, t in checkpoint.tensors.items()})
+    ids = (np.arange(8000) % 290).tolist()
+    compare(counting, checkpoint, ids)
+    assert (
+        reads["model.embed_tokens.weight"] == 2 and reads["model.layers.0.mlp.up_proj.weight"] == 1
+    )  # and for the head
+    reads.clear()
+    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    windows = np.array(ids, np.int32).reshape(-1, 100)
+    (tmp_path / "scratch").mkdir()
+    calibrated(counting, plan, "gptq", windows, tmp_path / "scratch")
+    assert reads["model.embed_tokens.weight"] == 2 and reads["lm_head.weight"] == 1  # quantized, and run as it was
+
+
+def test_hidden_states_beyond_a_limit_go_to_files(model, tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(model)
+    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    windows = (np.arange(4096, dtype=np.int32) % 290).reshape(-1, 64)
+    results = []
+    for limit in (1 << 30, 0):
+        monkeypatch.setattr(calibrate, "_IN_MEMORY", limit)
+        scratch = tmp_path / str(limit)
+        scratch.mkdir()
+        made = calibrated(checkpoint, plan, "gptq", windows, scratch)
+        results.append({name: tensor.read() for name, tensor in made.tensors.items()})
+        assert not any(path.is_dir() for path in scratch.iterdir())
+    assert all(mx.array_equal(value, results[1][name]) for name, value in results[0].items())

@@ -1,0 +1,70 @@
+"""A quantized folder read again: its tensors, what lies beside them, and what mlx_lm makes of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from mlxlm import platform
+from mlxlm._mlx import ON_CPU, mx
+from mlxlm.carried import Check, check_carried
+from mlxlm.checkpoint.bits import bits_of
+from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.difference import in_float32
+from mlxlm.errors import CheckpointError
+from mlxlm.generation.engine import Context, tokens
+from mlxlm.opinions import ask_others
+from mlxlm.verify import prompt
+
+_PROMPT, _GREEDY = 16, 32  # tokens
+# MLX's quantized products run at 0.02 to 0.9 GB of weights a second on a CPU, and mlx_lm has no others.
+_SLOW = 5_000_000  # parameters
+
+
+def checksum(value: mx.array) -> int:
+    """Of an array's bytes."""
+    return zlib.crc32(bits_of(value))
+
+
+def checks(
+    source: Checkpoint, written: Checkpoint, label: str, sums: Mapping[str, int],
+    tell: Callable[[str, int, int], None],
+) -> list[Check]:  # fmt: skip
+    """Compare `written`, called `label` in errors, with the checksums `sums` of what was meant to be in it, by tensor,
+    with its source's tokenizer and configuration, and its greedy tokens with mlx_lm's on it.
+
+    Raises CheckpointError for what differs, and where mlx_lm refuses it but not its source.
+    """
+    plain = replace(written, config=written.config.with_changes(quantization=None))
+    return [
+        _check_tensors(written, label, sums, tell),
+        *check_carried(source, plain, label),
+        *_ask_mlx_lm(source, written, label, tell),
+    ]
+
+
+def _check_tensors(written: Checkpoint, label: str, sums: Mapping[str, int], tell) -> Check:
+    for done, (name, tensor) in enumerate(written.tensors.items(), start=1):
+        if checksum(tensor.read()) != sums.get(name):
+            raise CheckpointError(f"{label}: {name} is not what was written", "a disk without errors")
+        tell("comparing tensors", done, len(written.tensors))
+    return Check("tensors", "equal", f"{len(sums)} tensors to the bit as computed")
+
+
+def _ask_mlx_lm(source: Checkpoint, written: Checkpoint, label: str, tell) -> list[Check]:
+    parameters = written.config.parameter_count()
+    if ON_CPU and parameters > _SLOW:
+        reason = f"quantized products are slow on a CPU: up to {_SLOW // 10**6}M parameters are checked there"
+        return [Check("mlx_lm", "skipped", reason)]
+    if 4 * parameters > 0.6 * platform.total_memory():
+        return [Check("mlx_lm", "skipped", f"it needs {4 * parameters / 1e9:.1f} GB for it in float32")]
+    config = written.config
+    # mlx_lm runs some families without their window.
+    limits = (config.max_position_embeddings, config.sliding_window, config.positions_change)
+    room = min(limit for limit in limits if limit)
+    ids = prompt(source)[: max(1, min(_PROMPT, room // 2))]
+    model, _ = load_checkpoint(in_float32(written))  # in the dtype that mlx_lm is asked in
+    ours = tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), min(_GREEDY, room - len(ids)))
+    return ask_others(source, written, label, ("mlx_lm",), [*ids, *ours], len(ids), tell)
