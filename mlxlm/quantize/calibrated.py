@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm._mlx import ON_CPU, mx, nn, tree_flatten
 from mlxlm.checkpoint.quantized import dequantized as in_float32
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
 from mlxlm.checkpoint.source import Checkpoint
@@ -84,7 +84,11 @@ def _calibrated(
 
 @contextmanager
 def _small_cache() -> Iterator[None]:
-    """MLX keeps few freed buffers: those of one matrix hardly fit the next, and may take a quarter of all memory."""
+    """On a CPU, MLX keeps few freed buffers: those of one matrix hardly fit the next, and `_mlx` lets them take a
+    quarter of all memory."""
+    if not ON_CPU:
+        yield
+        return
     before = mx.set_cache_limit(_CACHE)
     try:
         yield

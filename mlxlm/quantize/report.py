@@ -125,7 +125,7 @@ def draw(report: Report, path: Path) -> None:
         panel.margins(y=0.08)
         panel.set_ylim(0, panel.get_ylim()[1])
         panel.grid(alpha=0.3)
-        panel.set_xlim(-1.5, last + 1.5)
+        panel.set_xlim(-1.5, max(last, *outside) + 0.5)
         panel.set_xticks([*range(0, last + 1, last // 16 + 1), *outside])
         panel.xaxis.set_major_formatter(lambda x, _position: outside.get(round(x), f"{x:.0f}"))
     picture = io.BytesIO()

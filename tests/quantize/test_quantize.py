@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mlxlm
-from mlxlm._mlx import mx
+from mlxlm._mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_weights, save_weights
 from mlxlm.checkpoint.carry import carry_tokenizer as carry
 from mlxlm.checkpoint.source import open_checkpoint
@@ -45,6 +45,20 @@ def test_rounding_is_to_the_bit_what_mlx_lm_writes(model, tmp_path, settings):
     ours, reference = (load_weights(tmp_path / name) for name in ("ours", "theirs"))
     assert set(ours) == set(reference)
     for name, value in reference.items():
+        assert ours[name].dtype == value.dtype and mx.array_equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+def test_rounding_of_other_dtypes(write_model, tmp_path, dtype):
+    """A float32 model becomes one of float16 first, for which mlx_lm has to be asked."""
+    mlx_lm = pytest.importorskip("mlx_lm.convert")
+    write_model(tmp_path / "source", dtype)
+    quantize(tmp_path / "source", tmp_path / "ours", measure=False)
+    asked = "float16" if dtype == mx.float32 else None
+    mlx_lm.convert(str(tmp_path / "source"), str(tmp_path / "theirs"), quantize=True, dtype=asked)
+    ours, theirs = (load_weights(tmp_path / name) for name in ("ours", "theirs"))
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
         assert ours[name].dtype == value.dtype and mx.array_equal(ours[name], value), name
 
 
@@ -389,3 +403,23 @@ def test_hidden_states_beyond_a_limit_go_to_files(model, tmp_path, monkeypatch):
         results.append({name: tensor.read() for name, tensor in made.tensors.items()})
         assert not any(path.is_dir() for path in scratch.iterdir())
     assert all(mx.array_equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@pytest.mark.skipif(not ON_CPU, reason="a GPU's buffers are another matter")
+def test_calibration_gives_buffers_back(model, tmp_path):
+    """MLX's cache of freed buffers stays small meanwhile, and has its own limit again afterwards."""
+    checkpoint = open_checkpoint(model)
+    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    limits = []
+
+    def note(_done):
+        limits.append(mx.set_cache_limit(1 << 20))
+        mx.set_cache_limit(limits[-1])
+
+    before = mx.set_cache_limit(1 << 31)
+    try:
+        windows = np.arange(64, dtype=np.int32)[None]
+        calibrated(checkpoint, plan, "awq", windows, tmp_path, note)
+        assert max(limits) < 1 << 30 and mx.set_cache_limit(before) == 1 << 31
+    finally:
+        mx.set_cache_limit(before)
