@@ -17,7 +17,7 @@ WINDOW = 512  # tokens; what is far apart in a text tells little more about a ch
 TOLERANCE = 1e-3  # relative error; the sums of float32 weights are far below it, those of 4 bits far above
 ROUNDING = 1e-5  # nats per token; weights rounded to float16 are at 1e-7 to 1e-6, 8-bit ones at 1e-4 to 1e-3
 _BATCH = 2048  # tokens that go through a layer at once
-_LOGITS = 1 << 24  # logits of each model in memory at once
+_LOGITS = 1 << 22  # logits of each model in memory at once; some ten arrays of their size are needed
 
 
 @dataclass(frozen=True)
