@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mlxlm import platform
 from mlxlm.errors import PlatformError
@@ -35,4 +37,19 @@ if ON_CPU:
     elif problem := platform.blas_warning():
         warnings.warn(problem, stacklevel=2)
 
-__all__ = ["ON_CPU", "mx", "nn", "optim", "tree_flatten", "tree_map", "tree_unflatten"]
+
+@contextmanager
+def small_cache() -> Iterator[None]:
+    """On a CPU, let MLX keep 256 MB of freed buffers: for work on one tensor after another, whose buffers hardly fit
+    the next."""
+    if not ON_CPU:
+        yield
+        return
+    before = mx.set_cache_limit(1 << 28)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(before)
+
+
+__all__ = ["ON_CPU", "mx", "nn", "optim", "small_cache", "tree_flatten", "tree_map", "tree_unflatten"]

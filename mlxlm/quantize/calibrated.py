@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from mlxlm._mlx import ON_CPU, mx, nn, tree_flatten
+from mlxlm._mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.quantized import dequantized as in_float32
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
 from mlxlm.checkpoint.source import Checkpoint
@@ -27,7 +26,6 @@ EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 METHODS = ("round", "gptq", "awq")
 _ROWS = 16_384  # of a matrix that are calibrated at once: tables have a quarter of a million
-_CACHE = 1 << 28  # bytes of freed buffers
 _TABLE_SHARE = 4  # a tied table is calibrated on every fourth window: its moments are added to those of the table
 
 
@@ -63,13 +61,6 @@ def calibrated(
     `progress` is told each block that is done.
     """
     check_method(method, plan)
-    with _small_cache():
-        return _calibrated(checkpoint, plan, method, tokens, scratch, progress)
-
-
-def _calibrated(
-    checkpoint: Checkpoint, plan: Plan, method: str, tokens: np.ndarray, scratch: Path, progress: Callable[[str], None]
-) -> Calibrated:
     work = _Work(checkpoint, plan, method, scratch)
     source, moments = Stages(checkpoint), None
     if checkpoint.config.tie_word_embeddings and plan.formats[EMBEDDING] is not None:
@@ -80,20 +71,6 @@ def _calibrated(
         work.head(inputs)
         progress(HEAD)
     return work.result()
-
-
-@contextmanager
-def _small_cache() -> Iterator[None]:
-    """On a CPU, MLX keeps few freed buffers: those of one matrix hardly fit the next, and `_mlx` lets them take a
-    quarter of all memory."""
-    if not ON_CPU:
-        yield
-        return
-    before = mx.set_cache_limit(_CACHE)
-    try:
-        yield
-    finally:
-        mx.set_cache_limit(before)
 
 
 class _Work:

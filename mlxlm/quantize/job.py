@@ -30,7 +30,7 @@ from mlxlm.generation.engine import Context, tokens
 from mlxlm.quantize import search, text
 from mlxlm.quantize.calibrated import EMBEDDING, HEAD, calibrated, check_method
 from mlxlm.quantize.check import checks, checksum
-from mlxlm.quantize.packed import Packed, dequantized
+from mlxlm.quantize.packed import Packed, relative_error
 from mlxlm.quantize.plan import GROUP_SIZES, Format, Plan, recipe, uniform
 from mlxlm.quantize.report import Measured, Report
 from mlxlm.quantize.stream import halved, output_dtype, quantized
@@ -211,7 +211,7 @@ class Job:
             errors: dict[str, float] = {}
 
             def on_matrix(module: str, weight: mx.array, packed: Packed, chosen: Format) -> None:
-                errors[module] = _relative(weight, dequantized(packed, chosen))
+                errors[module] = relative_error(weight, packed, chosen)
 
             return Made(quantized(self.halved.tensors, plan, on_matrix), errors)
         layers, tied = self.config.num_hidden_layers, self.config.tie_word_embeddings
@@ -351,14 +351,6 @@ def _rate(model: nn.Module, prompt: Sequence[int], count: int, seconds: float) -
                 if spent >= seconds:
                     return found / spent
             begun = now
-
-
-def _relative(weight: mx.array, changed: mx.array) -> float:
-    """|changed - weight| / |weight|"""
-    source = weight.astype(mx.float32).flatten()
-    apart = changed.flatten() - source
-    size = (source @ source).item()
-    return math.sqrt((apart @ apart).item() / size) if size else 0.0
 
 
 def _counter(tell: Progress, phase: str, total: int) -> Callable[[str], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from mlxlm._mlx import small_cache
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.files import check_free, new_folder, write_json
@@ -66,7 +67,7 @@ def quantize(
         raise CheckpointError(f"{source} is quantized already", "the unquantized model it was made from")
     job = Job(checkpoint, goal, method, measure, verify, progress or (lambda phase, done, total: None))
     job.read_texts(calibration, evaluation)
-    with new_folder(out) as folder:
+    with small_cache(), new_folder(out) as folder:
         scratch = folder / _SCRATCH
         scratch.mkdir()
         plan, made = job.make(scratch)

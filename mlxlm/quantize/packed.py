@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.quantize.plan import Format
 
 _ROWS = 256  # packed at once: their bits take a byte each
+_AT_ONCE = 1 << 22  # weights dequantized at once
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Packed:
         """By tensor name."""
         parts = {f"{module}.weight": self.weight, f"{module}.scales": self.scales}
         return parts if self.biases is None else {**parts, f"{module}.biases": self.biases}
+
+    def rows(self, start: int, stop: int) -> Packed:
+        """Some rows of the matrix."""
+        biases = None if self.biases is None else self.biases[start:stop]
+        return Packed(self.weight[start:stop], self.scales[start:stop], biases)
 
     @classmethod
     def joined(cls, pieces: Sequence[Packed]) -> Packed:
@@ -48,6 +55,17 @@ def dequantized(packed: Packed, chosen: Format) -> mx.array:
     if not chosen.affine:
         return mx.dequantize(packed.weight, packed.scales, dtype=mx.float32, **arguments)
     return mx.dequantize(packed.weight, as_float32(packed.scales), as_float32(packed.biases), **arguments)
+
+
+def relative_error(weight: mx.array, packed: Packed, chosen: Format) -> float:
+    """|packed - weight| / |weight|, some rows at a time: in float32 the whole would be four times its size."""
+    rows = max(1, _AT_ONCE // weight.shape[1])
+    size = apart = 0.0
+    for start in range(0, weight.shape[0], rows):
+        source = as_float32(weight[start : start + rows]).flatten()
+        error = dequantized(packed.rows(start, start + rows), chosen).flatten() - source
+        size, apart = size + (source @ source).item(), apart + (error @ error).item()
+    return math.sqrt(apart / size) if size else 0.0
 
 
 def pack(values: np.ndarray, bits: int) -> mx.array:
