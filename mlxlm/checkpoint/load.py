@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm._mlx import ON_CPU, in_parallel, mx, nn
 from mlxlm.checkpoint.foreign import ForeignConfig, load_foreign
 from mlxlm.checkpoint.quantized import dequantized, quantize_modules
 from mlxlm.checkpoint.safetensors import as_float32
@@ -96,28 +94,8 @@ def _in_float32(tensors: Tensors) -> dict[str, mx.array]:
     Left to the first use, all that is read would be in memory together with all that it is converted to: half as
     much again for 16-bit weights, and a third more time.
     """
-    streams = _streams()
-    values: dict[str, mx.array] = {}
-    started: deque[mx.array] = deque()
     try:
-        for i, (name, tensor) in enumerate(tensors.items()):
-            with mx.stream(streams[i % len(streams)]):
-                values[name] = as_float32(tensor.read())
-            mx.async_eval(values[name])
-            started.append(values[name])
-            if len(started) > len(streams):
-                mx.eval(started.popleft())
-        mx.eval(*started)
+        values = in_parallel(lambda t=tensor: as_float32(t.read()) for tensor in tensors.values())
+        return dict(zip(tensors, values, strict=True))
     except RuntimeError as error:
         raise CheckpointError(f"the weights can't be read: {error}", "a file that nobody writes meanwhile") from None
-    return values
-
-
-def _streams() -> list[mx.Stream]:
-    """Two, made once for each thread: MLX starts a thread for each and never ends it."""
-    if not hasattr(_own, "streams"):
-        _own.streams = [mx.new_stream(mx.cpu) for _ in range(min(2, platform.cpu_cores()))]
-    return _own.streams
-
-
-_own = threading.local()

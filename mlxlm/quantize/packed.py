@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm._mlx import in_parallel, mx
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.quantize.plan import Format
 
 _ROWS = 256  # packed at once: their bits take a byte each
-_AT_ONCE = 1 << 22  # weights dequantized at once
+_AT_ONCE = 1 << 21  # weights worked on at once
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,12 @@ class Packed:
 
 def rounded(weight: mx.array, chosen: Format) -> Packed:
     """MLX's own quantization of `weight` `[rows, width]`; scales and biases have its dtype."""
-    parts = mx.quantize(weight, group_size=chosen.group_size, bits=chosen.bits, mode=chosen.mode)
-    return Packed(parts[0], parts[1], parts[2] if chosen.affine else None)
+
+    def some(start: int, stop: int) -> tuple[mx.array, ...]:
+        return mx.quantize(weight[start:stop], group_size=chosen.group_size, bits=chosen.bits, mode=chosen.mode)
+
+    pieces = in_parallel(partial(some, *rows) for rows in _pieces(weight))
+    return Packed.joined([Packed(p[0], p[1], p[2] if chosen.affine else None) for p in pieces])
 
 
 def dequantized(packed: Packed, chosen: Format) -> mx.array:
@@ -58,14 +63,22 @@ def dequantized(packed: Packed, chosen: Format) -> mx.array:
 
 
 def relative_error(weight: mx.array, packed: Packed, chosen: Format) -> float:
-    """|packed - weight| / |weight|, some rows at a time: in float32 the whole would be four times its size."""
+    """|packed - weight| / |weight|"""
+
+    def some(start: int, stop: int) -> tuple[mx.array, mx.array]:
+        source = as_float32(weight[start:stop]).flatten()
+        error = dequantized(packed.rows(start, stop), chosen).flatten() - source
+        return source @ source, error @ error
+
+    found = [(size.item(), error.item()) for size, error in in_parallel(partial(some, *r) for r in _pieces(weight))]
+    size, error = map(math.fsum, zip(*found, strict=True))
+    return math.sqrt(error / size) if size else 0.0
+
+
+def _pieces(weight: mx.array) -> list[tuple[int, int]]:
+    """Rows from and to: pieces that are worked on apart, since in float32 the whole would take a lot of memory."""
     rows = max(1, _AT_ONCE // weight.shape[1])
-    size = apart = 0.0
-    for start in range(0, weight.shape[0], rows):
-        source = as_float32(weight[start : start + rows]).flatten()
-        error = dequantized(packed.rows(start, start + rows), chosen).flatten() - source
-        size, apart = size + (source @ source).item(), apart + (error @ error).item()
-    return math.sqrt(apart / size) if size else 0.0
+    return [(start, start + rows) for start in range(0, weight.shape[0], rows)]
 
 
 def pack(values: np.ndarray, bits: int) -> mx.array:

@@ -200,7 +200,8 @@ def test_a_vocabulary_larger_than_the_text_supports(tmp_path, make_text, capsys)
 def test_bad_models_and_places(tmp_path, text_file, run_folder, capsys):
     line = fails(capsys, "pretrain", text_file, "--preset", "9b", "--out", tmp_path / "x")
     assert "no preset '9b'" in line and "one of 0.3m" in line
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 7, "num_hidden_layers": 1, "num_attention_heads": 2}')
+    sizes = {"model_type": "llama", "hidden_size": 7, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
     line = fails(capsys, "pretrain", text_file, "--config", tmp_path / "config.json", "--out", tmp_path / "x")
     assert "missing intermediate_size, vocab_size" in line
     line = fails(capsys, "pretrain", text_file, "--out", run_folder, *QUICK)
