@@ -12,9 +12,11 @@ import numpy as np
 from mlxlm import peers
 from mlxlm._mlx import mx
 from mlxlm.carried import TEXT, Check
+from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.difference import in_float32
 from mlxlm.errors import CheckpointError, TokenizerError
+from mlxlm.generation.engine import Context, tokens
 from mlxlm.stages import LAYERS, Stages
 
 # A peer may prefer another token where the two logits are this near, in standard deviations of the logits: float32
@@ -38,8 +40,8 @@ def ask_others(
     """What each of `others` says about the text `ids`, of which `ids[start:]` are our greedy tokens.
 
     One that differs or can't read the output is an error, unless it is shown to be the peer's own way: transformers,
-    whose layout it is, agrees about the same files, or the peer says the same of the source. Then it is a Check
-    "differs" or "refused". `warned`: other ids of a text are no error.
+    whose layout it is, agrees about the same files, or the peer is apart from us over the source, too. Then it is a
+    Check "differs" or "refused". `warned`: other ids of a text are no error.
     """
     checks: dict[str, Check] = {}
     failed: dict[str, CheckpointError] = {}
@@ -52,7 +54,7 @@ def ask_others(
         tell(f"asking {peer}", 1, 1)
     agrees = "transformers" in checks and checks["transformers"].result != "skipped"
     for peer, error in failed.items():
-        if not agrees and not _same_of_source(peer, source, written, ids, start):
+        if not agrees and not _same_of_source(peer, source, ids, start, isinstance(error, peers.Refused)):
             raise error
         reason = "transformers agrees with mlxlm" if agrees else "so it does with the source"
         result = "refused" if isinstance(error, peers.Refused) else "differs"
@@ -117,20 +119,34 @@ def _shown(text: str, path: Path, label: str) -> str:
     return re.sub(r"[^\s'\"]*\.partial(/[^\s'\"]*)?", label, text)
 
 
-def _same_of_source(peer: str, source: Checkpoint, written: Checkpoint, ids: list[int], start: int) -> bool:
-    """Whether a peer makes of the source's own files what it makes of the written ones."""
+def _same_of_source(peer: str, source: Checkpoint, ids: list[int], start: int, refused: bool) -> bool:
+    """Whether a peer is apart from mlxlm over the source's own files, too: it refuses them, or prefers other tokens."""
     reads = source.format == "gguf" if peer == "llama.cpp" else (Path(source.path) / "config.json").is_file()
     if not reads:
         return False
-    found = []
-    for checkpoint in (source, written):
-        try:
-            found.append(peers.ask(peer, checkpoint.path, ids, start).tokens)
-        except peers.Unavailable:
+    try:
+        if refused:
+            peers.ask(peer, source.path, ids, start)
             return False
-        except peers.Refused:
-            found.append(None)
-    return found[0] == found[1]
+        ours = greedy(in_float32(source), ids[:start], len(ids) - start)
+        opinion = peers.ask(peer, source.path, [*ids[:start], *ours], start)
+    except peers.Unavailable:
+        return False
+    except peers.Refused:
+        return refused
+    return not all(gap <= _TIE[peer] * opinion.spread for gap in opinion.gaps)
+
+
+def greedy(
+    checkpoint: Checkpoint, ids: Sequence[int], count: int, tell: Callable[[int], None] = lambda done: None
+) -> list[int]:
+    """The `count` most likely tokens after `ids`, each told when it is there."""
+    model, _ = load_checkpoint(checkpoint)
+    found = []
+    for token in tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), count):
+        found.append(token)
+        tell(len(found))
+    return found
 
 
 def _first_layer(written: Checkpoint, ids: list[int], theirs: list[list[float]]) -> str:

@@ -10,15 +10,13 @@ from mlxlm import platform
 from mlxlm._mlx import mx
 from mlxlm.carried import TEXT, Check, check_carried
 from mlxlm.checkpoint.bits import same_bits
-from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.compare import Comparison, compare
 from mlxlm.config import ModelConfig
 from mlxlm.difference import in_float32, plain
 from mlxlm.errors import CheckpointError, TokenizerError
-from mlxlm.generation.engine import Context, tokens
-from mlxlm.opinions import ask_others
+from mlxlm.opinions import ask_others, greedy
 
 GREEDY = 64  # tokens
 
@@ -67,8 +65,8 @@ def verify(
     room, window = _room(written.config), written.config.sliding_window
     start = max(1, min(16, room // 2, len(ids) // 2, (window or room) // 2))
     count = min(GREEDY, room - start)
-    theirs = _greedy(wide, ids[:start], count, lambda done: tell("comparing greedy tokens", done, 2 * count))
-    ours = _greedy(written_wide, ids[:start], count, lambda n: tell("comparing greedy tokens", count + n, 2 * count))
+    theirs = greedy(wide, ids[:start], count, lambda done: tell("comparing greedy tokens", done, 2 * count))
+    ours = greedy(written_wide, ids[:start], count, lambda n: tell("comparing greedy tokens", count + n, 2 * count))
     same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), count)
     if exact and same < count:
         raise CheckpointError(f"{label}: greedy token {same + 1} is {ours[same]} and was {theirs[same]}")
@@ -162,12 +160,3 @@ def _room(config: ModelConfig) -> int:
     scaling = config.rope_scaling or {}
     changes = scaling.get("original_max_position_embeddings") if scaling.get("rope_type") == "longrope" else None
     return min(config.max_position_embeddings, changes or config.max_position_embeddings)
-
-
-def _greedy(checkpoint: Checkpoint, ids: Sequence[int], count: int, tell: Callable[[int], None]) -> list[int]:
-    model, _ = load_checkpoint(checkpoint)
-    found = []
-    for token in tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), count):
-        found.append(token)
-        tell(len(found))
-    return found

@@ -51,10 +51,8 @@ def folder(model, tmp_path, tiny_tokenizer):
 
 
 def greedy(checkpoint: Checkpoint) -> list[int]:
-    from mlxlm.verify import _greedy
-
     ids = [5, 17, 280, 33]
-    return [*ids, *_greedy(checkpoint, ids, COUNT, lambda done: None)]
+    return [*ids, *opinions.greedy(checkpoint, ids, COUNT)]
 
 
 def answering(monkeypatch, answer) -> None:

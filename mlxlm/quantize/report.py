@@ -126,7 +126,7 @@ def draw(report: Report, path: Path) -> None:
         panel.set_ylim(0, panel.get_ylim()[1])
         panel.grid(alpha=0.3)
         panel.set_xlim(-1.5, max(last, *outside) + 0.5)
-        panel.set_xticks([*range(0, last + 1, last // 16 + 1), *outside])
+        panel.set_xticks([*range(0, last + 1, max(last, 0) // 16 + 1), *outside])
         panel.xaxis.set_major_formatter(lambda x, _position: outside.get(round(x), f"{x:.0f}"))
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
@@ -134,7 +134,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _last_layer(report: Report) -> int:
-    return max((int(m[1]) for name in report.formats if (m := re.match(r"model\.layers\.(\d+)\.", name))), default=-1)
+    return max((int(m[1]) for name in report.errors if (m := re.match(r"model\.layers\.(\d+)\.", name))), default=-1)
 
 
 def _by_kind(report: Report) -> dict[str, list[tuple[int, float, int]]]:

@@ -167,7 +167,8 @@ def test_one_question(model_folder, environment):
 
 def test_ctrl_c_over_a_pipe_ends_the_program(model_folder, environment):
     command = [*MLXLM, "chat", str(model_folder), "-n", "4000", "-p", "Hello!"]
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}  # too small for the whole answer
+    running = subprocess.Popen(command, env=environment, **pipes)
     running.stdout.read(20)
     running.send_signal(signal.SIGINT)
     _, stderr = running.communicate(timeout=30)

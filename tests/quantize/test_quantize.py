@@ -16,7 +16,7 @@ from mlxlm.compare import compare
 from mlxlm.convert import convert
 from mlxlm.errors import CheckpointError, ConfigError, DataError, MlxlmError
 from mlxlm.peers import Opinion, Refused
-from mlxlm.quantize import REPORT, calibrate, quantize, search, text
+from mlxlm.quantize import PICTURE, REPORT, calibrate, quantize, search, text
 from mlxlm.quantize.calibrated import calibrated
 from mlxlm.quantize.job import Job
 from mlxlm.quantize.plan import Format, uniform
@@ -119,6 +119,18 @@ def test_families_that_store_matrices_together(write_model, tmp_path, texts):
         tmp_path / "source", tmp_path / "searched", bits_per_weight=4, calibration=texts[0], measure=False
     )
     assert searched.bits_per_weight <= 4 and len({str(chosen) for chosen in searched.formats.values()}) > 1
+
+
+def test_a_picture_of_a_family_with_other_names_in_its_files(write_model, tmp_path, pictures):
+    neox = {
+        "model_type": "gpt_neox", "norm": "layer", "parallel_residual": True, "mlp_gated": False, "hidden_act": "gelu",
+        "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "partial_rotary_factor": 0.25,
+        "intermediate_size": 256,
+    }  # fmt: skip
+    write_model(tmp_path / "source", **neox)
+    report = quantize(tmp_path / "source", tmp_path / "out", measure=False)
+    assert "model.h.0.attention.query_key_value" in report.formats
+    assert (tmp_path / "out" / PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_layers_that_no_size_divides_are_left_and_listed(write_model, tmp_path, texts):

@@ -22,7 +22,8 @@ def architecture_for(config: ModelConfig) -> Architecture:
         if config.model_type in architecture.families:
             problem = next(_problems(config, architecture), None)
             if problem:
-                raise CheckpointError(f"llama.cpp can't run this {config.model_type} model: {problem}")
+                message = f"llama.cpp can't run this {config.model_type} model: {problem}"
+                raise CheckpointError(message, "a folder as output")
             return architecture
     runs = ", ".join(family for architecture in ARCHITECTURES.values() for family in architecture.families)
     raise CheckpointError(f"llama.cpp has no {config.model_type} models", f"a model of one of {runs}")

@@ -33,7 +33,8 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, config: ModelConfig) -> tupl
     if tokenizer is None:
         return {"tokenizer.ggml.model": (STRING, "none")}, []
     if tokenizer.vocab_size > config.vocab_size:
-        raise TokenizerError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
+        counts = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}"
+        raise TokenizerError(counts, "a folder as output, or the tokenizer files that belong to these weights")
     model = json.loads(tokenizer.to_json())
     build = {"byte-level": _byte_level, "sentencepiece": _sentencepiece}.get(tokenizer.kind)
     if build is None:
