@@ -5,34 +5,31 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm._mlx import mx
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.carry import carry_tokenizer
 from mlxlm.checkpoint.layout import locate
-from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.compare import Comparison, compare
 from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
 from mlxlm.families import layout
-from mlxlm.generation.engine import Context, tokens
 from mlxlm.quantize import search, text
 from mlxlm.quantize.calibrated import EMBEDDING, HEAD, calibrated, check_method
 from mlxlm.quantize.check import checks, checksum
 from mlxlm.quantize.packed import Packed, relative_error
 from mlxlm.quantize.plan import GROUP_SIZES, Format, Plan, recipe, uniform
 from mlxlm.quantize.report import Measured, Report
+from mlxlm.quantize.speed import decode_speeds
 from mlxlm.quantize.stream import halved, output_dtype, quantized
 
 # Told (phase, done, total).
@@ -40,8 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 _MARGIN = 1024  # bytes: generation_config.json, names in config.json, padding
 _FEW = 256  # tokens: a mean over fewer says little
-_PROMPT, _DECODED = 16, 256  # tokens of the speed measurement, before and after
-_TURNS, SECONDS = 3, 1.0  # of it: the two models take turns, the first one warms up; each lasts so long
+_PROMPT = 16  # tokens that the speed measurement goes on from
 _PLAIN = {"F64", "F32", "F16", "BF16"}
 
 
@@ -317,40 +313,6 @@ class Job:
             speed_after=after,
             speed_note=note,
         )
-
-
-def decode_speeds(
-    before: Checkpoint, after: Checkpoint, prompt: Sequence[int]
-) -> tuple[float | None, float | None, str | None]:
-    """Tokens per second of both in continuing `prompt`, the median of some turns each, and what to know of it."""
-    bytes_per_weight = 8 if ON_CPU else 3  # of the two together
-    room, context = 0.6 * platform.total_memory(), before.config.max_position_embeddings
-    if bytes_per_weight * before.config.parameter_count() > room:
-        return None, None, "not measured: the two models don't fit into memory together"
-    count = min(_DECODED, context - len(prompt))
-    if count < 2:
-        return None, None, "not measured: the context is too short"
-    models = [load_checkpoint(checkpoint)[0] for checkpoint in (before, after)]
-    rates: list[list[float]] = [[], []]
-    for turn in range(1 + _TURNS):
-        for rate, model in zip(rates, models, strict=True):
-            rate.append(_rate(model, prompt, count, SECONDS if turn else 0.0))
-    note = "weights are computed in float32 on a CPU, so bits don't change the speed" if ON_CPU else None
-    return *(statistics.median(rate[1:]) for rate in rates), note
-
-
-def _rate(model: nn.Module, prompt: Sequence[int], count: int, seconds: float) -> float:
-    """Tokens per second after the first of each continuation of up to `count` tokens, over `seconds` at least."""
-    spent, found = 0.0, 0
-    while True:
-        begun = None
-        for _ in tokens(Context(model), prompt, lambda logits: mx.argmax(logits, axis=-1), count):
-            now = time.monotonic()
-            if begun is not None:
-                spent, found = spent + now - begun, found + 1
-                if spent >= seconds:
-                    return found / spent
-            begun = now
 
 
 def _counter(tell: Progress, phase: str, total: int) -> Callable[[str], None]:

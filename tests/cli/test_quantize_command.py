@@ -33,7 +33,7 @@ def no_waiting(monkeypatch):
         raise Unavailable("not asked in this test")
 
     monkeypatch.setattr("mlxlm.peers.ask", unavailable)
-    monkeypatch.setattr("mlxlm.quantize.job.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
 
 
 def test_the_choices_are_the_librarys():

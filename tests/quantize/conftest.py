@@ -63,7 +63,7 @@ def no_pictures(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_waiting(request, monkeypatch):
     """A peer takes seconds to start, and speed is measured for seconds: those that ask for `peers` wait for mlx_lm."""
-    monkeypatch.setattr("mlxlm.quantize.job.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
     if "peers" not in request.fixturenames:
 
         def unavailable(*arguments, **options):
