@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pexpect
 import pytest
@@ -168,7 +169,8 @@ def test_one_question(model_folder, environment):
 def test_ctrl_c_over_a_pipe_ends_the_program(model_folder, environment):
     command = [*MLXLM, "chat", str(model_folder), "-n", "4000", "-p", "Hello!"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}  # too small for the whole answer
-    running = subprocess.Popen(command, env=environment, **pipes)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells ignore it in what runs in the background
+    running = subprocess.Popen(command, env=environment, preexec_fn=heard, **pipes)
     running.stdout.read(20)
     running.send_signal(signal.SIGINT)
     _, stderr = running.communicate(timeout=30)
