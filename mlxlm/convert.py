@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mlxlm.checkpoint import gguf, huggingface, llama2c
 from mlxlm.checkpoint.bits import fits_float16, largest
 from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
-from mlxlm.checkpoint.tensors import Tensor, Tensors
+from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
 from mlxlm.difference import plain
 from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.files import check_free, new_files, new_folder
@@ -29,7 +30,6 @@ _KIND_OF = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 _FORMATS = {".gguf": "gguf", ".bin": "llama2.c"}
 _PEERS = {"huggingface": ("transformers", "mlx_lm"), "gguf": ("llama.cpp",), "llama2.c": ()}
 _NOT_FOLDERS = (".safetensors", ".pt", ".pth", ".json", ".ggml", ".npz")  # of files that this doesn't write
-_PLAIN = {"F32", "F16", "BF16", "F64"}  # stored types that hold the weights themselves
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def convert(
         kind = kind or _KIND_OF[chosen]
     elif target == "huggingface" and (dtype or checkpoint.config.quantization or checkpoint.format not in FOLDERS):
         tensors = {name: _cast(name, tensor, chosen) for name, tensor in tensors.items()}
-    told = _counting(tensors, progress)
+    told = tensors if progress is None else counted(tensors, partial(progress, "writing"))
     place: AbstractContextManager[Path] = new_folder(out) if target == "huggingface" else new_files(out)
     with place as folder:
         written = folder if target == "huggingface" else folder / out.name
@@ -186,7 +186,7 @@ def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:
     sizes = dict.fromkeys(DTYPES.values(), 0)
     packed = False
     for tensor in checkpoint.tensors.values():
-        if tensor.stored in _PLAIN and tensor.dtype in sizes:
+        if tensor.stored in PLAIN and tensor.dtype in sizes:
             sizes[tensor.dtype] += tensor.nbytes
         else:
             packed = True
@@ -212,21 +212,3 @@ def _cast(name: str, tensor: Tensor, dtype: mx.Dtype) -> Tensor:
         return value.astype(mx.float16)
 
     return tensor.then(checked, dtype=mx.float16)
-
-
-def _counting(tensors: Tensors, progress: Progress | None) -> Tensors:
-    """The same tensors, each telling when it is read how many of the source's bytes are done."""
-    if progress is None:
-        return tensors
-    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-
-    def counted(tensor: Tensor) -> Tensor:
-        def tell(value: mx.array) -> mx.array:
-            nonlocal done
-            done = min(done + tensor.nbytes, total)  # a writer may read a tensor twice
-            progress("writing", done, total)
-            return value
-
-        return tensor.then(tell)
-
-    return {name: counted(tensor) for name, tensor in tensors.items()}

@@ -157,6 +157,4 @@ def _too_large(checkpoint: Checkpoint) -> str | None:
 
 def _room(config: ModelConfig) -> int:
     """How many tokens a text may have that is generated step by step: its context, or where its positions change."""
-    scaling = config.rope_scaling or {}
-    changes = scaling.get("original_max_position_embeddings") if scaling.get("rope_type") == "longrope" else None
-    return min(config.max_position_embeddings, changes or config.max_position_embeddings)
+    return min(config.max_position_embeddings, config.positions_change or config.max_position_embeddings)

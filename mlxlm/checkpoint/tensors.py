@@ -46,8 +46,26 @@ class Tensor:
 
 Tensors = Mapping[str, Tensor]
 
+PLAIN = frozenset(("F64", "F32", "F16", "BF16"))  # stored types that hold the weights themselves
+
 
 def of_array(value: mx.array) -> Tensor:
     """An array that is already in memory, or a graph that makes one."""
     name = str(value.dtype).removeprefix("mlx.core.")
     return Tensor(tuple(value.shape), value.dtype, name, value.nbytes, lambda: value)
+
+
+def counted(tensors: Tensors, told: Callable[[int, int], None]) -> dict[str, Tensor]:
+    """The same tensors, each telling when it is read how many bytes of all are done: `told(done, total)`."""
+    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
+
+    def telling(tensor: Tensor) -> Tensor:
+        def tell(value: mx.array) -> mx.array:
+            nonlocal done
+            done = min(done + tensor.nbytes, total)  # a writer may read a tensor twice
+            told(done, total)
+            return value
+
+        return tensor.then(tell)
+
+    return {name: telling(tensor) for name, tensor in tensors.items()}

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from mlxlm.checkpoint.carry import carry_tokenizer
 from mlxlm.checkpoint.layout import locate
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.stored import as_stored
-from mlxlm.checkpoint.tensors import Tensor, Tensors
+from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
 from mlxlm.compare import Comparison, compare
 from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
 from mlxlm.families import layout
@@ -38,7 +39,6 @@ Progress = Callable[[str, int, int], None]
 _MARGIN = 1024  # bytes: generation_config.json, names in config.json, padding
 _FEW = 256  # tokens: a mean over fewer says little
 _PROMPT = 16  # tokens that the speed measurement goes on from
-_PLAIN = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
@@ -233,23 +233,18 @@ class Job:
     def write(self, folder: Path, plan: Plan, made: Made) -> list[str]:
         """The files of the model; returns warnings. Checksums of what was computed stay for `report`."""
         config = self.config.with_changes(quantization=plan.entry())
-        total = sum(tensor.nbytes for tensor in made.tensors.values())
-        done = 0
-
-        def counted(name: str, tensor: Tensor) -> Tensor:
-            def count(value: mx.array) -> mx.array:
-                nonlocal done
-                done += tensor.nbytes
-                if self.verifies:
-                    self._sums[name] = checksum(value)
-                self.tell("writing", done, total)
-                return value
-
-            return tensor.then(count)
-
-        tensors = {name: counted(name, tensor) for name, tensor in made.tensors.items()}
+        tensors = counted(made.tensors, partial(self.tell, "writing"))
+        if self.verifies:
+            tensors = {name: self._summed(name, tensor) for name, tensor in tensors.items()}
         huggingface.write(folder, self.source.values, config, tensors, None)
         return carry_tokenizer(self.source, folder)
+
+    def _summed(self, name: str, tensor: Tensor) -> Tensor:
+        def note(value: mx.array) -> mx.array:
+            self._sums[name] = checksum(value)
+            return value
+
+        return tensor.then(note)
 
     def report(self, source: str, out: Path, folder: Path, plan: Plan, made: Made, warnings: list[str]) -> Report:
         """Read back what was written, check and measure it."""
@@ -287,7 +282,7 @@ class Job:
         sizes: dict[str, int] = {}
         for tensor in self.source.tensors.values():
             sizes[tensor.stored] = sizes.get(tensor.stored, 0) + tensor.nbytes
-        packed = sorted(kind for kind in sizes if kind not in _PLAIN)
+        packed = sorted(kind for kind in sizes if kind not in PLAIN)
         if packed:
             kinds = " and ".join(packed)
             found.append(f"the source is quantized already ({kinds}): what is shown comes on top of what that has cost")
