@@ -1,0 +1,42 @@
+"""The options of `generate` and `chat` about keys and values, declared once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+OPTIONS = (
+    click.option(
+        "--kv-size",
+        type=int,
+        metavar="N",
+        help="Hold at most N tokens of a text; the oldest are forgotten, so that memory is bounded.  [default: all]",
+    ),
+    click.option(
+        "--kv-keep", type=int, metavar="N", help="With --kv-size: first tokens that are never forgotten.  [default: 4]"
+    ),
+    click.option(
+        "--kv-bits",
+        metavar="BITS",
+        help="8 or 4 bits for keys and values, or both apart, such as 8,4 or none,4.  [default: the model's type]",
+    ),
+)
+
+
+def kv_options(command: Callable) -> Callable:
+    """Add the options to a command, which gets them as `kv`, a KVOptions."""
+
+    @functools.wraps(command)
+    def with_options(*, kv_size: int | None, kv_keep: int | None, kv_bits: str | None, **values: Any):
+        if kv_keep is not None and kv_size is None:
+            raise click.UsageError("--kv-keep needs --kv-size")
+        from mlxlm.cache import KVOptions
+
+        return command(kv=KVOptions.of(size=kv_size, keep=kv_keep, bits=kv_bits), **values)
+
+    for option in reversed(OPTIONS):
+        with_options = option(with_options)
+    return with_options
