@@ -6,6 +6,9 @@
     print(mlxlm.generate(loaded, "Once upon a time", max_tokens=50).text)
     for chunk in mlxlm.stream(loaded, "Once upon a time"):
         print(chunk.text, end="")
+    for result in mlxlm.batch(loaded, ["Once upon a time", "In a dark wood"], samples=2):
+        print(result.text)
+    print(mlxlm.score(loaded, "Once upon a time").bits_per_byte)
 
 Importing this doesn't import MLX, which comes with the first call; on Linux it loads the BLAS that MLX is to use.
 """
@@ -16,10 +19,11 @@ from typing import TYPE_CHECKING
 from mlxlm import errors, platform
 
 if TYPE_CHECKING:
-    from mlxlm.generation import generate, load, stream
+    from mlxlm.chat.session import Chat
+    from mlxlm.generation import batch, generate, load, score, stream
 
 __version__ = "0.1.0"
-__all__ = ["generate", "load", "stream"]
+__all__ = ["Chat", "batch", "generate", "load", "score", "stream"]
 
 # A millisecond: here, so that `import mlx.core` after this line finds the BLAS. The error of a BLAS that
 # can't be loaded comes with the first use of MLX, where a command can show it.
@@ -28,6 +32,10 @@ with suppress(errors.PlatformError):
 
 
 def __getattr__(name: str):
+    if name == "Chat":
+        from mlxlm.chat.session import Chat
+
+        return Chat
     if name in __all__:
         from mlxlm import generation
 

@@ -7,53 +7,9 @@ from contextlib import contextmanager
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.cache import make_cache
+from mlxlm.generation.context import PREFILL_CHUNK, Context, clear_allocator
 
-PREFILL_CHUNK = 512  # tokens; bounds the memory of a prompt's scores, [H, 512, S] a layer
-CLEAR_EVERY = 256  # tokens; the step in which KVCache grows and leaves its old buffers to the allocator
-
-
-class Context:
-    """A model's key-value caches (one per layer) and `ids`, the tokens that they hold.
-
-    `ids` and the caches agree whenever no generator of `tokens` is running or it is suspended at a yield.
-    """
-
-    def __init__(self, model):
-        self.model = model
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.caches = make_cache(self.model)
-        self.ids: list[int] = []
-
-    def keep_prefix(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """Forget whatever `prompt` doesn't begin with; return how many of its tokens are held.
-
-        At most `len(prompt) - 1`, since the last one must be read again for its logits. Caches that can't
-        be shortened (recurrent states, full sliding windows) are emptied where that would be needed, and so are
-        those whose positions are others in a text that will have `max_tokens` more ("longrope").
-        """
-        length, change = len(prompt) + max_tokens, getattr(self.model, "positions_change", None)
-        if change is not None and self.ids and (length > change) != (self.caches[0].reach > change):
-            self.clear()
-        kept = 0
-        for held, wanted in zip(self.ids, prompt[:-1], strict=False):
-            if held != wanted:
-                break
-            kept += 1
-        surplus = len(self.ids) - kept
-        if surplus and kept and all(cache.is_trimmable() for cache in self.caches):
-            for cache in self.caches:
-                cache.trim(surplus)
-            del self.ids[kept:]
-        elif surplus:
-            self.clear()
-        if change is not None:
-            for cache in self.caches:
-                cache.reach = length
-        return len(self.ids)
+CLEAR_EVERY = 256  # tokens; the step in which caches grow and leave their old buffers to the allocator
 
 
 def tokens(
@@ -69,71 +25,59 @@ def tokens(
 
     The prompt's prefix that `context` already holds is not read again; the rest is read in chunks, each
     evaluated before the next. `on_prefill(n)` is told after each chunk how many tokens the context holds.
-    `sampler` maps logits `[1, V]` to a token `[1]` and must not evaluate: step t+1 is dispatched before
-    token t is read, so that the device never waits for Python.
+
+    `sampler` maps logits `[1, V]` to a token `[1]` and must not evaluate: step t+1 is dispatched before token t is
+    read, so that the device never waits for Python. If it has `observe`, that is told every token as it is read; if
+    its `blocks` is true, only the forward pass of step t+1 is dispatched by then, and the draw waits until token t
+    was observed and taken.
 
     Closing the generator at any yield is exact: `context` then holds the prompt and every token yielded,
     without the last one only where `max_tokens` was reached, as it was never fed back. An exception (a
     KeyboardInterrupt inside a step, say) may find layers at different positions: the context is emptied. One
     raised by `on_prefill` leaves the chunks that were read.
     """
-    done = context.keep_prefix(prompt, max_tokens)
-    model, caches = context.model, context.caches
-    with _wired_memory():
-        while done < len(prompt) - 1:
-            chunk = prompt[done : min(done + prefill_chunk, len(prompt) - 1)]
-            with _emptied_on_error(context):
-                # The logits of these positions are never evaluated: only the caches are.
-                model(mx.array([chunk]), cache=caches)
-                with platform.interrupts_held():
-                    mx.eval([cache.state for cache in caches])
-                _clear_allocator()
-                context.ids.extend(chunk)
-            done += len(chunk)
-            if on_prefill is not None:
-                on_prefill(done)
+    blocks, observe = getattr(sampler, "blocks", False), getattr(sampler, "observe", None)
+    model = context.model
+    with wired_memory():
+        held = context.keep_prefix(prompt, max_tokens)
+        context.read(prompt[held:-1], prefill_chunk, on_prefill)
 
-        def step(token: mx.array) -> mx.array:
-            drawn = sampler(model(token[None], cache=caches)[:, -1])
+        def forward(token: mx.array) -> mx.array:
+            return model(token[None], cache=context.caches)[:, -1]
+
+        def dispatched(result: mx.array) -> mx.array:
             with platform.interrupts_held():
-                mx.async_eval(drawn)
-            return drawn
+                mx.async_eval(result)
+            return result
 
-        with _emptied_on_error(context):
-            token = step(mx.array(prompt[-1:]))
-            context.ids.append(prompt[-1])
+        with context.changing() as ids:
+            token = dispatched(sampler(forward(mx.array(prompt[-1:]))))
+            ids.append(prompt[-1])
         for n in range(1, max_tokens + 1):
-            with _emptied_on_error(context):
-                following = step(token) if n < max_tokens else None
+            with context.changing() as ids:
+                following = None
+                if n < max_tokens:
+                    logits = forward(token)
+                    following = dispatched(logits if blocks else sampler(logits))
                 value = token.item()
                 if following is not None:
-                    context.ids.append(value)
+                    ids.append(value)
+                if observe is not None:
+                    observe(value)
                 if n % CLEAR_EVERY == 0:
-                    _clear_allocator()
+                    clear_allocator()
             yield value
+            if blocks and following is not None:
+                with context.changing():
+                    following = dispatched(sampler(following))
             token = following
-
-
-@contextmanager
-def _emptied_on_error(context: Context) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        context.clear()
-        raise
-
-
-def _clear_allocator() -> None:
-    # On a GPU, freed buffers of ever new sizes pile up in the allocator's cache. On a CPU it is bounded.
-    if not ON_CPU:
-        mx.clear_cache()
 
 
 _wired = {"users": 0, "before": 0}
 
 
 @contextmanager
-def _wired_memory() -> Iterator[None]:
+def wired_memory() -> Iterator[None]:
     """On Metal, keep weights and cache resident: macOS would page out a large model between tokens.
 
     The first of several texts at once raises the limit, the last one lowers it.

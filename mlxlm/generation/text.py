@@ -4,87 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
-from mlxlm.generation.engine import Context, tokens
+from mlxlm.generation.context import Context
+from mlxlm.generation.engine import tokens
 from mlxlm.generation.loaded import LoadedModel
-from mlxlm.generation.sampling import Sampler, SamplingOptions, draw_seed
+from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.result import Chunk, FinishReason, Result, Timings
+from mlxlm.generation.sampling import Sampler, draw_seed
 from mlxlm.generation.stops import StopStrings
-
-FinishReason = Literal["stop", "eos", "length", "context"]
-
-
-@dataclass(frozen=True)
-class GenerationOptions(SamplingOptions):
-    """SamplingOptions, and where a text ends.
-
-    max_tokens: at most this many tokens; None for as many as the model's context has room for.
-    stop: strings that end the text and are not part of it.
-    """
-
-    max_tokens: int | None = 256
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        super().__post_init__()
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        limit = self.max_tokens
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            yield f"max_tokens is {limit!r} (a positive whole number, such as 256)"
-        if any(not isinstance(stop, str) or not stop for stop in self.stop):
-            yield "a stop string is empty (one character or more)"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one token adds to the text: "" while a character or a stop string is undecided.
-
-    `finish_reason` is set on the last chunk only.
-    """
-
-    text: str
-    token: int
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Seconds and rates of one text; None for what hasn't been measured yet.
-
-    prompt_tokens_per_second counts the tokens that were read, not those already in the cache, up to the
-    first new token; tokens_per_second the new tokens after the first. peak_memory_bytes is MLX's highest
-    use meanwhile, weights included.
-    """
-
-    first_token_seconds: float | None
-    prompt_tokens_per_second: float | None
-    tokens_per_second: float | None
-    peak_memory_bytes: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """A text and how it came about.
-
-    `tokens` are the ids generated, with the end token or the stop string's, if any. `finish_reason`:
-    "eos" an end token, "stop" a stop string, "length" max_tokens, "context" the model's context is full,
-    None if the text was left before its end. `cached_tokens` of the `prompt_tokens` didn't have to be read.
-    """
-
-    text: str
-    tokens: list[int]
-    prompt_tokens: int
-    cached_tokens: int
-    finish_reason: FinishReason | None
-    seed: int
-    timings: Timings
-
 
 class TextStream(Iterator[Chunk]):
     """An iterator over the chunks of one text; `result` tells what came of it so far."""
@@ -96,8 +26,10 @@ class TextStream(Iterator[Chunk]):
         options: GenerationOptions,
         *,
         context: Context | None = None,
+        kv=None,
         end_ids: frozenset[int] | None = None,
         on_prefill: Callable[[int], None] | None = None,
+        speculation=None,
     ):
         """Nothing is computed before the first chunk is asked for.
 
@@ -202,3 +134,39 @@ def check_prompt(loaded: LoadedModel, prompt: Sequence[int]) -> None:
             f"the prompt has {len(prompt)} tokens, and the model's context of {limit} has no room for more",
             f"a prompt of at most {limit - 1} tokens",
         )
+
+
+def stream(
+    loaded: LoadedModel, prompt: str | Sequence[int], *, context: Context | None = None, kv=None, speculation=None,
+    **options: Any,
+) -> TextStream:  # fmt: skip
+    """Continue `prompt`; iterate over the Chunks as they come. `.result` of what is returned is the whole.
+
+    A prompt in ids is taken as it is; text is encoded with the tokenizer's special tokens (usually BOS in
+    front) and never parsed for any. `options` are the fields of GenerationOptions.
+    Raises GenerationError before anything is computed: an empty prompt, one longer than the context,
+    settings that can't work.
+    """
+    settings = GenerationOptions.of(**options)
+    ids = encoded(loaded, prompt)
+    return TextStream(loaded, ids, settings, context=context, kv=kv, speculation=speculation)
+
+
+def generate(
+    loaded: LoadedModel, prompt: str | Sequence[int], *, context: Context | None = None, kv=None, speculation=None,
+    **options: Any,
+) -> Result:  # fmt: skip
+    """Continue `prompt` to the end. Arguments and errors are those of `stream`."""
+    text = stream(loaded, prompt, context=context, kv=kv, speculation=speculation, **options)
+    for _ in text:
+        pass
+    return text.result
+
+
+def encoded(loaded: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
+    """The ids of a prompt that may be text."""
+    if not isinstance(prompt, str):
+        return prompt
+    if not prompt:
+        raise GenerationError("the prompt is empty", "some text to continue")
+    return loaded.tokenizer.encode(prompt)

@@ -1,0 +1,119 @@
+"""What a model has read: its key-value caches, and the ids of the tokens that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from mlxlm import platform
+from mlxlm._mlx import ON_CPU, mx
+from mlxlm.cache import make_cache
+
+PREFILL_CHUNK = 512  # tokens; bounds the memory of a prompt's scores, [H, 512, S] a layer
+
+
+class Context:
+    """A model's key-value caches (one per layer) and `ids`, all tokens of the text that they have read.
+
+    `ids` and the caches agree at every moment that other code can see: an exception in the middle of a change (Ctrl-C
+    strikes anywhere) leaves an empty context.
+    """
+
+    def __init__(self, model, kv=None):
+        """`kv`: how keys and values are kept. Raises GenerationError for what this model's caches can't do."""
+        self.model, self.kv = model, kv
+        self.clear()
+
+    @property
+    def ids(self) -> list[int]:
+        return self._ids if self._whole else []
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._whole = False
+        self.caches = make_cache(self.model) if self.kv is None else make_cache(self.model, self.kv)
+        self._ids: list[int] = []
+        self._whole = True
+
+    @contextmanager
+    def changing(self) -> Iterator[list[int]]:
+        """For changes that must be made whole or not at all; gives `ids`, to be changed with the caches."""
+        self._whole = False
+        try:
+            yield self._ids
+        except BaseException:
+            self.clear()
+            raise
+        self._whole = True  # an interrupt just before leaves it unset: the next use begins anew
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens fit before a rotating cache drops some; None where none ever does."""
+        rooms = [room for cache in self.caches if (room := getattr(cache, "room", None)) is not None]
+        return min(rooms, default=None)
+
+    def keep_prefix(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """Forget whatever `prompt` doesn't begin with; return how many of its tokens are held.
+
+        At most `len(prompt) - 1`, since the last one must be read again for its logits. Caches that can't
+        be shortened (recurrent states, full sliding windows) are emptied where that would be needed, and so are
+        those whose positions are others in a text that will have `max_tokens` more ("longrope").
+        """
+        if not self._whole:
+            self.clear()
+        length, change = len(prompt) + max_tokens, getattr(self.model, "positions_change", None)
+        if change is not None and self.ids and (length > change) != (self.caches[0].reach > change):
+            self.clear()
+        kept = 0
+        for held, wanted in zip(self.ids, prompt[:-1], strict=False):
+            if held != wanted:
+                break
+            kept += 1
+        surplus = len(self.ids) - kept
+        if surplus and kept and all(_can_trim(cache, surplus) for cache in self.caches):
+            with self.changing() as ids:
+                for cache in self.caches:
+                    cache.trim(surplus)
+                del ids[kept:]
+        elif surplus:
+            self.clear()
+        if change is not None:
+            for cache in self.caches:
+                cache.reach = length
+        return len(self.ids)
+
+    def read(
+        self, ids: Sequence[int], chunk: int = PREFILL_CHUNK, on_prefill: Callable[[int], None] | None = None
+    ) -> None:
+        """Read `ids` behind what is held, in chunks of at most `chunk` tokens, each evaluated before the next.
+
+        `on_prefill(n)` is told after each chunk how many tokens the context holds; an exception raised by it leaves
+        the chunks that were read.
+        """
+        done = 0
+        while done < len(ids):
+            # A chunk ends where a rotating cache drops tokens: what a token sees never depends on the chunks.
+            size = min(chunk, len(ids) - done, self.room or chunk)
+            part = list(ids[done : done + size])
+            with self.changing() as held:
+                # The logits of these positions are never evaluated: only the caches are.
+                self.model(mx.array([part]), cache=self.caches)
+                with platform.interrupts_held():
+                    mx.eval([cache.state for cache in self.caches])
+                clear_allocator()
+                held.extend(part)
+            done += size
+            if on_prefill is not None:
+                on_prefill(len(self.ids))
+
+
+def _can_trim(cache, n: int) -> bool:
+    """Caches of mlx_lm know only whether they can be trimmed at all."""
+    can_trim = getattr(cache, "can_trim", None)
+    return cache.is_trimmable() if can_trim is None else can_trim(n)
+
+
+def clear_allocator() -> None:
+    """On a GPU, freed buffers of ever new sizes pile up in the allocator's cache. On a CPU it is bounded."""
+    if not ON_CPU:
+        mx.clear_cache()

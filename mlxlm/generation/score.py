@@ -1,0 +1,82 @@
+"""How likely a model finds a given text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mlxlm import platform
+from mlxlm._mlx import mx
+from mlxlm.cache import make_cache
+from mlxlm.errors import GenerationError
+from mlxlm.generation.context import clear_allocator
+from mlxlm.generation.loaded import LoadedModel
+
+_CHUNK = 256  # tokens whose logits are made at once: [256, V] float32 is 128 MB for 128k tokens
+
+
+@dataclass(frozen=True)
+class Score:
+    """The log-probabilities (natural) that a model gives a text.
+
+    `tokens` are the text's ids, `logprobs` one number for each: None for a first token with nothing before it, which no
+    model predicts. `total` is their sum; `bits_per_byte` = -total / ln 2 / bytes of the text that was predicted (nan
+    where that is empty).
+    """
+
+    tokens: list[int]
+    logprobs: list[float | None]
+    total: float
+    bits_per_byte: float
+
+
+def score(loaded: LoadedModel, text: str, *, prompt: str = "") -> Score:
+    """The log-probability of `text`, as the continuation of `prompt`.
+
+    The tokenizer's special tokens stand in front as in `generate`, and are not part of the score. Text and prompt
+    are encoded apart, as a model meets a prompt and its own tokens. Raises GenerationError for an empty text, and one
+    that with the prompt is longer than the model's context.
+    """
+    if not text:
+        raise GenerationError("the text to score is empty", "one character or more")
+    before, tokens = _encoded(loaded, text, prompt)
+    limit = loaded.config.max_position_embeddings
+    if len(before) + len(tokens) > limit:
+        raise GenerationError(
+            f"text and prompt have {len(before) + len(tokens)} tokens, and the model's context {limit}",
+            "a shorter text, or parts of it",
+        )
+    predicted = _logprobs(loaded.model, [*before, *tokens])
+    logprobs: list[float | None] = [*([] if before else [None]), *predicted[max(0, len(before) - 1) :]]
+    total = math.fsum(value for value in logprobs if value is not None)
+    unpredicted = 0 if before else len(loaded.tokenizer.token_bytes(tokens[0]))
+    count = len(text.encode("utf-8")) - unpredicted
+    return Score(tokens, logprobs, total, -total / math.log(2) / count if count > 0 else math.nan)
+
+
+def _encoded(loaded: LoadedModel, text: str, prompt: str) -> tuple[list[int], list[int]]:
+    """What stands before the text, and the text."""
+    if prompt:
+        return loaded.tokenizer.encode(prompt), loaded.tokenizer.encode(text, continues=True)
+    ids = loaded.tokenizer.encode(text)
+    bare = loaded.tokenizer.encode(text, add_special_tokens=False)
+    around = len(ids) - len(bare)
+    front = next((n for n in range(around + 1) if ids[n : n + len(bare)] == bare), 0)
+    return ids[:front], bare
+
+
+def _logprobs(model, ids: list[int]) -> list[float]:
+    """log p(ids[i] | ids[:i]) for i from 1."""
+    caches, found = make_cache(model), []
+    pairs = list(pairwise(ids))
+    for start in range(0, len(pairs), _CHUNK):
+        part = pairs[start : start + _CHUNK]
+        logits = model(mx.array([[a for a, _ in part]]), cache=caches)[0].astype(mx.float32)
+        chosen = mx.take_along_axis(logits, mx.array([[b] for _, b in part]), axis=-1)[:, 0]
+        values = chosen - mx.logsumexp(logits, axis=-1)
+        with platform.interrupts_held():
+            mx.eval(values, [cache.state for cache in caches])
+        found += values.tolist()
+        clear_allocator()
+    return found
