@@ -4,72 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
 
 from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How a token is drawn. Raises GenerationError that names every setting that can't work.
-
-    temperature: 0 takes the likeliest token (greedy); 1 the model's own distribution.
-    top_k: only the k likeliest tokens; 0 is off.
-    top_p: only the likeliest tokens that hold this much probability together; 1 is off.
-    min_p: only tokens at least this fraction as likely as the likeliest; 0 is off.
-    repetition_penalty: above 1 makes tokens of the last `repetition_window` less likely; 1 is off.
-    seed: equal seeds give equal texts; None draws one, which the result reports.
-    """
-
-    temperature: float = 0.7
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    repetition_window: int = 64
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise GenerationError("these settings can't work: " + "; ".join(problems))
-
-    @classmethod
-    def of(cls, **settings: Any):
-        """The options from keyword arguments. Raises GenerationError for a name that is none of them."""
-        names = [f.name for f in fields(cls)]
-        unknown = sorted(set(settings) - set(names))
-        if unknown:
-            raise GenerationError(f"there is no setting {', '.join(unknown)}", "one of " + ", ".join(names))
-        return cls(**settings)
-
-    def _problems(self) -> Iterator[str]:
-        # Below 0.001 the scaled logits leave float32, and the draw is greedy anyway.
-        if self.temperature != 0 and not _within(self.temperature, 0.001, 100):
-            yield f"temperature is {self.temperature!r} (0 for greedy, or 0.001 to 100)"
-        if not _is_whole(self.top_k, 0):
-            yield f"top_k is {self.top_k!r} (a positive whole number, or 0 for off)"
-        if not _within(self.top_p, 0, 1) or self.top_p == 0:
-            yield f"top_p is {self.top_p!r} (above 0 and at most 1, such as 0.9)"
-        if not _within(self.min_p, 0, 1):
-            yield f"min_p is {self.min_p!r} (0 to 1, such as 0.05)"
-        if not _within(self.repetition_penalty, 0.01, 100):
-            yield f"repetition_penalty is {self.repetition_penalty!r} (1 for off, or a bit more, such as 1.1)"
-        if not _is_whole(self.repetition_window, 1):
-            yield f"repetition_window is {self.repetition_window!r} (a positive whole number, such as 64)"
-        if self.seed is not None and not (_is_whole(self.seed, 0) and self.seed < 2**64):
-            yield f"seed is {self.seed!r} (a whole number from 0 to 2^64 - 1)"
-
-
-def _within(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_whole(value: Any, smallest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= smallest
+from mlxlm.generation.options import SamplingOptions
 
 
 def filtered_logits(logits: mx.array, options: SamplingOptions, recent: mx.array | None = None) -> mx.array:
