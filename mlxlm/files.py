@@ -141,16 +141,27 @@ def check_free(path: Path | str, kind: type[MlxlmError], hint: str) -> None:
         raise kind(f"{path} already exists", hint)
 
 
-def write_bytes(path: Path, content: bytes, kind: type[MlxlmError] = CheckpointError) -> None:
-    """Write or replace a file as a whole. Raises `kind` if the disk refuses."""
+@contextmanager
+def replaced_file(path: Path, kind: type[MlxlmError] = CheckpointError) -> Iterator[BinaryIO]:
+    """Fill a hidden file beside `path`; at the end it is flushed to disk and takes `path`'s place, else it goes.
+
+    Raises `kind` if the disk refuses.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with os_errors_as(kind, "write", path):
         try:
-            partial.write_bytes(content)
+            with partial.open("wb") as file:
+                yield file
             _flush(partial)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes, kind: type[MlxlmError] = CheckpointError) -> None:
+    """Write or replace a file as a whole. Raises `kind` if the disk refuses."""
+    with replaced_file(path, kind) as file:
+        file.write(content)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,64 @@
+"""A sign of life on a terminal, once a wait is long enough to wonder; nothing where nobody looks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_AFTER = 1.0  # seconds
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[Callable[[str], None]]:
+    """Meanwhile a spinner on stderr, from the second second on; yields `update(label)`.
+
+    Nothing else may be written to the terminal before the end. Where stderr is not a terminal: nothing.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda label: None
+        return
+    spinner = _Spinner(label)
+    try:
+        yield spinner.update
+    finally:
+        spinner.end()
+
+
+class _Spinner:
+    def __init__(self, label: str):
+        self._label = label
+        self._status = None
+        self._ended = False
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(_AFTER, self._begin)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def update(self, label: str) -> None:
+        with self._lock:
+            self._label = label
+            if self._status is not None:
+                self._status.update(_plain(label))
+
+    def end(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._ended = True
+            if self._status is not None:
+                self._status.stop()
+
+    def _begin(self) -> None:
+        from mlxlm.cli.render import console
+
+        with self._lock:
+            if not self._ended:
+                self._status = console.status(_plain(self._label))
+                self._status.start()
+
+
+def _plain(label: str):
+    from rich.text import Text
+
+    return Text(label)

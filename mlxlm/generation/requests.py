@@ -1,0 +1,228 @@
+"""Lines of requests as texts to generate. One line, one JSON object, which is checked whole."""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+from mlxlm.errors import GenerationError, MlxlmError
+from mlxlm.generation.batch import Request
+from mlxlm.generation.loaded import LoadedModel
+from mlxlm.generation.noise import derived_seed
+from mlxlm.generation.options import GenerationOptions
+
+LONGEST_LINE = 64 * 2**20  # bytes: far above any context, far below what memory holds
+
+Id = str | int | float
+Messages = list[dict[str, str]]  # each with "role" and "content"
+Encoded = tuple[list[int], frozenset[int]]  # ids, and the tokens that end the answer
+
+_OWN_FIELDS = ("id", "prompt", "messages", "system", "samples")
+_OPTIONS = tuple(field.name for field in fields(GenerationOptions))
+_ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One text to generate: `sample` (from 0) of the `samples` that the request on line `line` asks for."""
+
+    id: Id
+    line: int
+    sample: int
+    samples: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class Task:
+    """The request on line `line`: `samples` texts, of which those numbered in `todo` are wanted."""
+
+    id: Id
+    line: int
+    samples: int
+    todo: list[int]
+    seed: Callable[[int], int]
+    request: Request
+
+    def rows(self) -> Iterator[Row]:
+        for sample in self.todo:
+            options = replace(self.request.options, seed=self.seed(sample))
+            yield Row(self.id, self.line, sample, self.samples, replace(self.request, options=options))
+
+
+class BadRequest(GenerationError):
+    """A line that can't be served; `id` is None where none could be read."""
+
+    def __init__(self, line: int, id: Id | None, message: str, hint: str | None = None):
+        super().__init__(message, hint)
+        self.line = line
+        self.id = id
+
+
+class RequestReader:
+    """Turns lines into tasks, one after another: it knows the ids that were there before.
+
+    A request has "prompt" (a text, or a list of token ids) or "messages" ({"role", "content"} each), and may
+    have "id" (a string or a number; without one it is the number of its line), "system", "samples" and any
+    field of GenerationOptions, which then counts instead of `defaults`. Ids are compared as texts.
+
+    A row's seed is `derived_seed(seed, id, sample)` with the seed of `defaults` (0 if it has none); a request
+    with a seed of its own is drawn with that very seed, or if it asks for several samples, with those derived
+    from it. So it depends on nothing but the request.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        defaults: GenerationOptions,
+        encode_messages: Callable[[Messages], Encoded],
+        *,
+        samples: int = 1,
+        as_messages: bool = False,
+        system: str | None = None,
+        done: Callable[[Id, int], bool] = lambda id, sample: False,
+    ):
+        """`as_messages`: a prompt in text is asked as a message. `system`: of conversations that name none.
+        `done(id, sample)`: rows that aren't needed. `encode_messages` may raise any MlxlmError."""
+        self._loaded = loaded
+        self._defaults = replace(defaults, seed=0) if defaults.seed is None else defaults
+        self._encode_messages = encode_messages
+        self._samples = samples
+        self._as_messages = as_messages
+        self._system = system
+        self._done = done
+        self._line_of: dict[str, int] = {}
+
+    def read(self, number: int, line: bytes) -> Task:
+        """The request on line `number`, which is not blank. Raises BadRequest."""
+        request_id: Id | None = None
+        try:
+            value = _parsed(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+            request_id = _checked_id(value.get("id", number))
+            self._remember(request_id, number)
+            samples = _checked_samples(value.get("samples", self._samples))
+            options = self._options(value)
+            todo = [n for n in range(samples) if not self._done(request_id, n)]
+            prompt, end_ids = self._encode(value) if todo else ([], None)
+        except MlxlmError as error:
+            raise BadRequest(number, request_id, error.message, error.hint) from error
+        is_own = value.get("seed") is not None and samples == 1
+
+        def seed(sample: int) -> int:
+            return options.seed if is_own else derived_seed(options.seed, str(request_id), sample)
+
+        return Task(request_id, number, samples, todo, seed, Request(prompt, options, end_ids))
+
+    def _remember(self, request_id: Id, number: int) -> None:
+        first = self._line_of.setdefault(str(request_id), number)
+        if first != number:
+            raise GenerationError(f"line {first} has the id {json.dumps(request_id)}, too", "an id for each request")
+
+    def _options(self, value: dict[str, Any]) -> GenerationOptions:
+        unknown = [name for name in value if name not in (*_OWN_FIELDS, *_OPTIONS)]
+        if unknown:
+            raise GenerationError("there is no field " + ", ".join(map(json.dumps, unknown)), _meant(unknown))
+        given = {name: value[name] for name in _OPTIONS if name in value}
+        if given.get("seed", ...) is None:
+            del given["seed"]
+        return replace(self._defaults, **given)
+
+    def _encode(self, value: dict[str, Any]) -> tuple[Sequence[int], frozenset[int] | None]:
+        prompt, messages, system = (value.get(name) for name in ("prompt", "messages", "system"))
+        if (prompt is None) == (messages is None):
+            raise GenerationError("a request has either a prompt or messages", '{"prompt": "Once upon a time"}')
+        if system is not None and not isinstance(system, str):
+            raise GenerationError("system is not a text")
+        if messages is None and not isinstance(prompt, str):
+            return self._token_ids(prompt, system), None
+        if messages is None and not prompt:
+            raise GenerationError("the prompt is empty", "some text to continue")
+        if messages is None and not self._as_messages:
+            if system is not None:
+                raise GenerationError("a prompt that is continued has no system prompt", "messages, or --chat")
+            return self._loaded.tokenizer.encode(prompt), None
+        messages = _checked_messages([{"role": "user", "content": prompt}] if messages is None else messages)
+        has_system = messages[0]["role"] == "system"
+        if system is not None and has_system:
+            raise GenerationError("there are two system prompts", "system, or a first message of role system")
+        system = self._system if system is None else system
+        if system and not has_system:
+            messages = [{"role": "system", "content": system}, *messages]
+        return self._encode_messages(messages)
+
+    def _token_ids(self, prompt: Any, system: str | None) -> list[int]:
+        whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not whole or system is not None or self._as_messages:
+            raise GenerationError("the prompt is no text", "a string; or without a chat, a list of token ids")
+        return prompt  # whether the model has such tokens is checked where it is read
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    if len(line) > LONGEST_LINE:
+        raise GenerationError(f"the line is longer than {LONGEST_LINE // 2**20} MiB", "a shorter prompt")
+    try:
+        value = json.loads(line.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
+        if b"\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise GenerationError(f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise GenerationError("the line has half a surrogate pair", "whole characters") from None
+    except json.JSONDecodeError as error:
+        raise GenerationError(f"the line is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise GenerationError(f"the line can't be read: {error}") from None
+    if not isinstance(value, dict):
+        raise GenerationError("the line is not a JSON object", '{"prompt": "Once upon a time"}')
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise GenerationError(f"{name} is not a JSON value", "a number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise GenerationError(f"{json.dumps(next(n for n in names if names.count(n) > 1))} is there twice")
+    return value
+
+
+def _checked_id(value: Any) -> Id:
+    if isinstance(value, bool) or not isinstance(value, Id) or isinstance(value, float) and not math.isfinite(value):
+        raise GenerationError("the id is neither a string nor a number")
+    return value
+
+
+def _checked_samples(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= 100_000:
+        raise GenerationError(f"samples is {value!r} (a whole number from 1 to 100000)")
+    return value
+
+
+def _checked_messages(messages: Any) -> Messages:
+    if not isinstance(messages, list) or not messages:
+        raise GenerationError("messages is not a list of messages", '[{"role": "user", "content": "Hello!"}]')
+    for n, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise GenerationError(f"message {n} doesn't consist of a role and a content")
+        if message["role"] not in _ROLES:
+            raise GenerationError(f"message {n} has the role {message['role']!r}", "one of " + ", ".join(_ROLES))
+        if not isinstance(message["content"], str):
+            raise GenerationError(f"the content of message {n} is not a text")
+    if messages[-1]["role"] != "user":
+        raise GenerationError("the last message is not the user's: there is nothing to answer")
+    return messages
+
+
+def _meant(unknown: list[str]) -> str:
+    """What the writer of these names may have meant."""
+    known = (*_OWN_FIELDS, *_OPTIONS)
+    near = [m for name in unknown for m in difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)]
+    return ", ".join(near or known)

@@ -1,0 +1,194 @@
+"""Results as lines of JSON, and the file of them that a later run continues."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mlxlm.errors import GenerationError, MlxlmError, describe, os_errors_as
+from mlxlm.files import replaced_file
+from mlxlm.generation.requests import BadRequest, Id, Row
+from mlxlm.generation.text import Result
+from mlxlm.platform import interrupts_held
+
+# Characters that JSON leaves as they are, and that some readers take for the end of a line or a terminal obeys.
+_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029]")
+_BEGINNING = b'{"id": '  # of every line here
+
+
+def line_of(value: dict[str, Any]) -> bytes:
+    """`value` as one line of JSON in UTF-8, with its line end."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode("utf-8") + b"\n"
+
+
+def result_fields(result: Result) -> dict[str, Any]:
+    """What a line of results tells of a text: nothing that differs between two equal runs."""
+    told = {
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "tokens": len(result.tokens),
+        "prompt_tokens": result.prompt_tokens,
+        "seed": result.seed,
+    }
+    if result.logprobs is not None:
+        told["logprobs"] = [asdict(token) for token in result.logprobs]
+    if result.complaint is not None:
+        told["complaint"] = result.complaint
+    return told
+
+
+def whole_fields(result: Result) -> dict[str, Any]:
+    """All that is known of a text, as values of JSON: also how fast it came."""
+    told = result_fields(result) | {"cached_tokens": result.cached_tokens, "timings": asdict(result.timings)}
+    if result.speculation is not None:
+        told["speculation"] = asdict(result.speculation)
+    return told
+
+
+def row_fields(row: Row, result: Result | MlxlmError) -> dict[str, Any]:
+    """The result of a row, with the id of its request and, where it asks for several, the number of the sample."""
+    head = {"id": row.id} | ({"sample": row.sample} if row.samples > 1 else {})
+    if isinstance(result, MlxlmError):
+        return head | {"line": row.line, "error": describe(result)}
+    return head | result_fields(result)
+
+
+def bad_request_fields(error: BadRequest) -> dict[str, Any]:
+    """The result of a line that is no request that can be served."""
+    return {"id": error.id, "line": error.line, "error": describe(error)}
+
+
+def has_failed(fields: dict[str, Any]) -> bool:
+    """Whether a result is none: an error, or a constrained text that is not complete. A later run tries it again."""
+    return "error" in fields or "complaint" in fields
+
+
+class ResultFile:
+    """A file of results, whole after a crash at any instant but for its last line, which opening it again mends.
+
+    Opening reads what is there: results that are done stay as they are, those that failed are dropped, since they
+    are tried again, and so is a last line that was never finished. New lines are written behind them.
+    """
+
+    def __init__(self, path: Path | str):
+        """Raises GenerationError for a file that isn't one of results, that another process is writing, or that
+        the disk refuses. A file that isn't there is made."""
+        self._path = Path(path).resolve()
+        self._descriptors: list[int] = []
+        self._done: set[tuple[str, int]] = set()
+        try:
+            with os_errors_as(GenerationError, "write", path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._new = not self._path.exists()
+                self._open()
+                self._size = self._mend()
+        except BaseException:
+            self.close()
+            raise
+
+    def done(self, id: Id, sample: int) -> bool:
+        """Whether the file had the result of this row when it was opened."""
+        return (str(id), sample) in self._done
+
+    @property
+    def done_count(self) -> int:
+        return len(self._done)
+
+    def write(self, line: bytes) -> None:
+        """Append a line. Raises GenerationError if the disk refuses; the file then ends with the line before."""
+        rest = memoryview(line)
+        with os_errors_as(GenerationError, "write", self._path), interrupts_held():
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptors[-1], rest) :]
+            except OSError:
+                os.ftruncate(self._descriptors[-1], self._size)
+                raise
+        self._size += len(line)
+
+    def close(self) -> None:
+        """Close the file, and remove it if it is new and nothing was written."""
+        if self._descriptors and self._new and os.fstat(self._descriptors[-1]).st_size == 0:
+            self._path.unlink(missing_ok=True)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+    def __enter__(self) -> ResultFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        self._descriptors.append(descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise GenerationError(f"{self._path} is not a regular file", "the name of a new file")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise GenerationError(f"another process is writing {self._path}", "one process a file") from None
+            # Some network drives have no locks.
+
+    def _mend(self) -> int:
+        """Drop what failed and what was torn; return the size of what stays."""
+        with self._path.open("rb") as file:
+            kept, failed = [], False
+            for start, end, is_kept in self._read(file):
+                failed = failed or not is_kept
+                if is_kept:
+                    kept.append((start, end))
+            size = sum(end - start for start, end in kept)
+            if failed:
+                self._replace(file, kept)
+            elif size < os.fstat(file.fileno()).st_size:
+                os.ftruncate(self._descriptors[-1], size)
+        if size and os.pread(self._descriptors[-1], 1, size - 1) != b"\n":
+            size += os.write(self._descriptors[-1], b"\n")
+        return size
+
+    def _read(self, file: BinaryIO) -> Iterator[tuple[int, int, bool]]:
+        """(start, end, whether it stays) of every line but a torn last one."""
+        start = 0
+        for number, line in enumerate(file, 1):
+            fields = self._parsed(line)
+            if fields is not None:
+                stays = not has_failed(fields)
+                if stays:
+                    self._done.add((str(fields["id"]), fields.get("sample", 0)))
+                yield start, start + len(line), stays
+            elif line.endswith(b"\n") or line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+                raise GenerationError(
+                    f"line {number} of {self._path} is not a result, and the file stays as it is",
+                    "the name of a new file, or of one that this command wrote",
+                )
+            start += len(line)
+
+    @staticmethod
+    def _parsed(line: bytes) -> dict[str, Any] | None:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            if isinstance(value, dict) and "id" in value and ("error" in value or "text" in value):
+                return value
+        return None
+
+    def _replace(self, file: BinaryIO, kept: list[tuple[int, int]]) -> None:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        with replaced_file(self._path, GenerationError) as copy:
+            os.fchmod(copy.fileno(), mode)
+            for start, end in kept:
+                file.seek(start)
+                copy.write(file.read(end - start))
+        self._open()  # the first descriptor keeps its lock, so that who waits for that file finds it taken
