@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.cache import make_cache
+from mlxlm.cache import KVOptions, make_cache
 
+ENDLESS = sys.maxsize  # tokens: no limit
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a prompt's scores, [H, 512, S] a layer
 
 
 class Context:
-    """A model's key-value caches (one per layer) and `ids`, all tokens of the text that they have read.
+    """A model's key-value caches (one per layer) and `ids`, the tokens that they have read.
 
-    `ids` and the caches agree at every moment that other code can see: an exception in the middle of a change (Ctrl-C
-    strikes anywhere) leaves an empty context.
+    The two agree at every moment that other code can see: an exception in the middle of a change (Ctrl-C strikes
+    anywhere) leaves an empty context.
     """
 
-    def __init__(self, model, kv=None):
-        """`kv`: how keys and values are kept. Raises GenerationError for what this model's caches can't do."""
-        self.model, self.kv = model, kv
+    def __init__(self, model, kv: KVOptions | None = None):
+        """`kv`: how keys and values are kept (None: all, as they are). Raises GenerationError for what this model's caches can't do."""
+        self.model, self.kv = model, kv or KVOptions()
         self.clear()
 
     @property
     def ids(self) -> list[int]:
-        return self._ids if self._whole else []
+        """All tokens of the text that was read, also those that a rotating cache has dropped since."""
+        return self._ids.tolist() if self._whole else []
+
+    def __len__(self) -> int:
+        """How many `ids` there are."""
+        return len(self._ids) if self._whole else 0
 
     def clear(self) -> None:
         """Forget everything."""
         self._whole = False
-        self.caches = make_cache(self.model) if self.kv is None else make_cache(self.model, self.kv)
-        self._ids: list[int] = []
+        self.caches = make_cache(self.model, self.kv)
+        self._ids = array("i")
         self._whole = True
 
     @contextmanager
-    def changing(self) -> Iterator[list[int]]:
-        """For changes that must be made whole or not at all; gives `ids`, to be changed with the caches."""
+    def changing(self) -> Iterator[array]:
+        """For changes that are made whole or not at all; gives the ids, to be changed with the caches."""
         self._whole = False
         try:
             yield self._ids
@@ -61,15 +69,14 @@ class Context:
         """
         if not self._whole:
             self.clear()
-        length, change = len(prompt) + max_tokens, getattr(self.model, "positions_change", None)
-        if change is not None and self.ids and (length > change) != (self.caches[0].reach > change):
-            self.clear()
-        kept = 0
-        for held, wanted in zip(self.ids, prompt[:-1], strict=False):
-            if held != wanted:
-                break
-            kept += 1
-        surplus = len(self.ids) - kept
+        change = getattr(self.model, "positions_change", None)
+        if change is not None:
+            # In a rotating cache no position is higher than what it holds.
+            reach = min(len(prompt) + max_tokens, self.kv.size or ENDLESS)
+            if self._ids and (reach > change) != (self.caches[0].reach > change):
+                self.clear()
+        kept = shared(self._ids, prompt[:-1])
+        surplus = len(self._ids) - kept
         if surplus and kept and all(_can_trim(cache, surplus) for cache in self.caches):
             with self.changing() as ids:
                 for cache in self.caches:
@@ -79,8 +86,8 @@ class Context:
             self.clear()
         if change is not None:
             for cache in self.caches:
-                cache.reach = length
-        return len(self.ids)
+                cache.reach = reach
+        return len(self._ids)
 
     def read(
         self, ids: Sequence[int], chunk: int = PREFILL_CHUNK, on_prefill: Callable[[int], None] | None = None
@@ -104,7 +111,15 @@ class Context:
                 held.extend(part)
             done += size
             if on_prefill is not None:
-                on_prefill(len(self.ids))
+                on_prefill(len(self))
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    length, step = min(len(one), len(other)), 256
+    a, b = array("i", one[:length]), array("i", other[:length])
+    start = next((i for i in range(0, length, step) if a[i : i + step] != b[i : i + step]), length)
+    return next((i for i in range(start, min(start + step, length)) if a[i] != b[i]), min(start + step, length))
 
 
 def _can_trim(cache, n: int) -> bool:

@@ -27,6 +27,11 @@ class LoadedModel:
         eos = self.tokenizer.eos_id
         return self.config.eos_ids | (frozenset() if eos is None else {eos})
 
+    @property
+    def batchable(self) -> bool:
+        """Whether several texts can grow side by side; else each waits for the one before it."""
+        return getattr(self.model, "batchable", False)
+
 
 def load(path: Path | str) -> LoadedModel:
     """Load a model; `path`: see `open_checkpoint`.
