@@ -1,0 +1,272 @@
+"""Speculative decoding: guessed tokens are checked several at a time, and the text stays what it would have been."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+
+from mlxlm._mlx import mx
+from mlxlm.errors import GenerationError
+from mlxlm.generation.context import PREFILL_CHUNK, Context, clear_allocator
+from mlxlm.generation.drafts import Drafter, Guesses, can_take_back, dispatched
+from mlxlm.generation.engine import CLEAR_EVERY, wired_memory
+from mlxlm.generation.loaded import LoadedModel
+from mlxlm.generation.pace import MEASURING, Pace
+
+# Logits by which the drawn token must lead the next best one. Rows that are computed together differ from single ones
+# by rounding, and so do the keys and values they leave behind.
+MARGINS = {mx.float32: 0.01, mx.float16: 0.1, mx.bfloat16: 0.5}
+MOST = 32  # proposals at a time; below the positions that a sliding window can give back
+
+
+@dataclass
+class SpeculationStats:
+    """What came of a text's proposals so far.
+
+    proposed, accepted: tokens. rounds: forward passes over proposals. decided_again: draws that were too close, and
+    were taken from a plain step instead. active: whether proposals are being made; if not, `reason` says why.
+    """
+
+    proposed: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    decided_again: int = 0
+    active: bool = False
+    reason: str | None = MEASURING
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of proposals accepted; None before there were any."""
+        return self.accepted / self.proposed if self.proposed else None
+
+
+class Speculation:
+    """Lets a drafter guess up to `most` tokens ahead, and the model check them in one forward pass.
+
+    A pass over k + 1 tokens costs little more than one over a single token, since the weights are read once either way.
+    The model draws at every position with its own settings and its own noise, and a guess is accepted if it is what
+    was drawn (Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding"). So
+    every token is the one that plain decoding draws, greedy or sampled, whatever was guessed; with an exact account of
+    rounding: where the drawn token leads the next best one by less than the margin of the logits' dtype (`MARGINS`),
+    a plain step decides.
+
+    How many are guessed, and whether at all, follows from what was measured: see `Pace`. A drafter that costs nothing
+    (n-gram lookup) is also checked against plain steps, and only proposes where its last guess was right.
+
+    One Speculation is for the texts of one model, one after another or at once; `stats` is of the one begun last.
+    """
+
+    def __init__(self, drafter: Drafter, most: int = 8):
+        """Raises GenerationError for a number of guesses that can't work."""
+        if not 1 <= most <= MOST:
+            raise GenerationError(f"{most} proposals at a time can't work", f"1 to {MOST}, such as 8")
+        self.drafter = drafter
+        self.stats = SpeculationStats()
+        self._pace = Pace(most)
+
+    def check(self, loaded: LoadedModel) -> None:
+        """Raise GenerationError where this drafter can't serve the texts of `loaded` (another tokenizer)."""
+        self.drafter.check(loaded)
+
+    def tokens(
+        self,
+        context: Context,
+        prompt: Sequence[int],
+        sampler,
+        max_tokens: int,
+        *,
+        prefill_chunk: int = PREFILL_CHUNK,
+        on_prefill: Callable[[int], None] | None = None,
+    ) -> Iterator[int]:
+        """The ids of `engine.tokens`, with its arguments and its promises; `sampler` is a Sampler."""
+        self.stats = SpeculationStats()
+        text = _Text(context, sampler, self._pace, self.stats)
+        return text.tokens(self.drafter, prompt, max_tokens, prefill_chunk, on_prefill)
+
+
+@dataclass
+class _Step:
+    """A pass over one token. `result`: the token drawn, `[1]`; where draws wait, the logits `[1, V]`."""
+
+    result: mx.array
+    in_line: bool  # dispatched before the token before was read
+
+
+@dataclass
+class _Round:
+    """A pass over the last token and k guesses. `result`: the tokens drawn and their gaps, `[k + 1]` each; where draws
+    wait, the logits `[k + 1, V]`."""
+
+    last: int
+    draft: mx.array
+    result: tuple[mx.array, mx.array] | mx.array
+    counts: bool  # in the measured times: the drafter had no long text to read first
+
+
+class _Text:
+    """The decoding of one text. While it computes, the caches are ahead of `context.ids`: by proposals in flight, by
+    accepted tokens not yet yielded. At a yield the context shows copies without them (arrays are shared, nothing is
+    computed), so that leaving there, or never coming back, is exact."""
+
+    def __init__(self, context: Context, sampler, pace: Pace, stats: SpeculationStats):
+        self._context, self._sampler, self._pace, self._stats = context, sampler, pace, stats
+        self._held = 0  # tokens that the caches hold
+        self._read_at: float | None = None
+
+    def tokens(
+        self,
+        drafter: Drafter,
+        prompt: Sequence[int],
+        max_tokens: int,
+        prefill_chunk: int,
+        on_prefill: Callable[[int], None] | None,
+    ) -> Iterator[int]:
+        context = self._context
+        self._guesses: Guesses = drafter.begin(context, prompt, max_tokens)
+        try:
+            with wired_memory():
+                held = context.keep_prefix(prompt, max_tokens)
+                context.read(prompt[held:-1], prefill_chunk, on_prefill)
+                self._held = len(prompt) - 1
+                with context.changing() as ids:
+                    flight = self._step(mx.array(prompt[-1:]), in_line=False)
+                    ids.append(prompt[-1])
+                yield from self._decode(flight, max_tokens)
+        finally:
+            self._guesses.close()
+
+    def _decode(self, flight: _Step | _Round, left: int) -> Iterator[int]:
+        """`left`: how many tokens are still to come, those of `flight` included."""
+        context, done = self._context, 0
+        while left:
+            with context.changing():
+                known, following = self._collect(flight, left)
+            for i, token in enumerate(known):
+                left, done = left - 1, done + 1
+                with context.changing() as ids:
+                    self._sampler.observe(token)
+                    if left and following is None and i == len(known) - 1:
+                        following = self._next(token, left)
+                    if self._held > len(ids):
+                        ids.append(token)
+                    if done % CLEAR_EVERY == 0:
+                        clear_allocator()
+                with self._shown():
+                    yield token
+            flight = following
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Let the context have only what its ids say."""
+        context, caches = self._context, self._context.caches
+        surplus = self._held - len(context)
+        if not surplus:
+            yield
+            return
+        with context.changing():
+            context.caches = [_without(cache, surplus) for cache in caches]
+        yield
+        with context.changing():
+            context.caches = caches
+
+    # Passes
+
+    def _step(self, token: mx.array, in_line: bool) -> _Step:
+        logits = self._forward(token)[-1:]
+        self._vocab_size, self._margin = logits.shape[-1], MARGINS.get(logits.dtype, MARGINS[mx.bfloat16])
+        return _Step(dispatched(logits if self._sampler.blocks else self._sampler(logits)), in_line)
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """tokens `[T]` -> logits `[T, V]`."""
+        self._held += tokens.size
+        return self._context.model(tokens[None], cache=self._context.caches)[0]
+
+    def _next(self, token: int, left: int) -> _Step | _Round:
+        """Read `token`, of which the value is known, with guesses behind it where that pays."""
+        proposals = min(self._proposals(), left - 1)
+        proposals = min(proposals, can_take_back(self._context, proposals + 1) - 1)
+        draft = None
+        if proposals > 0:
+            behind = self._guesses.behind
+            draft = self._guesses.propose(proposals, self._sampler, self._vocab_size)
+        if draft is None:
+            return self._step(mx.array([token]), in_line=False)
+        logits = self._forward(mx.concatenate([mx.array([token], mx.int32), draft]))
+        result = logits if self._sampler.blocks else self._sampler.ahead(logits, draft)
+        self._stats.rounds += 1
+        self._stats.proposed += draft.size
+        return _Round(token, draft, dispatched(result), counts=behind <= 2)
+
+    def _proposals(self) -> int:
+        """How many guesses the next round may have."""
+        proposals, stats = self._pace.choose(), self._stats
+        stats.active, stats.reason = proposals > 0, None if proposals else self._pace.reason
+        return 0 if self._guesses.right is False else proposals
+
+    # What came of them
+
+    def _collect(self, flight: _Step | _Round, left: int) -> tuple[list[int], _Step | None]:
+        """The tokens that are decided by a pass, and the step that is on its way already, if any."""
+        if isinstance(flight, _Step):
+            known, following = self._collect_step(flight, left)
+            counts, kind = flight.in_line, 0
+        else:
+            known, following = self._collect_round(flight)
+            counts, kind = flight.counts, flight.draft.size
+        now = time.perf_counter()
+        if counts and self._read_at is not None:
+            self._pace.took(kind, now - self._read_at)
+        self._read_at = now
+        return known, following
+
+    def _collect_step(self, flight: _Step, left: int) -> tuple[list[int], _Step | None]:
+        token = dispatched(self._sampler(flight.result)) if self._sampler.blocks else flight.result
+        # Where no guess is to come, the next step doesn't wait for the token to be read.
+        following = self._step(token, in_line=True) if left > 1 and self._proposals() == 0 else None
+        value = token.item()
+        expected = self._guesses.right
+        self._guesses.read([value])
+        if expected and self._guesses.right is not None:
+            self._pace.outcome(int(self._guesses.right), int(not self._guesses.right))
+        return [value], following
+
+    def _collect_round(self, flight: _Round) -> tuple[list[int], _Step | None]:
+        result = self._sampler.ahead(flight.result, flight.draft) if self._sampler.blocks else flight.result
+        tokens, gaps = result
+        draft, drawn, leads = flight.draft.tolist(), tokens.tolist(), gaps.tolist()
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == drawn[accepted]:
+            accepted += 1
+        sure = 0
+        while sure <= accepted and leads[sure] >= self._margin:
+            sure += 1
+        self._sampler.advance(tokens[:sure])
+        if sure > accepted:
+            self._forget(len(draft) - accepted)
+            known, following = drawn[:sure], None
+        else:
+            # Row `sure` is too close: the token that it has read is read again, alone.
+            accepted = sure
+            self._forget(len(draft) + 1 - sure)
+            known, last = drawn[:sure], drawn[sure - 1] if sure else flight.last
+            following = self._step(mx.array([last]), in_line=False)
+            self._stats.decided_again += 1
+        self._stats.accepted += accepted
+        self._pace.outcome(accepted, int(following is None and accepted < len(draft)))
+        self._guesses.read(known)
+        return known, following
+
+    def _forget(self, n: int) -> None:
+        self._held -= n
+        for cache in self._context.caches if n else ():
+            cache.trim(n)
+
+
+def _without(cache, n: int):
+    """A copy of a cache that doesn't hold the last n tokens. Arrays are shared."""
+    shorter = cache.copy() if hasattr(cache, "copy") else copy(cache)
+    shorter.trim(n)
+    return shorter
