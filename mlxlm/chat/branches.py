@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from mlxlm.chat.template import Message
 from mlxlm.errors import GenerationError
@@ -81,6 +81,12 @@ class Branches:
     @current.setter
     def current(self, conversation: Conversation) -> None:
         self._all[self.name] = conversation
+
+    def keep_ids(self, good: Callable[[Turn], bool]) -> None:
+        """Forget the ids of the turns that this doesn't hold for: they are text only."""
+        for name, conversation in self._all.items():
+            turns = tuple(turn if good(turn) else replace(turn, ids=()) for turn in conversation.turns)
+            self._all[name] = Conversation(turns, conversation.dropped)
 
     def fork(self, name: str | None = None) -> str:
         """A new branch that begins as the current one, and is current from now on; return its name.

@@ -43,6 +43,11 @@ class Splitter:
         self._held = ""
         self._thought = False  # whether there is reasoning yet: the space before it goes
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the block is open."""
+        return self._at is _At.THINKING
+
     def push(self, text: str) -> list[tuple[str, bool]]:
         """Add text; return what of it is decided."""
         self._held += text
@@ -61,9 +66,8 @@ class Splitter:
 
     def finish(self) -> list[tuple[str, bool]]:
         """What was held back, once no more text comes."""
-        thinking = self._at is _At.THINKING
-        text, self._held = self._held.rstrip() if thinking else self._held, ""
-        return [(text, thinking)] if text else []
+        text, self._held = self._held.rstrip() if self.thinking else self._held, ""
+        return [(text, self.thinking)] if text else []
 
     def _open(self) -> None:
         text = self._held.lstrip()

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from mlxlm.cache import KVOptions
+from mlxlm.chat import transcripts
+from mlxlm.chat.answer import Piece, pieces, spells, turn_of
 from mlxlm.chat.branches import Branches, Conversation, Turn
-from mlxlm.chat.reasoning import Splitter
-from mlxlm.chat.template import Message, transcript
+from mlxlm.chat.overflow import ContextFull, Overflow, check_overflow, room_for_answer, shortened
+from mlxlm.chat.template import NAMES, Message, transcript
 from mlxlm.errors import GenerationError
-from mlxlm.generation import Context, FinishReason, GenerationOptions, LoadedModel, Result, TextStream
-from mlxlm.generation.sampling import draw_seed
+from mlxlm.generation import Context, GenerationOptions, LoadedModel, Result, TextStream
+from mlxlm.generation.growing import ENDLESS, check_prompt
+from mlxlm.generation.noise import draw_seed
+from mlxlm.tokenizer.tokenizer import check_unicode
 
-Overflow = Literal["stop", "drop"]
-
-
-class ContextFull(GenerationError):
-    """The model's context has no room for the conversation and its next answer."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of an answer, or "" where a token decides no text. `thinking`: it is reasoning, not yet the answer.
-
-    `finish_reason` is set on the last piece only.
-    """
-
-    text: str
-    thinking: bool
-    finish_reason: FinishReason | None = None
+if TYPE_CHECKING:
+    from mlxlm.generation.speculative import Speculation
 
 
 @dataclass(frozen=True)
 class Stats:
-    """A chat so far: answers drawn, undone ones included, and their tokens; `last` is the last of them.
+    """A chat so far: answers drawn, those undone included, and their tokens; `last` is the last of them.
 
-    `context_used` of `context_size` tokens are taken by the conversation; `cache_bytes` are the bytes of the caches.
+    The conversation takes `context_used` of `context_size` tokens; the caches have `cache_bytes`. `seed` is the first
+    answer's.
     """
 
     turns: int
@@ -57,9 +48,12 @@ class Chat:
             print(piece.text, end="")
 
     Each turn encodes the whole conversation and reads only what the cache doesn't begin with: with a template that
-    leaves earlier messages as they are, the new message. Undo, retry, edit, branch and switch change only what is
-    said; the next turn shortens the cache to what is common. Answer n (from 0, retries and undone ones included)
-    is drawn with seed + n.
+    leaves earlier messages as they are, the new message. Undo, retry, edit, branch, switch and reset change only what
+    is said; the next turn trims the cache to what both have in common. A template that drops the reasoning of
+    earlier answers has its way: the last answer is then read again without it.
+
+    Answer n (from 0, retries and those undone included) is drawn with seed + n. While an answer is under way, whatever
+    else is asked of the chat ends it first, as closing its generator does: what was said stays.
     """
 
     def __init__(
@@ -69,56 +63,112 @@ class Chat:
         system: str | None = None,
         template: str | None = None,
         overflow: Overflow = "stop",
-        kv=None,
-        speculation=None,
+        kv: KVOptions | None = None,
+        speculation: Speculation | None = None,
         **options: Any,
     ):
+        """`template`: see `mlxlm.chat.template.transcript`. `options` are the fields of GenerationOptions.
+
+        overflow: what happens when the model's context has no room. "stop": `ask` raises ContextFull. "drop": the
+        oldest turns go, whole ones, the system message never, until the conversation with the new message takes at
+        most half of the context; this happens when less is left than the answer may have (`max_tokens`, but no more
+        than a quarter of the context). A rotating cache (`kv`) bounds memory by itself and never overflows.
+        `speculation` proposes tokens, which changes the speed and not the text.
+
+        Raises TokenizerError for a chat template that is broken or isn't there, GenerationError for settings that
+        can't work.
+        """
+        self._answering: Generator[Piece, None, None] | None = None
         self._options = GenerationOptions.of(**options)
-        self.seed = draw_seed() if self._options.seed is None else self._options.seed
+        self._begin_seeds(draw_seed() if self._options.seed is None else self._options.seed)
         self.system = system
         self.overflow = overflow
-        self.template = template
-        self.kv, self.speculation = kv, speculation
-        self._loaded = loaded
-        self._transcript = transcript(loaded.tokenizer)
-        self._context = Context(loaded.model)
+        self.speculation = speculation
+        self.notes: list[str] = []  # what a person should know of how this chat was opened
+        self._asked_template = template
         self._branches = Branches()
-        self._drawn = self._generated = 0
+        self._use(loaded, kv or KVOptions())
+        self._generated = 0
         self._last: Result | None = None
-        self._answering: Generator[Piece, None, None] | None = None
+        self._files = transcripts.OwnFiles()
+
+    def _use(self, loaded: LoadedModel, kv: KVOptions) -> None:
+        spoken = transcript(loaded, self._asked_template)
+        limit = 1 + check_prompt(loaded, [0], kv)
+        self._context = Context(loaded.model, kv)
+        self._loaded, self._transcript, self._limit = loaded, spoken, limit
+
+    def _begin_seeds(self, seed: int) -> None:
+        self.seed, self._drawn = seed, 0
+        self._options = replace(self._options, seed=seed)
+
+    # What it consists of.
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation of the current branch, the system message first."""
-        return self._messages(self._branches.current.turns)
+    def loaded(self) -> LoadedModel:
+        """The model. Another one reads the conversation as text, with its own template; it keeps the settings but a
+        `logit_bias` of other tokens."""
+        return self._loaded
 
-    def _messages(self, turns: tuple[Turn, ...]) -> list[Message]:
-        system = [Message("system", self.system)] if self.system else []
-        return system + [message for turn in turns for message in turn.messages]
+    @loaded.setter
+    def loaded(self, loaded: LoadedModel) -> None:
+        self._settle()
+        before = self._loaded.tokenizer.fingerprint
+        self._use(loaded, self.kv)
+        if loaded.tokenizer.fingerprint != before:
+            self._forget_tokens()
+
+    @property
+    def kv(self) -> KVOptions:
+        """How keys and values are kept."""
+        return self._context.kv
+
+    @property
+    def template(self) -> str:
+        """The template in use: "model" for the model's own, a name of `mlxlm.chat.formats`, "plain", or a file."""
+        return self._transcript.name
 
     @property
     def options(self) -> GenerationOptions:
+        """Of the next answers. A new seed in it is that of the next answer."""
         return self._options
 
     @options.setter
     def options(self, options: GenerationOptions) -> None:
-        self._options = options
+        changed = options.seed is not None and options.seed != self.seed
+        self._options = replace(options, seed=self.seed)
+        if changed:
+            self._begin_seeds(options.seed)
 
     @property
-    def loaded(self) -> LoadedModel:
-        return self._loaded
+    def system(self) -> str | None:
+        """The system prompt of the next turns. Raises TokenizerError for text with lone surrogates."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        check_unicode(text or "")
+        self._system = text or None
 
     @property
-    def context_size(self) -> int:
-        return self._loaded.config.max_position_embeddings
+    def overflow(self) -> Overflow:
+        """What happens when the context is full: "stop" or "drop". Raises GenerationError for anything else."""
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, policy: Overflow) -> None:
+        self._overflow = check_overflow(policy)
+
+    # What was said.
 
     @property
-    def context_used(self) -> int:
-        return len(self._context.ids)
+    def messages(self) -> list[Message]:
+        """The conversation of the current branch, the system message first, with what was dropped."""
+        return self._messages(self._branches.current.turns)
 
     @property
     def dropped(self) -> int:
-        """Messages of this branch that the model no longer sees."""
+        """How many messages of this branch, the oldest ones, the model no longer sees."""
         return 2 * self._branches.current.dropped
 
     @property
@@ -127,57 +177,200 @@ class Chat:
 
     @property
     def branches(self) -> dict[str, int]:
-        """Number of turns in every branch."""
+        """The number of turns in every branch."""
         return {name: len(conversation.turns) for name, conversation in self._branches.all.items()}
+
+    @property
+    def context_size(self) -> int:
+        """Tokens that the model can see: its context, or what a rotating cache holds."""
+        return self.kv.size if self._limit > ENDLESS else self._limit
+
+    @property
+    def context_used(self) -> int:
+        """Tokens that the conversation takes of them; 0 before the first turn."""
+        seen = self._branches.current.seen
+        if not seen:
+            return 0
+        ids = self._transcript.encode(self._messages(seen), add_generation_prompt=False)
+        return min(len(ids), self.context_size)
+
+    def token_counts(self) -> list[int]:
+        """Tokens of the text of each of `messages`, an answer's as generated; what the template adds isn't counted."""
+        encode = self._loaded.tokenizer.encode
+        return [len(m.ids or encode(m.content, add_special_tokens=False)) for m in self.messages]
 
     @property
     def stats(self) -> Stats:
         held = sum(cache.nbytes for cache in self._context.caches)
-        return Stats(
-            self._drawn, self._generated, self.context_used, self.context_size, held, self.seed, self._last
-        )
+        return Stats(self._drawn, self._generated, self.context_used, self.context_size, held, self.seed, self._last)
+
+    # What can be done.
 
     def ask(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[Piece, None, None]:
-        """Answer a message."""
+        """Answer a message. Closing the generator stops the answer: what was said stays in the conversation.
+
+        A message whose answer is stopped before its first token is forgotten. `on_prefill` is that of
+        `engine.tokens`. Raises, before anything is computed, GenerationError for an empty message, ContextFull for
+        a conversation that has outgrown the model's context; TokenizerError if the template refuses it.
+        """
+        self._settle()
         return self._ask(self._branches.current, text, on_prefill)
 
     def retry(self, *, on_prefill: Callable[[int], None] | None = None) -> Generator[Piece, None, None]:
-        """Answer the last message again, with the next seed."""
-        conversation = self._branches.current
-        return self._ask(conversation.before_last(), conversation.turns[-1].question, on_prefill)
+        """Answer the last message again, with the next seed. The old answer goes with the new one's first token.
+
+        Raises as `ask` does, and GenerationError where there is none.
+        """
+        self._settle()
+        base = self._branches.current.before_last()
+        return self._ask(base, self._branches.current.turns[-1].question, on_prefill)
 
     def edit(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[Piece, None, None]:
-        """Say `text` instead of the last message, and answer it."""
+        """Say `text` instead of the last message, and answer it. Both old ones go with the new answer's first token.
+
+        Raises as `ask` does, and GenerationError where there is no message.
+        """
+        self._settle()
         return self._ask(self._branches.current.before_last(), text, on_prefill)
 
     def undo(self) -> Turn:
-        """Forget the last message and its answer, and return them."""
-        turn = self._branches.current.turns[-1:]
-        self._branches.current = self._branches.current.before_last()
-        return turn[0]
+        """Forget the last message and its answer, and return them. Raises GenerationError where there is none."""
+        self._settle()
+        shorter = self._branches.current.before_last()
+        turn = self._branches.current.turns[-1]
+        self._branches.current = shorter
+        return turn
 
     def branch(self, name: str | None = None) -> str:
-        """Go on in a new branch, the current one staying as it is; return its name."""
+        """Go on in a new branch, while the current one stays as it is; return the new one's name.
+
+        Raises GenerationError for a name that is taken or isn't one word.
+        """
+        self._settle()
         return self._branches.fork(name)
 
     def switch(self, name: str) -> None:
+        """Go on in another branch. Raises GenerationError if there is none of this name."""
+        self._settle()
         self._branches.switch(name)
 
     def reset(self) -> None:
         """Forget the conversation with all its branches, not the system prompt."""
+        self._settle()
         self._branches = Branches()
-        self._context.clear()
+
+    def drop_oldest(self, for_message: str = "") -> int:
+        """Make room for a message as the policy "drop" does, now; return how many messages the model no longer sees.
+
+        They stay in `messages` and in a session file.
+        """
+        self._settle()
+        before = self.dropped
+        self._drop(self._branches.current, for_message)
+        return self.dropped - before
+
+    def save(self, path: Path | str, *, cache: bool = False) -> None:
+        """Write a session file (see `mlxlm.chat.transcripts`), as a whole or not at all.
+
+        A file that is there is replaced only if this chat read or wrote it and nobody has changed it since.
+        cache: also write `transcripts.cache_path(path)`, so that `open` needn't read the conversation again.
+        Raises GenerationError for another file in its place, and where the disk refuses.
+        """
+        self._settle()
+        weights, tokenizer = transcripts.fingerprints(self._loaded)
+        session = transcripts.Session(
+            str(self._loaded.path), weights, tokenizer, self._asked_template, self._system, self._overflow,
+            self._drawn, self._options, self.kv, self._branches,
+        )  # fmt: skip
+        self._files.write(Path(path), session, self._context if cache else None, self._loaded)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        loaded: LoadedModel,
+        *,
+        template: str | None = None,
+        overflow: Overflow | None = None,
+        kv: KVOptions | None = None,
+        speculation: Speculation | None = None,
+        **options: Any,
+    ) -> Chat:
+        """The chat in a session file, which goes on as if it had never been left; what is given here counts instead of
+        what the file says.
+
+        Without a cache beside it, or with one that can't be used, the next turn reads the conversation again. That
+        gives the same tokens wherever rounding doesn't decide: a prompt is computed many tokens at once. With
+        another model than the file's, the chat goes on as text. `notes` tells whatever of this is so.
+        Raises GenerationError naming path and line for a file that is no session, and as `Chat` does.
+        """
+        path, own, notes = Path(path), transcripts.OwnFiles(), []
+        session = own.read(path)
+        weights, tokenizer = transcripts.fingerprints(loaded)
+        same = (session.weights, session.tokenizer) == (weights, tokenizer)
+        if same and template is None:
+            if session.template in (None, *NAMES):
+                template = session.template
+            else:
+                notes.append(f"{path} had the chat template {session.template}, which is not used unless asked for")
+        chat = cls(
+            loaded, system=session.system, template=template, overflow=overflow or session.overflow,
+            kv=kv or (session.kv if same else None), speculation=speculation, **{**vars(session.options), **options},
+        )  # fmt: skip
+        chat._files, chat._branches, chat.notes = own, session.branches, notes
+        chat._drawn = session.drawn if options.get("seed") is None else 0
+        if session.tokenizer == tokenizer:
+            chat._branches.keep_ids(lambda turn: spells(loaded.tokenizer, turn.ids, turn.answer))
+        else:
+            chat._forget_tokens()
+        if not same:
+            notes.append(f"{path} is a chat with another model, {session.model}: this one reads it again, as text")
+        elif problem := transcripts.read_cache(path, chat._context, loaded):
+            notes.append(problem)
+        return chat
+
+    # How.
+
+    def _settle(self) -> None:
+        """End the answer that is under way."""
+        if self._answering is not None:
+            self._answering.close()
+            self._answering = None
+
+    def _forget_tokens(self) -> None:
+        """The ids of another tokenizer mean nothing."""
+        self._branches.keep_ids(lambda turn: False)
+        self._options = replace(self._options, logit_bias={})
+
+    def _messages(self, turns: Sequence[Turn]) -> list[Message]:
+        system = [Message("system", self._system)] if self._system else []
+        return system + [message for turn in turns for message in turn.messages]
+
+    def _prompt(self, conversation: Conversation, question: str) -> list[int]:
+        return self._transcript.encode([*self._messages(conversation.seen), Message("user", question)])
+
+    def _drop(self, conversation: Conversation, question: str) -> Conversation:
+        """`conversation`, shortened; the current one loses the same turns."""
+        if self._limit > ENDLESS:
+            return conversation
+        shorter = shortened(conversation, lambda c: len(self._prompt(c, question)), self._limit)
+        self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
+        return shorter
 
     def _ask(
-        self, conversation: Conversation, text: str, on_prefill: Callable[[int], None] | None
+        self, conversation: Conversation, question: str, on_prefill: Callable[[int], None] | None
     ) -> Generator[Piece, None, None]:
-        if not text:
+        if not question:
             raise GenerationError("the message is empty", "some text")
-        prompt = self._transcript.encode([*self._messages(conversation.seen), Message("user", text)])
-        if len(prompt) >= self.context_size:
+        prompt = self._prompt(conversation, question)
+        room = self._limit - len(prompt)
+        if self._overflow == "drop" and room < room_for_answer(self._limit, self._options.max_tokens):
+            conversation = self._drop(conversation, question)
+            prompt = self._prompt(conversation, question)
+        if len(prompt) >= self._limit:
             raise ContextFull(
-                f"the conversation would have {len(prompt)} tokens, and the model's context has {self.context_size}",
-                "/reset, or a shorter message",
+                f"the conversation would have {len(prompt)} tokens, and the model's context has {self._limit}",
+                "a shorter message" if not conversation.seen else "fewer turns (undo, reset, or drop the oldest)",
             )
         answer = TextStream(
             self._loaded,
@@ -186,41 +379,30 @@ class Chat:
             context=self._context,
             end_ids=self._loaded.end_ids | self._transcript.end_ids,
             on_prefill=on_prefill,
+            speculation=self.speculation,
         )
-        return self._answer(conversation, text, answer)
+        self._answering = self._answer(conversation, question, prompt, answer)
+        return self._answering
 
-    def _answer(self, conversation: Conversation, question: str, answer: TextStream) -> Generator[Piece, None, None]:
-        splitter = Splitter()
+    def _answer(
+        self, conversation: Conversation, question: str, prompt: list[int], answer: TextStream
+    ) -> Generator[Piece, None, None]:
         try:
-            for chunk in answer:
-                pieces = splitter.push(chunk.text)
-                if chunk.finish_reason:
-                    pieces += splitter.finish()
-                *before, (text, thinking) = pieces or [("", False)]
-                for piece in before:
-                    yield Piece(*piece)
-                yield Piece(text, thinking, chunk.finish_reason)
+            yield from pieces(answer, self._transcript.opening)
         finally:
             answer.close()
             result = answer.result
             if result.tokens:
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                turn = Turn(question, result.text, self._ids_of(result), result.seed, result.finish_reason, now)
+                ends = self._loaded.end_ids | self._transcript.end_ids
+                turn = turn_of(question, prompt, result, ends, self._transcript, self._loaded.tokenizer)
                 self._branches.current = conversation.with_turn(turn)
                 self._drawn += 1
                 self._generated += len(result.tokens)
                 self._last = result
-
-    def _ids_of(self, result: Result) -> tuple[int, ...]:
-        """The ids of an answer's text; none where they say more than the text (a stop string, half a character)."""
-        ids = result.tokens[:-1] if result.finish_reason == "eos" else result.tokens
-        return tuple(ids) if self._loaded.tokenizer.decode(ids) == result.text else ()
 
 
 class ChatSession(Chat):
     """The name that the terminal still uses."""
 
     def __init__(self, loaded: LoadedModel, system: str | None = None, options: GenerationOptions | None = None):
-        super().__init__(loaded, system=system)
-        self._options = options or self._options
-        self.seed = self.seed if self._options.seed is None else self._options.seed
+        super().__init__(loaded, system=system, **vars(options or GenerationOptions()))

@@ -1,4 +1,4 @@
-"""Conversations as token ids: the model's jinja template, or plain text for a model without one."""
+"""Conversations as token ids: the model's jinja template, a known format, or plain text."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from mlxlm.chat.formats import FORMATS
+from mlxlm.chat.reasoning import opened_by
 from mlxlm.errors import TokenizerError
+from mlxlm.generation import LoadedModel
+from mlxlm.reading import read_bytes
 from mlxlm.tokenizer import Tokenizer
 
+PLAIN, MODEL = "plain", "model"
+NAMES = (MODEL, *FORMATS, PLAIN)
+_LARGEST_TEMPLATE = 1 << 20  # bytes; the longest in use have 20,000
 # Supplementary Private Use Area-A: characters that text doesn't use, and no template looks for.
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
@@ -30,18 +39,56 @@ class Message:
 
 
 class Transcript(Protocol):
-    """Turns messages into ids. `end_ids`: tokens that end an answer, besides the model's own."""
+    """Turns messages into ids.
 
+    name: the template in use: "model" for the model's own, a name of FORMATS, "plain", or a file.
+    end_ids: tokens that end an answer, besides the model's own.
+    opening: what it puts in front of every answer that is the model's to say ("<think>" and a line end), or "".
+    """
+
+    name: str
     end_ids: frozenset[int]
+    opening: str
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """The ids of the conversation, up to where the model's next answer begins."""
         ...
 
 
-def transcript(tokenizer: Tokenizer) -> Transcript:
-    """The form of conversation that a model was trained for. Raises TokenizerError for a broken template."""
-    return PlainText(tokenizer) if tokenizer.chat_template is None else ChatTemplate(tokenizer)
+def transcript(loaded: LoadedModel, template: str | None = None) -> Transcript:
+    """The form of conversation that a model was trained for, or the one of `template`: "model", "plain", a name of
+    FORMATS, or a jinja file.
+
+    Of its own accord: the template in the model's files; without one, the format whose turns end with one of
+    the model's end tokens; else plain text, which the model continues.
+    Raises TokenizerError for a broken template, and for one that this tokenizer has no tokens for.
+    """
+    tokenizer = loaded.tokenizer
+    own = tokenizer.chat_template
+    if template is None:
+        fitting = [name for name, format in FORMATS.items() if format.ends(tokenizer, loaded.end_ids)]
+        template = MODEL if own is not None else next(iter(fitting), PLAIN)
+    if template == PLAIN:
+        return PlainText(tokenizer)
+    if template == MODEL:
+        if own is None:
+            raise TokenizerError("this model has no chat template", "one of " + ", ".join(NAMES[1:]))
+        return ChatTemplate(tokenizer)
+    if template in FORMATS:
+        if not FORMATS[template].fits(tokenizer):
+            needed = ", ".join(FORMATS[template].tokens)
+            raise TokenizerError(f"the template {template} takes the tokens {needed}, which this model lacks", PLAIN)
+        return ChatTemplate(tokenizer, FORMATS[template].template, template)
+    return ChatTemplate(tokenizer, _read_template(Path(template)), template)
+
+
+def _read_template(path: Path) -> str:
+    if not path.exists():
+        raise TokenizerError(f"there is no chat template {path}", f"one of {', '.join(NAMES)}, or a jinja file")
+    try:
+        return read_bytes(path, _LARGEST_TEMPLATE, TokenizerError).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8: {error.reason}") from None
 
 
 class PlainText:
@@ -50,12 +97,14 @@ class PlainText:
     A person's text is continued where it ends; after an answer the next text begins on a new line.
     """
 
+    name = PLAIN
     end_ids: frozenset[int] = frozenset()
+    opening = ""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         ids: list[int] = []
         text, last = "", "\n"
         for message in messages:
@@ -78,26 +127,33 @@ class ChatTemplate:
 
     What looks like a special token inside a message stays ordinary text, so that nobody can forge a role.
     An answer of the model is spliced in as the ids it consisted of: encoding its text again may give
-    others (models don't always choose the encoder's split), and the key-value cache holds the former.
+    others (models don't always choose the encoder's split), and the key-value cache holds the former. Where
+    the template changes an answer (trims it, drops its reasoning), the template's text counts.
 
     `end_ids`: the special token that the template puts behind an answer, if any.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        """Raises TokenizerError for a template that can't be read, or fails on a question and an answer."""
+    def __init__(self, tokenizer: Tokenizer, source: str | None = None, name: str = MODEL):
+        """`source`: a template instead of the model's own; `name`: what it is called.
+
+        Raises TokenizerError for a template that can't be read, or fails on a question and an answer.
+        """
+        self.name = name
         self._tokenizer = tokenizer
+        self._source = tokenizer.chat_template if source is None else source
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
         )
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
-            self._template = environment.from_string(tokenizer.chat_template)
+            self._template = environment.from_string(self._source)
         except jinja2.TemplateError as error:
             raise _broken(error) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self.end_ids = self._find_end_ids()
+        self.opening = opened_by(self.render([Message("user", "?")]))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The conversation as text. Raises TokenizerError where the template fails or refuses it."""
@@ -113,23 +169,38 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it can fail with any error
             raise _broken(error) from error
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        stand_ins = _StandIns(self._tokenizer.chat_template + "".join(m.content for m in messages))
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        stand_ins = _StandIns(self._source + "".join(m.content for m in messages))
 
         def shielded(match: re.Match) -> str:
             return stand_ins.take(match[0], self._encode(match[0], parse_special=False, continues=True))
 
-        shielded_messages = [replace(m, content=self._special.sub(shielded, m.content)) for m in messages]
-        spliced_messages = [
-            replace(shown, content=stand_ins.take(m.content, m.ids, answer=True)) if m.ids else shown
-            for m, shown in zip(messages, shielded_messages, strict=True)
-        ]
-        text = self.render(spliced_messages)
-        plain = self.render(shielded_messages)
-        if stand_ins.restored(text) != stand_ins.restored(plain):
-            text = plain  # the template changes answers (trims them, drops their reasoning): its text counts
+        plain = [replace(m, content=self._special.sub(shielded, m.content)) for m in messages]
+        answers = {n: stand_ins.take(m.content, m.ids, answer=True) for n, m in enumerate(messages) if m.ids}
+
+        @cache
+        def rendered(spliced: tuple[int, ...]) -> str:
+            shown = [replace(m, content=answers[n]) if n in spliced else m for n, m in enumerate(plain)]
+            return self.render(shown, add_generation_prompt=add_generation_prompt)
+
+        text = rendered(())
+        wanted = stand_ins.restored(text)
+
+        def unchanged(group: tuple[int, ...]) -> tuple[int, ...]:
+            """Those of these answers that the template leaves as they are; by halves, as most are or none is."""
+            if not group or stand_ins.restored(rendered(group)) == wanted:
+                return group
+            half = len(group) // 2
+            return unchanged(group[:half]) + unchanged(group[half:]) if half else ()
+
+        spliced = unchanged(tuple(n for n in answers if plain[n].content in text))
+        spliced_text = rendered(spliced)
+        if stand_ins.restored(spliced_text) == wanted:
+            text = spliced_text
+        return self._encode_pieces(list(stand_ins.split(text)), stand_ins)
+
+    def _encode_pieces(self, pieces: list[str], stand_ins: _StandIns) -> list[int]:
         ids: list[int] = []
-        pieces = list(stand_ins.split(text))
         for piece, following in zip(pieces, [*pieces[1:], ""], strict=True):
             if piece in stand_ins.ids:
                 ids += stand_ins.ids[piece]
@@ -140,12 +211,10 @@ class ChatTemplate:
         return ids
 
     def _encode(self, text: str, *, parse_special: bool, continues: bool) -> list[int]:
-        return self._tokenizer.encode(
-            text, add_special_tokens=False, parse_special=parse_special, continues=continues
-        )
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special, continues=continues)
 
     def _find_end_ids(self) -> frozenset[int]:
-        answer = _StandIns(self._tokenizer.chat_template).take("", ())
+        answer = _StandIns(self._source).take("", ())
         exchange = [Message("user", "?"), Message("assistant", answer)]
         behind = self.render(exchange, add_generation_prompt=False).partition(answer)[2]
         match = self._special.match(behind.lstrip())

@@ -1,0 +1,55 @@
+"""Conversation formats of models whose files have no template: recognised by the tokens that end a turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxlm.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Format:
+    """A jinja template and the special tokens that it is made of; the last of `tokens` ends a turn."""
+
+    template: str
+    tokens: tuple[str, ...]
+
+    def fits(self, tokenizer: Tokenizer) -> bool:
+        """Whether the tokenizer has its tokens."""
+        return all(token in tokenizer.special_tokens for token in self.tokens)
+
+    def ends(self, tokenizer: Tokenizer, end_ids: frozenset[int]) -> bool:
+        """Whether a model with these end tokens was trained on it. A base model has the tokens of the chat model
+        that was made of it, without having learned them, but ends its texts with another one."""
+        return self.fits(tokenizer) and tokenizer.special_tokens[self.tokens[-1]] in end_ids
+
+
+# As in the papers and model cards of OpenAI's ChatML (Qwen, Yi and many others), Llama 3, Gemma and Phi-3.
+FORMATS = {
+    "chatml": Format(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": Format(
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    # Gemma has no system role: Google puts such text in front of the first message.
+    "gemma": Format(
+        "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% else %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ ns.system }}{{ m.content }}<end_of_turn>\n"
+        "{% set ns.system = '' %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<start_of_turn>", "<end_of_turn>"),
+    ),
+    "phi3": Format(
+        "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        ("<|user|>", "<|assistant|>", "<|end|>"),
+    ),
+}
