@@ -11,10 +11,11 @@
 from mlxlm.generation.batch import Progress, Request, batch, run_batch
 from mlxlm.generation.context import Context
 from mlxlm.generation.engine import tokens
+from mlxlm.generation.filters import filtered_logits
 from mlxlm.generation.loaded import LoadedModel, load
 from mlxlm.generation.options import GenerationOptions, SamplingOptions
 from mlxlm.generation.result import Chunk, FinishReason, Result, Timings
-from mlxlm.generation.sampling import Sampler, filtered_logits
+from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.score import Score, score
 from mlxlm.generation.text import TextStream, generate, stream
 

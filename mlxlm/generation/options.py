@@ -10,7 +10,7 @@ from typing import Any
 from mlxlm.errors import GenerationError
 
 MOST_LOGPROBS = 1000  # a token's likeliest alternatives
-LONGEST_WINDOW = 1 << 16  # tokens that a penalty looks back on
+LONGEST_WINDOW = 1 << 14  # tokens that a penalty looks back on
 LARGEST_SCHEMA = 1 << 20  # characters of a schema or a regular expression, and of all choices together
 
 

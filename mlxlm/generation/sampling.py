@@ -1,85 +1,214 @@
-"""From logits to a token: settings, filters, and a seeded draw, all on the device."""
+"""From logits to tokens: seeded draws, each row by its own settings and noise, all on the device."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Sequence
+import copy
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+import numpy as np
 
 from mlxlm._mlx import mx
+from mlxlm.generation.constraint import Grammar, masked_logits
+from mlxlm.generation.filters import filtered_logits
+from mlxlm.generation.logprobs import DrawnLogprobs, TokenLogprobs
+from mlxlm.generation.noise import gumbel, step_noise
 from mlxlm.generation.options import SamplingOptions
+from mlxlm.generation.penalties import History, breaker_table, penalised_logits
+from mlxlm.tokenizer import Tokenizer
 
-
-def filtered_logits(logits: mx.array, options: SamplingOptions, recent: mx.array | None = None) -> mx.array:
-    """The logits that a token is drawn from, `[B, V]` -> float32 `[B, V]`; -inf for a token that can't be.
-
-    `recent` holds the token ids that the repetition penalty applies to, `[N]`. The order is transformers':
-
-    1. repetition penalty: positive logits divided by it, negative ones multiplied (Keskar et al. 2019, 4.1);
-    2. temperature: logits divided by it (Ackley et al. 1985), unless it is 0;
-    3. top-k (Fan et al. 2018, 5.4);
-    4. top-p, the smallest set of the likeliest tokens whose probability, renormalised after top-k, reaches
-       top_p (Holtzman et al. 2020, 3.1);
-    5. min-p, tokens of at least min_p times the highest probability (Nguyen et al. 2024, 3).
-
-    Tokens exactly as likely as the last one that top-k or top-p keeps stay too.
-    """
-    logits = logits.astype(mx.float32)
-    if options.repetition_penalty != 1 and recent is not None and recent.size:
-        seen = mx.broadcast_to(recent[None], (logits.shape[0], recent.size))
-        values = mx.take_along_axis(logits, seen, axis=-1)
-        penalty = options.repetition_penalty
-        values = mx.where(values < 0, values * penalty, values / penalty)
-        logits = mx.put_along_axis(logits, seen, values, axis=-1)
-    if options.temperature != 0:
-        # The shift changes no probability and keeps the likeliest token finite at any temperature.
-        logits = (logits - logits.max(axis=-1, keepdims=True)) / options.temperature
-    if 0 < options.top_k < logits.shape[-1]:
-        smallest = mx.topk(logits, options.top_k, axis=-1).min(axis=-1, keepdims=True)
-        logits = mx.where(logits >= smallest, logits, -mx.inf)
-    if options.top_p < 1:
-        probabilities = mx.softmax(logits, axis=-1)
-        ranked = -mx.sort(-probabilities, axis=-1)
-        mass_before = mx.cumsum(ranked, axis=-1, inclusive=False)
-        smallest = mx.where(mass_before < options.top_p, ranked, mx.inf).min(axis=-1, keepdims=True)
-        logits = mx.where(probabilities >= smallest, logits, -mx.inf)
-    if options.min_p > 0:
-        smallest = logits.max(axis=-1, keepdims=True) + math.log(options.min_p)
-        logits = mx.where(logits >= smallest, logits, -mx.inf)
-    return logits
-
-
-def draw_seed() -> int:
-    """A seed from the operating system, short enough to be typed again."""
-    return int.from_bytes(os.urandom(4), "little")
+# The options that decide what happens to a row's logits: rows with the same ones are drawn together.
+_SHAPING = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "repetition_penalty",
+    "repetition_window", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
+    "dry_window", "dry_breakers", "logprobs",
+)  # fmt: skip
 
 
 class Sampler:
     """Draws the tokens of one text: `sampler(logits [1, V]) -> token [1]`, without reading either.
 
-    Token t is drawn with a key that depends on the seed and on t alone (the t-th of a chain of splits from
-    `mx.random.key(seed)`), so that a text doesn't depend on what else the process has drawn.
+    The order: logit bias, repetition penalty, presence and frequency penalties, DRY, the constraint, temperature,
+    top-k, typical, top-p, min-p, XTC, and the draw: the token of the highest logit plus noise of Gumbel's
+    distribution, which follows the softmax of the logits (Gumbel 1954; Maddison et al. 2014, 2). With temperature 0
+    it is the highest logit after the constraint.
+
+    The noise of token t is a function of the seed and of t alone, so that a text depends neither on what else the
+    process draws nor on the rows that are drawn with it, and that a model whose logits are like another's mostly draws
+    the same tokens with the same seed.
+
+    With a constraint `blocks` is True: a draw needs to know every token before it, by `observe`.
     """
 
-    def __init__(self, options: SamplingOptions, prompt: Sequence[int], seed: int):
-        """`prompt`: the ids before the text, which the repetition penalty looks back on."""
-        self._options = options
-        self._key = mx.random.key(seed)
-        self._recent = None
-        if options.repetition_penalty != 1:
-            self._recent = mx.array(prompt[-options.repetition_window :], mx.int32)
+    def __init__(
+        self,
+        options: SamplingOptions,
+        prompt: Sequence[int],
+        seed: int,
+        *,
+        tokenizer: Tokenizer | None = None,
+        grammar: Grammar | None = None,
+    ):
+        """`prompt`: the ids before the text, which the repetition penalty and DRY look back on. `tokenizer`: needed
+        for DRY's breakers. `grammar`: what `options` constrain the text to, compiled.
+
+        Raises GenerationError for DRY's breakers without a tokenizer, or for those that it doesn't have.
+        """
+        self.options = options
+        self._prompt = prompt
+        self._seed = seed
+        self._step = 0
+        self._breakers = breaker_table(options, tokenizer)
+        self._matcher = grammar and grammar.matcher()
+        self._history: tuple[History, int] | None = None  # a row of one that rows drawn together share
+        self._drawn: deque[tuple[DrawnLogprobs, int]] = deque()
+        self._ahead: mx.array | None = None  # the logits of the last `ahead`
+        self._kind = self._settings()
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the next draw needs the value of the last token."""
+        return self._matcher is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is all that a constraint asks for, and nothing can follow."""
+        return self._matcher is not None and self._matcher.finished
+
+    @property
+    def error(self) -> str | None:
+        """Why a constraint can't go on: it must not be drawn from then. None if it can, or there is none."""
+        return None if self._matcher is None else self._matcher.error
+
+    @property
+    def complaint(self) -> str | None:
+        """Why the text, if it ends with the tokens observed, isn't what a constraint asks for; None if it is."""
+        return None if self._matcher is None else self._matcher.complaint
+
+    def observe(self, token: int) -> None:
+        """Tell the token that was drawn, in order; where the sampler `blocks`, before the next draw."""
+        if self._matcher is not None:
+            self._matcher.consume(token)
 
     def __call__(self, logits: mx.array) -> mx.array:
-        if self._options.temperature == 0:
-            token = mx.argmax(self._greedy_logits(logits), axis=-1)
-        else:
-            self._key, key = mx.random.split(self._key)
-            token = mx.random.categorical(filtered_logits(logits, self._options, self._recent), key=key)
-        if self._recent is not None:
-            recent = mx.concatenate([self._recent, token.astype(mx.int32)])
-            self._recent = recent[-self._options.repetition_window :]
-        return token
+        """Draw the next token `[1]` from logits `[1, V]`. Raises GenerationError for a logit_bias or logprobs beyond
+        the vocabulary."""
+        return draw_rows([self], logits)
 
-    def _greedy_logits(self, logits: mx.array) -> mx.array:
-        # No filter removes the likeliest token, so that only the penalty can change the choice.
-        return logits if self._recent is None else filtered_logits(logits, self._options, self._recent)
+    def ahead(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
+        """What is drawn at each of k + 1 places if the draft's tokens before it are, and by how much.
+
+        `logits` `[k + 1, V]`, `draft` `[k]`: tokens `[k + 1]`, and float32 `[k + 1]` the lead of each over the
+        runner-up, in units of the logits. Nothing advances. Reads `draft` only with a constraint.
+        """
+        places = range(len(logits))
+        history, row = self._started(logits.shape[-1])
+        histories = [(history, row)]
+        for place in places[1:]:
+            if not history.empty:
+                history, row = self._after(history, row, draft[place - 1 : place])
+            histories.append((history, row))
+        allowed = None if self._matcher is None else self._matcher.allowed_along(draft.tolist())
+        steps = [(self._seed, self._step + place) for place in places]
+        scores = _scores(logits, self.options, History.joined(histories), allowed, steps)
+        best = mx.sort(mx.topk(scores, 2, axis=-1), axis=-1)
+        self._ahead = logits
+        return mx.argmax(scores, axis=-1), (best[:, 1] - best[:, 0]) * (self.options.temperature or 1)
+
+    def advance(self, tokens: mx.array) -> None:
+        """Take `tokens` `[n]` as drawn: the first n of what the last `ahead` returned, whose logits are theirs."""
+        history, row = self._started(self._ahead.shape[-1])
+        for place in range(len(tokens)):
+            if not history.empty:
+                history, row = self._after(history, row, tokens[place : place + 1])
+        self._history = history, row
+        self._step += len(tokens)
+        self._keep_logprobs([self], self._ahead[: len(tokens)], tokens)
+        self._ahead = None
+
+    def fork(self) -> Sampler:
+        """A sampler at the same place of the same text, with the same noise and its own future."""
+        other = copy.copy(self)
+        other._matcher = self._matcher and self._matcher.copy()
+        other._drawn = deque()
+        return other
+
+    def take_logprobs(self) -> TokenLogprobs | None:
+        """Those of the oldest token drawn that weren't taken yet; None without the option. Reads the device."""
+        if not self._drawn:
+            return None
+        drawn, row = self._drawn.popleft()
+        return drawn.read(row)
+
+    def _settings(self) -> Hashable:
+        options = self.options
+        shaping = tuple(getattr(options, name) for name in _SHAPING)
+        return *shaping, tuple(options.logit_bias.items()), id(self._breakers), self.blocks
+
+    def _started(self, vocab_size: int) -> tuple[History, int]:
+        if self._history is None:
+            self.options.check_vocabulary(vocab_size)
+            self._history = History.of(self.options, self._prompt, vocab_size, self._breakers), 0
+        return self._history
+
+    def _after(self, history: History, row: int, token: mx.array) -> tuple[History, int]:
+        return History.joined([(history, row)]).after(token, self._breakers), 0
+
+    @staticmethod
+    def _keep_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.array) -> mx.array:
+        """`tokens`, which can't be evaluated without what is kept: no logits wait for someone to read a number."""
+        options = samplers[0].options
+        if options.logprobs is None:
+            return tokens
+        drawn = DrawnLogprobs.of(logits, tokens, options.logprobs)
+        for row in range(len(tokens)):
+            samplers[row % len(samplers)]._drawn.append((drawn, row))
+        return mx.depends([tokens], drawn.arrays())[0]
+
+
+def draw_rows(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+    """A token for each row of logits `[R, V]`, drawn by its own sampler: `[R]`, evaluating nothing.
+
+    Each row is what its sampler alone draws, bit for bit. Rows of equal settings are drawn together.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        groups.setdefault(sampler._kind, []).append(row)
+    if len(groups) == 1:
+        return _draw(samplers, logits)
+    drawn = [_draw([samplers[row] for row in rows], logits[mx.array(rows)]) for rows in groups.values()]
+    places = np.argsort([row for rows in groups.values() for row in rows])
+    return mx.concatenate(drawn)[mx.array(places)]
+
+
+def _draw(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+    first = samplers[0]
+    history = History.joined([sampler._started(logits.shape[-1]) for sampler in samplers])
+    allowed = [sampler._matcher.allowed() for sampler in samplers] if first.blocks else None
+    steps = [(sampler._seed, sampler._step) for sampler in samplers]
+    tokens = mx.argmax(_scores(logits, first.options, history, allowed, steps), axis=-1)
+    history = history if history.empty else history.after(tokens, first._breakers)
+    for row, sampler in enumerate(samplers):
+        sampler._history = history, row
+        sampler._step += 1
+    return Sampler._keep_logprobs(samplers, logits, tokens)
+
+
+def _scores(
+    logits: mx.array,
+    options: SamplingOptions,
+    history: History,
+    allowed: Sequence[np.ndarray] | None,
+    steps: Sequence[tuple[int, int]],
+) -> mx.array:
+    """What the highest of is drawn: `[R, V]`. `steps`: seed and number of the token of every row."""
+    if options.logit_bias or not history.empty:
+        logits = penalised_logits(logits, options, history)
+    if allowed is not None:
+        logits = masked_logits(logits, allowed)
+    if options.temperature == 0:  # no filter takes the likeliest token away
+        return logits
+    noises = [step_noise(*step) for step in steps]
+    excluded = [coin < options.xtc_probability for _, coin in noises]
+    excluding = mx.array(excluded) if any(excluded) else None
+    return filtered_logits(logits, options, excluding) + gumbel([key for key, _ in noises], logits.shape[-1])

@@ -1,0 +1,219 @@
+"""Texts that match a JSON schema, a regular expression or one of some choices, through llguidance.
+
+A grammar is compiled once for a tokenizer; each text has a matcher, which says after every token which tokens can
+follow. What the matcher allows is a bit per token, packed, and is unpacked on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlxlm._mlx import mx
+from mlxlm.errors import GenerationError
+from mlxlm.generation.options import SamplingOptions
+from mlxlm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Between the parts of a JSON text: nothing, a space, or a line end and an indent of up to 16 levels of 2. Unbounded, a
+# small model that has learnt to indent can fill a context with spaces.
+_WHITESPACE = r"[ ]?|\n([ ]{0,32}|\t{0,16})"
+_HINTS = {
+    "json_schema": "a schema without it",
+    "regex": "a regular expression without it; it is matched as a whole, so that ^ and $ aren't needed",
+    "choice": "texts that can be written in UTF-8",
+}
+
+
+class Grammar:
+    """What a text must match, compiled for the tokens of a model. Texts share it."""
+
+    def __init__(self, start: LLMatcher, name: str):
+        self._start = start
+        self.name = name
+
+    @classmethod
+    def compile(
+        cls, options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]
+    ) -> Grammar:
+        """The grammar of `options.constraint`, which must be set.
+
+        `vocab_size` is that of the logits: ids without a token are never allowed. `end_ids` end a text; each is allowed
+        exactly where the text may end, whatever text it stands for elsewhere. Without any, a text ends where
+        nothing can follow.
+
+        Raises GenerationError that says why a constraint can't be had: a keyword that isn't supported, a mistake in a
+        regular expression, one that nothing matches or that is too large, a tokenizer whose tokens aren't bytes.
+        """
+        name = options.constraint
+        if not tokenizer.has_byte_tokens:
+            reason = "the text of this tokenizer's tokens depends on their neighbours"
+            raise GenerationError(f"{name} can't be had with this model: {reason}", f"the same without {name}")
+        import llguidance
+
+        with _library_errors(name):
+            tokens = _tokens(tokenizer, vocab_size, end_ids)
+            grammar = _grammar(options, first_space=_strips_first_space(tokenizer))
+            # The library's own limits bound time and memory; an error need not show the state of its parser.
+            limits = llguidance.LLParserLimits(verbose_errors=False)
+            start = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
+            if not start.is_error():
+                start.compute_bitmask()  # builds what is built lazily: here is the time to fail
+        if start.is_error():
+            raise GenerationError(f"{name}: {_reason(start.get_error())}", _HINTS[name])
+        if start.is_stopped() and not start.is_accepting():
+            raise GenerationError(f"{name}: no text matches it", "a constraint that some text matches")
+        return cls(start, name)
+
+    def matcher(self) -> Matcher:
+        """For one text, at its beginning."""
+        return Matcher(self._start.deep_copy(), self.name)
+
+
+class Matcher:
+    """Follows one text, token by token."""
+
+    def __init__(self, matcher: LLMatcher, name: str):
+        self._matcher = matcher
+        self._name = name
+        self._allowed: np.ndarray | None = None
+
+    def copy(self) -> Matcher:
+        """A matcher at the same place, with its own future."""
+        return Matcher(self._matcher.deep_copy(), self._name)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text matches and nothing but an end token can follow."""
+        return self.error is None and self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """Why the text can't go on, or None."""
+        if not self._matcher.is_error():
+            self.allowed()
+        if self._matcher.is_error():
+            return f"{self._name}: {_reason(self._matcher.get_error())}"
+        if self._matcher.is_stopped() and not self._matcher.is_accepting() or not self.allowed().any():
+            return f"{self._name}: no token of this model can follow"
+        return None
+
+    @property
+    def complaint(self) -> str | None:
+        """Why the text, if it ends here, doesn't match; None if it does."""
+        if not self._matcher.is_error() and self._matcher.is_accepting():
+            return None
+        return self.error or f"the text ended before it was what {self._name} asks for"
+
+    def consume(self, token: int) -> None:
+        """Go on by a token."""
+        self._allowed = None
+        self._matcher.consume_token(token)
+
+    def allowed(self) -> np.ndarray:
+        """The tokens that can follow: bit `id % 32` of word `id // 32`, uint32 `[ceil(V / 32)]` or one word more."""
+        if self._allowed is None:
+            self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        return self._allowed
+
+    def allowed_along(self, draft: Sequence[int]) -> list[np.ndarray]:
+        """`allowed` here and after each token of `draft`; after one that isn't allowed, whatever it was before it."""
+        ahead = self._matcher.deep_copy()
+        masks = [self.allowed()]
+        for token in draft[: ahead.validate_tokens(list(draft))]:
+            ahead.consume_token(token)
+            masks.append(np.frombuffer(ahead.compute_bitmask(), np.uint32))
+        return masks + masks[-1:] * (len(draft) + 1 - len(masks))
+
+
+def masked_logits(logits: mx.array, allowed: Sequence[np.ndarray]) -> mx.array:
+    """The logits `[R, V]` of the tokens that `allowed`, one a row, has a bit for; -inf for the others."""
+    words = mx.array(np.stack(allowed))
+    bits = (words[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return mx.where(bits.reshape(len(allowed), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
+
+
+def _grammar(options: SamplingOptions, first_space: bool) -> str:
+    """llguidance's grammar. `first_space`: the tokenizer takes one space off the front of a text, so that the tokens
+    have to begin with one, as those of a text that it encodes do."""
+    from llguidance import regex_to_lark
+
+    if options.json_schema is not None:
+        schema = json.loads(options.json_schema)
+        schema = {"not": {}} if schema is False else {} if schema is True else schema
+        body = {"json_schema": {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}}
+    elif options.regex is not None:
+        body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, '')}/"}
+    else:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in options.choice)
+        body = {"lark_grammar": f"start: {texts}"}
+    grammars = [{"name": "text", **body}]
+    if first_space:
+        grammars.insert(0, {"name": "spaced", "lark_grammar": 'start: " " @text'})
+    return json.dumps({"grammars": grammars})
+
+
+def _strips_first_space(tokenizer: Tokenizer) -> bool:
+    spaced = (id for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id).startswith(b" "))
+    first = next(spaced, None)
+    return first is not None and not tokenizer.decode([first]).startswith(" ")
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer. It has the bytes of every token, so that it need not be called."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], ends: list[int]):
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, ends, ends[0]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        raise NotImplementedError("texts are not encoded here")
+
+
+_made: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int]], LLTokenizer]]
+_made = weakref.WeakKeyDictionary()
+
+
+def _tokens(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> LLTokenizer:
+    """Made once for a vocabulary: a tenth of a second for 32,000 tokens."""
+    import llguidance
+
+    made = _made.setdefault(tokenizer, {})
+    key = vocab_size, frozenset(end_ids)
+    if key not in made:
+        ends = sorted(id for id in end_ids if id < vocab_size)
+        tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        for id in ends:
+            tokens[id] = b""
+        if not ends:  # one that the logits don't have: the library needs one
+            ends = [vocab_size]
+            tokens.append(b"")
+        made[key] = llguidance.LLTokenizer(_Tokens(tokens, ends), eos_token=ends)
+    return made[key]
+
+
+def _reason(message: str) -> str:
+    """The line of an error that says what is wrong: regular expressions have it after a picture of the place."""
+    found = re.search(r"^error: (.*)$", message, re.MULTILINE)
+    return found[1] if found else message.split("\n", 1)[0] or "it can't be followed"
+
+
+@contextmanager
+def _library_errors(name: str) -> Iterator[None]:
+    """The library raises ValueError, or panics, which Python sees as a BaseException of a type of its own."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+            raise
+        raise GenerationError(f"{name}: {_reason(str(error))}", _HINTS[name]) from error

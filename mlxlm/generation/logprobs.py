@@ -1,0 +1,48 @@
+"""Log-probabilities of drawn tokens and of the likeliest ones, in the model's own distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxlm._mlx import mx
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """A token, its natural log-probability, and the likeliest tokens with theirs, the likeliest first.
+
+    They are the model's, before any setting of SamplingOptions has changed them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class DrawnLogprobs:
+    """Those of one draw of several rows, on the device until they are read."""
+
+    tokens: mx.array  # [R]
+    chosen: mx.array  # [R]
+    top_ids: mx.array  # [R, n]
+    top: mx.array  # [R, n]
+
+    @classmethod
+    def of(cls, logits: mx.array, tokens: mx.array, n: int) -> DrawnLogprobs:
+        """Of tokens `[R]` drawn from logits `[R, V]`, with the n likeliest."""
+        logits = logits.astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+        ids = mx.argpartition(-logprobs, min(n, logprobs.shape[-1] - 1), axis=-1)[:, :n]
+        top = mx.take_along_axis(logprobs, ids, axis=-1)
+        order = mx.argsort(-top, axis=-1)
+        ids, top = (mx.take_along_axis(x, order, axis=-1) for x in (ids, top))
+        return cls(tokens, chosen, ids, top)
+
+    def arrays(self) -> list[mx.array]:
+        return [self.chosen, self.top_ids, self.top]
+
+    def read(self, row: int) -> TokenLogprobs:
+        top = zip(self.top_ids[row].tolist(), self.top[row].tolist(), strict=True)
+        return TokenLogprobs(self.tokens[row].item(), self.chosen[row].item(), tuple(top))
