@@ -54,6 +54,11 @@ def check_file(path: Path) -> list[str]:
 
 def file_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, described; every byte they claim is there. Raises as `check_file` does."""
+    return file_header(path)[0]
+
+
+def file_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """`file_tensors` and the metadata of one file. Raises as `check_file` does."""
     with opened(path, CheckpointError) as file:
         size = path.stat().st_size
         start = file.read(8)
@@ -84,7 +89,7 @@ def file_tensors(path: Path) -> dict[str, Tensor]:
     for (_, end, name), (first, _, other) in pairwise(spans):
         if first < end:
             raise CheckpointError(f"{path}: tensors {name} and {other} overlap")
-    return tensors
+    return tensors, metadata
 
 
 def is_in(folder: Path) -> bool:
@@ -149,14 +154,20 @@ def write_shards(
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str = "mlx") -> None:
+def write_file(
+    path: Path,
+    tensors: Tensors,
+    finite: bool = False,
+    format: str = "mlx",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """One safetensors file, written tensor by tensor. `finite`: values must be. `format` is what the metadata
-    says the values are for: transformers wants "pt".
+    says the values are for: transformers wants "pt". `metadata` is more of it.
 
     Raises CheckpointError naming the tensor that can't be read or isn't finite, and the file if the disk refuses.
     """
     order = _order(tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": format}}
+    header: dict[str, Any] = {"__metadata__": {"format": format, **(metadata or {})}}
     end = 0
     for name in order:
         tensor, start = tensors[name], end

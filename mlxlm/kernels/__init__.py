@@ -5,20 +5,21 @@ linear memory. On the CPU backend, whose `exp` is a scalar 12 ns per element, ML
 graphs built on a vectorised `exp`.
 """
 
-from mlxlm.kernels.attention import attention, quantized_attention
+from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy
 from mlxlm.kernels.dispatch import using
 from mlxlm.kernels.gelu import gelu, gelu_tanh
+from mlxlm.kernels.quantized import Quantized
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 from mlxlm.kernels.swiglu import swiglu
 
 __all__ = [
+    "Quantized",
     "add_rms_norm",
     "attention",
     "cross_entropy",
     "gelu",
     "gelu_tanh",
-    "quantized_attention",
     "rms_norm",
     "swiglu",
     "using",

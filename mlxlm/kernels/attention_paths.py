@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,8 @@ from mlxlm.kernels.plain_attention import plain_attention, plain_quantized_atten
 
 MOST_DECODED = decode_attention.MAX_QUERIES  # query rows that count as decoding, in MLX as well
 LINEAR_MEMORY_FROM = 1024  # length from which the square of probabilities must not be in memory
+_FEATURES = ("window", "softcap", "slopes", "first")
+_DECODE_FEATURES = _FEATURES[:3]  # of the Metal kernels
 LENGTHS = (256, 4096)  # least and greatest length that are told apart
 
 _FUSED_DECODE_DIMS = (64, 96, 128, 256)  # of MLX 0.32 on Metal: scaled_dot_product_attention.cpp
@@ -21,7 +22,7 @@ _FUSED_DECODE_ROWS = 32  # most rows · heads of a key head there
 _FUSED_PROMPT_DIMS = (64, 72, 80, 96, 128)
 
 
-def attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, group_size=None, bits=None) -> Case:
+def attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, first=None, **form: int) -> Case:
     """The case of a call. Decoding counts T one by one and S up to a power of two; elsewhere T, which S is about,
     goes down to one, so that a case of 1,024 has no shorter length in it."""
     least, most = LENGTHS
@@ -29,32 +30,32 @@ def attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, gro
         S = max(least, min(most, 1 << (S - 1).bit_length()))
     else:
         T, S = max(least, min(most, 1 << T.bit_length() - 1)), None
-    given = window is not None, softcap is not None, slopes is not None
-    return _case(operation, dtype, D, H, K, group_size, bits, T, S, given)
+    given = window is not None, softcap is not None, slopes is not None, first is not None
+    return _case(operation, dtype, D, H, K, T, S, given, **form)
 
 
 @cache  # each token of each layer asks for one of a few
-def _case(operation, dtype, D, H, K, group_size, bits, T, S, given) -> Case:
-    sizes = {"D": D, "H": H, "K": K, "group_size": group_size, "bits": bits, "T": T, "S": S}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
-    features = tuple(name for name, is_given in zip(("window", "softcap", "slopes"), given, strict=True) if is_given)
+def _case(operation, dtype, D, H, K, T, S, given, group_size=None, key_bits=None, value_bits=None) -> Case:
+    sizes = {"D": D, "H": H, "K": K, "group_size": group_size, "key_bits": key_bits, "value_bits": value_bits}
+    sizes = {name: size for name, size in {**sizes, "T": T, "S": S}.items() if size is not None}
+    features = tuple(name for name, is_given in zip(_FEATURES, given, strict=True) if is_given)
     return Case(operation.name, dtype, tuple(sizes), tuple(sizes.values()), features)
 
 
-def _with_window_only(path: Callable) -> Callable:
-    """For a path that has neither soft cap nor slopes: `_lacks` keeps them away."""
+def _plain(queries, keys, values, scale, *, window=None, softcap=None, slopes=None, first=None):
+    """MLX's operations, which have neither soft cap nor slopes: `_lacks` keeps them away."""
+    return plain_attention(queries, keys, values, scale, window=window, first=first)
 
-    def call(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):
-        return path(queries, keys, values, scale, window=window)
 
-    return call
+def _tiled(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):
+    return tiled_attention.tiled_attention(queries, keys, values, scale, window=window)
 
 
 def _lacks(path: str, case: Case) -> str | None:
     """Why a path can't serve a case of attention on plain keys and values."""
     decoding = case.operation == DECODE.name
-    special = [name for name in case.features if name != "window"]
-    if special and (path == "mlx" or (path == "metal" and not decoding)):
+    has = {"mlx": ("window", "first"), "metal": _DECODE_FEATURES if decoding else ("window",)}.get(path, _FEATURES)
+    if special := [name for name in case.features if name not in has]:
         return f"it has no {' and no '.join(special)}"
     if path != "metal":
         return None
@@ -76,9 +77,11 @@ def _lacks_decode(case: Case) -> str | None:
 def _lacks_quantized(path: str, case: Case) -> str | None:
     if path != "metal":
         return None
-    bits, group_size = case.size("bits"), case.size("group_size")
-    if bits not in (4, 8) or group_size not in (32, 64):
-        return f"it has no {bits} bits in groups of {group_size}"
+    if "first" in case.features:
+        return "it has no first"
+    bits, group_size = case.size("key_bits"), case.size("group_size")
+    if bits not in (4, 8) or bits != case.size("value_bits") or group_size not in (32, 64):
+        return f"it has no {bits} and {case.size('value_bits')} bits in groups of {group_size}"
     return _lacks_decode(case)
 
 
@@ -123,14 +126,19 @@ def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
     shapes = ((batch, T, H, D), (batch, K, S + 3, D), (batch, K, S + 3, D))
     queries, keys, values = (mx.random.normal(s, key=k).astype(dtype) for s, k in zip(shapes, seeds, strict=True))
     given = {"window": S // 2, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}
+    given["first"] = mx.arange(batch, dtype=mx.int32) + S // 4
     options = {name: given[name] for name in case.features}
     return [queries.swapaxes(1, 2), keys[:, :, :S], values[:, :, :S], D**-0.5], options
 
 
 def _quantized_trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
     (queries, keys, values, scale), options = _trial(case)
-    form = {"group_size": case.size("group_size"), "bits": case.size("bits")}
-    return [queries, mx.quantize(keys, **form), mx.quantize(values, **form), scale], {**form, **options}
+    form = {name: case.size(name) for name in ("group_size", "key_bits", "value_bits")}
+    sides = [
+        mx.quantize(x, group_size=form["group_size"], bits=bits) if bits else x
+        for x, bits in ((keys, form["key_bits"]), (values, form["value_bits"]))
+    ]
+    return [queries, *sides, scale], {**form, **options}
 
 
 def _small(case: Case) -> tuple[Case, ...]:
@@ -147,13 +155,18 @@ def _small_decode(case: Case) -> tuple[Case, ...]:
     return narrow.resized(S=70), narrow.resized(S=16411)
 
 
+def _quantized_decode(queries, keys, values, scale, *, group_size, key_bits, value_bits, **options):
+    form = {"group_size": group_size, "bits": key_bits}  # `_lacks_quantized` keeps others away
+    return decode_attention.quantized_decode_attention(queries, keys, values, scale, **form, **options)
+
+
 _PATHS = {
-    "mlx": _with_window_only(plain_attention),
-    "metal": _with_window_only(tiled_attention.tiled_attention),
+    "mlx": _plain,
+    "metal": _tiled,
     "blockwise": blockwise_attention,
 }
 _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
-_QUANTIZED_PATHS = {"mlx": plain_quantized_attention, "metal": decode_attention.quantized_decode_attention}
+_QUANTIZED_PATHS = {"mlx": plain_quantized_attention, "metal": _quantized_decode}
 
 DECODE = Operation("decode_attention", _DECODE_PATHS, _prefers_decode, _trial, _small_decode, _lacks)
 PREFILL = Operation("prompt_attention", _PATHS, _prefers_prompt, _trial, _small, _lacks)

@@ -28,34 +28,36 @@ def blockwise_attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
+    first: mx.array | None = None,
 ) -> mx.array:
     """`mlxlm.kernels.attention` for S >= T, with O(T) memory forward and backward. Returns `[B, H, T, D]`.
 
-    Products run in the inputs' dtype, the softmax and the sums over blocks in float32. `slopes` takes no
+    Products run in the inputs' dtype, the softmax and the sums over blocks in float32. `slopes` and `first` take no
     gradient.
     """
     B, H, T, D = queries.shape
     kv_heads = keys.shape[1]
     rows = queries.reshape(B, kv_heads, H // kv_heads, T, D)
-    bias = [] if slopes is None else [slopes.reshape(kv_heads, -1)]
-    out, _ = _function(scale, window, softcap)(rows, keys, values, *bias)
+    given = {"slopes": None if slopes is None else slopes.reshape(kv_heads, -1), "first": first}
+    given = {name: x for name, x in given.items() if x is not None}
+    out, _ = _function(scale, window, softcap, tuple(given))(rows, keys, values, *given.values())
     return out.reshape(B, H, T, D)
 
 
 @cache
-def _function(scale: float, window: int | None, softcap: float | None):
-    """The differentiable function of these constants: (output, log-sum-exp)."""
+def _function(scale: float, window: int | None, softcap: float | None, given: tuple[str, ...]):
+    """The differentiable function of these constants, with the arrays `given`: (output, log-sum-exp)."""
 
     @mx.custom_function
-    def attend(queries, keys, values, *slopes):
-        return _forward(_Scores(queries, keys, scale, window, softcap, slopes), values)
+    def attend(queries, keys, values, *others):
+        return _forward(_Scores(queries, keys, scale, window, softcap, **dict(zip(given, others, strict=True))), values)
 
     @attend.vjp
     def attend_vjp(primals, cotangents, outputs):
-        queries, keys, values, *slopes = primals
-        scores = _Scores(queries, keys, scale, window, softcap, slopes)
+        queries, keys, values, *others = primals
+        scores = _Scores(queries, keys, scale, window, softcap, **dict(zip(given, others, strict=True)))
         gradients = _backward(scores, values, *outputs, cotangents[0])
-        return (*gradients, *(mx.zeros_like(s) for s in slopes))
+        return (*gradients, *(mx.zeros_like(x) for x in others))
 
     return attend
 
@@ -63,9 +65,9 @@ def _function(scale: float, window: int | None, softcap: float | None):
 class _Scores:
     """Scores of queries `[B, K, G, T, D]` with keys `[B, K, S, D]`, one block of rows at a time."""
 
-    def __init__(self, queries, keys, scale, window, softcap, slopes):
+    def __init__(self, queries, keys, scale, window, softcap, slopes=None, first=None):
         self.queries, self.keys = queries, keys
-        self.scale, self.window, self.softcap, self.slopes = scale, window, softcap, slopes
+        self.scale, self.window, self.softcap, self.slopes, self.first = scale, window, softcap, slopes, first
         self.B, self.K, self.G, self.T, _ = queries.shape
         self.S = keys.shape[2]
 
@@ -100,10 +102,12 @@ class _Scores:
     def _bias(self, start, stop, first, seen):
         """-inf where a row doesn't see a key, ALiBi's slope times distance where it does."""
         apart = distance(stop - start, seen - first)
-        bias = mx.where(visible(apart, self.window), 0.0, -mx.inf)
-        if not self.slopes:
+        begins = None if self.first is None else self.first - first
+        bias = mx.where(visible(apart, self.window, begins), 0.0, -mx.inf)
+        if self.slopes is None:
             return mx.tile(bias, (self.G, 1))
-        return (bias + self.slopes[0][:, :, None, None] * apart).reshape(self.K, -1, seen - first)
+        bias = bias[..., None, :, :] + self.slopes[:, :, None, None] * apart  # [.., K, G, rows, keys]
+        return bias.reshape(*bias.shape[:-4], self.K, -1, seen - first)
 
 
 def _forward(scores: _Scores, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -10,7 +10,15 @@ def distance(T: int, S: int) -> mx.array:
     return mx.arange(S)[None] - mx.arange(S - T, S)[:, None]
 
 
-def visible(apart: mx.array, window: int | None) -> mx.array:
-    """Whether a row sees a key at this `distance`: its own and those before, with a window the last of these."""
+def visible(apart: mx.array, window: int | None, first: mx.array | None = None) -> mx.array:
+    """Whether a row sees a key at this `distance`: its own and those before, with a window the last of these.
+
+    `first` int `[B]`: the index of the first key that a batch entry has, the result being `[B, 1, T, S]`. Rows before
+    it see themselves: a row that sees nothing would be NaN.
+    """
     seen = apart <= 0
-    return seen if window is None else seen & (apart > -window)
+    if window is not None:
+        seen = seen & (apart > -window)
+    if first is None:
+        return seen
+    return seen & ((mx.arange(apart.shape[1]) >= first[:, None, None, None]) | (apart == 0))

@@ -9,21 +9,21 @@ from mlxlm.kernels.mask import distance, visible
 _MIN_ROWS = 64  # least query rows per block on the CPU: below that the products are too small
 
 
-def plain_attention(queries, keys, values, scale, *, window=None):
+def plain_attention(queries, keys, values, scale, *, window=None, first=None):
     """`mlxlm.kernels.attention` without soft cap and ALiBi, for S >= T. A gradient keeps all probabilities."""
     T, S = queries.shape[2], keys.shape[2]
     if ON_CPU and queries.dtype == mx.float32 and T > 1:
-        return _attention_cpu(queries, keys, values, scale, window)
+        return _attention_cpu(queries, keys, values, scale, window, first)
     mask = "causal" if T > 1 else None
-    if window is not None:
-        first = max(0, S - T - window + 1)  # what no row sees
-        keys, values = keys[:, :, first:], values[:, :, first:]
-        if T > 1 and S - first > window:
-            mask = visible(distance(T, S - first), window)
+    if window is not None and (unseen := max(0, S - T - window + 1)):
+        keys, values, S = keys[:, :, unseen:], values[:, :, unseen:], S - unseen
+        first = None if first is None else mx.maximum(first - unseen, 0)
+    if first is not None or (window is not None and T > 1 and window < S):
+        mask = visible(distance(T, S), window, first)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
-def _attention_cpu(queries, keys, values, scale, window):
+def _attention_cpu(queries, keys, values, scale, window, first):
     """Blocks of query rows, each against the keys it can see: half the work of the whole square."""
     B, H, T, D = queries.shape
     kv_heads, S = keys.shape[1], keys.shape[2]
@@ -34,13 +34,14 @@ def _attention_cpu(queries, keys, values, scale, window):
     for start in range(0, T, step):
         stop = min(start + step, T)
         seen = S - T + stop
-        first = 0 if window is None else max(0, S - T + start - window + 1)
+        unseen = 0 if window is None else max(0, S - T + start - window + 1)
         # The heads of a group are stacked as rows, so that one product serves them all.
         rows = queries[:, :, :, start:stop].reshape(B, kv_heads, groups * (stop - start), D)
-        scores = rows @ keys[:, :, first:seen].swapaxes(-1, -2)
-        mask = mx.where(visible(distance(stop - start, seen - first), window), 0.0, -mx.inf)
+        scores = rows @ keys[:, :, unseen:seen].swapaxes(-1, -2)
+        here = None if first is None else first - unseen
+        mask = mx.where(visible(distance(stop - start, seen - unseen), window, here), 0.0, -mx.inf)
         probs = _masked_softmax(scores, mx.tile(mask, (groups, 1)))
-        block = probs @ values[:, :, first:seen]
+        block = probs @ values[:, :, unseen:seen]
         out.append(block.reshape(B, kv_heads, groups, stop - start, D))
     return mx.concatenate(out, axis=3).reshape(B, H, T, D)
 
@@ -65,19 +66,37 @@ def _softmax_backward(cotangent, probs):
 
 
 def plain_quantized_attention(
-    queries, keys, values, scale, *, group_size, bits, window=None, softcap=None, slopes=None
+    queries,
+    keys,
+    values,
+    scale,
+    *,
+    group_size,
+    key_bits,
+    value_bits,
+    window=None,
+    softcap=None,
+    slopes=None,
+    first=None,
 ):
-    """Two quantized products around a softmax, which never dequantize the cache as a whole."""
+    """Two products around a softmax, which never dequantize the cache as a whole.
+
+    keys and values are the triples of `mx.quantize`, or plain arrays where their bits are 0.
+    """
     B, H, T, D = queries.shape
-    kv_heads, S = keys[0].shape[1], keys[0].shape[2]
-    form = {"group_size": group_size, "bits": bits}
+
+    def product(rows, side, bits, transpose):
+        if bits:
+            return mx.quantized_matmul(rows, *side, transpose=transpose, group_size=group_size, bits=bits)
+        return rows @ (side.swapaxes(-1, -2) if transpose else side)
+
+    kv_heads, S = (keys[0] if key_bits else keys).shape[1:3]
     rows = (queries * scale).reshape(B, kv_heads, -1, D)  # the heads of a group stacked
-    scores = mx.quantized_matmul(rows, *keys, transpose=True, **form).astype(mx.float32).reshape(B, H, T, S)
+    scores = product(rows, keys, key_bits, True).astype(mx.float32).reshape(B, H, T, S)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
     apart = distance(T, S)
     if slopes is not None:
         scores = scores + slopes[:, None, None] * apart
-    probs = mx.softmax(mx.where(visible(apart, window), scores, -mx.inf), axis=-1).astype(queries.dtype)
-    out = mx.quantized_matmul(probs.reshape(B, kv_heads, -1, S), *values, transpose=False, **form)
-    return out.reshape(B, H, T, D)
+    probs = mx.softmax(mx.where(visible(apart, window, first), scores, -mx.inf), axis=-1).astype(queries.dtype)
+    return product(probs.reshape(B, kv_heads, -1, S), values, value_bits, False).reshape(B, H, T, D)

@@ -51,10 +51,12 @@ class Attention(nn.Module):
         values = split(self.v_proj(x), self.kv_heads)
         if self.rope is not None:
             queries, keys = self.rope(queries, keys, cache)
+        first = None
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
+            first = cache.first
         out = attention(
             queries, keys, values, self.scale,
-            window=self.window, softcap=self.softcap, slopes=self._slopes, training=self.training,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, training=self.training,
         )  # fmt: skip
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))

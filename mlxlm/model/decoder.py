@@ -26,8 +26,9 @@ class Backbone(nn.Module):
         self.layers = [Block(config, i, dropout) for i in range(layers)]
         self.norm = make_norm(config)
 
-    def embed(self, tokens: mx.array, offset: int = 0) -> mx.array:
-        """tokens int `[B, T]`, the first at position `offset` -> the stream before the first layer."""
+    def embed(self, tokens: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """tokens int `[B, T]`, the first at position `offset`, or those of int `[B]` -> the stream before the first
+        layer."""
         stream = self.embed_tokens(tokens)
         if self.multiplier != 1:
             stream = stream * self.multiplier
@@ -80,6 +81,11 @@ class Decoder(nn.Module):
     def positions_change(self) -> int | None:
         """See `ModelConfig.positions_change`."""
         return self.config.positions_change
+
+    @property
+    def batchable(self) -> bool:
+        """Whether texts of different lengths can be side by side: not where positions change with the length."""
+        return (self.config.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope")
 
     def num_parameters(self) -> int:
         """The parameters this model stands for, counted before quantization."""

@@ -34,11 +34,16 @@ def _lookup_vjp(primals, cotangent, _output):
     return total, mx.zeros_like(tokens)
 
 
-def positions_of(first: int, count: int, longest: int) -> mx.array:
-    """The positions `[count]` from `first` on in a learned table of `longest`.
+def positions_of(first: int | mx.array, count: int, longest: int) -> mx.array:
+    """The positions `[count]` from `first` on in a learned table of `longest`; for several rows' `first` `[B]`, those
+    `[B, count]`, where padding before a text has its first position.
 
-    Raises GenerationError beyond it, where MLX, which checks no index, would read whatever lies there.
+    Raises GenerationError beyond the table, where MLX, which checks no index, would read whatever lies there.
     """
-    if first + count > longest:
-        raise GenerationError(f"position {first + count} is beyond the {longest} that the model has", "a shorter text")
-    return mx.arange(first, first + count)
+    last = (max(first.tolist()) if isinstance(first, mx.array) else first) + count
+    if last > longest:
+        raise GenerationError(f"position {last} is beyond the {longest} that the model has", "a shorter text")
+    if isinstance(first, mx.array):
+        return mx.maximum(first[:, None] + mx.arange(count), 0)
+    positions = mx.arange(first, first + count)
+    return positions if first >= 0 else mx.maximum(positions, 0)

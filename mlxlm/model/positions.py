@@ -8,6 +8,7 @@ from typing import Any
 
 from mlxlm._mlx import mx
 from mlxlm.config import ModelConfig
+from mlxlm.errors import GenerationError
 
 
 class Rotary:
@@ -30,34 +31,60 @@ class Rotary:
         plain = [self.base ** (i / self.dims) for i in range(0, self.dims, 2)]
         self.wavelengths = _array(_wavelengths(plain, self.base, scaling))  # None: those of the base
         self.long_wavelengths = _array(_stretched(plain, scaling["long_factor"])) if self.kind == "longrope" else None
+        self.varies = self.kind in ("dynamic", "longrope")
+        self._fixed = (self.base, None) if self.wavelengths is None else (None, self.wavelengths)
         factor = _attention_factor(scaling, self.longest)
         self.query_scale = None
         if factor != 1:
             self.query_scale = mx.array([factor**2] * self.dims + [1.0] * (config.head_dim - self.dims))
 
+    @property
+    def can_move(self) -> bool:
+        """Whether keys can be `moved`: not where earlier ones were turned by another base ("dynamic")."""
+        return self.kind != "dynamic"
+
     def __call__(self, queries: mx.array, keys: mx.array, cache=None) -> tuple[mx.array, mx.array]:
         """Queries and keys `[B, H, T, D]`, turned: the first at the end of what the cache holds."""
         offset = 0 if cache is None else cache.offset
-        base, wavelengths, length = self.base, self.wavelengths, offset + queries.shape[2]
-        if self.kind == "dynamic":
-            base = self._grown_base(length)
-        elif self.change is not None and self._reached(length, cache) > self.change:
-            wavelengths = self.long_wavelengths
+        base, wavelengths = self._waves(offset, queries.shape[2], cache) if self.varies else self._fixed
         if self.query_scale is not None:
             queries = queries * self.query_scale.astype(queries.dtype)
-        base = base if wavelengths is None else None
+        return self._turned(queries, offset, base, wavelengths), self._turned(keys, offset, base, wavelengths)
 
-        def turned(x: mx.array) -> mx.array:
-            return mx.fast.rope(x, self.dims, traditional=False, base=base, scale=1.0, offset=offset, freqs=wavelengths)
+    def moved(self, keys: mx.array, by: int, cache=None) -> mx.array:
+        """Keys `[B, H, n, D]` that were turned for their positions, now for those `by` later."""
+        base, wavelengths = self._waves(0, by, cache) if self.varies else self._fixed
+        B, H, n, D = keys.shape
+        return self._turned(keys.reshape(B, H * n, 1, D), by, base, wavelengths).reshape(keys.shape)
 
-        return turned(queries), turned(keys)
+    def _turned(self, x: mx.array, offset: int | mx.array, base: float | None, wavelengths: mx.array | None):
+        return mx.fast.rope(x, self.dims, traditional=False, base=base, scale=1.0, offset=offset, freqs=wavelengths)
+
+    def _waves(self, offset: int | mx.array, count: int, cache) -> tuple[float | None, mx.array | None]:
+        """Base and wavelengths, one of which is None, for a text that goes on at `offset` with `count` tokens.
+
+        Raises GenerationError for texts of different lengths, which would need one each.
+        """
+        if isinstance(offset, mx.array):
+            offset, *others = set(cache.offsets)
+            if others:
+                problem = f'texts of different length can\'t be side by side with "{self.kind}" positions'
+                raise GenerationError(problem, "one text at a time")
+        length = offset + count
+        if cache is not None and cache.most is not None:  # so far apart are a token and what it sees
+            length = min(length, cache.most)
+        if self.kind == "dynamic":
+            return self._grown_base(length), None
+        if self._reached(length, cache) > self.change:
+            return None, self.long_wavelengths
+        return self._fixed
 
     def _reached(self, length: int, cache) -> int:
         """How long the text will be: by its cache, where there is one, and as long as can be if that doesn't say."""
         if cache is None:
             return length
-        reach = getattr(cache, "reach", None)  # caches of mlx_lm have none
-        return self.longest if reach is None else reach
+        reach = self.longest if cache.reach is None else cache.reach
+        return reach if cache.most is None else min(reach, cache.most)
 
     def _grown_base(self, length: int) -> float:
         """The base for texts longer than the model was trained on ("dynamic NTK"); keys in a cache keep theirs."""

@@ -11,7 +11,7 @@ import pytest
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError, PlatformError
-from mlxlm.kernels import attention, dispatch, quantized_attention, records, rms_norm, using
+from mlxlm.kernels import Quantized, attention, dispatch, records, rms_norm, using
 from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.bench import cases_of
 from mlxlm.kernels.dispatch import Case, Choice, Operation
@@ -216,7 +216,7 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(DECODE, 1)[0] == "mlx" and order(DECODE, 1, D=80)[0] == "metal"
     assert order(DECODE, 8, K=1)[0] == "metal"  # 64 rows for one key head
     assert order(PREFILL, 512)[0] == "mlx" and order(PREFILL, 512, D=48)[0] == "metal"
-    assert order(QUANTIZED, 1, bits=4, group_size=64)[0] == "metal"
+    assert order(QUANTIZED, 1, key_bits=4, value_bits=4, group_size=64)[0] == "metal"
     assert order(TRAINING, 4096) == ("metal", "blockwise")
     monkeypatch.setattr("mlxlm.kernels.attention_paths.metal_available", lambda: False)
     assert order(TRAINING, 4096) == ("mlx", "blockwise")  # CUDA has a fused gradient, but
@@ -262,7 +262,7 @@ def test_empty_and_blind_rows(path, training, monkeypatch):
 
 
 Q, KV = mx.ones((1, 4, 3, 8)), mx.ones((1, 2, 5, 8))
-Q64, PACKED = mx.ones((1, 2, 1, 64)), mx.quantize(mx.ones((1, 2, 5, 64)), group_size=64, bits=4)
+Q64, PACKED = mx.ones((1, 2, 1, 64)), Quantized.of(mx.ones((1, 2, 5, 64)), 4, 64)
 REFUSED = {
     "shapes of keys and values": lambda: attention(Q, KV, KV[:, :, :4], 1.0),
     "dtypes": lambda: attention(Q, KV.astype(mx.float16), KV, 1.0),
@@ -274,10 +274,10 @@ REFUSED = {
     "window": lambda: attention(Q, KV, KV, 1.0, window=0),
     "softcap": lambda: attention(Q, KV, KV, 1.0, softcap=0.0),
     "slopes": lambda: attention(Q, KV, KV, 1.0, slopes=mx.ones(3)),
-    "bits": lambda: quantized_attention(Q64, PACKED, PACKED, 1.0, group_size=64, bits=8),
-    "a dtype unlike the scales'": lambda: quantized_attention(
-        Q64.astype(mx.float16), PACKED, PACKED, 1.0, group_size=64, bits=4
-    ),
+    "bits": lambda: attention(Q64, PACKED._replace(bits=8), PACKED, 1.0),
+    "group sizes": lambda: attention(Q64, Quantized.of(mx.ones((1, 2, 5, 64)), 4, 32), PACKED, 1.0),
+    "a dtype unlike the scales'": lambda: attention(Q64.astype(mx.float16), PACKED, PACKED, 1.0),
+    "first of another length": lambda: attention(Q, KV, KV, 1.0, first=mx.zeros(2, mx.int32)),
     "a weight of one element": lambda: rms_norm(mx.ones((64, 64)), mx.ones(1), 1e-5),
     "a weight of two axes": lambda: rms_norm(mx.ones((64, 64)), mx.ones((1, 64)), 1e-5),
     "a scalar": lambda: rms_norm(mx.array(1.0), mx.ones(1), 1e-5),
@@ -292,17 +292,17 @@ def test_what_does_not_fit_is_refused_before_anything_runs(what, monkeypatch):
     assert "\n" not in str(caught.value) and dispatch._choices == {}
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_attention_equals_attention_on_what_it_stands_for(bits, monkeypatch):
+@pytest.mark.parametrize("T", [1, 3, 12])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4), (4, None), (None, 8)], ids=str)
+def test_attention_on_quantized_keys_equals_attention_on_what_they_stand_for(bits, T, monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
-    q = mx.random.normal((2, 6, 3, 64), key=mx.random.key(0))
+    q = mx.random.normal((2, 6, T, 64), key=mx.random.key(0))
     k, v = (mx.random.normal((2, 2, 21, 64), key=mx.random.key(i)) for i in (1, 2))
-    form = {"group_size": 32, "bits": bits}
-    packed = [mx.quantize(x, **form) for x in (k, v)]
-    plain = [mx.dequantize(*x, **form) for x in packed]
-    slopes = -(2.0 ** -mx.arange(1, 7))
-    for options in ({}, {"window": 7}, {"softcap": 2.0, "slopes": slopes}):
-        found = quantized_attention(q, *packed, 0.2, **form, **options)
+    held = [x if b is None else Quantized.of(x, b, 32) for x, b in zip((k, v), bits, strict=True)]
+    plain = [x if b is None else x.dequantized() for x, b in zip(held, bits, strict=True)]
+    slopes, first = -(2.0 ** -mx.arange(1, 7)), mx.array([0, 5], mx.int32)
+    for options in ({}, {"window": 7}, {"softcap": 2.0, "slopes": slopes}, {"first": first, "window": 7}):
+        found = attention(q, *held, 0.2, **options)
         assert mx.allclose(found, attention(q, *plain, 0.2, **options), atol=1e-5), options
 
 

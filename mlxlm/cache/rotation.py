@@ -1,0 +1,94 @@
+"""What a cache drops when it is full, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlxlm._mlx import mx
+from mlxlm.cache.store import Store
+
+Moved = Callable[..., mx.array]  # (keys [B, H, n, D], by, cache) -> the keys, `by` positions later
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """At most `size` tokens are held. A full cache drops the oldest `step` behind the first `keep` ones.
+
+    What a token sees is therefore a function of its position p (from 0) alone: with d the multiple of `step` that is
+    the least from p + 1 - size on (0 below size), the first `keep` tokens and those from keep + d on.
+
+    Distances are compact, as in StreamingLLM (Xiao et al. 2023, section 3.2): kept tokens count as if they stood
+    directly before the oldest of the others, `moved` giving their keys there. None leaves keys as they are.
+    """
+
+    size: int
+    keep: int
+    moved: Moved | None = None
+
+    @property
+    def step(self) -> int:
+        """An eighth of what may be dropped: prompts are read in pieces of this length once the cache is full."""
+        return max(1, (self.size - self.keep) // 8)
+
+    @property
+    def held(self) -> int:
+        """Tokens that the buffers are made for."""
+        return self.size
+
+    @property
+    def spare(self) -> int:
+        """Positions beside them, so that the tokens rarely move to the front of the buffers."""
+        return self.step
+
+    @property
+    def trimmable(self) -> int:
+        """Tokens that must be left once some were dropped: as many as the first token after that saw before it."""
+        return self.size - self.step
+
+    def room(self, held: int) -> int:
+        """How many tokens a text of which `held` are held can take at once, dropping at most before the first."""
+        return self.size - held if held < self.size else self.step
+
+
+@dataclass(frozen=True)
+class Window:
+    """A layer's own sliding window: a token sees itself and the `size` - 1 before it, the rest may go.
+
+    It is dropped now and then, so that the last `slack` tokens at least can be trimmed away.
+    """
+
+    size: int
+    slack: int = 64
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the next one can see."""
+        return self.size - 1
+
+    @property
+    def held(self) -> int:
+        """Tokens that are left where some are dropped."""
+        return self.seen + self.slack
+
+    @property
+    def spare(self) -> int:
+        """Positions beside them, so that the tokens rarely move to the front of the buffers."""
+        return max(64, self.size // 8)
+
+    @property
+    def trimmable(self) -> int:
+        """Tokens that must be left once some were dropped."""
+        return self.seen
+
+
+@dataclass(frozen=True)
+class Sink:
+    """The kept tokens of a row as they were before it dropped any: turned from here each time, no error adds up."""
+
+    keys: mx.array  # [1, H, keep, D]
+    values: Store  # encoded
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
