@@ -215,7 +215,7 @@ def _biases(given: Any) -> dict[Any, Any]:
     if isinstance(given, Mapping):
         pairs = given.items()
     else:
-        pairs = [tuple(text.split("=", 1)) if isinstance(text, str) and "=" in text else (text, None)
+        pairs = [tuple(text.split("=", 1)) if isinstance(text, str) and "=" in text else (repr(text), None)
                  for text in _texts(given)]  # fmt: skip
     return {_number(token, int): _number(bias, float) for token, bias in pairs}
 
