@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,6 @@ from mlxlm.generation.text import TextStream, encoded
 
 BATCH_SIZE = 32  # rows
 _AHEAD = 4  # batches of requests to choose from, so that prompts of like length and beginning start together
-_PAUSE = 0.005  # seconds, before an iterable that has nothing for now is asked again
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,8 @@ def run_batch(
     (`loaded.batchable`) takes one request after another.
 
     Requests are asked for as they are needed, some batches ahead. An iterable that has none for now, and may have
-    later, gives None. A request that can't be served has its error as result.
+    later, gives None; it is asked again after the next step, or at once where no text is growing: then it should wait.
+    A request that can't be served has its error as result.
     Raises GenerationError for a `batch_size` or a `kv` that can't work.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -182,7 +181,6 @@ class _OneByOne(_Run):
         while not self._waiting.over:
             self._waiting.fill(1)
             if not len(self._waiting):
-                time.sleep(0 if self._waiting.over else _PAUSE)
                 continue
             [(index, request)] = self._waiting.take(1)
             self._tell(working=1)
@@ -234,7 +232,6 @@ class _Batch(_Run):
                     for group, caches in prefill.read(begun):
                         rows.join(group, caches)
                 if not rows.live:
-                    time.sleep(0 if self._waiting.over or len(self._waiting) else _PAUSE)
                     continue
                 read, ended = rows.step()
                 self._tell(tokens=read, working=-len(ended), finished=len(ended))

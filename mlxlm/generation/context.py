@@ -6,10 +6,16 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.cache import KVOptions, make_cache
+from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
+from mlxlm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mlxlm.generation.loaded import LoadedModel
 
 ENDLESS = sys.maxsize  # tokens: no limit
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a prompt's scores, [H, 512, S] a layer
@@ -23,7 +29,10 @@ class Context:
     """
 
     def __init__(self, model, kv: KVOptions | None = None):
-        """`kv`: how keys and values are kept (None: all, as they are). Raises GenerationError for what this model's caches can't do."""
+        """`kv`: how keys and values are kept (None: all, as they are).
+
+        Raises GenerationError for what this model's caches can't do.
+        """
         self.model, self.kv = model, kv or KVOptions()
         self.clear()
 
@@ -35,6 +44,10 @@ class Context:
     def __len__(self) -> int:
         """How many `ids` there are."""
         return len(self._ids) if self._whole else 0
+
+    def __bool__(self) -> bool:
+        """An empty one is a context, too."""
+        return True
 
     def clear(self) -> None:
         """Forget everything."""
@@ -112,6 +125,53 @@ class Context:
             done += size
             if on_prefill is not None:
                 on_prefill(len(self))
+
+
+    def save(self, path: Path | str, loaded: LoadedModel, *, replace: bool = False) -> None:
+        """Write caches and ids to a safetensors file, for `load` in another process.
+
+        `loaded` is this model with its tokenizer. `replace`: the file may take the place of an earlier one of `save`.
+        Raises CheckpointError if something else is there, if nothing was read yet, or if caches of this model's kind
+        can't be written.
+        """
+        reach = getattr(self.caches[0], "reach", None)
+        identity = self._identity(loaded) | ({} if reach is None else {"reach": str(reach)})
+        write_caches(path, self.caches, self.ids, identity, replace=replace)
+
+    def load(self, path: Path | str, loaded: LoadedModel) -> int:
+        """Hold what a file of `save` has instead of what is held; return how many tokens that is.
+
+        Raises CheckpointError for a file that can't be read, and for one of another model, another tokenizer or other
+        cache settings; what was held stays then.
+        """
+        found = read_identity(path)
+        for name, wanted in self._identity(loaded).items():
+            if found.get(name) != wanted:
+                what = f"to hold {found.get(name)}, not {wanted}" if name == "cache" else f"with another {name}"
+                raise CheckpointError(f"{path} was made {what}", "a new file, or what that one was made with")
+        caches = make_cache(self.model, self.kv)
+        ids, _ = read_caches(path, caches)
+        if getattr(self.model, "positions_change", None) is not None:
+            if not found.get("reach", "").isdecimal():
+                raise CheckpointError(f"{path} doesn't say how long its text would become")
+            for cache in caches:
+                cache.reach = int(found["reach"])
+        with self.changing():
+            self.caches, self._ids = caches, array("i", ids)
+        return len(self)
+
+    def _identity(self, loaded: LoadedModel) -> dict[str, str]:
+        """What a file must have been made with."""
+        kv = self.kv
+        held = "all tokens" if kv.size is None else f"{kv.size} tokens of which the first {kv.keep} stay"
+        bits = ", ".join(
+            f"{name} of {bits} bits" for name, bits in (("keys", kv.key_bits), ("values", kv.value_bits)) if bits
+        )
+        return {
+            "model": fingerprint(self.model),
+            "tokenizer": loaded.tokenizer.fingerprint,
+            "cache": f"{held}, {bits}" if bits else held,
+        }
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:

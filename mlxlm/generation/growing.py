@@ -12,9 +12,10 @@ from mlxlm.cache import KVOptions
 from mlxlm.errors import GenerationError
 from mlxlm.generation.context import ENDLESS
 from mlxlm.generation.loaded import LoadedModel
+from mlxlm.generation.noise import draw_seed
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.result import Chunk, FinishReason, Result, Timings
-from mlxlm.generation.sampling import Sampler, draw_seed
+from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.stops import StopStrings
 
 
@@ -46,6 +47,7 @@ class GrowingText:
         self._cut_off: FinishReason = "length" if self.limit == options.max_tokens else "context"
         self._end_ids = loaded.end_ids if end_ids is None else end_ids
         self.sampler = make_sampler(loaded, self.prompt, options, self.seed, self._end_ids)
+        self._constrained = options.constraint is not None
         self._decoder = loaded.tokenizer.stream()
         self._stops = StopStrings(options.stop)
         self._text = StringIO()
@@ -69,8 +71,10 @@ class GrowingText:
         self._tokens.append(token)
         ended = token in self._end_ids
         text = "" if ended else self._stops.push(self._decoder.push(token))
-        if ended or getattr(self.sampler, "finished", False):
+        if ended or self._constrained and self.sampler.finished:
             reason = "eos"
+        elif self._constrained and self.sampler.error:
+            reason = "constraint"
         elif len(self._tokens) >= self.limit:
             reason = self._cut_off
         else:
@@ -97,7 +101,7 @@ class GrowingText:
             seed=self.seed,
             timings=self._timings(),
             logprobs=None if self._logprobs is None else list(self._logprobs),
-            complaint=None,
+            complaint=self.sampler.complaint if self._constrained and self._finish_reason else None,
             speculation=speculation,
         )
 
@@ -124,7 +128,7 @@ def make_sampler(
         from mlxlm.generation.constraint import Grammar
 
         grammar = Grammar.compile(options, loaded.tokenizer, loaded.config.vocab_size, end_ids)
-    return Sampler(options, prompt, seed)
+    return Sampler(options, prompt, seed, tokenizer=loaded.tokenizer, grammar=grammar)
 
 
 def check_prompt(loaded: LoadedModel, prompt: Sequence[int], kv: KVOptions) -> int:

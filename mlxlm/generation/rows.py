@@ -10,7 +10,7 @@ from mlxlm._mlx import mx
 from mlxlm.generation.context import clear_allocator
 from mlxlm.generation.engine import CLEAR_EVERY
 from mlxlm.generation.growing import GrowingText
-from mlxlm.generation import sampling
+from mlxlm.generation.sampling import draw_rows
 
 
 @dataclass
@@ -104,9 +104,9 @@ class Rows:
             return mx.zeros(len(self._rows), mx.int32)
         samplers = [self._rows[i].text.sampler for i in live]
         if len(live) == len(self._rows):
-            return sampling.draw_rows(samplers, logits)
+            return draw_rows(samplers, logits)
         where = mx.array(live)
-        drawn = sampling.draw_rows(samplers, logits[where]).astype(mx.int32)
+        drawn = draw_rows(samplers, logits[where]).astype(mx.int32)
         return mx.put_along_axis(mx.zeros(len(self._rows), mx.int32), where, drawn, axis=0)
 
 

@@ -1,0 +1,214 @@
+"""Batches: every row's text is the one of its request alone, whatever is beside it."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm.cache import KVOptions
+from mlxlm.errors import GenerationError, MlxlmError
+from mlxlm.generation import GenerationOptions, Request, TextStream, batch, generate, run_batch
+from mlxlm.generation.context import shared
+
+rng = random.Random(0)
+SYSTEM = [rng.randrange(300) for _ in range(40)]
+OPTIONS = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.9, "seed": 4, "top_k": 20, "repetition_penalty": 1.3},
+    {"temperature": 1.2, "seed": 2**63, "top_p": 0.8, "stop": ["e", "th"]},
+    {"temperature": 0, "logprobs": 2},
+]
+
+
+def alone(loaded, request, kv=None):
+    text = TextStream(loaded, request.prompt, request.options, kv=kv, end_ids=request.end_ids)
+    list(text)
+    return text.result
+
+
+def same(one, other):
+    assert (one.text, one.tokens, one.finish_reason, one.seed) == (other.text, other.tokens, other.finish_reason, other.seed)
+    assert one.prompt_tokens == other.prompt_tokens and one.complaint == other.complaint
+    if other.logprobs is not None:
+        for a, b in zip(one.logprobs, other.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+
+
+prompts = st.one_of(
+    st.lists(st.integers(1, 299), min_size=1, max_size=60),
+    st.lists(st.integers(1, 299), min_size=1, max_size=12).map(lambda tail: SYSTEM + tail),
+)
+requests = st.builds(
+    lambda ids, which, n: Request(ids, GenerationOptions.of(**{"seed": 1, **OPTIONS[which], "max_tokens": n})),
+    prompts, st.integers(0, len(OPTIONS) - 1), st.sampled_from([1, 2, 5, 9, 30]),
+)  # fmt: skip
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(requests, min_size=1, max_size=9), st.integers(1, 5))
+def test_rows_equal_their_result_alone(loaded, wanted, batch_size):
+    found = dict(run_batch(loaded, wanted, batch_size=batch_size))
+    assert sorted(found) == list(range(len(wanted)))
+    for index, request in enumerate(wanted):
+        same(found[index], alone(loaded, request))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(requests, min_size=2, max_size=6), st.sampled_from([8, 20, 50]))
+def test_rows_of_rotating_caches(loaded, wanted, size):
+    kv = KVOptions.of(size=size, keep=2)
+    for index, result in run_batch(loaded, wanted, kv=kv, batch_size=3):
+        same(result, alone(loaded, wanted[index], kv))
+
+
+class Counting:
+    """A model that notes the shape of each call."""
+
+    def __init__(self, model):
+        self._model, self.layers, self.config, self.batchable, self.calls = model, model.layers, model.config, True, []
+
+    def __call__(self, ids, cache=None):
+        self.calls.append(ids.shape)
+        return self._model(ids, cache=cache)
+
+
+def counting(loaded):
+    from dataclasses import replace
+
+    return replace(loaded, model=Counting(loaded.model))
+
+
+def greedy(ids, max_tokens=4):
+    return Request(ids, GenerationOptions(temperature=0, max_tokens=max_tokens, seed=1))
+
+
+def test_what_prompts_share_is_read_once(loaded):
+    model = counting(loaded)
+    wanted = [greedy([*SYSTEM, 7 + i, *range(i % 3)]) for i in range(8)]
+    results = dict(run_batch(model, wanted, batch_size=8))
+    read = sum(rows * columns for rows, columns in model.model.calls if columns > 1)
+    assert model.model.calls[0] == (1, len(SYSTEM)) and read <= len(SYSTEM) + 8 * 3
+    assert all(result.cached_tokens >= len(SYSTEM) for result in results.values())
+
+
+def test_the_shared_prefix_outlives_a_batch(loaded):
+    model = counting(loaded)
+    for _ in run_batch(model, [greedy([*SYSTEM, 7 + i, 3]) for i in range(12)], batch_size=4):
+        pass
+    assert sum(columns >= len(SYSTEM) for _, columns in model.model.calls) == 1
+
+
+def test_samples_of_one_prompt_read_it_once(loaded):
+    model = counting(loaded)
+    results = batch(model, [SYSTEM], samples=5, temperature=1.0, seed=8, max_tokens=6)
+    assert sum(rows * columns for rows, columns in model.model.calls if columns > 1) == len(SYSTEM) - 1
+    assert len({result.seed for result in results}) == 5
+    assert len({tuple(result.tokens) for result in results}) > 1
+    for result in results:
+        assert generate(loaded, SYSTEM, temperature=1.0, seed=result.seed, max_tokens=6).tokens == result.tokens
+
+
+def test_a_request_takes_the_place_of_a_row_that_ended(loaded):
+    model = counting(loaded)
+    wanted = [greedy([5, 6, 7], 40), *(greedy([5, 6, 8 + i], 3) for i in range(12))]
+    order = [index for index, _ in run_batch(model, wanted, batch_size=4)]
+    assert order[-1] == 0 and sorted(order) == list(range(13))
+    steps = [rows for rows, columns in model.model.calls if columns == 1]
+    assert max(steps) == 4 and len(steps) < 60
+
+
+def test_bad_requests_are_results(loaded):
+    wanted = [greedy([1] * 128), greedy([5, 6]), greedy([]), greedy([10**6]), greedy([5, 6, 7])]
+    found = dict(run_batch(loaded, wanted, batch_size=2))
+    assert [isinstance(found[i], MlxlmError) for i in range(5)] == [True, False, True, True, False]
+    same(found[4], alone(loaded, wanted[4]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_requests_are_drawn_as_they_are_needed(loaded, batch_size):
+    drawn = []
+
+    def source():
+        for i in itertools.count():
+            drawn.append(i)
+            yield greedy([5, 6, i % 250], 2)
+
+    run = run_batch(loaded, source(), batch_size=batch_size)
+    first = [next(run) for _ in range(3)]
+    run.close()
+    assert len(first) == 3 and len(drawn) <= 5 * batch_size
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_an_iterable_may_have_nothing_for_now(loaded, batch_size):
+    given = []
+
+    def source():
+        yield greedy([5, 6, 7], 3)
+        while not given:  # waits for the first answer
+            yield None
+        yield greedy([5, 6, 8], 3)
+
+    for index, result in run_batch(loaded, source(), batch_size=batch_size):
+        given.append(index)
+        assert len(result.tokens) == 3
+    assert given == [0, 1]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_progress(loaded, batch_size):
+    told = []
+    wanted = [greedy([5, 6, 7, 8 + i], 4) for i in range(5)] + [greedy([])]
+    results = dict(run_batch(loaded, wanted, batch_size=batch_size, on_progress=told.append))
+    assert told[-1].finished == 6 and told[-1].working == 0
+    assert told[-1].tokens == sum(len(results[i].tokens) for i in range(5))
+    assert all(a.prompt_tokens <= b.prompt_tokens for a, b in itertools.pairwise(told))
+    assert max(progress.working for progress in told) <= batch_size
+
+
+def test_rows_end_where_the_context_does(loaded):
+    wanted = [Request([1 + i] * (120 - i), GenerationOptions(temperature=0, max_tokens=None, seed=1)) for i in range(4)]
+    for index, result in run_batch(loaded, wanted, batch_size=4):
+        assert result.finish_reason == "context" and len(result.tokens) == 8 + index
+        same(result, alone(loaded, wanted[index]))
+
+
+def test_an_interrupt_ends_a_batch_and_the_next_is_whole(loaded):
+    class Interrupted(Counting):
+        def __call__(self, ids, cache=None):
+            if len(self.calls) == 5:
+                raise KeyboardInterrupt
+            return super().__call__(ids, cache)
+
+    from dataclasses import replace
+
+    wanted = [greedy([5, 6, 7 + i], 9) for i in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        list(run_batch(replace(loaded, model=Interrupted(loaded.model)), wanted))
+    for index, result in run_batch(loaded, wanted):
+        same(result, alone(loaded, wanted[index]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"samples": 0}, "samples is 0"),
+        ({"prompts": "one"}, "a list of texts"),
+        ({"prompts": ["one", ""]}, "prompt is empty"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"kv": KVOptions(size=129)}, "more than the model's context"),
+    ],
+)
+def test_refused(loaded, arguments, message):
+    with pytest.raises(GenerationError, match=message):
+        batch(loaded, **{"prompts": ["one"], **arguments})
+
+
+@given(st.lists(st.integers(0, 1), max_size=600), st.lists(st.integers(0, 1), max_size=600), st.integers(0, 600))
+def test_what_two_texts_begin_with(one, other, n):
+    one, other = [7] * n + one, [7] * n + other
+    assert shared(one, other) == len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other))))
