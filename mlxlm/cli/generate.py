@@ -183,7 +183,7 @@ def _print_one(
         stream = TextStream(loaded, ids, options, **settings)
         first = next(stream, None)
     if as_json:
-        _print_json(stream)
+        _print_json(stream, loaded)
     else:
         _print_text(stream, "" if first is None else first.text)
     return stream.result
@@ -200,13 +200,13 @@ def _print_text(stream: TextStream, beginning: str) -> None:
         write("\n")  # also after Ctrl-C: what is said next begins on a line of its own
 
 
-def _print_json(stream: TextStream) -> None:
+def _print_json(stream: TextStream, loaded: LoadedModel) -> None:
     from mlxlm.cli.render import emit_json
     from mlxlm.generation.results import whole_fields
 
     for _ in stream:
         pass
-    emit_json(whole_fields(stream.result))
+    emit_json(whole_fields(stream.result, loaded.tokenizer))
 
 
 def _say_statistics(result: Result) -> None:

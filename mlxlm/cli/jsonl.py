@@ -152,7 +152,7 @@ class _Server:
                 place, row = self._running.pop(number)
                 if not isinstance(result, MlxlmError):
                     self._tally.peak_memory = max(self._tally.peak_memory, result.timings.peak_memory_bytes)
-                self._finish(place, row_fields(row, result))
+                self._finish(place, row_fields(row, result, loaded.tokenizer))
 
     def _note_progress(self, progress: Progress) -> None:
         self._tally.tokens = progress.tokens

@@ -42,7 +42,7 @@ def print_samples(loaded: LoadedModel, asked: Samples) -> None:
             made.append(len(result.tokens))
             complaint = complaint or result.complaint
             if asked.as_json:
-                emit_json({"sample": number} | whole_fields(result))
+                emit_json({"sample": number} | whole_fields(result, loaded.tokenizer))
             else:
                 write(("\n" if number else "") + result.text + "\n")
             peak = result.timings.peak_memory_bytes

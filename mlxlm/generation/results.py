@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import stat
@@ -16,9 +17,11 @@ from typing import Any, BinaryIO
 
 from mlxlm.errors import GenerationError, MlxlmError, describe, os_errors_as
 from mlxlm.files import replaced_file
+from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.generation.requests import BadRequest, Id, Row
-from mlxlm.generation.text import Result
+from mlxlm.generation.result import Result
 from mlxlm.platform import interrupts_held
+from mlxlm.tokenizer import Tokenizer
 
 # Characters that JSON leaves as they are, and that some readers take for the end of a line or a terminal obeys.
 _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029]")
@@ -31,7 +34,7 @@ def line_of(value: dict[str, Any]) -> bytes:
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode("utf-8") + b"\n"
 
 
-def result_fields(result: Result) -> dict[str, Any]:
+def result_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
     """What a line of results tells of a text: nothing that differs between two equal runs."""
     told = {
         "text": result.text,
@@ -41,26 +44,37 @@ def result_fields(result: Result) -> dict[str, Any]:
         "seed": result.seed,
     }
     if result.logprobs is not None:
-        told["logprobs"] = [asdict(token) for token in result.logprobs]
+        told["logprobs"] = [_logprob_fields(token, tokenizer) for token in result.logprobs]
     if result.complaint is not None:
         told["complaint"] = result.complaint
     return told
 
 
-def whole_fields(result: Result) -> dict[str, Any]:
+def whole_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
     """All that is known of a text, as values of JSON: also how fast it came."""
-    told = result_fields(result) | {"cached_tokens": result.cached_tokens, "timings": asdict(result.timings)}
+    told = result_fields(result, tokenizer)
+    told |= {"cached_tokens": result.cached_tokens, "timings": asdict(result.timings)}
     if result.speculation is not None:
         told["speculation"] = asdict(result.speculation)
     return told
 
 
-def row_fields(row: Row, result: Result | MlxlmError) -> dict[str, Any]:
+def row_fields(row: Row, result: Result | MlxlmError, tokenizer: Tokenizer) -> dict[str, Any]:
     """The result of a row, with the id of its request and, where it asks for several, the number of the sample."""
     head = {"id": row.id} | ({"sample": row.sample} if row.samples > 1 else {})
     if isinstance(result, MlxlmError):
         return head | {"line": row.line, "error": describe(result)}
-    return head | result_fields(result)
+    return head | result_fields(result, tokenizer)
+
+
+def _logprob_fields(drawn: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
+    def fields(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
+        # float32 has no more digits; JSON has no infinity, which is a token that the model rules out.
+        return {"token": token, "text": text, "logprob": round(logprob, 6) if math.isfinite(logprob) else None}
+
+    told = fields(drawn.token, drawn.logprob)
+    return told | ({"top": [fields(*pair) for pair in drawn.top]} if drawn.top else {})
 
 
 def bad_request_fields(error: BadRequest) -> dict[str, Any]:

@@ -1,0 +1,342 @@
+"""`mlxlm generate --jsonl`: what a person with 100,000 requests and one night relies on."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxlm._mlx import mx
+from mlxlm.cli.main import main
+from mlxlm.generation import LoadedModel, batch, load
+from mlxlm.generation.noise import derived_seed
+from mlxlm.model import Decoder
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_config, tiny_tokenizer, tmp_path_factory):
+    """A model's folder; it has a chat template."""
+    folder = tmp_path_factory.mktemp("jsonl") / "tiny"
+    folder.mkdir()
+    model = Decoder(tiny_config.with_changes(tie_word_embeddings=False))
+    model.initialize(seed=3)
+    model.lm_head.weight = model.lm_head.weight * 20  # logits far apart, so that rounding decides nothing
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    tiny_tokenizer.save(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    return str(folder)
+
+
+@pytest.fixture
+def requests(tmp_path):
+    """`requests(line, ...)`: the path of a file of them; a dict is written as JSON."""
+
+    def write(*lines, name="in.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(
+            b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+        )
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def run(capfdbinary, folder):
+    """`run(*arguments)` -> exit code, standard output, standard error; at most 6 tokens a text."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            main(["generate", folder, "-n", "6", *map(str, arguments)])
+        out, err = capfdbinary.readouterr()
+        return stop.value.code, out, err.decode()
+
+    return run
+
+
+def parsed(out):
+    return [json.loads(line) for line in out.splitlines()]
+
+
+SEVERAL = [{"id": f"r{n}", "prompt": "the cat sat on a mat and saw two birds"[: 3 + 5 * n]} for n in range(7)]
+BAD = {"id": "bad", "prompt": "x", "temprature": 1}
+
+
+def test_a_result_for_each_request(run, requests, folder):
+    code, out, err = run("--jsonl", requests(*SEVERAL), "-t", "1")
+    assert (code, err) == (0, "")
+    found = {value["id"]: value for value in parsed(out)}
+    assert set(found) == {f"r{n}" for n in range(7)}
+    loaded = load(folder)
+    for request in SEVERAL:
+        seed = derived_seed(0, request["id"], 0)
+        (alone,) = [r for r in [_alone(loaded, request["prompt"], seed)]]
+        assert found[request["id"]] == {
+            "id": request["id"], "text": alone.text, "finish_reason": alone.finish_reason,
+            "tokens": len(alone.tokens), "prompt_tokens": alone.prompt_tokens, "seed": seed,
+        }  # fmt: skip
+
+
+def _alone(loaded: LoadedModel, prompt, seed):
+    from mlxlm.generation import generate
+
+    return generate(loaded, prompt, seed=seed, temperature=1, max_tokens=6)
+
+
+def test_results_depend_on_nothing_but_the_request(run, requests, tmp_path):
+    """Byte-identical lines at any batch size, in any order, resumed or not."""
+    lines = [*SEVERAL, {"id": "s", "prompt": "old garden", "samples": 3}, BAD]
+    arguments = ["-t", "1", "--seed", "4", "--logprobs", "1"]
+    wanted = sorted(
+        line for line in run("--jsonl", requests(*lines), *arguments)[1].splitlines() if b"error" not in line
+    )
+    shuffled = random.Random(1).sample(lines, len(lines))
+    for size in (1, 2, 32):
+        _, out, _ = run("--jsonl", requests(*shuffled), *arguments, "--batch-size", size)
+        assert sorted(line for line in out.splitlines() if b"error" not in line) == wanted, size
+    kept = tmp_path / "out.jsonl"
+    kept.write_bytes(b"\n".join(wanted[::2]) + b"\n" + wanted[1][:20])
+    assert run("--jsonl", requests(*lines), *arguments, "--resume", kept)[0] == 1
+    assert sorted(line for line in kept.read_bytes().splitlines() if b"error" not in line) == wanted
+
+
+def test_ordered(run, requests):
+    lines = [{"id": n, "prompt": "the cat", "max_tokens": 9 - n} for n in range(8)]
+    lines.insert(3, BAD)
+    lines.insert(5, {"id": "s", "prompt": "x", "samples": 2})
+    _, out, _ = run("--jsonl", requests(*lines), "--ordered", "--batch-size", "4")
+    found = [(value["id"], value.get("sample")) for value in parsed(out)]
+    assert found == [(i, None) for i in (0, 1, 2, "bad", 3)] + [("s", 0), ("s", 1)] + [(i, None) for i in (4, 5, 6, 7)]
+
+
+def test_errors_are_results(run, requests):
+    lines = [
+        {"id": "a", "prompt": "the cat"},
+        b"{oops\n",
+        BAD,
+        {"id": "long", "prompt": "x " * 300},
+        {"id": "a", "prompt": "y"},
+    ]
+    code, out, err = run("--jsonl", requests(*lines), "--ordered")
+    a, oops, bad, long, again = parsed(out)
+    assert code == 1 and a["text"]
+    assert err == (
+        "error: 4 of 5 results failed; the reason is in their lines (try: the same with --resume FILE tries those again)\n"
+    )
+    assert oops["id"] is None and oops["line"] == 2 and oops["error"].startswith("the line is not JSON")
+    assert bad == {"id": "bad", "line": 3, "error": 'there is no field "temprature" (try: temperature)'}
+    assert long["id"] == "long" and "context of 128" in long["error"]
+    assert again == {"id": "a", "line": 5, "error": 'line 1 has the id "a", too (try: an id for each request)'}
+
+
+def test_resuming_redoes_what_failed_and_what_is_missing(run, requests, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert run("--jsonl", requests(*SEVERAL[:3], BAD, b'{"id": "r3", '), "--resume", out)[0] == 1
+    first = out.read_bytes()
+    assert first.count(b'"error"') == 2
+    with out.open("ab") as file:
+        file.write(b'{"id": "r4", "te')
+    code, printed, err = run("--jsonl", requests(*SEVERAL, BAD | {"temprature": 0}, name="all"), "--resume", out, "-v")
+    assert (code, printed) == (1, b"") and "5 results, 1 of them failed, 3 were done before" in err
+    del BAD["temprature"]
+    code, _, err = run("--jsonl", requests(*SEVERAL, BAD), "--resume", out, "-v")
+    BAD["temprature"] = 1
+    assert code == 0 and "1 results, 7 were done before" in err
+    assert out.read_bytes().startswith(b"".join(line + b"\n" for line in first.splitlines() if b"error" not in line))
+    assert sorted(value["id"] for value in parsed(out.read_bytes())) == ["bad", *(f"r{n}" for n in range(7))]
+    assert run("--jsonl", requests(*SEVERAL, BAD | {"id": "r0"}), "--resume", out)[0] == 1
+
+
+def test_more_samples_later(run, requests, tmp_path):
+    out, asked = tmp_path / "out.jsonl", requests({"id": "a", "prompt": "the"}, {"id": "b", "prompt": "cat"})
+    run("--jsonl", asked, "--samples", "2", "--resume", out)
+    assert run("--jsonl", asked, "--samples", "3", "--resume", out)[0] == 0
+    fresh = run("--jsonl", asked, "--samples", "3")[1]
+    assert sorted(out.read_bytes().splitlines()) == sorted(fresh.splitlines())
+    assert len({value["seed"] for value in parsed(fresh)}) == 6
+
+
+def test_resuming_into_another_file_is_refused(run, requests):
+    asked = requests({"id": "a", "prompt": "the"})
+    code, out, err = run("--jsonl", asked, "--resume", asked)
+    assert (code, out) == (1, b"") and err.startswith(f"error: line 1 of {asked} is not a result")
+
+
+def test_blank_lines_carriage_returns_and_a_byte_order_mark(run, requests):
+    asked = requests(b'\xef\xbb\xbf{"prompt": "the"}\r\n', b"\r\n  \n", b'{"prompt": "cat"}\r\n', b'{"prompt": "sat"}')
+    assert sorted(value["id"] for value in parsed(run("--jsonl", asked)[1])) == [1, 4, 5]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_no_requests(run, requests, tmp_path, content):
+    assert run("--jsonl", requests(content)) == (0, b"", "")
+    assert run("--jsonl", requests(content), "--resume", tmp_path / "out")[0] == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_messages(run, requests, folder):
+    messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "the cat?"}]
+    lines = [
+        {"id": "m", "messages": messages},
+        {"id": "s", "messages": messages[1:], "system": "Brief."},
+        {"id": "d", "messages": messages[1:]},
+        {"id": "p", "prompt": "the cat?"},
+    ]
+    asked = requests(*lines)
+    _, out, _ = run("--jsonl", asked, "--system", "Brief.", "-t", "0")
+    texts = {value["id"]: value["text"] for value in parsed(out)}
+    _, out, _ = run("-p", "the cat?", "--chat", "--system", "Brief.", "-t", "0")
+    assert texts["m"] == texts["s"] == texts["d"] == out.decode()[:-1] != texts["p"]
+    _, out, _ = run("--jsonl", asked, "--chat", "--system", "Brief.", "-t", "0")
+    assert {value["text"] for value in parsed(out)} == {texts["m"]}
+
+
+def test_every_kind_of_text_comes_back(run, requests):
+    ids = ["ü 世\u2028\x85", "\x00", '"', "", -1.5]
+    _, out, _ = run("--jsonl", requests(*({"id": id, "prompt": "the\u2028"} for id in ids)), "--ordered")
+    assert [value["id"] for value in parsed(out)] == ids
+    assert len(out.decode().splitlines()) == 5
+
+
+def test_logprobs(run, requests):
+    _, out, _ = run(
+        "--jsonl", requests({"id": 1, "prompt": "the", "logprobs": 2}, {"id": 2, "prompt": "the"}), "--ordered"
+    )
+    first, second = parsed(out)
+    assert len(first["logprobs"]) == first["tokens"] == 6 and "logprobs" not in second
+
+
+def test_constraints(run, requests):
+    lines = [
+        {"id": "whole", "prompt": "the", "choice": ["yes", "no"]},
+        {"id": "cut", "prompt": "the", "regex": "[a-z]{200}", "max_tokens": 2},
+    ]
+    code, out, err = run("--jsonl", requests(*lines), "--ordered")
+    whole, cut = parsed(out)
+    assert whole["text"] in ("yes", "no") and "complaint" not in whole
+    assert cut["complaint"] and cut["finish_reason"] == "length"
+    assert code == 1 and "1 of 2 results failed" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--jsonl", "/no/file"], 1, "error: cannot read /no/file: No such file or directory"),
+        (["--jsonl", "."], 1, "error: . is a folder (try: a file with one request per line)"),
+        (["--jsonl", "-", "-p", "x"], 2, "--jsonl has its own prompts"),
+        (["--jsonl", "-", "--json"], 2, "no --prompt, no --json"),
+        (["--jsonl", "-", "--lookup"], 2, "--lookup needs a single text"),
+        (["--jsonl", "-", "--prompt-cache", "x"], 2, "--prompt-cache needs a single text"),
+        (["--jsonl", "-", "--samples", "0"], 2, "0 is not in the range"),
+        (["-p", "x", "--ordered"], 2, "--ordered needs --jsonl"),
+        (["-p", "x", "--resume", "y"], 2, "--resume needs --jsonl"),
+        (["-p", "x", "--batch-size", "3"], 2, "--batch-size needs --jsonl or --samples"),
+    ],
+)
+def test_bad_usage(run, arguments, code, message):
+    status, out, err = run(*arguments)
+    assert (status, out) == (code, b"") and message in err
+
+
+def test_results_are_those_of_batch(run, requests, folder):
+    """A file without ids and `mlxlm.batch` differ in their ids (lines count from 1), not in how seeds come about."""
+    prompts = ["the cat", "old garden"]
+    _, out, _ = run(
+        "--jsonl", requests(*({"id": n, "prompt": p} for n, p in enumerate(prompts))), "--ordered", "--samples", 2
+    )
+    results = batch(load(folder), prompts, samples=2, seed=0, max_tokens=6)
+    assert [value["text"] for value in parsed(out)] == [result.text for result in results]
+
+
+@pytest.fixture
+def start(folder):
+    """`start(*arguments)`: the command in a process of its own, with pipes."""
+    started = []
+
+    def start(*arguments, **settings):
+        code = "from mlxlm.cli.main import main; main()"
+        command = [sys.executable, "-c", code, "generate", folder, "-n", "6", "--jsonl", *map(str, arguments)]
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | settings
+        started.append(subprocess.Popen(command, **streams))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ask(process, value):
+    process.stdin.write(json.dumps(value).encode() + b"\n")
+    process.stdin.flush()
+
+
+def test_a_pipe_that_stays_open_is_answered_as_it_goes(start):
+    process = start("-")
+    for n in range(3):
+        ask(process, {"id": n, "prompt": "the"} if n != 1 else {"id": n})
+        assert json.loads(process.stdout.readline())["id"] == n
+    for n in (3, 4):
+        ask(process, {"id": n, "prompt": "the"})
+    assert {json.loads(process.stdout.readline())["id"] for _ in range(2)} == {3, 4}
+    ask(process, {"id": 5, "prompt": "cat"})
+    process.stdin.close()
+    assert json.loads(process.stdout.readline())["id"] == 5
+    assert process.wait(20) == 1 and process.stderr.read().startswith(b"error: 1 of 6 results failed")
+
+
+def test_a_reader_that_leaves_ends_it_quietly(start):
+    process = start("-")
+    ask(process, {"id": 0, "prompt": "the"})
+    process.stdout.readline()
+    process.stdout.close()
+    ask(process, {"id": 1, "prompt": "the"})
+    assert process.wait(20) == 0 and process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_stopped_in_the_middle_and_resumed(start, run, requests, tmp_path, number):
+    lines = [{"id": n, "prompt": "the cat sat"[: n % 9 + 2], "max_tokens": 100} for n in range(60)]
+    asked, out = requests(*lines), tmp_path / "out.jsonl"
+    arguments = [asked, "--resume", out, "--batch-size", "4", "-t", "1"]
+    process = start(*arguments, stdin=subprocess.DEVNULL, preexec_fn=_hears_interrupts)
+    while not out.exists() or out.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    code, err = process.wait(20), process.stderr.read().decode()
+    assert code == {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143}[number]
+    if number == signal.SIGINT:
+        assert err == f"what is done is in {out}; the same command goes on from there\ninterrupted\n"
+    done = out.read_bytes().count(b"\n")
+    assert 3 <= done < 60
+    assert run("--jsonl", *arguments, "-v")[0] == 0
+    fresh = run("--jsonl", asked, "-t", "1")[1]
+    assert sorted(out.read_bytes().splitlines()) == sorted(fresh.splitlines())
+
+
+def _hears_interrupts():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_full_disk_is_one_line(start, requests):
+    with open("/dev/full", "wb") as full:
+        process = start(requests({"prompt": "the"}), stdin=subprocess.DEVNULL, stdout=full)
+        assert process.wait(20) == 1
+    assert process.stderr.read() == b"error: No space left on device\n"
+
+
+def test_nothing_but_results_and_no_colour(start, requests):
+    environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    process = start(requests(*SEVERAL), stdin=subprocess.DEVNULL, env=environment)
+    out, err = process.communicate(timeout=20)
+    assert err == b"" and b"\x1b" not in out and len(parsed(out)) == 7

@@ -1,0 +1,172 @@
+"""Results as lines, and the file of them that a later run continues."""
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxlm.errors import GenerationError
+from mlxlm.generation import results
+from mlxlm.generation.results import ResultFile, line_of
+
+
+def line(id, sample=None, **fields):
+    head = {"id": id} if sample is None else {"id": id, "sample": sample}
+    return line_of(head | (fields or {"text": f"of {id}"}))
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def opened(out, *lines):
+    """The file after it was opened and lines were added, and what it knew to be done."""
+    with ResultFile(out) as file:
+        for one in lines:
+            file.write(one)
+        return {(id, sample) for id in ("a", "b", "1", 1) for sample in range(3) if file.done(id, sample)}
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_a_line_is_one_line_for_everyone(text):
+    content = line_of({"text": text})
+    assert json.loads(content) == {"text": text}
+    assert len(content.decode().splitlines()) == 1 and content.endswith(b"\n")
+    assert content.decode()[:-1].replace("\u2029", "").isprintable() or not text.isprintable()
+
+
+def test_a_new_file(out):
+    assert opened(out, line("a")) == set()
+    assert out.read_bytes() == line("a")
+    assert opened(out, line("b")) == {("a", 0)}
+    assert out.read_bytes() == line("a") + line("b")
+
+
+def test_nothing_written_leaves_nothing(out, tmp_path):
+    assert opened(out) == set()
+    assert list(tmp_path.iterdir()) == []
+    out.touch()
+    assert opened(out) == set()
+    assert out.exists()
+
+
+def test_folders_are_made(tmp_path):
+    out = tmp_path / "a" / "b" / "out.jsonl"
+    opened(out, line("a"))
+    assert out.read_bytes() == line("a")
+
+
+def test_what_is_done(out):
+    out.write_bytes(line("a", 0) + line("a", 2) + line(1) + line("b", error="no"))
+    assert opened(out) == {("a", 0), ("a", 2), ("1", 0), (1, 0)}
+
+
+def test_errors_are_dropped_to_be_tried_again(out):
+    out.write_bytes(line("a") + line("b", error="no") + line("c") + line("d", text="{", complaint="cut off"))
+    out.chmod(0o640)
+    assert opened(out, line("b")) == {("a", 0)}
+    assert out.read_bytes() == line("a") + line("c") + line("b")
+    assert stat.S_IMODE(out.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("cut", range(1, len(line("b")) - 1))
+def test_a_torn_last_line_is_dropped(out, cut):
+    out.write_bytes(line("a") + line("b")[:cut])
+    assert opened(out, line("b")) == {("a", 0)}
+    assert out.read_bytes() == line("a") + line("b")
+
+
+def test_a_last_line_that_lacks_only_its_end(out):
+    out.write_bytes(line("a") + line("b")[:-1])
+    assert opened(out, line("c")) == {("a", 0), ("b", 0)}
+    assert out.read_bytes() == line("a") + line("b") + line("c")
+
+
+def test_a_torn_line_behind_errors(out):
+    out.write_bytes(line("a", error="no") + line("b") + line("c", 1)[:9])
+    assert opened(out, line("c", 1)) == {("b", 0)}
+    assert out.read_bytes() == line("b") + line("c", 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a shopping list", b"a shopping list\n", b'{"prompt": "x"}\n', b'{"id": 1, "prompt": "x"}\n', b"\n", b"[]\n",
+     b"\x00\x00\n", line("a")[:-3] + b"\n" + line("b"), b'{"x'],
+)  # fmt: skip
+def test_another_file_stays_as_it_is(out, content):
+    out.write_bytes(line("a") + content)
+    with pytest.raises(GenerationError, match="line 2 of .* is not a result, and the file stays as it is"):
+        ResultFile(out)
+    assert out.read_bytes() == line("a") + content
+
+
+def test_a_link_stays_a_link(out, tmp_path):
+    (tmp_path / "real").write_bytes(line("a", error="no") + line("b"))
+    out.symlink_to(tmp_path / "real")
+    opened(out, line("a"))
+    assert out.is_symlink() and (tmp_path / "real").read_bytes() == line("b") + line("a")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_no_regular_file(out, make):
+    make(out)
+    with pytest.raises(GenerationError, match="not a regular file|Is a directory"):
+        ResultFile(out)
+    assert out.exists()
+
+
+def test_one_process_at_a_time(out):
+    with ResultFile(out) as file:
+        file.write(line("a"))
+        with pytest.raises(GenerationError, match="another process is writing"):
+            ResultFile(out)
+    assert opened(out) == {("a", 0)}
+
+
+def test_also_where_errors_were_dropped(out):
+    out.write_bytes(line("a", error="no"))
+    with ResultFile(out), pytest.raises(GenerationError, match="another process is writing"):
+        ResultFile(out)
+
+
+def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
+    real, room = os.write, len(line("a")) + 5
+
+    def write(descriptor, data):
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(descriptor, bytes(data)[:room])
+        room -= written
+        return written
+
+    with ResultFile(out) as file:
+        monkeypatch.setattr(results.os, "write", write)
+        file.write(line("a"))
+        with pytest.raises(GenerationError, match=r"cannot write .*: No space left on device \(try: free some disk"):
+            file.write(line("b"))
+    assert out.read_bytes() == line("a")
+
+
+def test_killed_at_any_instant(out):
+    """A writer that dies by SIGKILL leaves a file that the next one continues."""
+    script = (
+        "import os, signal, sys\n"
+        "from mlxlm.generation.results import ResultFile, line_of\n"
+        "file = ResultFile(sys.argv[1])\n"
+        "for n in range(100): file.write(line_of({'id': n, 'text': 'x' * n}))\n"
+        "os.write(file._descriptors[-1], b'{\"id\": 10')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, out]).returncode == -9
+    with ResultFile(out) as file:
+        assert file.done(99, 0) and not file.done(100, 0) and not file.done(10, 1)
+        file.write(line(100))
+    assert [json.loads(one)["id"] for one in out.read_bytes().splitlines()] == list(range(101))
