@@ -151,7 +151,7 @@ def _grammar(options: SamplingOptions, first_space: bool) -> str:
         schema = {"not": {}} if schema is False else {} if schema is True else schema
         body = {"json_schema": {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}}
     elif options.regex is not None:
-        body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, '')}/"}
+        body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, 'd')}/"}
     else:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in options.choice)
         body = {"lark_grammar": f"start: {texts}"}
@@ -168,16 +168,32 @@ def _strips_first_space(tokenizer: Tokenizer) -> bool:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer. It has the bytes of every token, so that it need not be called."""
+    """What llguidance asks of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], ends: list[int]):
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], ends: list[int]):
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, ends, ends[0]
+        self._tokenizer = weakref.ref(tokenizer)  # the library keeps this for as long as the tokenizer lives
+        self._ids = {text: id for id, text in reversed(list(enumerate(tokens))) if text}
+        self._longest = max(map(len, tokens), default=0)
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        raise NotImplementedError("texts are not encoded here")
+    def __call__(self, text: str) -> list[int]:
+        """How a text that must follow is spelt: as the tokenizer does, where that is the same text (some normalize),
+        else with the longest tokens."""
+        ids, wanted = self._tokenizer().encode(text, continues=True), text.encode("utf-8")
+        if b"".join(self.tokens[id] for id in ids) == wanted:
+            return ids
+        ids, place = [], 0
+        while place < len(wanted):
+            ends = range(min(len(wanted), place + self._longest), place, -1)
+            found = next((end for end in ends if wanted[place:end] in self._ids), None)
+            if found is None:  # no token has this byte: the library finds out that nothing can follow
+                break
+            ids.append(self._ids[wanted[place:found]])
+            place = found
+        return ids
 
 
 _made: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int]], LLTokenizer]]
@@ -198,7 +214,7 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> L
         if not ends:  # one that the logits don't have: the library needs one
             ends = [vocab_size]
             tokens.append(b"")
-        made[key] = llguidance.LLTokenizer(_Tokens(tokens, ends), eos_token=ends)
+        made[key] = llguidance.LLTokenizer(_Tokens(tokenizer, tokens, ends), eos_token=ends)
     return made[key]
 
 

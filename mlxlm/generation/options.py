@@ -28,7 +28,7 @@ class SamplingOptions:
         likely by dry_multiplier * dry_base ** (length - dry_allowed_length), from that length on. A token whose text
         has one of `dry_breakers` in it ends a repetition.
     json_schema, regex, choice: what the text must match as a whole (at most one of them): a JSON schema, as text or
-        as a dict; a regular expression; one of these texts.
+        as a dict; a regular expression, in which \\d is 0-9; one of these texts.
     temperature: 0 takes the likeliest token (greedy); 1 the model's own distribution.
     top_k: only the k likeliest tokens; 0 is off.
     typical_p: only the tokens of most typical surprise that hold this much probability together; 1 is off.
