@@ -24,7 +24,7 @@ class Format:
         return self.fits(tokenizer) and tokenizer.special_tokens[self.tokens[-1]] in end_ids
 
 
-# As in the papers and model cards of OpenAI's ChatML (Qwen, Yi and many others), Llama 3, Gemma and Phi-3.
+# OpenAI's ChatML (Qwen, Yi, SmolLM and many others), and the formats in the model cards of Llama 3 and Gemma.
 FORMATS = {
     "chatml": Format(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -46,10 +46,5 @@ FORMATS = {
         "{% set ns.system = '' %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
         ("<start_of_turn>", "<end_of_turn>"),
-    ),
-    "phi3": Format(
-        "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-        ("<|user|>", "<|assistant|>", "<|end|>"),
     ),
 }

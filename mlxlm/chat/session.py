@@ -15,7 +15,8 @@ from mlxlm.chat.overflow import ContextFull, Overflow, check_overflow, room_for_
 from mlxlm.chat.template import NAMES, Message, transcript
 from mlxlm.errors import GenerationError
 from mlxlm.generation import Context, GenerationOptions, LoadedModel, Result, TextStream
-from mlxlm.generation.growing import ENDLESS, check_prompt
+from mlxlm.generation.context import ENDLESS
+from mlxlm.generation.growing import check_prompt
 from mlxlm.generation.noise import draw_seed
 from mlxlm.tokenizer.tokenizer import check_unicode
 
@@ -89,10 +90,13 @@ class Chat:
         self._branches = Branches()
         self._use(loaded, kv or KVOptions())
         self._generated = 0
+        self.prompt_tokens = 0  # of the last answer, also while it is under way
         self._last: Result | None = None
         self._files = transcripts.OwnFiles()
 
     def _use(self, loaded: LoadedModel, kv: KVOptions) -> None:
+        if self.speculation is not None:
+            self.speculation.check(loaded)
         spoken = transcript(loaded, self._asked_template)
         limit = 1 + check_prompt(loaded, [0], kv)
         self._context = Context(loaded.model, kv)
@@ -193,6 +197,11 @@ class Chat:
             return 0
         ids = self._transcript.encode(self._messages(seen), add_generation_prompt=False)
         return min(len(ids), self.context_size)
+
+    @property
+    def caches(self) -> list:
+        """The key-value caches, one per layer, of what the model has read."""
+        return self._context.caches
 
     def token_counts(self) -> list[int]:
         """Tokens of the text of each of `messages`, an answer's as generated; what the template adds isn't counted."""
@@ -372,6 +381,7 @@ class Chat:
                 f"the conversation would have {len(prompt)} tokens, and the model's context has {self._limit}",
                 "a shorter message" if not conversation.seen else "fewer turns (undo, reset, or drop the oldest)",
             )
+        self.prompt_tokens = len(prompt)
         answer = TextStream(
             self._loaded,
             prompt,

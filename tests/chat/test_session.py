@@ -1,4 +1,4 @@
-"""Sessions: only new tokens are read, answers equal those of a fresh computation, nothing breaks a session."""
+"""Chats: only new tokens are read, answers equal those of a fresh computation, nothing breaks a conversation."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -6,116 +6,370 @@ from dataclasses import replace
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxlm.chat.session import ChatSession
+import mlxlm
+from mlxlm import tokenizer
+from mlxlm._mlx import mx
+from mlxlm.cache import KVOptions
+from mlxlm.chat.overflow import ContextFull
+from mlxlm.chat.session import Chat
 from mlxlm.chat.template import ChatTemplate, Message
-from mlxlm.errors import GenerationError
-from mlxlm.generation import GenerationOptions, generate
+from mlxlm.errors import GenerationError, TokenizerError
+from mlxlm.generation import generate
 from mlxlm.model import Decoder
 
-GREEDY = GenerationOptions(temperature=0, max_tokens=12)
+GREEDY = {"temperature": 0, "max_tokens": 12}
 
 
 class Recording:
-    """A model that notes the ids of each call."""
+    """A model that notes how many tokens each call reads."""
 
     def __init__(self, model):
-        self._model, self.layers, self.calls = model, model.layers, []
+        self._model, self.calls = model, []
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
 
     def __call__(self, ids, cache=None):
         self.calls.append(ids.shape[1])
         return self._model(ids, cache=cache)
 
 
-def say(session, text):
-    return "".join(chunk.text for chunk in session.ask(text))
+def say(chat, text):
+    return "".join(piece.text for piece in chat.ask(text))
+
+
+def read(chat):
+    """How many tokens of the last prompt had to be read."""
+    return chat.stats.last.prompt_tokens - chat.stats.last.cached_tokens
+
+
+def fresh(chat, question):
+    """The prompt of a question, and what a model that has read nothing yet answers to it."""
+    prompt = ChatTemplate(chat.loaded.tokenizer).encode([*chat.messages, Message("user", question)])
+    return prompt, generate(chat.loaded, prompt, kv=chat.kv, **GREEDY)
+
+
+def small(loaded, size=60, **changes):
+    return replace(loaded, config=loaded.config.with_changes(max_position_embeddings=size, **changes))
+
+
+def wide(loaded):
+    """A model whose head dim can be quantized."""
+    config = loaded.config.with_changes(head_dim=32, max_position_embeddings=128)
+    decoder = Decoder(config)
+    decoder.initialize(seed=3)
+    decoder.lm_head.weight = decoder.lm_head.weight * 20 * (mx.arange(300) >= 7)[:, None]
+    return replace(loaded, model=decoder, config=config)
+
+
+def remade(loaded, **changes):
+    """The same weights in a model of another configuration."""
+    config = loaded.config.with_changes(**changes)
+    decoder = Decoder(config)
+    decoder.load_weights(tree_flatten(loaded.model.parameters()))
+    return replace(loaded, model=decoder, config=config)
 
 
 def test_answers_equal_a_fresh_computation_of_the_whole_conversation(loaded):
-    session = ChatSession(loaded, "Be brief.", GREEDY)
-    template = ChatTemplate(loaded.tokenizer)
+    chat = mlxlm.Chat(loaded, system="Be brief.", **GREEDY)
     for question in ("Hello!", "How are you?", "Grüße 世界"):
-        prompt = template.encode([*session.messages, Message("user", question)])
-        assert say(session, question) == generate(loaded, prompt, temperature=0, max_tokens=12).text
+        _, wanted = fresh(chat, question)
+        assert say(chat, question) == wanted.text
 
 
 def test_only_new_tokens_are_read_and_the_system_prompt_once(loaded):
     model = Recording(loaded.model)
-    session = ChatSession(replace(loaded, model=model), "You are a quick brown fox.", GREEDY)
-    say(session, "Hello!")
-    held = session.stats.context_used
+    chat = Chat(replace(loaded, model=model), system="You are a quick brown fox.", **GREEDY)
+    say(chat, "Hello!")
+    first = chat.stats.last
+    assert first.cached_tokens == 0
     model.calls.clear()
-    say(session, "How are you?")
-    last = session.stats.last
-    assert last.cached_tokens == held
-    assert sum(model.calls) == last.prompt_tokens - held + len(last.tokens) - 1
-    # What was read: the last token of the answer, its end, the new message and the model's turn.
+    say(chat, "How are you?")
+    last = chat.stats.last
+    # The last token of the answer was never read, nor its end, the new message and the model's turn.
     new = loaded.tokenizer.encode(
         "<|end|>\n<|user|>\nHow are you?<|end|>\n<|assistant|>\n", add_special_tokens=False, parse_special=True
     )
-    assert last.prompt_tokens - held == 1 + len(new)
-    template = ChatTemplate(loaded.tokenizer)
-    assert template.encode(session.messages).count(loaded.tokenizer.special_tokens["<|system|>"]) == 1
+    assert read(chat) == 1 + len(new)
+    assert last.cached_tokens == first.prompt_tokens + len(first.tokens) - 1
+    assert sum(model.calls) == 1 + len(new) + len(last.tokens) - 1
+    prompt, _ = fresh(chat, "?")
+    assert prompt.count(loaded.tokenizer.special_tokens["<|system|>"]) == 1
+    chat.reset()
+    say(chat, "How are you?")
+    shared = ChatTemplate(loaded.tokenizer).encode(chat.messages[:1], add_generation_prompt=False)
+    assert chat.stats.last.cached_tokens >= len(shared)  # nor is it read again after a reset
 
 
 def test_a_stopped_answer_stays_as_far_as_it_was_said(loaded):
-    session = ChatSession(loaded, None, GREEDY)
-    with closing(session.ask("Hello!")) as chunks:
-        said = "".join(next(chunks).text for _ in range(5))
-    assert session.messages[0] == Message("user", "Hello!")
-    assert session.messages[1].content == said
-    prompt = ChatTemplate(loaded.tokenizer).encode([*session.messages, Message("user", "And?")])
-    assert say(session, "And?") == generate(loaded, prompt, temperature=0, max_tokens=12).text
-    assert session.stats.last.cached_tokens > 0
+    chat = Chat(loaded, **GREEDY)
+    with closing(chat.ask("Hello!")) as pieces:
+        said = "".join(next(pieces).text for _ in range(5))
+    assert chat.messages == [Message("user", "Hello!"), Message("assistant", said, chat.messages[1].ids)]
+    _, wanted = fresh(chat, "And?")
+    assert say(chat, "And?") == wanted.text
+    assert chat.stats.last.cached_tokens > 0
 
 
 def test_stopped_while_reading_the_message_is_forgotten(loaded):
-    session = ChatSession(loaded, None, GREEDY)
+    chat = Chat(loaded, **GREEDY)
 
     def stop(_read):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(session.ask("Hello! " * 300, on_prefill=stop))
-    assert session.messages == [] and session.stats.context_used > 0
-    prompt = ChatTemplate(loaded.tokenizer).encode([Message("user", "And?")])
-    assert say(session, "And?") == generate(loaded, prompt, temperature=0, max_tokens=12).text
+        list(chat.ask("Hello! " * 300, on_prefill=stop))
+    assert chat.messages == [] and chat.stats.turns == 0
+    _, wanted = fresh(chat, "And?")
+    assert say(chat, "And?") == wanted.text
 
 
-def test_a_full_context_says_so_and_the_session_goes_on(loaded):
-    small = replace(loaded, config=loaded.config.with_changes(max_position_embeddings=60))
-    session = ChatSession(small, None, replace(GREEDY, max_tokens=None))
-    list(session.ask("Hello!"))
-    assert session.stats.last.finish_reason == "context"
-    before = list(session.messages)
-    with pytest.raises(GenerationError, match=r"context has 60.*/reset"):
-        session.ask("How are you?")
-    assert session.messages == before
-    session.reset()
-    assert session.messages == [] and session.stats.context_used == 0
-    assert say(session, "Hello!") == before[1].content
+def test_whatever_is_asked_of_a_chat_ends_the_answer_under_way(loaded):
+    chat = Chat(loaded, **GREEDY)
+    left = chat.ask("Hello!")
+    said = next(left).text + next(left).text
+    answer = say(chat, "And?")
+    assert [m.content for m in chat.messages] == ["Hello!", said, "And?", answer]
+    left = chat.ask("Why?")
+    next(left)
+    assert chat.undo().question == "Why?" and list(left) == []
+    never_begun = chat.ask("Why?")
+    chat.undo()
+    assert list(never_begun) == [] and len(chat.messages) == 2
+
+
+def test_undo_reads_nothing_again(loaded):
+    chat = Chat(loaded, **GREEDY)
+    say(chat, "Hello!")
+    say(chat, "How are you?")
+    told = chat.messages[-1].content
+    turn = chat.undo()
+    assert (turn.question, turn.answer, turn.finish_reason) == ("How are you?", told, "length")
+    say(chat, "How old are you?")
+    assert read(chat) <= len(loaded.tokenizer.encode("How old are you?")) + 4 < chat.stats.last.prompt_tokens / 2
+    chat.undo()
+    chat.undo()
+    assert chat.messages == []
+    with pytest.raises(GenerationError, match="there is no message yet"):
+        chat.undo()
+
+
+def test_a_retry_is_another_draw_and_reads_one_token(loaded):
+    chat = Chat(loaded, temperature=1.0, max_tokens=10, seed=5)
+    say(chat, "Hello!")
+    first = say(chat, "Why?")
+    second = "".join(piece.text for piece in chat.retry())
+    assert first != second and read(chat) == 1
+    assert [m.content for m in chat.messages][2:] == ["Why?", second] and chat.branches == {"main": 2}
+    assert chat.stats.last.seed == 7  # one after the other, whatever was undone
+    plain = generate(loaded, fresh_prompt(chat), temperature=1.0, max_tokens=10, seed=7)
+    assert plain.text == second
+    with closing(chat.retry()):
+        pass
+    with closing(chat.edit("No?")) as pieces:
+        del pieces
+    assert chat.messages[-1].content == second  # stopped before the first token: as it was
+
+
+def fresh_prompt(chat):
+    """The prompt that the last answer followed."""
+    return ChatTemplate(chat.loaded.tokenizer).encode(chat.messages[:-1])
+
+
+def test_edit_reads_only_what_was_changed(loaded):
+    chat = Chat(loaded, system="Be brief.", **GREEDY)
+    say(chat, "Hello!")
+    say(chat, "How are you today?")
+    list(chat.edit("How are you tomorrow?"))
+    assert [m.content for m in chat.messages if m.role == "user"] == ["Hello!", "How are you tomorrow?"]
+    ends = loaded.tokenizer.encode("tomorrow?<|end|>\n<|assistant|>\n", add_special_tokens=False, parse_special=True)
+    assert read(chat) <= len(ends) + 1
+    assert chat.messages[-1].content == generate(loaded, fresh_prompt(chat), **GREEDY).text
+    for nothing in (Chat(loaded).retry, lambda: Chat(loaded).edit("x")):
+        with pytest.raises(GenerationError, match="there is no message yet"):
+            nothing()
+
+
+def test_branches_read_only_what_they_do_not_share(loaded):
+    chat = Chat(loaded, **GREEDY)
+    say(chat, "Hello! " * 10)
+    assert chat.branch() == "branch-2" and chat.branch_name == "branch-2"
+    say(chat, "How are you?")
+    common = chat.stats.last.cached_tokens
+    two = chat.messages
+    chat.switch("main")
+    assert chat.messages == two[:2]
+    say(chat, "Why?")
+    assert chat.stats.last.cached_tokens >= common
+    chat.switch("branch-2")
+    assert chat.messages == two
+    say(chat, "And?")
+    assert chat.stats.last.cached_tokens >= common
+    chat.switch("main")
+    chat.switch("branch-2")  # looking elsewhere costs nothing
+    say(chat, "And?")
+    assert read(chat) <= 14
+    assert chat.branches == {"main": 2, "branch-2": 4}
+    assert chat.branch("other") == "other" and chat.branches["other"] == 4
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda chat: chat.branch("main"), "a branch main already"),
+        (lambda chat: chat.branch("a b"), "can't be the name of a branch"),
+        (lambda chat: chat.branch(""), "can't be the name of a branch"),
+        (lambda chat: chat.switch("x"), "no branch x .try: one of main, branch-2"),
+        (lambda chat: chat.ask(""), "message is empty"),
+        (lambda chat: Chat(chat.loaded, overflow="ask"), "overflow is 'ask' .try: stop or drop"),
+        (lambda chat: Chat(chat.loaded, temprature=1), "no setting temprature"),
+        (lambda chat: Chat(chat.loaded, kv=KVOptions(size=5000)), "more than the model's context"),
+    ],
+)
+def test_what_cannot_be_done(loaded, act, message):
+    chat = Chat(loaded)
+    chat.branch()
+    with pytest.raises(GenerationError, match=message):
+        act(chat)
+    with pytest.raises(TokenizerError, match="surrogate"):
+        chat.system = "\ud800"
+
+
+def test_any_number_of_branches_has_an_end(loaded):
+    chat = Chat(loaded)
+    for _ in range(99):
+        chat.branch()
+    with pytest.raises(GenerationError, match="100 branches"):
+        chat.branch()
+    assert len(chat.branches) == 100
+
+
+def test_a_full_context_says_so_and_the_chat_goes_on(loaded):
+    chat = Chat(small(loaded), temperature=0, max_tokens=None)
+    list(chat.ask("Hello!"))
+    assert chat.stats.last.finish_reason == "context"
+    before = list(chat.messages)
+    with pytest.raises(ContextFull, match=r"context has 60.*undo, reset"):
+        chat.ask("How are you?")
+    with pytest.raises(ContextFull, match="a shorter message"):
+        Chat(small(loaded)).ask("Hello! " * 40)
+    assert chat.messages == before
+    chat.reset()
+    assert chat.messages == [] and chat.context_used == 0
+    assert say(chat, "Hello!") == before[1].content
+
+
+def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(loaded):
+    chat = Chat(small(loaded, 200), system="Be brief.", overflow="drop", temperature=0, max_tokens=10)
+    dropped, used = [], []
+    for n in range(20):
+        before = chat.dropped
+        say(chat, f"Question {n}?")
+        assert chat.stats.last.finish_reason == "length"  # never cut off by the context
+        dropped.append(chat.dropped - before)
+        used.append(chat.context_used)
+    drops = [n for n, count in enumerate(dropped) if count]
+    assert len(drops) >= 2 and all(count % 2 == 0 and count > 2 for count in dropped if count)
+    assert min(b - a for a, b in zip(drops, drops[1:], strict=False)) >= 3
+    assert max(used) <= 200 and all(used[n] <= 100 + 20 for n in drops)
+    assert len(chat.messages) == 41 and chat.messages[0] == Message("system", "Be brief.")
+    seen = ChatTemplate(loaded.tokenizer).encode([chat.messages[0], *chat.messages[1 + chat.dropped : -1]])
+    assert chat.messages[-1].content == generate(loaded, seen, temperature=0, max_tokens=10).text
+    system = ChatTemplate(loaded.tokenizer).encode(chat.messages[:1], add_generation_prompt=False)
+    chat.overflow = "stop"
+    assert chat.drop_oldest("x" * 90) > 0
+    say(chat, "x" * 90)
+    assert chat.stats.last.cached_tokens >= len(system)
+    chat.overflow = "drop"
+    with pytest.raises(ContextFull, match="a shorter message"):
+        chat.ask("x" * 200)
+
+
+def test_turns_that_were_dropped_come_back_once_no_other_is_left(loaded):
+    chat = Chat(small(loaded, 100), **GREEDY)
+    for question in ("Hello!", "Why?"):
+        say(chat, question)
+    assert chat.drop_oldest("x" * 40) == 4 and chat.context_used == 0
+    assert len(chat.messages) == 4
+    chat.undo()
+    assert chat.dropped == 0 and chat.context_used > 0
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_rotating_cache_bounds_a_chat_and_never_overflows(loaded, bits):
+    kv = KVOptions(size=64, key_bits=bits, value_bits=bits)
+    loaded = small(loaded, 128) if bits is None else wide(loaded)
+    chat = Chat(loaded, system="Be brief.", kv=kv, **GREEDY)
+    for n in range(8):
+        _, wanted = fresh(chat, f"Question {n}?")
+        assert say(chat, f"Question {n}?") == wanted.text
+        if n:
+            assert chat.stats.last.cached_tokens > 0
+    assert chat.stats.last.prompt_tokens > 128
+    assert (chat.context_used, chat.context_size, chat.dropped) == (64, 64, 0)
+    assert chat.drop_oldest() == 0
+    held = chat.stats.cache_bytes
+    chat.undo()
+    _, wanted = fresh(chat, "And?")  # across what was dropped it is read again, and right
+    assert say(chat, "And?") == wanted.text
+    assert chat.stats.cache_bytes <= held
+    cached = chat.stats.last.cached_tokens
+    list(chat.retry())
+    assert chat.messages[-1].content == wanted.text and chat.stats.last.cached_tokens >= cached
+
+
+def test_a_sliding_window(loaded):
+    loaded = remade(loaded, sliding_window=32, model_type="mistral")
+    chat = Chat(loaded, **GREEDY)
+    for n in range(6):
+        _, wanted = fresh(chat, f"Question {n}?")
+        assert say(chat, f"Question {n}?") == wanted.text
+    list(chat.retry())
+    assert read(chat) == 1 and chat.messages[-1].content == wanted.text
 
 
 def test_reset_keeps_the_system_prompt(loaded):
-    session = ChatSession(loaded, "Be brief.", GREEDY)
-    first = say(session, "Hello!")
-    say(session, "Why?")
-    session.reset()
-    assert session.messages == [Message("system", "Be brief.")]
-    assert say(session, "Hello!") == first
+    chat = Chat(loaded, system="Be brief.", **GREEDY)
+    first = say(chat, "Hello!")
+    chat.branch("two")
+    say(chat, "Why?")
+    chat.reset()
+    assert chat.messages == [Message("system", "Be brief.")] and chat.branches == {"main": 0}
+    assert say(chat, "Hello!") == first
+    chat.system = "Be long."
+    assert chat.messages[0] == Message("system", "Be long.")
+    _, wanted = fresh(chat, "Why?")
+    assert say(chat, "Why?") == wanted.text
+    chat.system = None
+    assert chat.messages[0].role == "user"
 
 
 def test_equal_seeds_give_equal_conversations(loaded):
     def conversation(seed):
-        session = ChatSession(loaded, None, GenerationOptions(temperature=1.0, max_tokens=10, seed=seed))
-        return [say(session, "Hello!"), say(session, "Hello!")]
+        chat = Chat(loaded, temperature=1.0, max_tokens=10, seed=seed)
+        return [say(chat, "Hello!"), say(chat, "Hello!")]
 
     assert conversation(5) == conversation(5)
     assert conversation(5) != conversation(6)
 
 
+def test_options_can_be_changed_and_a_new_seed_begins_anew(loaded):
+    chat = Chat(loaded, temperature=1.0, max_tokens=10, seed=5)
+    first = say(chat, "Hello!")
+    chat.options = replace(chat.options, max_tokens=4)
+    say(chat, "Hello!")
+    assert (chat.stats.last.seed, len(chat.stats.last.tokens)) == (6, 4)
+    chat.options = replace(chat.options, seed=8, max_tokens=10)
+    chat.undo()
+    chat.undo()
+    assert say(chat, "Hello!") != first and chat.stats.last.seed == 8
+    assert Chat(loaded).options.seed is not None
+    chat.options = replace(chat.options, seed=None)
+    assert chat.options.seed == 8
+
+
 def test_the_end_of_a_turn_is_not_part_of_the_answer(loaded):
     end = loaded.tokenizer.special_tokens["<|end|>"]
-    model = loaded.model
 
     class Ending(Recording):
         def __call__(self, ids, cache=None):
@@ -123,35 +377,134 @@ def test_the_end_of_a_turn_is_not_part_of_the_answer(loaded):
             logits[..., end] = 1e3 if len(self.calls) > 6 else -1e3
             return logits
 
-    session = ChatSession(replace(loaded, model=Ending(model)), None, GREEDY)
-    say(session, "Hello!")
-    last = session.stats.last
+    chat = Chat(replace(loaded, model=Ending(loaded.model)), **GREEDY)
+    say(chat, "Hello!")
+    last = chat.stats.last
     assert last.finish_reason == "eos" and last.tokens[-1] == end
-    assert session.messages[-1].ids == tuple(last.tokens[:-1])
-    held = session.stats.context_used
-    list(session.ask("Why?"))
-    assert session.stats.last.cached_tokens == held  # the end of the turn was in the cache already
-
-
-def test_an_empty_message(loaded):
-    with pytest.raises(GenerationError, match="message is empty"):
-        ChatSession(loaded).ask("")
+    assert chat.messages[-1].ids == tuple(last.tokens[:-1])
+    list(chat.ask("Why?"))
+    # All of the answer was in the cache already, but for the token that ended it.
+    assert chat.stats.last.cached_tokens >= last.prompt_tokens + len(last.tokens) - 1
 
 
 def test_a_chat_that_crosses_the_length_where_positions_change(loaded):
     """It is read again once, with the positions of a long text, and goes on; a new chat has the short ones."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    config = loaded.config.with_changes(rope_scaling={**scaling, "original_max_position_embeddings": 60})
-    decoder = Decoder(config)
-    decoder.load_weights(tree_flatten(loaded.model.parameters()))
-    loaded = replace(loaded, model=decoder, config=config)
-    session, template = ChatSession(loaded, None, GREEDY), ChatTemplate(loaded.tokenizer)
-    read = []
+    loaded = remade(loaded, rope_scaling={**scaling, "original_max_position_embeddings": 60})
+    chat = Chat(loaded, **GREEDY)
+    was_read = []
     for question in ("Hello!", "How?", "You?", "Dog?"):
-        prompt = template.encode([*session.messages, Message("user", question)])
-        assert say(session, question) == generate(loaded, prompt, temperature=0, max_tokens=12).text
-        read.append((session.stats.last.prompt_tokens + 12 > 60, session.stats.last.cached_tokens > 0))
-    assert read == [(False, False), (False, True), (True, False), (True, True)]
-    session.reset()
-    say(session, "Hello!")
-    assert session.stats.last.cached_tokens == 0 and session.stats.context_used <= 60
+        _, wanted = fresh(chat, question)
+        assert say(chat, question) == wanted.text
+        was_read.append((chat.stats.last.prompt_tokens + 12 > 60, chat.stats.last.cached_tokens > 0))
+    assert was_read == [(False, False), (False, True), (True, False), (True, True)]
+    chat.reset()
+    say(chat, "Hello!")
+    assert chat.stats.last.cached_tokens == 0 and chat.context_used <= 60
+
+
+class Scripted(Recording):
+    """A model that answers everything with `script`."""
+
+    def __init__(self, loaded, script, opening=""):
+        super().__init__(loaded.model)
+
+        def encode(text):
+            return loaded.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+
+        self.script, self.begins, self.text = encode(script + "<|end|>"), encode("<|assistant|>\n" + opening), []
+
+    def __call__(self, ids, cache=None):
+        self.text[cache[0].offset :] = ids[0].tolist()
+        logits = super().__call__(ids, cache)
+        starts = [n for n in range(len(self.text)) if self.text[n : n + len(self.begins)] == self.begins]
+        said = len(self.text) - starts[-1] - len(self.begins) if starts else 0
+        if 0 <= said < len(self.script):
+            logits[0, -1, self.script[said]] = 1e4
+        return logits
+
+
+THOUGHT = "<think>\nHm, a fox.\n</think>\n\nThe fox."
+
+
+def test_reasoning_is_told_from_the_answer(loaded):
+    chat = Chat(replace(loaded, model=Scripted(loaded, THOUGHT)), temperature=0, max_tokens=None)
+    pieces = list(chat.ask("Hello!"))
+    assert "".join(piece.text for piece in pieces if piece.thinking) == "Hm, a fox."
+    assert "".join(piece.text for piece in pieces if not piece.thinking) == "The fox."
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["eos"] and pieces[-1].finish_reason
+    assert len(pieces) >= len(chat.stats.last.tokens)
+    assert chat.messages[-1].content == THOUGHT
+    say(chat, "Why?")
+    assert read(chat) <= 12  # this template keeps it: nothing is read again
+
+
+def test_a_template_that_drops_earlier_reasoning_has_its_way(loaded, tokens):
+    kept = tokens.chat_template
+    tokens.chat_template = kept.replace(
+        "{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+    )
+    assert tokens.chat_template != kept
+    model = Scripted(loaded, THOUGHT)
+    chat = Chat(replace(loaded, model=model), temperature=0, max_tokens=None)
+    prompts, template = [], ChatTemplate(tokens)
+    for question in ("Hello!", "Why?", "How?"):
+        prompts.append(template.encode([*chat.messages, Message("user", question)]))
+        say(chat, question)
+        last = chat.stats.last
+        assert last.prompt_tokens == len(prompts[-1])
+        assert "Hm" not in tokens.decode(prompts[-1])
+        # All before the last answer is held, as it was in the prompt before.
+        assert last.cached_tokens == (len(prompts[-2]) if len(prompts) > 1 else 0)
+    assert [m.content for m in chat.messages if m.role == "assistant"] == [THOUGHT] * 3
+    list(chat.retry())
+    assert read(chat) == 1
+
+
+def test_a_template_that_opens_the_block_itself(loaded, tokens):
+    tokens.chat_template = tokens.chat_template.replace("assistant|>\n{% endif", "assistant|>\n<think>\n{% endif")
+    model = Scripted(loaded, THOUGHT.removeprefix("<think>\n"), opening="<think>\n")
+    chat = Chat(replace(loaded, model=model), temperature=0, max_tokens=None)
+    pieces = list(chat.ask("Hello!"))
+    assert "".join(piece.text for piece in pieces if piece.thinking) == "Hm, a fox."
+    assert chat.messages[-1].content == THOUGHT  # with the tag, as the model has read it
+    say(chat, "Why?")
+    new = "<|end|>\n<|user|>\nWhy?<|end|>\n<|assistant|>\n<think>\n"
+    assert read(chat) <= len(tokens.encode(new, add_special_tokens=False, parse_special=True))
+    assert chat.messages[-1].content == THOUGHT
+
+
+def test_a_chat_with_another_model_goes_on_as_text(loaded, tokens):
+    chat = Chat(loaded, logit_bias={7: -100}, **GREEDY)
+    say(chat, "Hello!")
+    other = remade(loaded)
+    other.model.initialize(seed=9)
+    mx.eval(other.model.parameters())
+    said = chat.messages[-1]
+    chat.loaded = other
+    assert chat.messages[-1] == said and chat.options.logit_bias  # the same tokens
+    chat.options = replace(chat.options, logit_bias={})
+    _, wanted = fresh(chat, "Why?")
+    assert say(chat, "Why?") == wanted.text and chat.stats.last.cached_tokens == 0
+    chat.options = replace(chat.options, logit_bias={7: -100})
+    with_other_tokens = tokenizer.train(["Another text altogether, of other words. " * 20], 280)
+    with_other_tokens.chat_template = tokens.chat_template
+    chat.loaded = replace(other, tokenizer=with_other_tokens)
+    assert not chat.options.logit_bias and chat.messages[-1].content == wanted.text
+    assert not any(message.ids for message in chat.messages)
+    _, wanted = fresh(chat, "Why?")
+    assert say(chat, "Why?") == wanted.text
+    with pytest.raises(GenerationError, match="more than the model's context"):
+        rotating = Chat(loaded, kv=KVOptions(size=1000))
+        rotating.loaded = small(other)
+    assert rotating.loaded is loaded and say(rotating, "Hello!")
+
+
+def test_token_counts_are_those_of_each_message(loaded):
+    chat = Chat(loaded, system="Be brief.", **GREEDY)
+    assert chat.token_counts() == [len(loaded.tokenizer.encode("Be brief.", add_special_tokens=False))]
+    assert chat.context_used == 0
+    say(chat, "Hello!")
+    counts = chat.token_counts()
+    assert counts[1:] == [len(loaded.tokenizer.encode("Hello!", add_special_tokens=False)), 12]
+    assert sum(counts) < chat.context_used == chat.stats.last.prompt_tokens + 12 + 2

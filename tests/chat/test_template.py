@@ -1,14 +1,20 @@
 """Conversations as ids: what transformers would render, and nothing that a message could forge."""
 
+import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm import tokenizer
+from mlxlm.chat.formats import FORMATS
 from mlxlm.chat.template import ChatTemplate, Message, PlainText, transcript
+from mlxlm.checkpoint.foreign import ForeignConfig
 from mlxlm.errors import TokenizerError
+from mlxlm.generation import LoadedModel
+from mlxlm.tokenizer import Tokenizer
 
 EXCHANGE = [
     Message("system", "Be brief."),
@@ -16,6 +22,11 @@ EXCHANGE = [
     Message("assistant", "Hi."),
     Message("user", "?"),
 ]
+
+
+def model_of(tokenizer, *ends):
+    """As much of a model as the choice of a template looks at."""
+    return LoadedModel(None, tokenizer, ForeignConfig("any", 300, 4096, frozenset(ends)), Path("any"))
 
 
 def test_the_rendered_conversation(tokens):
@@ -106,7 +117,7 @@ def test_a_broken_template_is_one_line(tokens, template, message):
 
 def test_without_a_template_the_text_goes_on(tokens):
     tokens.chat_template = None
-    plain = transcript(tokens)
+    plain = transcript(model_of(tokens))
     assert isinstance(plain, PlainText)
     ids = tuple(tokens.encode(" fox", add_special_tokens=False))
     messages = [Message("system", "Be brief."), Message("user", "The"), Message("assistant", " fox", ids)]
@@ -139,3 +150,92 @@ def test_a_tokenizer_that_adds_a_first_space_adds_it_once():
     turns = [Message("user", "One"), Message("assistant", " two", (1023,)), Message("user", "x")]
     plain = PlainText(llama2).encode(turns)
     assert plain[-2:] == [13, llama2.encode("x", continues=True)[0]]
+
+
+REASONING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
+)
+
+
+def test_answers_that_a_template_leaves_as_they_are_stay_the_ids_they_were(tokens):
+    """Among others whose reasoning it drops, or that it trims: each by itself."""
+    letters = tuple(tokens.encode(letter, add_special_tokens=False)[0] for letter in "The fox")
+    thought = "<think>\nHm.\n</think>\n\nThe dog"
+    messages = []
+    for content, ids in (("The fox", letters), (thought, tokens.encode(thought)), ("The fox", letters)) * 3:
+        messages += [Message("user", "The fox"), Message("assistant", content, tuple(ids))]
+    messages.append(Message("user", "?"))
+    tokens.chat_template = REASONING
+    template = ChatTemplate(tokens)
+    assert template.opening == "<think>\n"
+    ids = template.encode(messages)
+    assert tokens.decode(ids, skip_special_tokens=False) == template.render(messages)
+    joined = ",".join(map(str, ids))
+    assert joined.count(",".join(map(str, letters))) == 6
+    assert "Hm." not in tokens.decode(ids)
+
+
+def test_without_a_generation_prompt(tokens):
+    messages = [Message("user", "?"), Message("assistant", "Fox.", tuple(tokens.encode("Fox.", add_special_tokens=False)))]
+    ids = ChatTemplate(tokens).encode(messages, add_generation_prompt=False)
+    assert tokens.decode(ids, skip_special_tokens=False).endswith("<|assistant|>\nFox.<|end|>\n")
+
+
+def with_tokens(tokens, *names):
+    """The tokenizer with some of its own special tokens renamed."""
+    runtime = json.loads(tokens.to_json())
+    added = [token for token in runtime["added_tokens"] if token["content"] not in tokens.names.values()]
+    for token, name in zip(added, names, strict=False):
+        runtime["model"]["vocab"][name] = runtime["model"]["vocab"].pop(token["content"])
+        token["content"] = name
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(runtime)), tokens.names)
+
+
+WANTED = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n"
+    "<|im_start|>assistant\nHi.<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHello!<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nHi.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<|begin_of_text|><start_of_turn>user\nBe brief.\n\nHello!<end_of_turn>\n"
+    "<start_of_turn>model\nHi.<end_of_turn>\n<start_of_turn>user\n?<end_of_turn>\n<start_of_turn>model\n",
+}
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_the_format_of_a_model_without_a_template(tokens, name):
+    """By the tokens that it has and ends its texts with; a base model that only has them continues plain text."""
+    tokens.chat_template = None
+    chat = with_tokens(tokens, *FORMATS[name].tokens)
+    end = chat.special_tokens[FORMATS[name].tokens[-1]]
+    found = transcript(model_of(chat, end))
+    assert found.name == name and found.end_ids == {end}
+    ids = found.encode(EXCHANGE)
+    assert chat.decode(ids, skip_special_tokens=False) == WANTED[name]
+    assert all(chat.special_tokens[token] in ids for token in FORMATS[name].tokens)
+    assert transcript(model_of(chat)).name == "plain"
+    assert transcript(model_of(chat), name).encode(EXCHANGE) == ids
+    assert transcript(model_of(tokens)).name == "plain"
+    with pytest.raises(TokenizerError, match=rf"template {name} takes the tokens .*which this model lacks"):
+        transcript(model_of(tokens), name)
+
+
+def test_a_template_that_was_asked_for(tokens, tmp_path):
+    assert transcript(model_of(tokens)).name == "model"
+    assert transcript(model_of(tokens), "plain").encode(EXCHANGE[1:2]) == tokens.encode("Hello!")
+    file = tmp_path / "short.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    own = transcript(model_of(tokens), str(file))
+    assert own.name == str(file)
+    assert tokens.decode(own.encode(EXCHANGE[1:2]), skip_special_tokens=False) == "Hello!<|end|>"
+    with pytest.raises(TokenizerError, match="no chat template nowhere .try: one of model, chatml"):
+        transcript(model_of(tokens), "nowhere")
+    file.write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match="short.jinja is not UTF-8"):
+        transcript(model_of(tokens), str(file))
+    tokens.chat_template = None
+    with pytest.raises(TokenizerError, match="no chat template .try: one of chatml"):
+        transcript(model_of(tokens), "model")

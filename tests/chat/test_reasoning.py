@@ -1,0 +1,69 @@
+"""Reasoning told from the answer: the same however a text is split up, and never a part of a tag."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxlm.chat.reasoning import Splitter, opened_by, split
+
+
+def streamed(parts):
+    splitter = Splitter()
+    pieces = [piece for part in parts for piece in splitter.push(part)] + splitter.finish()
+    assert all(text for text, _ in pieces)
+    return tuple("".join(text for text, thinking in pieces if thinking is wanted) for wanted in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("Hello.", "", "Hello."),
+        ("<think>\nHm, so.\n</think>\n\nHello.", "Hm, so.", "Hello."),
+        (" \n<think>Hm</think>Hello. ", "Hm", "Hello. "),
+        ("<think>\n\n</think>\n\nHello.", "", "Hello."),
+        ("<think>never closed </thin", "never closed </thin", ""),
+        ("<think>a < b\n", "a < b", ""),
+        ("<think>", "", ""),
+        ("<thi", "", "<thi"),
+        (" indented", "", " indented"),
+        ("Write <think>x</think> in it", "", "Write <think>x</think> in it"),
+        ("<think>a</think>b<think>c</think>", "a", "b<think>c</think>"),
+        ("a</think>b", "", "a</think>b"),
+        ("<think>a</thi</think>b", "a</thi", "b"),
+        ("<think>a \n </think >  </think> b", "a \n </think >", "b"),
+        ("", "", ""),
+        ("  ", "", "  "),
+    ],
+)
+def test_whole_texts_and_single_characters(text, thought, answer):
+    assert split(text) == (thought, answer)
+    assert streamed(text) == (thought, answer)
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<thi", "nk>", "</", "think>", "<", " ", "\n", "a", "b."])))
+def test_any_split_gives_the_same_and_nothing_is_lost(parts):
+    text = "".join(parts)
+    assert streamed(parts) == streamed(text) == split(text)
+    thought, answer = split(text)
+    if not text.lstrip().startswith("<think>"):
+        assert (thought, answer) == ("", text)
+    elif "</think>" in text:
+        inside, _, behind = text.lstrip().removeprefix("<think>").partition("</think>")
+        assert (thought, answer) == (inside.strip(), behind.lstrip())
+    else:
+        assert (thought, answer) == (text.lstrip().removeprefix("<think>").strip(), "")
+
+
+def test_what_is_decided_is_not_held_back():
+    splitter = Splitter()
+    assert splitter.push("He") == [("He", False)]
+    splitter = Splitter()
+    assert splitter.push("<think>a b") == [("a b", True)] and splitter.thinking
+    assert splitter.push(" <") == [] and splitter.push("c") == [(" <c", True)]
+    assert splitter.push("</think>d") == [("d", False)] and not splitter.thinking
+
+
+def test_the_tag_that_a_template_opens():
+    assert opened_by("<|assistant|>\n<think>\n") == "<think>\n"
+    assert opened_by("<|assistant|>\n<think>\n\n</think>\n\n") == ""
+    assert opened_by("<|assistant|>\n") == ""
