@@ -1,9 +1,11 @@
-"""Prompt and decoding tokens/s of mlxlm beside mlx_lm on the same checkpoints, in turn.
+"""Prompt and decoding tokens/s, time to the first token and peak memory, beside mlx_lm on the same checkpoints.
 
-    python benchmarks/generation_speed.py [--rounds 3] [--prompt 128] [--tokens 64] [--model DIR]
+    python benchmarks/generation_speed.py [--sizes 26m 110m 500m] [--contexts 0 2048 8192] [--rounds 3] [--model DIR]
 
-Without --model, a 26M Llama with random weights is written at 16 and 4 bits. Every measurement is a fresh
-process: `mlx_lm` runs as it is installed, `mlx_lm + BLAS` with the BLAS that mlxlm would load.
+Models with random weights are written at 16 and 4 bits. Every measurement is a fresh process, the two in turn, with
+mlx_lm as it is installed, each computing as it does by default. A context before decoding is random keys and values
+put into the caches, since reading 8,192 tokens would take a peer an hour; prompts are measured apart. Decoding goes on
+for `--seconds` or `--tokens`, whichever is reached first.
 """
 
 from __future__ import annotations
@@ -13,60 +15,83 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common import median, report, spread, timed_command
 
-PEERS = ("mlxlm", "mlx_lm", "mlx_lm + BLAS")
+PEERS = ("mlxlm", "mlx_lm")
+KINDS = {"prompt": "tokens/s", "decode": "tokens/s", "first_token": "s", "memory": "MB"}
+VOCABULARY = 32_000
+SIZES = {  # hidden size, layers, heads, key heads, feed-forward: Llama's proportions
+    "26m": (384, 8, 6, 6, 1024),
+    "110m": (768, 12, 12, 12, 2048),
+    "500m": (1280, 22, 20, 20, 3584),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--bits", nargs="+", type=int, choices=(16, 4), default=[16, 4])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[0, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--short", type=int, default=8, help="prompt and tokens at 4 bits, slow in mlx_lm on a CPU")
-    parser.add_argument("--model", type=Path, help="a model folder instead of the 26M model")
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--make", type=Path, metavar="DIR", help="only write the 26M models into DIR")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
+    parser.add_argument("--short", type=int, default=8, help="the same at 4 bits, slow in mlx_lm on a CPU")
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens to decode")
+    parser.add_argument("--seconds", type=float, default=8.0, help="longest time to decode")
+    parser.add_argument("--model", type=Path, help="a model folder instead")
+    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--make", type=Path, metavar="DIR", help="only write the first size's models into DIR")
     options = parser.parse_args()
     if options.worker:
         worker(*options.worker)
-        return
-    if options.make:
-        make_models(options.make)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        models = {"model": options.model} if options.model else make_models(Path(folder))
-        result, rows = {}, []
-        for label, path in models.items():
-            found = measure(path, label, options)
-            for kind in ("prompt", "decode"):
-                ours = [r[kind] for r in found["mlxlm"]]
-                rows.append((f"{label} {kind}: mlxlm", f"{spread(ours)} tokens/s"))
-                for peer in PEERS[1:]:
-                    theirs = [r[kind] for r in found[peer]]
-                    ratio = median([a / b for a, b in zip(ours, theirs, strict=True)])
-                    rows.append((f"{label} {kind}: {peer}", f"{spread(theirs)} tokens/s; mlxlm is {ratio:.2f} x"))
-                    result[f"{label} {kind} mlxlm/{peer}"] = round(ratio, 2)
-        report(
-            f"generation, prompt {options.prompt}", rows, {"benchmark": "generation_speed", "ratios": result}
-        )
+    elif options.make:
+        make_models(options.make, options.sizes[0], [16, 4])
+    else:
+        compare(options)
 
 
-def measure(path: Path, label: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+def compare(options: argparse.Namespace) -> None:
+    result, rows = {}, []
+    for size in ["model"] if options.model else options.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            if options.model:
+                models = {"given": options.model}
+            else:
+                bits = [str(b) for b in options.bits]
+                # In its own process: a child's peak memory begins with what its parent holds.
+                maker = [sys.executable, __file__, "--sizes", size, "--bits", *bits, "--make", folder]
+                timed_command(maker)
+                models = {f"{b}-bit": Path(folder, f"{b}-bit") for b in bits}
+            for label, path in models.items():
+                for context in options.contexts:
+                    case = f"{size}, {label}, context {context}"
+                    found = measure(path, case, context, options.short if label == "4-bit" else options.prompt, options)
+                    result[case] = {}
+                    for kind, unit in KINDS.items():
+                        ours, theirs = ([r[kind] for r in found[peer]] for peer in PEERS)
+                        faster = unit == "tokens/s"
+                        ratio = median([a / b if faster else b / a for a, b in zip(ours, theirs, strict=True)])
+                        shown = f"{spread(ours)}; mlx_lm {spread(theirs)}; {ratio:.2f} x"
+                        rows.append((f"{case}: {kind}, {unit}", shown))
+                        result[case][kind] = [round(median(ours), 3), round(median(theirs), 3), round(ratio, 2)]
+    title = "generation: mlxlm; mlx_lm; how many times better"
+    report(title, rows, {"benchmark": "generation_speed", "cases": result})
+
+
+def measure(path: Path, case: str, context: int, prompt: int, options: argparse.Namespace) -> dict[str, list[dict]]:
     found: dict[str, list[dict[str, float]]] = {peer: [] for peer in PEERS}
     for _ in range(options.rounds):
         for peer in PEERS:
-            lengths = [options.short, options.short] if label == "4-bit" else [options.prompt, options.tokens]
-            arguments = [peer, str(path), *map(str, lengths)]
-            _, _, out = timed_command([sys.executable, __file__, "--worker", *arguments])
-            found[peer].append(json.loads(out.splitlines()[-1]))
-            print(f"{label} {peer}: {found[peer][-1]}", file=sys.stderr)
+            arguments = [peer, path, context, prompt, options.tokens, options.seconds]
+            _, peak, out = timed_command([sys.executable, __file__, "--worker", *map(str, arguments)])
+            found[peer].append({**json.loads(out.splitlines()[-1]), "memory": peak / 1e6})
+            print(f"{case}, {peer}: {found[peer][-1]}", file=sys.stderr)
     return found
 
 
-def make_models(folder: Path) -> dict[str, Path]:
+def make_models(folder: Path, size: str, bits: list[int]) -> None:
     from mlx.utils import tree_flatten
 
     from mlxlm.checkpoint import save_weights
@@ -77,9 +102,10 @@ def make_models(folder: Path) -> dict[str, Path]:
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import train
 
+    hidden, layers, heads, kv_heads, feed_forward = SIZES[size]
     config = ModelConfig(
-        hidden_size=384, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=6,
-        intermediate_size=1024, vocab_size=32000, tie_word_embeddings=True,
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        intermediate_size=feed_forward, vocab_size=VOCABULARY, max_position_embeddings=16_384, tie_word_embeddings=True,
     )  # fmt: skip
     source = folder / "source"
     source.mkdir()
@@ -88,42 +114,76 @@ def make_models(folder: Path) -> dict[str, Path]:
     save_weights(source, dict(tree_flatten(model.parameters())))
     write_json(source / "config.json", config.to_dict())
     train(["a tokenizer that the benchmark never uses: prompts are token ids"], 270).save(source)
-    models = {name: folder / name for name in ("16-bit", "4-bit")}
-    convert(source, models["16-bit"], dtype="float16", verify_output=False)
-    quantize(source, models["4-bit"], bits=4, measure=False)
-    return models
+    if 16 in bits:
+        convert(source, folder / "16-bit", dtype="float16", verify_output=False)
+    if 4 in bits:
+        quantize(source, folder / "4-bit", bits=4, measure=False)
 
 
-def worker(peer: str, path: str, prompt: str, tokens: str) -> None:
-    """Measure in this process and print one JSON line: tokens/s of the prompt and of decoding."""
-    if peer == "mlx_lm + BLAS":
-        from mlxlm import platform
-
-        platform.load_blas()
-    ids, n = [(7 * i) % 1000 for i in range(int(prompt))], int(tokens)
-    stream = mlxlm_stream(path) if peer == "mlxlm" else mlx_lm_stream(path)
-    for _ in stream(ids, 2):  # warm-up: compiles and reads the weights
-        pass
-    start, times = time.perf_counter(), []
-    for _ in stream(ids, n):
+def worker(peer: str, path: str, context: str, prompt: str, tokens: str, seconds: str) -> None:
+    """Measure in this process and print one JSON line. The first token's time includes imports and loading."""
+    start = time.perf_counter()
+    held, ids = int(context), [(7 * i) % 1000 for i in range(int(prompt))]
+    open_peer = open_mlxlm if peer == "mlxlm" else open_mlx_lm
+    generate = open_peer(Path(path))
+    next(generate(ids, 0, 2))
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    next(generate(ids, 0, 2))  # once more: this one neither compiles nor reads weights
+    read = time.perf_counter() - start
+    times = []
+    for _ in generate(ids[:2], held, int(tokens)):
         times.append(time.perf_counter())
-    print(json.dumps({"prompt": len(ids) / (times[0] - start), "decode": (len(times) - 1) / (times[-1] - times[0])}))
+        if len(times) > 2 and times[-1] - times[0] > float(seconds):
+            break
+    decode = (len(times) - 1) / (times[-1] - times[0])
+    print(json.dumps({"prompt": len(ids) / read, "decode": decode, "first_token": first}))
 
 
-def mlxlm_stream(path: str):
+def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     import mlxlm
+    from mlxlm._mlx import mx
+    from mlxlm.generation import Context, tokens
 
-    loaded = mlxlm.load(path)
-    return lambda ids, n: mlxlm.stream(loaded, ids, temperature=0, max_tokens=n)
+    model = mlxlm.load(path).model
+
+    def generate(ids: list[int], held: int, n: int) -> Iterator:
+        context = Context(model)
+        if held:
+            fill(context.caches, model, path, held)
+            context.ids = list(range(held))  # whatever they are, the prompt begins with them
+        return tokens(context, [*range(held), *ids], lambda logits: mx.argmax(logits, axis=-1), n)
+
+    return generate
 
 
-def mlx_lm_stream(path: str):
+def open_mlx_lm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     import mlx.core as mx
     from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(Path(path))
-    return lambda ids, n: (token for token, _ in generate_step(mx.array(ids), model, max_tokens=n))
+    model, _ = load_model(path)
+
+    def generate(ids: list[int], held: int, n: int) -> Iterator:
+        caches = make_prompt_cache(model)
+        if held:
+            fill(caches, model, path, held)
+        return generate_step(mx.array(ids), model, max_tokens=n, prompt_cache=caches)
+
+    return generate
+
+
+def fill(caches: list, model, path: Path, held: int) -> None:
+    """Random keys and values of `held` tokens, in the dtype that the model computes in."""
+    import mlx.core as mx
+
+    config = json.loads((path / "config.json").read_text())
+    shape = (1, config["num_key_value_heads"], held, config["head_dim"])
+    dtype = model(mx.array([[1]])).dtype
+    for layer, cache in enumerate(caches):
+        random = (mx.random.normal(shape, key=mx.random.key(2 * layer + i)) for i in range(2))
+        mx.eval(cache.update_and_fetch(*(x.astype(dtype) for x in random)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""Time to the first token of a chat's turns: the first after a long history was read, the second, and of a chat loaded
+from its file with and without the cache beside it.
+
+    python benchmarks/chat_turns.py [--history 4000] [--size 26m] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from common import median, report, spread
+from generation_speed import SIZES, make_models
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--history", type=int, default=4000, help="tokens of the first message")
+    parser.add_argument("--size", choices=SIZES, default="26m")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    found: dict[str, list[tuple[float, int]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make_models(Path(folder), options.size, [16])
+        for i in range(options.rounds):
+            session = Path(folder, f"session-{i}.jsonl")
+            for name, values in turns(Path(folder, "16-bit"), session, options.history).items():
+                found.setdefault(name, []).append(values)
+    rows = [
+        (name, f"{spread([seconds for seconds, _ in values])} s to the first token, {values[0][1]} tokens read")
+        for name, values in found.items()
+    ]
+    result = {name: {"seconds": round(median([s for s, _ in v]), 4), "read": v[0][1]} for name, v in found.items()}
+    report(f"chat, {options.size}, history {options.history}", rows, {"benchmark": "chat_turns", "turns": result})
+
+
+def turns(path: Path, session: Path, history: int) -> dict[str, tuple[float, int]]:
+    import mlxlm
+
+    loaded = mlxlm.load(path)
+    settings = {"temperature": 0, "max_tokens": 16}
+    long, short = "a " * (history // 2), "And?"
+    chat = mlxlm.Chat(loaded, **settings)
+    found = {}
+
+    def say(chat: mlxlm.Chat, text: str, name: str | None = None) -> None:
+        for _ in chat.ask(text):
+            pass
+        last = chat.stats.last
+        if name:
+            found[name] = last.timings.first_token_seconds, last.prompt_tokens - last.cached_tokens
+
+    say(mlxlm.Chat(loaded, **settings), short)  # warm-up
+    say(mlxlm.Chat(loaded, **settings), short, "the new message in a chat of its own")
+    say(chat, long, "first turn, the history")
+    chat.save(session, cache=True)
+    say(chat, short, "second turn")
+    say(mlxlm.Chat.open(session, loaded), short, "loaded with its cache")
+    session.with_name(f"{session.stem}.cache.safetensors").unlink()
+    say(mlxlm.Chat.open(session, loaded), short, "loaded without it")
+    return found
+
+
+if __name__ == "__main__":
+    main()

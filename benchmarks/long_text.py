@@ -1,0 +1,71 @@
+"""Memory of one long text with a rotating cache beside a full one: sampled as it goes, flat or growing.
+
+    python benchmarks/long_text.py [--tokens 20000] [--kv-size 1024] [--kv-bits 8]
+
+Each runs in a fresh process on a small Llama with random weights. The table shows MLX's active memory and the
+process's resident memory after each tenth of the text, the JSON line the growth between the second tenth and the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from common import report, timed_command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--kv-size", type=int, default=1024)
+    parser.add_argument("--kv-bits", default="8", help="of the cache that is rotating and quantized")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.tokens, *options.worker)
+        return
+    kinds = {
+        "full": ("0", "none"),
+        f"rotating, {options.kv_size} tokens": (str(options.kv_size), "none"),
+        f"rotating, {options.kv_bits} bits": (str(options.kv_size), options.kv_bits),
+    }
+    rows, result = [], {}
+    for kind, (size, bits) in kinds.items():
+        command = [sys.executable, __file__, "--tokens", str(options.tokens), "--worker", size, bits]
+        samples = json.loads(timed_command(command)[2].splitlines()[-1])
+        for key, label in (("active", "MLX's arrays"), ("resident", "the process")):
+            rows.append((f"{kind}: {label}, MB", " ".join(f"{s[key] / 1e6:.1f}" for s in samples)))
+        rows.append((f"{kind}: tokens/s", " ".join(f"{s['speed']:.0f}" for s in samples)))
+        grown = {key: round((samples[-1][key] - samples[1][key]) / 1e6, 2) for key in ("active", "resident")}
+        result[kind] = {"grown_mb": grown, "speed": [round(samples[i]["speed"]) for i in (1, -1)]}
+    title = f"{options.tokens} tokens, after each tenth"
+    report(title, rows, {"benchmark": "long_text", "tokens": options.tokens, "kinds": result})
+
+
+def worker(count: int, size: str, bits: str) -> None:
+    import time
+
+    from mlxlm import platform
+    from mlxlm._mlx import mx
+    from mlxlm.cache import KVOptions
+    from mlxlm.config import ModelConfig
+    from mlxlm.generation import Context, tokens
+    from mlxlm.model import Decoder
+
+    model = Decoder(ModelConfig.preset("1m", vocab_size=2048, max_position_embeddings=2 * count))
+    model.initialize(0)
+    context = Context(model, KVOptions.of(size=int(size) or None, bits=bits))
+    samples, start = [], time.perf_counter()
+    tenth = count // 10
+    for n, _ in enumerate(tokens(context, [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), count), 1):
+        if n % tenth == 0:
+            now = time.perf_counter()
+            memory = {"active": mx.get_active_memory(), "resident": platform.process_memory()}
+            samples.append({**memory, "speed": tenth / (now - start)})
+            start = now
+    print(json.dumps(samples))
+
+
+if __name__ == "__main__":
+    main()
