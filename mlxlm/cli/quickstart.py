@@ -15,6 +15,7 @@ from mlxlm.cli import render
 from mlxlm.errors import DataError
 
 if TYPE_CHECKING:
+    from mlxlm.chat.terminal.loop import Talk
     from mlxlm.generation import LoadedModel
 
 # In two minutes on two CPU cores many small steps of the smallest model end lower than fewer of larger ones:
@@ -94,21 +95,25 @@ def _free_name(path: Path) -> Path:
 
 
 def _chat(loaded: LoadedModel) -> None:
-    from mlxlm.chat import terminal
-    from mlxlm.chat.session import ChatSession
-
     greeting = "4. Chat. A model of this size gets the form right, seldom the facts. /help lists the commands.\n"
     greeting += "Ask it, for example: What is assert?" if _has_roles(loaded) else "Begin a text, and the model goes on."
-    terminal.run(ChatSession(loaded), [greeting])
+    _talk(loaded).run(greeting.split("\n"))
 
 
 def _continuation(loaded: LoadedModel) -> None:
-    from mlxlm.chat import terminal
-    from mlxlm.chat.session import ChatSession
-
     question = "What is assert?" if _has_roles(loaded) else "The"
     render.say(f"4. {question}")
-    terminal.answer(ChatSession(loaded), question)
+    _talk(loaded).once(question)
+
+
+def _talk(loaded: LoadedModel) -> Talk:
+    from mlxlm.chat.session import Chat
+    from mlxlm.chat.terminal.keeping import Keeper
+    from mlxlm.chat.terminal.loop import Talk
+    from mlxlm.chat.terminal.settings import Settings
+    from mlxlm.generation import load
+
+    return Talk(Chat(loaded), Settings(markdown=_has_roles(loaded), overflow="ask"), Keeper(), load)
 
 
 def _has_roles(loaded: LoadedModel) -> bool:

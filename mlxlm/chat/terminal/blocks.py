@@ -1,0 +1,40 @@
+'''Messages of several lines, between """ and """.'''
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TextIO
+
+from mlxlm.errors import GenerationError
+
+BLOCK = '"""'
+
+
+def block_is_open(text: str) -> bool:
+    """Whether `text` begins a block that isn't closed yet."""
+    text = text.strip()
+    return text.startswith(BLOCK) and (len(text) < 2 * len(BLOCK) or not text.endswith(BLOCK))
+
+
+def without_block(text: str) -> str:
+    """A message without the marks around a block, and without the line ends next to them."""
+    stripped = text.strip()
+    if not stripped.startswith(BLOCK) or block_is_open(text):
+        return text
+    return stripped[len(BLOCK) : -len(BLOCK)].removeprefix("\n").removesuffix("\n")
+
+
+def piped_messages(source: TextIO | None) -> Iterator[str]:
+    """The lines of a pipe, and its blocks as a whole. Raises GenerationError naming the line that can't be read."""
+    held, begun = "", 0
+    for number, line in enumerate(source.buffer if source else (), 1):
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise GenerationError(f"line {number} of standard input is not UTF-8: {error.reason}") from None
+        held, begun = (f"{held}\n{text}", begun) if held else (text, number)
+        if not block_is_open(held):
+            yield held
+            held = ""
+    if held:
+        raise GenerationError(f"the block that begins in line {begun} isn't closed", BLOCK)

@@ -1,0 +1,277 @@
+"""The commands of a chat: what begins with a slash."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxlm import bandwidth, platform
+from mlxlm.chat.session import Chat
+from mlxlm.chat.terminal import settings, statistics
+from mlxlm.chat.terminal.output import printable, say, tell
+from mlxlm.chat.terminal.turns import raised_interrupts
+from mlxlm.errors import GenerationError
+
+if TYPE_CHECKING:
+    from mlxlm.chat.terminal.loop import Talk
+
+_SHOWN = ("model", "system", "settings", "messages", "session")
+
+
+@dataclass(frozen=True)
+class Command:
+    """`run(talk, argument)`; `complete(talk)` has the words that can be the argument, PATHS for names of files."""
+
+    usage: str
+    help: str
+    run: Callable[[Talk, str], None]
+    complete: Callable[[Talk], Iterable[str]] = lambda talk: ()
+
+
+PATHS = "\0paths"
+
+
+def obey(talk: Talk, line: str) -> None:
+    """Do what a line that begins with a slash says. Raises MlxlmError if it can't be done."""
+    name, _, argument = line.strip().partition(" ")
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1) or ["/exit" if name in ("/quit", "/bye") else "/help"]
+        raise GenerationError(
+            f"there is no command {name}", f"{near[0]}; a message that begins with / is typed with //"
+        )
+    COMMANDS[name].run(talk, argument.strip())
+
+
+def _help(talk: Talk, name: str) -> None:
+    chosen = [c for key, c in COMMANDS.items() if key.lstrip("/") == name.lstrip("/") or not name]
+    if not chosen:
+        raise GenerationError(f"there is no command {name}", "/help")
+    width = max(len(c.usage) for c in chosen)
+    for command in chosen:
+        tell(f"{command.usage:{width}}  {command.help}")
+    if not name:
+        tell(_KEYS)
+
+
+_KEYS = '''
+Enter sends, Alt-Enter begins a new line, """ opens and closes a message of several lines, Ctrl-G or Ctrl-X Ctrl-E
+opens an editor ($VISUAL or $EDITOR), Tab completes, Ctrl-C stops an answer, Ctrl-D leaves.
+A message that begins with / is typed with //. The number in the prompt is how full the context is.'''
+
+
+def _system(talk: Talk, text: str) -> None:
+    if text:
+        talk.chat.system = None if text == "none" else text
+        talk.keeper.keep(talk.chat)
+    say(f"system prompt: {printable(talk.chat.system)}" if talk.chat.system else "there is no system prompt")
+
+
+def _set(talk: Talk, text: str) -> None:
+    name, _, value = text.partition(" ")
+    if not name or not value:
+        shown = settings.shown(talk.settings, talk.chat)
+        name = name.replace("-", "_")
+        if name and name not in shown:
+            raise GenerationError(f"there is no setting {name}", ", ".join(settings.NAMES))
+        for key in [name] if name else shown:
+            tell(f"{key:18} {printable(shown[key])}")
+        return
+    if not talk.interactive and (name, value.strip()) == ("overflow", "ask"):
+        raise GenerationError("overflow is ask, and nobody is there to be asked", "stop or drop")
+    settings.change(talk.settings, talk.chat, name, value.strip())
+    if talk.settings.stats and name == "stats":
+        measure_bandwidth()
+    talk.keeper.keep(talk.chat)
+
+
+def measure_bandwidth() -> None:
+    """Once for each machine, saying so."""
+    if bandwidth.recorded() is None:
+        say("measuring how fast this machine reads memory, once …")
+        bandwidth.measure()
+
+
+def _show(talk: Talk, what: str) -> None:
+    if what and what not in _SHOWN:
+        raise GenerationError(f"there is nothing called {what} to show", ", ".join(_SHOWN))
+    chat = talk.chat
+    if what == "settings":
+        return _set(talk, "")
+    if what == "system":
+        return _system(talk, "")
+    if what == "messages":
+        for message in chat.messages:
+            say(f"{message.role}:")
+            tell(printable(message.content))
+        return None
+    rows = {}
+    if what in ("", "model"):
+        weights = bandwidth.weight_bytes(chat.loaded.model)
+        rows["model"] = str(chat.loaded.path)
+        rows["template"] = chat.template
+        rows["read per token"] = "?" if weights is None else f"{statistics.human_bytes(weights)} of weights"
+        rows["context"] = f"{chat.context_used} of {chat.context_size} tokens"
+    if what in ("", "session"):
+        rows["branch"] = f"{chat.branch_name}, of {', '.join(chat.branches)}"
+        rows["kept in"] = str(talk.keeper.path or "no file yet")
+    for name, value in rows.items():
+        tell(f"{name:15} {printable(value)}")
+    return None
+
+
+def _model(talk: Talk, name: str) -> None:
+    if not name:
+        return _show(talk, "model")
+    say(f"loading {name} …")
+    with raised_interrupts():
+        loaded = talk.load(_expanded(name) if name.startswith("~") else name)
+    talk.chat.loaded = loaded
+    talk.moved = None
+    say("the conversation goes on with this model, which reads it anew")
+    return None
+
+
+def _save(talk: Talk, text: str) -> None:
+    """The file is the chat's from now on: every answer is added to it."""
+    name = text.removesuffix("--cache").strip()
+    if not name and not talk.keeper.named:
+        raise GenerationError("there is no file yet to save to", "/save FILE")
+    path = Path(_expanded(name)) if name else talk.keeper.path
+    talk.keeper.save(talk.chat, path, cache=text.endswith("--cache"))
+    talk.keeper.name(path, cached=text.endswith("--cache"))
+    say(f"saved to {path}; what is said from now on is added to it")
+
+
+def _load(talk: Talk, name: str) -> None:
+    if not name:
+        raise GenerationError("there is no file to load", "/load FILE")
+    path = Path(_expanded(name))
+    with raised_interrupts():
+        chat = Chat.open(path, talk.chat.loaded, speculation=talk.chat.speculation)
+    talk.take(chat, path)
+
+
+def _undo(talk: Talk, _: str) -> None:
+    turn = talk.chat.undo()
+    talk.keeper.keep(talk.chat)
+    say(f"forgotten: {_beginning(turn.question)}")
+
+
+def _retry(talk: Talk, _: str) -> None:
+    talk.answer(lambda on_prefill: talk.chat.retry(on_prefill=on_prefill))
+
+
+def _edit(talk: Talk, text: str) -> None:
+    questions = [message.content for message in talk.chat.messages if message.role == "user"]
+    if not questions:
+        raise GenerationError("there is no message yet", "a message first")
+    if text:
+        talk.edit(text)
+    elif talk.interactive:
+        talk.draft = questions[-1]
+    else:
+        raise GenerationError("there is no terminal to edit in", "/edit TEXT")
+
+
+def _branch(talk: Talk, name: str) -> None:
+    chat = talk.chat
+    if not name:
+        for branch, turns in chat.branches.items():
+            tell(f"{'*' if branch == chat.branch_name else ' '} {branch}: {_count(turns, 'message')}")
+        say("/branch NAME begins another one here, or goes back to one")
+        return
+    if name in chat.branches:
+        chat.switch(name)
+        last = chat.messages[-1].content if chat.branches[name] else ""
+        say(f"in branch {name}" + (f", after: {_beginning(last)}" if last else ""))
+    else:
+        chat.branch(name)
+        say(f"in a new branch, {name}; /branch lists them")
+    talk.keeper.keep(chat)
+
+
+def _reset(talk: Talk, _: str) -> None:
+    kept = talk.keeper.path if talk.chat.branches != {talk.chat.branch_name: 0} else None
+    talk.chat.reset()
+    talk.keeper.begin()
+    say("the conversation is forgotten" + (f"; /load {kept} brings it back" if kept else ""))
+
+
+def _tokens(talk: Talk, _: str) -> None:
+    chat = talk.chat
+    counts = chat.token_counts()
+    first_seen = chat.dropped + bool(chat.system)
+    for i, (message, count) in enumerate(zip(chat.messages, counts, strict=True)):
+        gone = "  (dropped: the model no longer sees it)" if bool(chat.system) <= i < first_seen else ""
+        tell(f"{count:7}  {message.role:9}  {_beginning(message.content)}{gone}")
+    tell(f"{sum(counts):7}  in all; with what the template adds, {chat.context_used} of {chat.context_size} are taken")
+
+
+def _stats(talk: Talk, _: str) -> None:
+    if talk.moved is not None:
+        measure_bandwidth()
+    for line in statistics.full(talk.chat, talk.moved):
+        tell(line)
+
+
+def _exit(talk: Talk, _: str) -> None:
+    talk.leaving = True
+
+
+def _beginning(text: str) -> str:
+    line = " ".join(printable(text).split())
+    return line if len(line) <= 60 else line[:59] + "…"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + ("" if n == 1 else "s")
+
+
+def _expanded(name: str) -> str:
+    quoted = len(name) > 1 and name[0] == name[-1] and name[0] in "'\""
+    return str(Path(name[1:-1] if quoted else name).expanduser())
+
+
+def _models(_: Talk) -> list[str]:
+    """Paths, and the hub's models that were downloaded."""
+    folders = platform.model_cache().glob("models--*--*")
+    return [PATHS, *("/".join(folder.name.split("--")[1:]) for folder in folders)]
+
+
+def _words(*words: str) -> Callable[[Talk], tuple[str, ...]]:
+    return lambda talk: words
+
+
+def _of_settings(talk: Talk) -> list[str]:
+    return [*settings.NAMES, *(f"{name} {value}" for name, values in settings.OWN.items() for value in values)]
+
+
+def _names(_: Talk) -> list[str]:
+    return list(COMMANDS)
+
+
+def _branches(talk: Talk) -> list[str]:
+    return list(talk.chat.branches)
+
+
+_ALL = (
+    Command("/help [COMMAND]", "show the commands", _help, _names),
+    Command("/system [TEXT]", "show the system prompt, or set it (none: no prompt)", _system, _words("none")),
+    Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _of_settings),
+    Command("/show [WHAT]", f"show {', '.join(_SHOWN)}", _show, _words(*_SHOWN)),
+    Command("/model [MODEL]", "go on with another model", _model, _models),
+    Command("/save [FILE] [--cache]", "keep the conversation in a file (and what was computed)", _save, _words(PATHS)),
+    Command("/load FILE", "go on with a saved conversation", _load, _words(PATHS)),
+    Command("/undo", "forget the last message and its answer", _undo),
+    Command("/retry", "answer the last message again", _retry),
+    Command("/edit [TEXT]", "change the last message, and answer that", _edit),
+    Command("/branch [NAME]", "list the branches, or go on in another or new one", _branch, _branches),
+    Command("/reset", "forget the conversation, not the system prompt", _reset),
+    Command("/tokens", "count the tokens of each message", _tokens),
+    Command("/stats", "tokens, speed, and how far from this machine's limit", _stats),
+    Command("/exit", "leave the chat (Ctrl-D does, too)", _exit),
+)
+COMMANDS = {command.usage.split()[0]: command for command in _ALL}

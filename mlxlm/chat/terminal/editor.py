@@ -1,0 +1,139 @@
+"""The line that a person types into: history, several lines, completion, an external editor."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import has_selection, is_searching
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.output import create_output
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from mlxlm import platform
+from mlxlm.chat.terminal.blocks import block_is_open
+from mlxlm.chat.terminal.commands import COMMANDS, PATHS
+from mlxlm.chat.terminal.output import say
+from mlxlm.errors import PlatformError
+
+
+class Editor:
+    """Reads messages from the terminal."""
+
+    def __init__(self, talk, private: bool):
+        """`talk`: the Talk whose words are completed; `private`: what is typed is not kept."""
+        # Standard output may be a file while a person types: then the editor draws on standard error.
+        output = None if sys.stdout.isatty() else create_output(always_prefer_tty=True)
+        self._session = PromptSession(
+            history=InMemoryHistory() if private else _history(),
+            output=output,
+            multiline=True,
+            key_bindings=_keys(),
+            prompt_continuation=lambda width, line, wrapped: [("class:continuation", "… ".rjust(width))],
+            completer=_Commands(talk),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            reserve_space_for_menu=0,
+            enable_open_in_editor=True,
+            tempfile_suffix=".md",
+        )
+
+    def read(self, prompt: StyleAndTextTuples, draft: str = "") -> str:
+        """A message; `draft` is there to be edited. Raises EOFError for Ctrl-D and a terminal that is gone,
+        KeyboardInterrupt for Ctrl-C."""
+        return self._session.prompt(prompt, default=draft)
+
+    @property
+    def typed(self) -> str:
+        """What was there when Ctrl-C was hit."""
+        return self._session.default_buffer.text
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=~is_searching)
+    def _enter(event) -> None:
+        buffer = event.current_buffer
+        if block_is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _alt_enter(event) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-g", filter=~is_searching & ~has_selection)
+    def _editor(event) -> None:
+        event.current_buffer.open_in_editor()
+
+    return keys
+
+
+class _Commands(Completer):
+    """Completes commands, their arguments, and paths."""
+
+    def __init__(self, talk):
+        self._talk = talk
+
+    def get_completions(self, document: Document, event) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/") or text.startswith("//") or "\n" in text:
+            return
+        name, space, argument = text.partition(" ")
+        if not space:
+            candidates = list(COMMANDS)
+            argument = name
+        elif name in COMMANDS:
+            candidates = list(COMMANDS[name].complete(self._talk))
+        else:
+            return
+        if PATHS in candidates:
+            candidates.remove(PATHS)
+            yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
+        seen = set()
+        for candidate in candidates:
+            if candidate.startswith(argument):
+                # One word at a time.
+                begin = argument.rfind(" ") + 1
+                word = candidate[begin:].partition(" ")[0]
+                if word not in seen:
+                    seen.add(word)
+                    yield Completion(word, start_position=begin - len(argument))
+
+
+def _history() -> History:
+    """The lines of earlier chats, in a file that only its owner can read."""
+
+    class SafeHistory(FileHistory):
+        """A disk that is full must not disturb the chat."""
+
+        kept = True
+
+        def store_string(self, string: str) -> None:
+            try:
+                if self.kept:
+                    super().store_string(string)
+            except OSError as error:
+                self.kept = False
+                say(f"the history of this chat is no longer kept: {path}: {error.strerror}")
+
+    try:
+        path = platform.state_folder() / "chat_history"
+    except PlatformError as error:
+        say(f"the history of this chat won't be kept: {error.message}")
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode=0o600))
+    except OSError as error:
+        say(f"the history of this chat won't be kept: {path}: {error.strerror}")
+        return InMemoryHistory()
+    return SafeHistory(path)

@@ -1,0 +1,121 @@
+"""Where a conversation is kept: a session file that is written after every answer, so that nothing is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from mlxlm import platform
+from mlxlm.chat.session import Chat
+from mlxlm.chat.terminal.output import say
+from mlxlm.errors import GenerationError, MlxlmError, os_errors_as
+
+KEPT = 50  # conversations that nobody gave a name; older ones are removed
+
+
+class Keeper:
+    """Writes a chat to its file after every change: one that a person named, or a new one among the unnamed.
+
+    All files are for their owner's eyes only. A file that can't be written is said once for every cause.
+    """
+
+    def __init__(
+        self, path: Path | None = None, *, named: bool = False, cached: bool = False, enabled: bool = True
+    ):
+        """`path`: the file, None for a new one; `named`: a person chose it; `cached`: with the cache beside it, when
+        the chat ends; not `enabled`: nothing is kept."""
+        self.path = path
+        self.named = named
+        self._cached = cached
+        self._enabled = enabled
+        self._problem = ""
+
+    def keep(self, chat: Chat) -> None:
+        """Write the conversation, once it has a message."""
+        if not self._enabled or self.path is None and not any(chat.branches.values()):
+            return
+        try:
+            if self.path is None:
+                self.path = _unnamed()
+            self.save(chat, self.path)
+            self._problem = ""
+        except MlxlmError as error:
+            if error.message != self._problem:
+                say(f"this conversation is not kept: {error}")
+            self._problem = error.message
+
+    def finish(self, chat: Chat) -> None:
+        """The chat ends: write the cache, where one is wanted."""
+        if self._cached and self.path is not None and self._enabled:
+            try:
+                self.save(chat, self.path, cache=True)
+            except MlxlmError as error:
+                say(f"the cache is not kept: {error}")
+
+    def save(self, chat: Chat, path: Path, cache: bool = False) -> None:
+        """Write the conversation to `path`, and the cache beside it. Raises GenerationError (see `Chat.save`)."""
+        with _private():
+            chat.save(path, cache=cache)
+
+    def name(self, path: Path, cached: bool = False) -> None:
+        """From now on, this is the conversation's file. The unnamed one that it had before is removed."""
+        if self.path is not None and not self.named and self.path != path:
+            with suppress(OSError):
+                self.path.unlink()
+        self.path, self.named, self._cached, self._enabled = path, True, cached, True
+
+    def begin(self) -> None:
+        """A new conversation begins: what was kept stays where it is."""
+        self.path, self.named, self._cached = None, False, False
+
+    @property
+    def goodbye(self) -> str | None:
+        """How to go on with this conversation another day; None if it isn't kept."""
+        if self.path is None or self._problem or not self._enabled:
+            return None
+        return f"--session {self.path}" if self.named else "--continue"
+
+
+def latest() -> Path:
+    """The file of the last conversation without a name. Raises GenerationError if there is none."""
+    found = _by_age(_folder())
+    if not found:
+        raise GenerationError("there is no conversation to continue", "a chat without --continue")
+    return found[-1]
+
+
+def _unnamed() -> Path:
+    """A new file in a private folder, which loses its oldest ones. Raises MlxlmError if there is no place for it."""
+    folder = _folder()
+    with os_errors_as(GenerationError, "write", folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in _by_age(folder)[: -(KEPT - 1)]:
+        with suppress(OSError):
+            path.unlink()
+    return folder / f"{datetime.now():%Y-%m-%d-%H%M%S}-{os.getpid()}.jsonl"
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """The session files in a folder, the one that was written last at the end."""
+    found = []
+    for path in folder.glob("*.jsonl"):
+        with suppress(OSError):  # another chat has just removed it
+            found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found)]
+
+
+def _folder() -> Path:
+    return platform.state_folder() / "chats"
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """Files made meanwhile can be read by nobody else."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

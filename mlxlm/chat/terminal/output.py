@@ -1,0 +1,48 @@
+"""What a chat writes: the text of a model on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` with every control character but tab and line end as U+FFFD: no answer may drive the terminal.
+
+    Among them are those that turn the direction of what follows, and the line ends that only some terminals obey.
+    """
+    return _CONTROL_CHARACTERS.sub("\ufffd", text)
+
+
+def write(text: str) -> None:
+    """Text of a model to standard output, at once; in a terminal without control characters."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """Lines for the person on standard error, dimmed in a terminal. `text` is the chat's own or already printable."""
+    print(dimmed(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def dimmed(text: str) -> str:
+    """`text` in a terminal's faint style; as it is for a terminal without styles, or a person who wants none."""
+    return text if is_plain() else f"\x1b[2m{text}\x1b[0m"
+
+
+def is_plain() -> bool:
+    """Whether escape sequences are out of place: a dumb terminal, or NO_COLOR."""
+    return "NO_COLOR" in os.environ or is_dumb()
+
+
+def is_dumb() -> bool:
+    """Whether the terminal can't move its cursor."""
+    return os.environ.get("TERM", "dumb") in ("", "dumb", "unknown")
+
+
+def tell(text: str) -> None:
+    """Lines that a person asked for, on standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,72 @@
+"""What an answer cost, and how near that was to what the machine can do."""
+
+from __future__ import annotations
+
+from mlxlm import bandwidth
+from mlxlm.bandwidth import Moved
+from mlxlm.chat.session import Chat
+
+
+def moved_by(chat: Chat) -> Moved | str:
+    """What a token of the last answer moved, or why that isn't known. To be asked before another answer."""
+    result = chat.stats.last
+    if result.speculation is not None and result.speculation.rounds:
+        return "not stated where tokens are proposed, since one pass over the weights decides several"
+    moved = bandwidth.moved_per_token(chat.loaded.model, chat.caches, len(result.tokens))
+    return moved or "not stated for a mixture of experts, where each token reads other weights"
+
+
+def short(chat: Chat, moved: Moved | str) -> str:
+    """One line about the last answer. The share of the bandwidth is there once that is known."""
+    timings = chat.stats.last.timings
+    parts = [f"{len(chat.stats.last.tokens)} tokens", f"first after {timings.first_token_seconds:.2f} s"]
+    if speed := timings.tokens_per_second:
+        parts.append(f"{speed:.1f} tokens/s")
+        if isinstance(moved, Moved) and (limit := bandwidth.recorded()):
+            parts.append(f"{moved.total * speed / limit:.0%} of memory bandwidth")
+    return ", ".join(parts)
+
+
+def full(chat: Chat, moved: Moved | str | None) -> list[str]:
+    """Lines about the chat, the last answer, and the machine, whose bandwidth is measured if it isn't known yet."""
+    stats = chat.stats
+    lines = [
+        f"answers: {stats.turns}, {stats.generated_tokens} tokens; "
+        f"context: {stats.context_used} of {stats.context_size} tokens; seed {stats.seed}"
+    ]
+    if (last := stats.last) is None:
+        return lines
+    timings, read = last.timings, last.prompt_tokens - last.cached_tokens
+    speed = f", {timings.tokens_per_second:.1f} tokens/s" if timings.tokens_per_second else ""
+    lines.append(
+        f"last answer: {len(last.tokens)} tokens{speed}; first token after {timings.first_token_seconds:.2f} s, "
+        f"{read} tokens read and {last.cached_tokens} kept from before"
+    )
+    if last.speculation is not None and last.speculation.proposed:
+        lines.append(f"proposed: {last.speculation.proposed} tokens, {last.speculation.acceptance:.0%} accepted")
+    if moved is not None and timings.tokens_per_second:
+        lines += _limit(moved, timings.tokens_per_second)
+    peak = human_bytes(timings.peak_memory_bytes)
+    return [*lines, f"memory: {human_bytes(stats.cache_bytes)} of cache, at most {peak} in all"]
+
+
+def _limit(moved: Moved | str, speed: float) -> list[str]:
+    """How far from the limit that memory's bandwidth sets; what is counted is said."""
+    if isinstance(moved, str):
+        return [f"bandwidth: {moved}"]
+    limit, used = bandwidth.recorded() or bandwidth.measure(), moved.total * speed
+    parts = f"{human_bytes(moved.weights)} of weights and {human_bytes(moved.cache)} of cache"
+    share = f"{human_bytes(used)}/s, {used / limit:.0%} of the {human_bytes(limit)}/s that this machine reads at"
+    lines = [f"bandwidth: each token reads {parts}: {share}"]
+    if used > limit:
+        lines.append("  (more than memory gives: so small a model is read from the processor's own caches)")
+    return lines
+
+
+def human_bytes(n: float) -> str:
+    """Three digits and a decimal unit: 1.23 GB."""
+    for unit in ("B", "kB", "MB"):
+        if n < 999.5:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} GB"
