@@ -98,12 +98,12 @@ def generate(
         return
     context = _context(loaded, kv, prompt_cache)
     result = _print_one(loaded, ids, end_ids, options, context, _speculation(draft, lookup), as_json)
-    if prompt_cache is not None:
-        context.save(prompt_cache, loaded)
+    if prompt_cache is not None and result.cached_tokens < result.prompt_tokens - 1:
+        context.save(prompt_cache, loaded, replace=True)
     if verbose:
         _say_statistics(result)
     if result.complaint is not None:
-        raise GenerationError(result.complaint)
+        raise GenerationError(result.complaint, "a larger --max-tokens" if result.finish_reason == "length" else None)
 
 
 def _need(what: str, is_there: bool, **given: Any) -> None:
@@ -158,7 +158,8 @@ def _context(loaded: LoadedModel, kv: KVOptions, prompt_cache: str | None) -> Co
 def _speculation(draft: str | None, lookup: bool) -> Speculation | None:
     if not draft and not lookup:
         return None
-    from mlxlm.generation.speculative import DraftModel, NgramLookup, Speculation
+    from mlxlm.generation.drafts import DraftModel, NgramLookup
+    from mlxlm.generation.speculative import Speculation
 
     return Speculation(NgramLookup() if lookup else DraftModel(_load(draft)))
 
@@ -221,3 +222,7 @@ def _say_statistics(result: Result) -> None:
         f"ended by {result.finish_reason}; seed {result.seed}; peak {human_bytes(t.peak_memory_bytes)}",
         style="dim",
     )
+    if (stats := result.speculation) is not None:
+        rate = "" if stats.acceptance is None else f" ({stats.acceptance:.0%})"
+        why = f"; {stats.reason}" if stats.reason else ""
+        say(f"{stats.accepted} of {stats.proposed} proposed tokens accepted{rate}{why}", style="dim")

@@ -36,20 +36,19 @@ def print_samples(loaded: LoadedModel, asked: Samples) -> None:
     from mlxlm.cli.render import emit_json
     from mlxlm.generation.results import whole_fields
 
-    started, made, complaint = time.monotonic(), [], None
+    started, tokens, peak, complaint = time.monotonic(), 0, 0, None
     with closing(_in_order(loaded, asked)) as results:
         for number, result in enumerate(results):
-            made.append(len(result.tokens))
+            tokens, peak = tokens + len(result.tokens), max(peak, result.timings.peak_memory_bytes)
             complaint = complaint or result.complaint
             if asked.as_json:
                 emit_json({"sample": number} | whole_fields(result, loaded.tokenizer))
             else:
                 write(("\n" if number else "") + result.text + "\n")
-            peak = result.timings.peak_memory_bytes
     if asked.verbose:
-        _say_statistics(asked, sum(made), time.monotonic() - started, peak)
+        _say_statistics(asked, tokens, time.monotonic() - started, peak)
     if complaint is not None:
-        raise GenerationError(complaint)
+        raise GenerationError(f"not every text is complete: {complaint}")
 
 
 def _in_order(loaded: LoadedModel, asked: Samples) -> Iterator[Result]:
