@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from mlxlm._mlx import mx
+from mlxlm._mlx import ON_CPU, mx
 from mlxlm.generation.options import SamplingOptions
+from mlxlm.kernels.exp import exp_nonpositive
 
 _MASS = 2**31  # of all tokens together: masses are whole numbers, whose sums are exact in any order
 _INFINITY = 0x7F800000  # the bits of float32's infinity
@@ -42,7 +43,7 @@ def filtered_logits(logits: mx.array, options: SamplingOptions, excluding: mx.ar
         logits = mx.where(kept, logits, -mx.inf)
     if options.top_p < 1:
         behind = logits.max(axis=-1, keepdims=True) - logits
-        kept = _smallest_set(behind, mx.softmax(logits, axis=-1), options.top_p)
+        kept = _smallest_set(behind, _normalised(behind), options.top_p)
         logits = mx.where(kept, logits, -mx.inf)
     if options.min_p > 0:
         smallest = logits.max(axis=-1, keepdims=True) + math.log(options.min_p)
@@ -54,11 +55,17 @@ def filtered_logits(logits: mx.array, options: SamplingOptions, excluding: mx.ar
     return logits
 
 
+def _normalised(behind: mx.array) -> mx.array:
+    """Probabilities from how far each logit is behind the highest."""
+    weights = exp_nonpositive(-behind) if ON_CPU else mx.exp(-behind)
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
 def _smallest_set(ranks: mx.array, probabilities: mx.array, mass: float) -> mx.array:
     """Bool `[B, V]`: the smallest set of the tokens of lowest rank (float32 >= 0) whose probability reaches `mass`.
 
-    The rank of the last token is found by bisection over its 31 bits, which have the order of the numbers: on a CPU a
-    third of the time of sorting 128k tokens. Masses are rounded to 2^-31, so that their sums, and with them the set,
+    The rank of the last token is found by bisection over its 31 bits, which have the order of the numbers: on a CPU two
+    fifths of the time of sorting 128k tokens. Masses are rounded to 2^-31, so that their sums, and with them the set,
     don't depend on the order in which a device adds up.
     """
     bits = ranks.view(mx.int32)
@@ -68,6 +75,6 @@ def _smallest_set(ranks: mx.array, probabilities: mx.array, mass: float) -> mx.a
     high = mx.full((ranks.shape[0], 1), _INFINITY, mx.int32)
     for _ in range(31):
         middle = low + (high - low) // 2
-        enough = mx.where(bits <= middle, masses, 0).sum(axis=-1, keepdims=True) >= wanted
+        enough = ((bits <= middle) * masses).sum(axis=-1, keepdims=True) >= wanted  # faster than mx.where on a CPU
         low, high = mx.where(enough, low, middle), mx.where(enough, middle, high)
     return (bits <= high) & (masses > 0)

@@ -1,0 +1,240 @@
+"""Draws: they follow the distribution, depend on their seed alone, and each row on itself alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.generation import Sampler, SamplingOptions
+from mlxlm.generation.noise import derived_seed, gumbel, step_noise
+from mlxlm.generation.sampling import draw_rows
+
+V = 50
+LOGITS = np.random.default_rng(1).normal(scale=2, size=V).astype(np.float32)
+
+
+def drawn(options, n=4000, logits=LOGITS):
+    """How often each token is drawn as the first of n texts of different seeds."""
+    samplers = [Sampler(options, [3, 4, 4, 10], seed) for seed in range(n)]
+    tokens = draw_rows(samplers, mx.broadcast_to(mx.array(logits)[None], (n, len(logits))))
+    return np.bincount(np.array(tokens), minlength=len(logits))
+
+
+def assert_follows(counts, p):
+    """Pearson's chi-square stays below its 99.99 % quantile (normal approximation)."""
+    expected = counts.sum() * p
+    assert not counts[expected == 0].any()
+    likely = expected >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    freedom = len(wanted) - 1
+    assert ((observed - wanted) ** 2 / wanted).sum() < freedom + 3.9 * (2 * freedom) ** 0.5 + 5
+
+
+def softmax(x):
+    p = np.exp(x - x.max())
+    return p / p.sum()
+
+
+def kept(p, which):
+    p = np.where(which, p, 0)
+    return p / p.sum()
+
+
+P = softmax(LOGITS.astype(np.float64))
+RANKS = (-P).argsort().argsort()
+
+
+def xtc_mixture():
+    """Top choices from 0.1 are excluded in 40 % of the draws, all but the least likely."""
+    top = P >= 0.1
+    assert top.sum() >= 2
+    without = kept(P, ~top | (P[top].min() == P))
+    return 0.4 * without + 0.6 * P
+
+
+def repeated(penalty):
+    x = LOGITS.astype(np.float64)
+    for token in (3, 4, 10):
+        x[token] = x[token] * penalty if x[token] < 0 else x[token] / penalty
+    return softmax(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, P),
+        ({"temperature": 2.0}, softmax(LOGITS.astype(np.float64) / 2)),
+        ({"top_k": 5}, kept(P, RANKS < 5)),
+        ({"min_p": 0.2}, kept(P, 0.2 * P.max() <= P)),
+        ({"xtc_probability": 0.4}, xtc_mixture()),
+        ({"repetition_penalty": 1.5}, repeated(1.5)),
+        ({"logit_bias": {7: 4.0, 8: -1.0}}, softmax(LOGITS + 4.0 * (np.arange(V) == 7) - 1.0 * (np.arange(V) == 8))),
+    ],
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else "",
+)
+def test_draws_follow_the_distribution(options, wanted):
+    assert_follows(drawn(SamplingOptions(**{"temperature": 1.0, **options})), wanted)
+
+
+def test_the_tokens_of_one_text_are_independent():
+    """Pairs of draws that follow each other have the product of their distributions."""
+    p = np.array([0.5, 0.3, 0.2])
+    sampler = Sampler(SamplingOptions(temperature=1.0), [1], seed=0)
+    logits = mx.log(mx.array(p.astype(np.float32)))[None]
+    tokens = np.array(mx.concatenate([sampler(logits) for _ in range(4001)]))
+    assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
+
+
+def test_seeds_beside_each_other_are_independent():
+    p = np.array([0.5, 0.3, 0.2])
+    logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
+    tokens = np.array(draw_rows([Sampler(SamplingOptions(temperature=1.0), [1], seed) for seed in range(4001)], logits))
+    assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
+
+
+def test_noise_is_fine_near_its_top():
+    """Of 4M numbers the 67 highest or so all differ and are as many as they should be; noise from -log(u) has 280 values
+    there, and unlikely tokens of a large vocabulary would be short of draws."""
+    keys = [step_noise(5, step)[0] for step in range(16)]
+    top = np.concatenate([noise[noise > 11] for noise in (np.array(gumbel([key], 250_000)) for key in keys)])
+    expected = 4_000_000 * -np.expm1(-np.exp(-11))
+    assert abs(len(top) - expected) < 4 * expected**0.5
+    assert len(set(top.tolist())) == len(top)
+
+
+def test_noise_has_gumbels_distribution():
+    """Kolmogorov-Smirnov distance of 100,000 numbers to exp(-exp(-x)), below its 99.99 % quantile."""
+    noise = np.sort(np.array(gumbel([step_noise(1, 1)[0]], 100_000))[0].astype(np.float64))
+    assert np.isfinite(noise).all()
+    distance = np.abs(np.exp(-np.exp(-noise)) - (np.arange(100_000) + 0.5) / 100_000).max()
+    assert distance < 2.23 / 100_000**0.5
+
+
+def test_padded_vocabularies_share_their_noise():
+    keys = [step_noise(1, step)[0] for step in range(3)]
+    small, large = gumbel(keys, 151_936), gumbel(keys, 152_064)
+    assert mx.array_equal(small, large[:, :151_936])
+
+
+def texts(options, seed, n=20):
+    sampler = Sampler(options, [1, 2, 3], seed)
+    logits = mx.random.normal((n, 1, V), key=mx.random.key(0)).astype(mx.bfloat16)
+    return [sampler(row).item() for row in logits]
+
+
+def test_a_text_depends_on_its_seed_alone():
+    options = SamplingOptions(temperature=1.0)
+    first = texts(options, seed=7)
+    mx.random.seed(123)  # whatever else the process draws
+    mx.random.normal((10,))
+    assert texts(options, seed=7) == first
+    assert texts(options, seed=8) != first
+    assert len({tuple(texts(options, seed)) for seed in (0, 1, 2**32, 2**63, 2**64 - 1)}) == 5
+
+
+def test_derived_seeds_differ_in_every_part():
+    ids = ("1", "2", "1\n2", "\u00e9")
+    seeds = {derived_seed(seed, id, sample) for seed in range(10) for id in ids for sample in range(10)}
+    assert len(seeds) == 400 and all(0 <= seed < 2**53 for seed in seeds)
+    assert derived_seed(1, "a", 2) == 2229106196240772  # for ever: results are made again from it
+
+
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 1.3, "top_k": 7, "typical_p": 0.8, "min_p": 0.05},
+    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    {"temperature": 0, "repetition_penalty": 1.4, "dry_multiplier": 0.9, "dry_breakers": ()},
+    {"temperature": 0.9, "repetition_penalty": 1.4, "repetition_window": 5, "presence_penalty": 0.4,
+     "frequency_penalty": 0.2, "dry_multiplier": 0.9, "dry_breakers": (), "logit_bias": {3: 1.0}, "logprobs": 0},
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.sampled_from(range(len(SETTINGS))), st.integers(0, 99)), min_size=1, max_size=9),
+    st.sampled_from([V, 257]),
+    st.integers(0, 1000),
+    st.data(),
+)
+def test_each_row_is_its_row_alone(rows, size, seed, data):
+    """Bit for bit, with neighbours of any settings, and rows that leave on the way."""
+    made = lambda: [Sampler(SamplingOptions(**SETTINGS[which]), [1, 2, 1, 2], s) for which, s in rows]  # noqa: E731
+    together, alone = made(), made()
+    logits = mx.random.normal((6, len(rows), size), key=mx.random.key(seed)) * 2
+    live = list(range(len(rows)))
+    for step in logits:
+        tokens = draw_rows([together[row] for row in live], step[mx.array(live)]).tolist()
+        assert tokens == [alone[row](step[row : row + 1]).item() for row in live]
+        assert [together[row].take_logprobs() for row in live] == [alone[row].take_logprobs() for row in live]
+        if len(live) > 1 and data.draw(st.booleans()):
+            live.remove(data.draw(st.sampled_from(live)))
+
+
+@pytest.mark.parametrize("which", range(len(SETTINGS)))
+@pytest.mark.parametrize("seed", range(4))
+def test_ahead_draws_what_single_steps_draw(which, seed):
+    """Whatever part of it is taken; fork and the sampler it came from then go the same way."""
+    options = SamplingOptions(**SETTINGS[which])
+    plain, ahead = Sampler(options, [1, 2, 1], seed), Sampler(options, [1, 2, 1], seed)
+    logits = mx.random.normal((14, V), key=mx.random.key(seed)) * 2
+    wanted = [plain(row[None]).item() for row in logits]
+    done = 0
+    for taken in (1, 3, 5, 2):
+        rows = logits[done : done + taken]
+        tokens, gaps = ahead.ahead(rows, mx.array(wanted[done : done + taken - 1], mx.int32))
+        assert tokens.tolist() == wanted[done : done + taken]
+        assert (np.array(gaps) >= 0).all()
+        fork = ahead.fork()
+        assert [fork(row[None]).item() for row in rows] == wanted[done : done + taken]
+        ahead.advance(tokens)
+        done += taken
+    assert [ahead(row[None]).item() for row in logits[done:]] == wanted[done:]
+    for _ in wanted:
+        assert plain.take_logprobs() == ahead.take_logprobs()
+
+
+def test_ahead_of_a_wrong_draft_still_draws_its_first_tokens():
+    options = SamplingOptions(temperature=1.0, dry_multiplier=1.0, dry_breakers=(), repetition_penalty=2.0)
+    logits = mx.random.normal((3, V), key=mx.random.key(1))
+    wanted = [Sampler(options, [1, 2], 0)(logits[:1]).item()]
+    sampler = Sampler(options, [1, 2], 0)
+    tokens, _ = sampler.ahead(logits, mx.array([(wanted[0] + 1) % V, 5]))
+    assert tokens[0].item() == wanted[0]
+    sampler.advance(tokens[:1])
+    other = Sampler(options, [1, 2], 0)
+    other(logits[:1])
+    assert sampler(logits[1:2]).item() == other(logits[1:2]).item()
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_gaps_are_leads_in_logits(temperature):
+    options = SamplingOptions(temperature=temperature, top_k=4)
+    logits = mx.random.normal((1, V), key=mx.random.key(2)) * 3
+    token, gap = Sampler(options, [1], 0).ahead(logits, mx.array([], mx.int32))
+    for by, same in ((0.99, True), (1.01, False)):
+        less = logits - by * gap[:, None] * (mx.arange(V) == token.item())
+        drawn = Sampler(options, [1], 0)(less).item()
+        assert (drawn == token.item()) is same
+
+
+def test_greedy_is_the_likeliest_whatever_filters_say():
+    logits = mx.array([[1.0, 3.0, 2.9, 0.0]])
+    options = SamplingOptions(temperature=0, top_k=2, top_p=0.1, min_p=0.9)
+    assert Sampler(options, [1], seed=0)(logits).item() == 1
+
+
+def test_nothing_is_evaluated(monkeypatch):
+    """A draw leaves everything to the device: step t + 1 can be dispatched before token t is read."""
+    options = SamplingOptions(**SETTINGS[-1])
+    sampler = Sampler(options, [1, 2], 0)
+    sampler(mx.zeros((1, V)))
+    for name in ("eval", "async_eval"):
+        monkeypatch.setattr(mx, name, lambda *_: pytest.fail("evaluated"))
+    monkeypatch.setattr(mx.array, "item", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(mx.array, "tolist", lambda *_: pytest.fail("read"))
+    sampler(mx.zeros((1, V)))
