@@ -107,7 +107,7 @@ class Store:
     @classmethod
     def of(cls, arrays: Sequence[mx.array], bits: int | None) -> Store:
         """One of these arrays. Raises ValueError for arrays that none can have."""
-        whole = len({x.shape[:3] for x in arrays}) == 1 and all(x.ndim == 4 and x.size for x in arrays)
+        whole = len({x.shape[:3] for x in arrays}) == 1 and all(x.ndim == 4 and x.shape[3] for x in arrays)
         whole = whole and all(x.dtype in FLOATS for x in (arrays if bits is None else arrays[1:]))
         group = None
         if bits is not None and whole:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import mx
+from mlxlm._mlx import ON_CPU, mx
 from mlxlm.kernels.attention_paths import DECODE, MOST_DECODED, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Operation
 from mlxlm.kernels.quantized import Quantized
@@ -41,8 +41,11 @@ def attention(
     options = {"window": window, "softcap": softcap, "slopes": slopes, "first": first}
     decoding = queries.shape[2] <= MOST_DECODED
     if isinstance(keys, Quantized) or isinstance(values, Quantized):
-        if decoding and not training:
-            return _run(QUANTIZED, queries, *_arrays(keys, values), shape, scale, options, _form(keys, values))
+        form = _form(keys, values)
+        # On the CPU backend a quantized product takes as long for each row as dequantizing takes for all of a key head.
+        shared = ON_CPU and queries.size // queries.shape[-1] > keys.shape[0] * keys.shape[1]
+        if decoding and not training and not shared:
+            return _run(QUANTIZED, queries, *_arrays(keys, values), shape, scale, options, form)
         keys, values = (x.dequantized() if isinstance(x, Quantized) else x for x in (keys, values))
     operation = TRAINING if training else DECODE if decoding else PREFILL
     return _run(operation, queries, keys, values, shape, scale, options, {})

@@ -60,7 +60,7 @@ def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operat
     """The operations of a model: decoding, reading a prompt and training, at the lengths that are told apart.
 
     Inference in `dtype` (float16 if None, on the CPU float32), training in float32. Decoding on a quantized cache
-    is `attention` with keys and values that are `Quantized`.
+    is `attention` with keys and values that are `Quantized`; where heads share keys, a CPU dequantizes those.
     """
     dtype = dtype or ("float32" if ON_CPU else "float16")
     N, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -83,7 +83,7 @@ def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operat
 
     for n in powers[: len(lengths) + (longest not in lengths)]:
         attend(DECODE, dtype, 1, n)
-    if group_size := next((n for n in (64, 32) if D % n == 0), None):
+    if (not ON_CPU or H == K) and (group_size := next((n for n in (64, 32) if D % n == 0), None)):
         for bits in (8, 4):
             attend(QUANTIZED, dtype, 1, lengths[-1], group_size=group_size, key_bits=bits, value_bits=bits)
     for operation, kind in ((PREFILL, dtype), (TRAINING, "float32")):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-from mlxlm._mlx import mx
+from mlxlm._mlx import ON_CPU, mx
 
 
 class Quantized(NamedTuple):
@@ -34,8 +35,21 @@ class Quantized(NamedTuple):
         return self.scales.dtype
 
     def dequantized(self) -> mx.array:
-        return mx.dequantize(*self.arrays, group_size=self.group_size, bits=self.bits)
+        """The values, to the bit those of `mx.dequantize`.
 
-    def since(self, first: int) -> Quantized:
-        """Without the positions before `first`."""
-        return Quantized(*(x[:, :, first:] for x in self.arrays), self.bits, self.group_size)
+        The CPU backend's own takes 1.1 ns a value at 8 bits and 1.5 at 4; spreading the codes over bytes and converting
+        those, which the compiler vectorises, 0.3 and 0.7.
+        """
+        if not ON_CPU or self.dtype != mx.float32 or self.bits not in (8, 4):
+            return mx.dequantize(*self.arrays, group_size=self.group_size, bits=self.bits)
+        words = self.packed if self.bits == 8 else _spread(self.packed.view(mx.uint16))
+        codes = mx.unflatten(words.view(mx.uint8).astype(mx.float32), -1, (-1, self.group_size))
+        return (codes * self.scales[..., None] + self.biases[..., None]).flatten(-2)
+
+
+@partial(mx.compile, shapeless=True)
+def _spread(words: mx.array) -> mx.array:
+    """The four 4-bit codes of each uint16 as the bytes of a uint32."""
+    words = words.astype(mx.uint32)
+    words = (words | (words << 8)) & 0x00FF00FF
+    return (words | (words << 4)) & 0x0F0F0F0F

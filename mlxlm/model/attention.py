@@ -54,7 +54,7 @@ class Attention(nn.Module):
         first = None
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-            first = cache.first
+            first = getattr(cache, "first", None)  # caches of mlx_lm have none
         out = attention(
             queries, keys, values, self.scale,
             window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, training=self.training,

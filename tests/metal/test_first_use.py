@@ -19,7 +19,7 @@ CASES = [
     (ADD_NORM, Case("add_rms_norm", "float16", ("N", "rows"), (600, 4096), ("weight:float32",))),
     attend(DECODE, "float32", 1),
     attend(DECODE, "float16", 3, window=100, softcap=5.0),
-    attend(QUANTIZED, "bfloat16", 1, group_size=32, bits=4),
+    attend(QUANTIZED, "bfloat16", 1, group_size=32, key_bits=4, value_bits=4),
     attend(PREFILL, "float16", 2048),
     attend(TRAINING, "float32", 2048, window=100),
 ]
