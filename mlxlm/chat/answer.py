@@ -1,4 +1,4 @@
-"""One answer: its pieces as they come, and the turn that it makes of a conversation."""
+"""One answer: its pieces as they come, the turn that it makes of a conversation, the statistics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from mlxlm.chat.branches import Turn
+from mlxlm.chat.reader import Reader
 from mlxlm.chat.reasoning import Splitter
-from mlxlm.chat.template import Transcript
 from mlxlm.generation import Chunk, FinishReason, Result
 from mlxlm.tokenizer import Tokenizer
 
@@ -25,6 +25,23 @@ class Piece:
     finish_reason: FinishReason | None = None
 
 
+@dataclass(frozen=True)
+class Stats:
+    """A chat so far: answers drawn, those undone included, and their tokens; `last` is the last of them.
+
+    The conversation takes `context_used` of `context_size` tokens; the caches have `cache_bytes`. `seed` is the first
+    answer's.
+    """
+
+    turns: int
+    generated_tokens: int
+    context_used: int
+    context_size: int
+    cache_bytes: int
+    seed: int
+    last: Result | None
+
+
 def pieces(chunks: Iterator[Chunk], opening: str) -> Iterator[Piece]:
     """The pieces of an answer that begins with `opening`; at least one for every chunk, so that a caller can stop."""
     splitter = Splitter()
@@ -39,18 +56,15 @@ def pieces(chunks: Iterator[Chunk], opening: str) -> Iterator[Piece]:
         yield Piece(text, thinking, chunk.finish_reason)
 
 
-def turn_of(
-    question: str, prompt: Sequence[int], result: Result, end_ids: frozenset[int], transcript: Transcript,
-    tokenizer: Tokenizer,
-) -> Turn:  # fmt: skip
+def turn_of(question: str, prompt: Sequence[int], result: Result, reader: Reader) -> Turn:
     """The turn that an answer to `prompt` makes. What the template opened for it (`Transcript.opening`) is part of it:
     the model has read it, and a template that keeps reasoning renders it again.
     """
-    said = result.tokens[:-1] if result.tokens[-1] in end_ids else result.tokens
-    opening = tokenizer.encode(transcript.opening, add_special_tokens=False, parse_special=True, continues=True)
-    text = transcript.opening + result.text
-    ids = (*opening, *said)
-    if list(prompt[len(prompt) - len(opening) :]) != opening or not spells(tokenizer, ids, text):
+    said = result.tokens[:-1] if result.tokens[-1] in reader.end_ids else result.tokens
+    tokenizer, opening = reader.loaded.tokenizer, reader.transcript.opening
+    opened = tokenizer.encode(opening, add_special_tokens=False, parse_special=True, continues=True)
+    text, ids = opening + result.text, (*opened, *said)
+    if list(prompt[len(prompt) - len(opened) :]) != opened or not spells(tokenizer, ids, text):
         ids = ()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Turn(question, text, ids, result.seed, result.finish_reason, now)

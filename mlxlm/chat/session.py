@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.cache import KVOptions
-from mlxlm.chat import transcripts
-from mlxlm.chat.answer import Piece, pieces, spells, turn_of
+from mlxlm.chat import session_files
+from mlxlm.chat.answer import Piece, Stats, pieces, turn_of
 from mlxlm.chat.branches import Branches, Conversation, Turn
 from mlxlm.chat.overflow import ContextFull, Overflow, check_overflow, room_for_answer, shortened
-from mlxlm.chat.template import NAMES, Message, transcript
+from mlxlm.chat.reader import Reader
+from mlxlm.chat.template import Message
+from mlxlm.chat.transcripts import Session
 from mlxlm.errors import GenerationError
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, Result, TextStream
-from mlxlm.generation.context import ENDLESS
-from mlxlm.generation.growing import check_prompt
+from mlxlm.generation import GenerationOptions, LoadedModel, Result, TextStream
 from mlxlm.generation.noise import draw_seed
 from mlxlm.tokenizer.tokenizer import check_unicode
 
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import Speculation
-
-
-@dataclass(frozen=True)
-class Stats:
-    """A chat so far: answers drawn, those undone included, and their tokens; `last` is the last of them.
-
-    The conversation takes `context_used` of `context_size` tokens; the caches have `cache_bytes`. `seed` is the first
-    answer's.
-    """
-
-    turns: int
-    generated_tokens: int
-    context_used: int
-    context_size: int
-    cache_bytes: int
-    seed: int
-    last: Result | None
 
 
 class Chat:
@@ -79,28 +63,21 @@ class Chat:
         Raises TokenizerError for a chat template that is broken or isn't there, GenerationError for settings that
         can't work.
         """
-        self._answering: Generator[Piece, None, None] | None = None
+        self._answering: Callable[[], Generator | None] = lambda: None  # weak: one that nobody reads has ended
         self._options = GenerationOptions.of(**options)
         self._begin_seeds(draw_seed() if self._options.seed is None else self._options.seed)
         self.system = system
         self.overflow = overflow
         self.speculation = speculation
         self.notes: list[str] = []  # what a person should know of how this chat was opened
-        self._asked_template = template
         self._branches = Branches()
-        self._use(loaded, kv or KVOptions())
+        self._reader = Reader(loaded, template, kv or KVOptions())
+        if speculation is not None:
+            speculation.check(loaded)
         self._generated = 0
         self.prompt_tokens = 0  # of the last answer, also while it is under way
         self._last: Result | None = None
-        self._files = transcripts.OwnFiles()
-
-    def _use(self, loaded: LoadedModel, kv: KVOptions) -> None:
-        if self.speculation is not None:
-            self.speculation.check(loaded)
-        spoken = transcript(loaded, self._asked_template)
-        limit = 1 + check_prompt(loaded, [0], kv)
-        self._context = Context(loaded.model, kv)
-        self._loaded, self._transcript, self._limit = loaded, spoken, limit
+        self._files = session_files.OwnFiles()
 
     def _begin_seeds(self, seed: int) -> None:
         self.seed, self._drawn = seed, 0
@@ -112,25 +89,26 @@ class Chat:
     def loaded(self) -> LoadedModel:
         """The model. Another one reads the conversation as text, with its own template; it keeps the settings but a
         `logit_bias` of other tokens."""
-        return self._loaded
+        return self._reader.loaded
 
     @loaded.setter
     def loaded(self, loaded: LoadedModel) -> None:
         self._settle()
-        before = self._loaded.tokenizer.fingerprint
-        self._use(loaded, self.kv)
-        if loaded.tokenizer.fingerprint != before:
+        if self.speculation is not None:
+            self.speculation.check(loaded)
+        before, self._reader = self._reader, Reader(loaded, self._reader.asked_template, self.kv)
+        if loaded.tokenizer.fingerprint != before.loaded.tokenizer.fingerprint:
             self._forget_tokens()
 
     @property
     def kv(self) -> KVOptions:
         """How keys and values are kept."""
-        return self._context.kv
+        return self._reader.context.kv
 
     @property
     def template(self) -> str:
         """The template in use: "model" for the model's own, a name of `mlxlm.chat.formats`, "plain", or a file."""
-        return self._transcript.name
+        return self._reader.transcript.name
 
     @property
     def options(self) -> GenerationOptions:
@@ -187,30 +165,27 @@ class Chat:
     @property
     def context_size(self) -> int:
         """Tokens that the model can see: its context, or what a rotating cache holds."""
-        return self.kv.size if self._limit > ENDLESS else self._limit
+        return self._reader.size
 
     @property
     def context_used(self) -> int:
         """Tokens that the conversation takes of them; 0 before the first turn."""
         seen = self._branches.current.seen
-        if not seen:
-            return 0
-        ids = self._transcript.encode(self._messages(seen), add_generation_prompt=False)
-        return min(len(ids), self.context_size)
+        return self._reader.used(self._messages(seen)) if seen else 0
 
     @property
     def caches(self) -> list:
         """The key-value caches, one per layer, of what the model has read."""
-        return self._context.caches
+        return self._reader.context.caches
 
     def token_counts(self) -> list[int]:
         """Tokens of the text of each of `messages`, an answer's as generated; what the template adds isn't counted."""
-        encode = self._loaded.tokenizer.encode
+        encode = self.loaded.tokenizer.encode
         return [len(m.ids or encode(m.content, add_special_tokens=False)) for m in self.messages]
 
     @property
     def stats(self) -> Stats:
-        held = sum(cache.nbytes for cache in self._context.caches)
+        held = sum(cache.nbytes for cache in self.caches)
         return Stats(self._drawn, self._generated, self.context_used, self.context_size, held, self.seed, self._last)
 
     # What can be done.
@@ -282,16 +257,16 @@ class Chat:
         """Write a session file (see `mlxlm.chat.transcripts`), as a whole or not at all.
 
         A file that is there is replaced only if this chat read or wrote it and nobody has changed it since.
-        cache: also write `transcripts.cache_path(path)`, so that `open` needn't read the conversation again.
+        cache: also write `session_files.cache_path(path)`, so that `open` needn't read the conversation again.
         Raises GenerationError for another file in its place, and where the disk refuses.
         """
         self._settle()
-        weights, tokenizer = transcripts.fingerprints(self._loaded)
-        session = transcripts.Session(
-            str(self._loaded.path), weights, tokenizer, self._asked_template, self._system, self._overflow,
+        weights, tokenizer = session_files.fingerprints(self.loaded)
+        session = Session(
+            str(self.loaded.path), weights, tokenizer, self._reader.asked_template, self._system, self._overflow,
             self._drawn, self._options, self.kv, self._branches,
         )  # fmt: skip
-        self._files.write(Path(path), session, self._context if cache else None, self._loaded)
+        self._files.write(Path(path), session, self._reader.context if cache else None, self.loaded)
 
     @classmethod
     def open(
@@ -313,38 +288,24 @@ class Chat:
         another model than the file's, the chat goes on as text. `notes` tells whatever of this is so.
         Raises GenerationError naming path and line for a file that is no session, and as `Chat` does.
         """
-        path, own, notes = Path(path), transcripts.OwnFiles(), []
-        session = own.read(path)
-        weights, tokenizer = transcripts.fingerprints(loaded)
-        same = (session.weights, session.tokenizer) == (weights, tokenizer)
-        if same and template is None:
-            if session.template in (None, *NAMES):
-                template = session.template
-            else:
-                notes.append(f"{path} had the chat template {session.template}, which is not used unless asked for")
-        chat = cls(
-            loaded, system=session.system, template=template, overflow=overflow or session.overflow,
-            kv=kv or (session.kv if same else None), speculation=speculation, **{**vars(session.options), **options},
-        )  # fmt: skip
-        chat._files, chat._branches, chat.notes = own, session.branches, notes
-        chat._drawn = session.drawn if options.get("seed") is None else 0
-        if session.tokenizer == tokenizer:
-            chat._branches.keep_ids(lambda turn: spells(loaded.tokenizer, turn.ids, turn.answer))
-        else:
-            chat._forget_tokens()
-        if not same:
-            notes.append(f"{path} is a chat with another model, {session.model}: this one reads it again, as text")
-        elif problem := transcripts.read_cache(path, chat._context, loaded):
-            notes.append(problem)
+        path, files = Path(path), session_files.OwnFiles()
+        found = session_files.found(files.read(path), path, loaded, template)
+        given = {"template": template, "overflow": overflow, "kv": kv, "seed": options.pop("seed", None)}
+        given = {name: value for name, value in given.items() if value is not None}
+        chat = cls(loaded, speculation=speculation, **{**found.settings, **options, **given})
+        chat._files, chat._branches, chat.notes = files, found.branches, found.notes
+        chat._drawn = 0 if "seed" in given else found.drawn
+        if found.same_model and (problem := session_files.read_cache(path, chat._reader.context, loaded)):
+            chat.notes.append(problem)
         return chat
 
     # How.
 
     def _settle(self) -> None:
         """End the answer that is under way."""
-        if self._answering is not None:
-            self._answering.close()
-            self._answering = None
+        answering = self._answering()
+        if answering is not None:
+            answering.close()
 
     def _forget_tokens(self) -> None:
         """The ids of another tokenizer mean nothing."""
@@ -356,13 +317,13 @@ class Chat:
         return system + [message for turn in turns for message in turn.messages]
 
     def _prompt(self, conversation: Conversation, question: str) -> list[int]:
-        return self._transcript.encode([*self._messages(conversation.seen), Message("user", question)])
+        return self._reader.prompt([*self._messages(conversation.seen), Message("user", question)])
 
     def _drop(self, conversation: Conversation, question: str) -> Conversation:
         """`conversation`, shortened; the current one loses the same turns."""
-        if self._limit > ENDLESS:
+        if self._reader.rotates:
             return conversation
-        shorter = shortened(conversation, lambda c: len(self._prompt(c, question)), self._limit)
+        shorter = shortened(conversation, lambda c: len(self._prompt(c, question)), self._reader.limit)
         self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
         return shorter
 
@@ -371,48 +332,32 @@ class Chat:
     ) -> Generator[Piece, None, None]:
         if not question:
             raise GenerationError("the message is empty", "some text")
-        prompt = self._prompt(conversation, question)
-        room = self._limit - len(prompt)
-        if self._overflow == "drop" and room < room_for_answer(self._limit, self._options.max_tokens):
+        prompt, limit = self._prompt(conversation, question), self._reader.limit
+        if self._overflow == "drop" and limit - len(prompt) < room_for_answer(limit, self._options.max_tokens):
             conversation = self._drop(conversation, question)
             prompt = self._prompt(conversation, question)
-        if len(prompt) >= self._limit:
+        if len(prompt) >= limit:
             raise ContextFull(
-                f"the conversation would have {len(prompt)} tokens, and the model's context has {self._limit}",
-                "a shorter message" if not conversation.seen else "fewer turns (undo, reset, or drop the oldest)",
+                f"the conversation would have {len(prompt)} tokens, and the model's context has {limit}",
+                "fewer turns (undo, reset, or drop the oldest)" if conversation.seen else "a shorter message",
             )
         self.prompt_tokens = len(prompt)
-        answer = TextStream(
-            self._loaded,
-            prompt,
-            replace(self._options, seed=(self.seed + self._drawn) % 2**64),
-            context=self._context,
-            end_ids=self._loaded.end_ids | self._transcript.end_ids,
-            on_prefill=on_prefill,
-            speculation=self.speculation,
-        )
-        self._answering = self._answer(conversation, question, prompt, answer)
-        return self._answering
+        options = replace(self._options, seed=(self.seed + self._drawn) % 2**64)
+        answer = self._reader.answer(prompt, options, self.speculation, on_prefill)
+        answering = self._answer(conversation, question, prompt, answer)
+        self._answering = weakref.ref(answering)
+        return answering
 
     def _answer(
         self, conversation: Conversation, question: str, prompt: list[int], answer: TextStream
     ) -> Generator[Piece, None, None]:
         try:
-            yield from pieces(answer, self._transcript.opening)
+            yield from pieces(answer, self._reader.transcript.opening)
         finally:
             answer.close()
             result = answer.result
             if result.tokens:
-                ends = self._loaded.end_ids | self._transcript.end_ids
-                turn = turn_of(question, prompt, result, ends, self._transcript, self._loaded.tokenizer)
-                self._branches.current = conversation.with_turn(turn)
+                self._branches.current = conversation.with_turn(turn_of(question, prompt, result, self._reader))
                 self._drawn += 1
                 self._generated += len(result.tokens)
                 self._last = result
-
-
-class ChatSession(Chat):
-    """The name that the terminal still uses."""
-
-    def __init__(self, loaded: LoadedModel, system: str | None = None, options: GenerationOptions | None = None):
-        super().__init__(loaded, system=system, **vars(options or GenerationOptions()))

@@ -1,4 +1,4 @@
-"""Session files: a chat as lines of JSON that people can read, and the cache beside it.
+"""What is in a session file: a chat as lines of JSON that people can read.
 
 The first line is an object about the chat: the model by name and fingerprints, system prompt, settings, and where the
 answers' seeds have got to. Each line after it is a message: `role` ("user", "assistant"), `content`, and of an answer
@@ -10,87 +10,22 @@ and how many of its oldest turns the model no longer sees.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from mlxlm.cache import KVOptions, fingerprint
+from mlxlm.cache import KVOptions
 from mlxlm.chat.branches import MAIN, MOST_BRANCHES, Branches, Conversation, Turn, check_name
+from mlxlm.chat.lines import Line, shown
 from mlxlm.chat.overflow import Overflow, check_overflow
-from mlxlm.errors import GenerationError, MlxlmError
-from mlxlm.files import new_file, write_bytes
-from mlxlm.generation import Context, FinishReason, GenerationOptions, LoadedModel
-from mlxlm.reading import read_bytes
-from mlxlm.tokenizer.tokenizer import check_unicode
+from mlxlm.generation import FinishReason, GenerationOptions
 
 VERSION = 1
 _MARK = "mlxlm_chat"
 _LARGEST = 32 << 20  # bytes; a context of a million tokens has 10 MB
 _LARGEST_ID = 2**31
-
-
-_ANY = object()
-
-
-class _Line:
-    """The JSON object in a line, whose fields are checked as they are taken."""
-
-    def __init__(self, where: str, values: Any):
-        self._where, self._values = where, values
-        if not isinstance(values, dict):
-            raise self.error("is no JSON object")
-
-    @classmethod
-    def parsed(cls, path: Path, number: int, text: bytes) -> _Line:
-        where = f"{path}: line {number}"
-        try:
-            return cls(where, json.loads(text.decode("utf-8")))
-        except (ValueError, RecursionError) as error:  # deep nesting
-            raise GenerationError(f"{where} is not JSON: {error}", "the file up to the line before") from None
-
-    def inner(self, values: Any, name: str) -> _Line:
-        """An object inside this one."""
-        return _Line(f"{self._where}: {name}", values)
-
-    def error(self, what: str, hint: str | None = None) -> GenerationError:
-        return GenerationError(f"{self._where} {what}", hint)
-
-    def get(self, name: str, kind: type, default: Any = _ANY) -> Any:
-        """A field of this type; null or none at all is the default, if there is one."""
-        value = self._values.get(name)
-        if value is None and default is not _ANY:
-            return default
-        if type(value) is not kind:
-            raise self.error(f"has the {name} {_shown(value)}", f"a {_KINDS[kind]}")
-        return value
-
-    def text(self, name: str, default: Any = _ANY) -> str | None:
-        """A field of text that a tokenizer can take."""
-        value = self.get(name, str, default)
-        with self.named():
-            check_unicode(value or "")
-        return value
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Errors of what is inside name this line."""
-        try:
-            yield
-        except MlxlmError as error:
-            if error.message.startswith(self._where):
-                raise
-            raise GenerationError(f"{self._where}: {error.message}", error.hint) from None
-
-
-_KINDS = {int: "whole number", str: "text", list: "list", dict: "JSON object"}
-
-
-def _shown(value: Any) -> str:
-    return "missing" if value is None else f"{value!r}"[:40]
 
 
 @dataclass(frozen=True)
@@ -108,65 +43,6 @@ class Session:
     options: GenerationOptions
     kv: KVOptions
     branches: Branches
-
-
-def fingerprints(loaded: LoadedModel) -> tuple[str, str]:
-    """Of the weights and of the tokenizer: equal for the same model wherever it lies."""
-    return fingerprint(loaded.model), loaded.tokenizer.fingerprint
-
-
-def cache_path(path: Path) -> Path:
-    """Where the cache of a session file lies."""
-    return path.with_name(path.name + ".cache.safetensors")
-
-
-class OwnFiles:
-    """The session files that a chat has read or written, which it may replace as long as nobody else has."""
-
-    def __init__(self) -> None:
-        self._digests: dict[Path, bytes] = {}
-
-    def write(self, path: Path, session: Session, context: Context | None, loaded: LoadedModel) -> None:
-        """Write the session, and the cache of `context` beside it. Raises GenerationError (see `Chat.save`)."""
-        content = encoded(session)
-        if len(content) > _LARGEST:
-            raise GenerationError(f"this chat has {len(content)} bytes, more than the {_LARGEST} of a session file")
-        place = path.resolve()
-        own = place in self._digests and place.exists()
-        if own:
-            if _digest(read_bytes(place, _LARGEST, GenerationError)) != self._digests[place]:
-                raise GenerationError(f"{path} was changed by someone else meanwhile", "another name for this chat")
-            write_bytes(place, content, GenerationError)
-        else:
-            with new_file(path, GenerationError, "another name for this chat") as file:
-                file.write(content)
-        self._digests[place] = _digest(content)
-        if context is not None and context.ids:
-            context.save(cache_path(place), loaded)
-
-    def read(self, path: Path) -> Session:
-        """Raises GenerationError, naming path and line, for what is no session file."""
-        content = read_bytes(path, _LARGEST, GenerationError)
-        session = decoded(content, path)
-        self._digests[path.resolve()] = _digest(content)
-        return session
-
-
-def read_cache(path: Path, context: Context, loaded: LoadedModel) -> str | None:
-    """Fill `context` from the cache beside a session file, if there is one; return why that couldn't be done."""
-    file = cache_path(path.resolve())
-    if not file.exists():
-        return None
-    try:
-        context.load(file, loaded)
-    except MlxlmError as error:
-        context.clear()
-        return f"the conversation is read again, since its cache can't be used: {error.message}"
-    return None
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
 
 
 def encoded(session: Session) -> bytes:
@@ -229,7 +105,7 @@ def _json_line(value: dict[str, Any]) -> bytes:
 def decoded(content: bytes, path: Path) -> Session:
     """The session in a file's content; `path` is named in errors. Raises GenerationError naming the line."""
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    header = _Line.parsed(path, 1, lines[0])
+    header = Line.parsed(path, 1, lines[0])
     version = header.get(_MARK, int, None)
     if version is None:
         raise header.error("doesn't say that this is a chat", "a file that a chat was saved to")
@@ -239,7 +115,7 @@ def decoded(content: bytes, path: Path) -> Session:
     numbered = ((n, text) for n, text in enumerate(lines[1:], 2) if text.strip())
     last = 1
     for number, text in numbered:
-        question = _Line.parsed(path, number, text)
+        question = Line.parsed(path, number, text)
         after = question.get("after", int, last)
         if question.get("role", str) != "user":
             raise question.error("is not a message of the user, whose turn it is", 'one whose role is "user"')
@@ -248,7 +124,7 @@ def decoded(content: bytes, path: Path) -> Session:
         number, text = next(numbered, (number, None))
         if text is None:
             raise question.error("is a message without an answer", "the same file without it")
-        answer = _Line.parsed(path, number, text)
+        answer = Line.parsed(path, number, text)
         turns[number] = after, _turn(question, answer)
         last = number
     with header.named():
@@ -259,14 +135,14 @@ def decoded(content: bytes, path: Path) -> Session:
             template=header.get("template", str, None),
             system=header.text("system", None),
             overflow=check_overflow(header.get("overflow", str, "stop")),
-            drawn=header.get("drawn", int, 0),
+            drawn=_count(header, "drawn"),
             options=_options(header),
             kv=_kv(header),
             branches=_branches(header, turns, last),
         )
 
 
-def _turn(question: _Line, answer: _Line) -> Turn:
+def _turn(question: Line, answer: Line) -> Turn:
     if answer.get("role", str) != "assistant":
         raise answer.error("is not the model's answer to the line above", 'one whose role is "assistant"')
     ids = answer.get("ids", list, [])
@@ -281,14 +157,21 @@ def _turn(question: _Line, answer: _Line) -> Turn:
     )  # fmt: skip
 
 
-def _options(header: _Line) -> GenerationOptions:
+def _count(line: Line, name: str) -> int:
+    count = line.get(name, int, 0)
+    if not 0 <= count < 2**63:
+        raise line.error(f"has the {name} {shown(count)}", "a whole number from 0")
+    return count
+
+
+def _options(header: Line) -> GenerationOptions:
     options = GenerationOptions.of(**header.get("options", dict, {}))
     if options.seed is None:
         raise header.error("has no seed in its options", "a whole number")
     return options
 
 
-def _kv(header: _Line) -> KVOptions:
+def _kv(header: Line) -> KVOptions:
     values = header.get("kv", dict, {})
     names = [field.name for field in fields(KVOptions)]
     if unknown := sorted(set(values) - set(names)):
@@ -296,7 +179,7 @@ def _kv(header: _Line) -> KVOptions:
     return KVOptions(**values)
 
 
-def _branches(header: _Line, turns: Mapping[int, tuple[int, Turn]], last: int) -> Branches:
+def _branches(header: Line, turns: Mapping[int, tuple[int, Turn]], last: int) -> Branches:
     ends = header.get("branches", dict, {MAIN: {"line": last}})
     current = header.get("branch", str, next(iter(ends), MAIN))
     if current not in ends or len(ends) > MOST_BRANCHES:
@@ -305,11 +188,11 @@ def _branches(header: _Line, turns: Mapping[int, tuple[int, Turn]], last: int) -
     for name, end in ends.items():
         check_name(name)
         place = header.inner(end, f"the branch {name}")
-        line, dropped = place.get("line", int, 1), place.get("dropped", int, 0)
+        line, dropped = place.get("line", int, 1), _count(place, "dropped")
         if line != 1 and line not in turns:
             raise header.error(f"has the branch {name} end at line {line}, which is no answer")
         found = tuple(_back(turns, line))[::-1]
-        if not 0 <= dropped <= len(found):
+        if dropped > len(found):
             raise header.error(f"has {dropped} turns dropped of the branch {name}, which has {len(found)}")
         conversations[name] = Conversation(found, dropped)
     return Branches(conversations, current)

@@ -1,0 +1,112 @@
+"""Session files on disk, with the cache beside them: which may be replaced, and what of one a model can use."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlxlm.cache import fingerprint
+from mlxlm.chat.answer import spells
+from mlxlm.chat.branches import Branches
+from mlxlm.chat.template import NAMES
+from mlxlm.chat.transcripts import Session, decoded, encoded
+from mlxlm.errors import GenerationError, MlxlmError
+from mlxlm.files import new_file, write_bytes
+from mlxlm.generation import Context, LoadedModel
+from mlxlm.reading import read_bytes
+
+_LARGEST = 32 << 20  # bytes; a chat of a million tokens has 10 MB
+
+
+def fingerprints(loaded: LoadedModel) -> tuple[str, str]:
+    """Of the weights and of the tokenizer: equal for the same model wherever it lies."""
+    return fingerprint(loaded.model), loaded.tokenizer.fingerprint
+
+
+def cache_path(path: Path) -> Path:
+    """Where the cache of a session file lies."""
+    return path.with_name(path.name + ".cache.safetensors")
+
+
+class OwnFiles:
+    """The session files that a chat has read or written, which it may replace as long as nobody else has."""
+
+    def __init__(self) -> None:
+        self._digests: dict[Path, bytes] = {}
+
+    def write(self, path: Path, session: Session, context: Context | None, loaded: LoadedModel) -> None:
+        """Write the session, and the cache of `context` beside it. Raises as `Chat.save` does."""
+        content = encoded(session)
+        if len(content) > _LARGEST:
+            raise GenerationError(f"this chat has {len(content)} bytes, more than the {_LARGEST} of a session file")
+        place = path.resolve()
+        if place in self._digests and place.exists():
+            if _digest(read_bytes(place, _LARGEST, GenerationError)) != self._digests[place]:
+                raise GenerationError(f"{path} was changed by someone else meanwhile", "another name for this chat")
+            write_bytes(place, content, GenerationError)
+        else:
+            with new_file(path, GenerationError, "another name for this chat") as file:
+                file.write(content)
+        self._digests[place] = _digest(content)
+        if context is not None and len(context):
+            context.save(cache_path(place), loaded, replace=True)
+
+    def read(self, path: Path) -> Session:
+        """Raises GenerationError, naming path and line, for what is no session file."""
+        content = read_bytes(path, _LARGEST, GenerationError)
+        session = decoded(content, path)
+        self._digests[path.resolve()] = _digest(content)
+        return session
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+@dataclass
+class Found:
+    """A session as a model can go on with it. `settings`: arguments of Chat; `notes`: what a person should know."""
+
+    settings: dict[str, Any]
+    branches: Branches
+    drawn: int
+    notes: list[str]
+    same_model: bool
+
+
+def found(session: Session, path: Path, loaded: LoadedModel, template: str | None) -> Found:
+    """What `loaded` can use of the session in `path`. `template`: the one that was asked for, if any.
+
+    Another model takes the text and how it is drawn, with its own template and cache. Ids of answers count where the
+    tokenizer is the same and they spell the text; a chat template out of a file is not read, as a session file from
+    elsewhere could name any file.
+    """
+    notes, options, branches = [], session.options, session.branches
+    weights, tokenizer = fingerprints(loaded)
+    same_tokens = session.tokenizer == tokenizer
+    branches.keep_ids(lambda turn: same_tokens and spells(loaded.tokenizer, turn.ids, turn.answer))
+    if not same_tokens:
+        options = replace(options, logit_bias={})
+    settings: dict[str, Any] = {"system": session.system, "overflow": session.overflow}
+    same_model = same_tokens and session.weights == weights
+    if not same_model:
+        notes.append(f"{path} is a chat with another model, {session.model}: this one reads it again, as text")
+    else:
+        settings |= {"kv": session.kv, "template": session.template if session.template in NAMES else None}
+        if template is None and session.template not in (None, *NAMES):
+            notes.append(f"{path} had the chat template {session.template}, which is not used unless asked for")
+    return Found({**settings, **vars(options)}, branches, session.drawn, notes, same_model)
+
+
+def read_cache(path: Path, context: Context, loaded: LoadedModel) -> str | None:
+    """Fill `context` from the cache beside a session file, if there is one; return why that couldn't be done."""
+    file = cache_path(path.resolve())
+    if not file.exists():
+        return None
+    try:
+        context.load(file, loaded)
+    except MlxlmError as error:
+        return f"the conversation is read again, since its cache can't be used: {error.message}"
+    return None
