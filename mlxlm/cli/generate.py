@@ -71,6 +71,8 @@ def generate(
     _need("--chat or --jsonl", chat or jsonl is not None, system=system, template=template)
     _need("--jsonl or --samples", several, batch_size=batch_size)
     _need("a single text, not --jsonl or --samples", not several, draft=draft, lookup=lookup, prompt_cache=prompt_cache)
+    if options.logprobs is not None and not (as_json or jsonl is not None):
+        raise click.UsageError("--logprobs needs --json or --jsonl")
     if draft and lookup:
         raise click.UsageError("either --draft or --lookup")
     encode_messages = partial(_encode_messages, template)

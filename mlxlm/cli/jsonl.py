@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli.lines import Lines
+from mlxlm.cli.tally import Tally, progress, say
 from mlxlm.errors import GenerationError, os_errors_as
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # Seconds in which whoever writes many requests fills the pipe again, so that the first batch is a full one.
 _GATHERING = 0.02
-_SAY_EVERY = 60.0  # seconds between progress lines where stderr is not a terminal
 
 Write = Callable[[int, dict[str, Any]], None]  # the place of a result in the order of the requests, and its fields
 
@@ -48,6 +47,24 @@ class Job:
 
 def run(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable) -> None:
     """Serve every request of `job.source`. Raises GenerationError at the end if some failed."""
+    tally = Tally(job.samples)
+    try:
+        _serve(job, load, encode_messages, tally)
+    except KeyboardInterrupt:
+        if job.resume:
+            say(f"what is done is in {job.resume}; the same command goes on from there")
+        raise
+    finally:
+        if job.verbose and tally.seconds:
+            say(tally.summary())
+    if tally.failed:
+        raise GenerationError(
+            f"{tally.failed} of {tally.results} results failed; the reason is in their lines",
+            f"the same with --resume {job.resume or 'FILE'} tries those again",
+        )
+
+
+def _serve(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable, tally: Tally) -> None:
     from mlxlm.generation.requests import LONGEST_LINE, RequestReader
     from mlxlm.generation.results import ResultFile
 
@@ -64,66 +81,12 @@ def run(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable) ->
             system=job.system,
             **({"done": file.done} if file else {}),
         )
+        tally.begin(_count_lines(descriptor))
+        show = stack.enter_context(progress(tally))
         write = (file or _StandardOutput()).write
-        tally = Tally(job.samples, _count_lines(descriptor))
-        show = stack.enter_context(_progress(tally))
         lines = Lines(descriptor, LONGEST_LINE)
         server = _Server(lines, reader, _ordered(write) if job.ordered else _plain(write), tally, show)
-        try:
-            server.serve(loaded, job)
-        except KeyboardInterrupt:
-            if file:
-                _say(f"what is done is in {job.resume}; the same command goes on from there")
-            raise
-    if job.verbose:
-        _say(tally.summary())
-    if tally.failed:
-        raise GenerationError(
-            f"{tally.failed} of {tally.results} results failed; the reason is in their lines",
-            f"the same with --resume {job.resume or 'FILE'} tries those again",
-        )
-
-
-class Tally:
-    """Counts of a run so far. `expected` results in all, as far as is known yet; None for a pipe."""
-
-    def __init__(self, samples: int, lines: int | None):
-        self._started = time.monotonic()
-        self.samples = samples
-        self.expected = None if lines is None else lines * samples
-        self.results = self.failed = self.skipped = self.tokens = self.peak_memory = 0
-
-    def expect(self, rows: int) -> None:
-        """A line turned out to have so many results."""
-        if self.expected is not None:
-            self.expected += rows - self.samples
-
-    @property
-    def done(self) -> int:
-        return self.results + self.skipped
-
-    @property
-    def seconds(self) -> float:
-        return max(time.monotonic() - self._started, 1e-9)
-
-    def summary(self) -> str:
-        from mlxlm.cli.render import human_bytes, human_seconds
-
-        failed = f", {self.failed} of them failed" if self.failed else ""
-        skipped = f", {self.skipped} were done before" if self.skipped else ""
-        return (
-            f"{self.results} results{failed}{skipped}; {self.tokens} tokens in {human_seconds(self.seconds)}, "
-            f"{self.tokens / self.seconds:.1f} tokens/s; peak {human_bytes(self.peak_memory)}"
-        )
-
-    def progress(self) -> str:
-        from mlxlm.cli.render import human_seconds
-
-        of = f" of {self.expected}" if self.expected is not None else ""
-        left = ""
-        if self.expected and self.results:
-            left = f", {human_seconds((self.expected - self.done) * self.seconds / self.results)} left"
-        return f"{self.done}{of} done, {self.tokens / self.seconds:.0f} tokens/s{left}"
+        server.serve(loaded, job)
 
 
 class _Server:
@@ -266,39 +229,3 @@ def _count_lines(descriptor: int) -> int | None:
         count += block.count(b"\n")
         last = block[-1:]
     return count + (last != b"\n")
-
-
-@contextmanager
-def _progress(tally: Tally) -> Iterator[Callable[[], None]]:
-    """A bar, if the terminal of stderr isn't that of the results, too; where there is none, a line a minute."""
-    if not sys.stderr.isatty():
-        yield _rare_lines(tally)
-        return
-    if sys.stdout.isatty():
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    from mlxlm.cli.render import console
-
-    with Progress(BarColumn(), TextColumn("{task.description}", markup=False), console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda: bar.update(task, completed=tally.done, total=tally.expected, description=tally.progress())
-
-
-def _rare_lines(tally: Tally) -> Callable[[], None]:
-    said = time.monotonic()
-
-    def show() -> None:
-        nonlocal said
-        if time.monotonic() - said >= _SAY_EVERY:
-            said = time.monotonic()
-            _say(tally.progress())
-
-    return show
-
-
-def _say(text: str) -> None:
-    from mlxlm.cli.render import say
-
-    say(text)

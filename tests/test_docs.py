@@ -1,0 +1,80 @@
+"""Every example of docs/ runs as it stands there, on a tiny model."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxlm.cli.main import COMMANDS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TOOLS = ("jq", "xargs")
+_BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
+    """A folder with `my-model`, which has a chat template, and a `bin` with this checkout's mlxlm."""
+    from mlx.utils import tree_flatten
+
+    from mlxlm._mlx import mx
+    from mlxlm.files import write_json
+    from mlxlm.model import Decoder
+
+    folder = tmp_path_factory.mktemp("docs")
+    model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=512))
+    model.initialize(seed=3)
+    (folder / "my-model").mkdir()
+    write_json(folder / "my-model" / "config.json", model.config.to_dict())
+    mx.save_safetensors(str(folder / "my-model" / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tiny_tokenizer.save(folder / "my-model")
+    tiny_tokenizer.chat_template = None
+    (folder / "bin").mkdir()
+    command = folder / "bin" / "mlxlm"
+    command.write_text(f"#!{sys.executable}\nfrom mlxlm.cli.main import main\nmain()\n")
+    command.chmod(0o755)
+    return folder
+
+
+def run(folder, command):
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(DOCS.parent)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("page", [path.name for path in sorted(DOCS.glob("*.md"))])
+def test_every_example_runs(folder, page):
+    blocks = _BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+    assert blocks
+    left_out = set()
+    for language, name, content in blocks:
+        if name:
+            (folder / name).write_text(content, encoding="utf-8")
+        elif language == "python":
+            run(folder, [sys.executable, "-c", content])
+        else:
+            assert language == "sh"
+            missing = {tool for tool in TOOLS if re.search(rf"\b{tool}\b", content) and not shutil.which(tool)}
+            left_out |= missing
+            if not missing:
+                run(folder, ["bash", "-euo", "pipefail", "-c", content])
+    if left_out:
+        pytest.skip(f"all but the examples with {', '.join(left_out)}, which this machine lacks")
+
+
+def test_every_option_of_the_page_is_one_of_the_command():
+    from mlxlm.cli.generate import generate
+
+    options = {name for parameter in generate.params for name in parameter.opts}
+    text = (DOCS / "scripting.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--no-chat", "--out"}  # those of quickstart
+    assert named <= options
+    assert {name for name in options if name.startswith("--")} - named == {"--verbose"}  # shown as -v
+    assert set(re.findall(r"\bmlxlm ([a-z]+)\b", text)) <= set(COMMANDS)
