@@ -233,7 +233,7 @@ class _Drafting:
         guessed.append(dispatched(token))
         if sampler.blocks:
             sampler.observe(token.item())
-            if sampler.finished:
+            if sampler.finished or sampler.error:
                 return None
         return token
 

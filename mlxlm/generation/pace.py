@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 
-PLAIN = 4  # plain steps that are measured before the first proposal
-ROUNDS = 2  # and rounds of each size before they count: the first may compile something
-RECENT = 8  # measurements of a kind that count; the least of them, which other work on the machine disturbs least
-STALE = 256  # measurements of any kind after which an old one counts no more: a longer context costs more
+PLAIN = 4  # plain steps that are measured as one: while they overlap, single ones tell little
+START = 4  # proposals that a round may have at first; later, twice as many as the largest that was measured
+SAMPLES = 2  # measurements of a kind before it is known: the first may compile something
+RECENT = 8  # measurements of a kind that count, by their median
+STALE = 256  # passes after which a measurement counts no more: a longer context costs more
 MEMORY = 0.97  # weight that an outcome keeps with each later one: about the last 33 count
 HOPE, HOPE_WEIGHT = 0.7, 4.0  # the acceptance that is assumed before anything was seen, and for how many outcomes
+PROVEN = 16  # outcomes in which rounds must have paid for a pause to begin at the shortest again
 SHORTEST_PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps before another try, doubled after each that didn't pay
+
 MEASURING = "plain steps are measured first"
 
 
@@ -20,20 +24,23 @@ class Pace:
     If each proposal is accepted with probability a, given that those before it were, a round of k gives
     (1 - a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023, equation 1). Its seconds, and those of a plain step, are
     measured from token to token, with everything in between. Where no k beats plain steps, none is proposed for a
-    pause; then a new try begins as hopefully as the first.
+    pause; then a new try begins as hopefully as the first, or earlier where outcomes that cost nothing say that it
+    would pay. No choice changes a text.
     """
 
     def __init__(self, most: int):
         self._most = most
-        self._seconds: dict[int, deque[tuple[int, float]]] = {}
-        self._noted = 0
-        self._pause = self._waited = 0  # plain steps of the pause that is on; 0: none is
+        self._seconds: dict[int, deque[tuple[int, float]]] = {}  # by k: when, and how many
+        self._passes = 0
+        self._plain: list[float] = []  # plain steps on the way to a measurement
+        self._pause = self._waited = 0  # plain steps of the pause that is on, 0 for none; and those done
         self._next_pause = SHORTEST_PAUSE
+        self._learnt = False  # an outcome during the pause
         self.reason = MEASURING  # why there are no proposals, where `choose` gives 0
         self._hope()
 
     def _hope(self) -> None:
-        self._accepted, self._seen = HOPE * HOPE_WEIGHT, HOPE_WEIGHT
+        self._accepted, self._seen, self._outcomes = HOPE * HOPE_WEIGHT, HOPE_WEIGHT, 0
 
     @property
     def acceptance(self) -> float:
@@ -45,52 +52,68 @@ class Pace:
         for hit in [1] * accepted + [0] * refused:
             self._accepted = MEMORY * self._accepted + hit
             self._seen = MEMORY * self._seen + 1
+            self._outcomes += 1
+            self._learnt = True
 
     def took(self, proposals: int, seconds: float) -> None:
-        """A round of `proposals` took so long; 0 is a plain step."""
-        self._noted += 1
-        self._seconds.setdefault(proposals, deque(maxlen=RECENT)).append((self._noted, seconds))
-        if proposals == 0 and self._pause:
-            self._waited += 1
-            if self._waited >= self._pause:
-                self._pause = self._waited = 0
-                self.reason = MEASURING
-                self._seconds = {0: self._seconds[0]}
-                self._hope()
+        """A pass with `proposals` took so long; one with 0 is a plain step."""
+        self._passes += 1
+        if proposals == 0:
+            self._plain.append(seconds)
+            if self._pause:
+                self._wait()
+            if len(self._plain) < PLAIN:
+                return
+            seconds = sum(self._plain) / PLAIN
+        self._plain.clear()
+        self._seconds.setdefault(proposals, deque(maxlen=RECENT)).append((self._passes, seconds))
+
+    def _wait(self) -> None:
+        self._waited += 1
+        if self._waited == self._pause:
+            self._resume()
+            self._seconds = {0: self._seconds[0]}
+            self._hope()
+
+    def _resume(self) -> None:
+        self._pause = self._waited = 0
+        self.reason = MEASURING
 
     def choose(self) -> int:
         """The number of proposals of the next round; 0 for a plain step."""
         costs = self._costs()
-        if self._pause or 0 not in costs:
+        if 0 not in costs or self._pause and not self._learnt:
             return 0
-        gains = [self._tokens(k) * costs[0] / _between(costs, k) for k in range(self._most + 1)]
-        best = max(range(self._most + 1), key=gains.__getitem__)
-        if best == 0:
+        self._learnt = False
+        most = min(self._most, max(START, 2 * max(costs)))
+        gains = [self._tokens(k) * costs[0] / _between(costs, k) for k in range(most + 1)]
+        best = max(range(most + 1), key=gains.__getitem__)
+        if best and self._pause:
+            self._resume()
+        elif best == 0 and not self._pause:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
             self.reason = (
                 f"proposals don't pay: with {self.acceptance:.0%} of them accepted, rounds give {max(gains[1:]):.2g} "
                 f"x the tokens/s of plain steps; next try after {self._pause} tokens"
             )
-        elif self._seen > 2 * HOPE_WEIGHT + 8:
-            self._next_pause = SHORTEST_PAUSE  # it pays, and not by hope alone
+        elif best and self._outcomes >= PROVEN:
+            self._next_pause = SHORTEST_PAUSE
         return best
 
     def _tokens(self, proposals: int) -> float:
         return sum(self.acceptance**i for i in range(proposals + 1))
 
     def _costs(self) -> dict[int, float]:
-        """The least seconds of each kind, without what is stale; plain steps only once there are enough."""
-        costs = {}
-        for kind, seconds in self._seconds.items():
-            fresh = [s for noted, s in seconds if noted > self._noted - STALE]
-            if len(fresh) >= (PLAIN if kind == 0 else ROUNDS):
-                costs[kind] = min(fresh)
-        return costs
+        """Seconds by k, of the kinds that were measured often enough and lately."""
+        recent = {
+            k: [s for when, s in seconds if when > self._passes - STALE] for k, seconds in self._seconds.items()
+        }
+        return {k: median(seconds) for k, seconds in recent.items() if len(seconds) >= SAMPLES}
 
 
 def _between(costs: dict[int, float], k: int) -> float:
-    """The seconds of k proposals, where necessary on the line between those measured; more than the most cost nothing
-    more, so that they are tried."""
+    """The seconds of k proposals, where they weren't measured on the line between those that were. More than the most
+    measured are taken to cost nothing more, so that they are tried."""
     below = max(known for known in costs if known <= k)
     above = min((known for known in costs if known > k), default=None)
     if above is None or below == k:
