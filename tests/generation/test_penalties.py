@@ -1,0 +1,175 @@
+"""Biases and penalties: against naive loops and transformers, prompt and window included."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.errors import GenerationError
+from mlxlm.generation import Sampler, SamplingOptions
+from mlxlm.generation.penalties import History, breaker_table, penalised_logits
+
+V = 12
+
+
+def changed(options, prompt, generated, logits, breakers=None):
+    """The logits before token number len(generated)."""
+    history = History.of(options, prompt, len(logits), breakers)
+    for token in generated:
+        history = history.after(mx.array([token]), breakers)
+    return np.array(penalised_logits(mx.array(logits)[None], options, history))[0]
+
+
+def dry(options, said, logits, breakers):
+    """DRY from its definition: for every place where the last tokens stood before, how many of them did."""
+    said = said[-options.dry_window :]
+    worst = np.zeros(len(logits))
+    for place in range(len(said) - 1):
+        length = 0
+        while length <= place and said[place - length] == said[-1 - length] and said[place - length] not in breakers:
+            length += 1
+        following = said[place + 1]
+        if length >= options.dry_allowed_length and following not in breakers:
+            penalty = options.dry_multiplier * options.dry_base ** (length - options.dry_allowed_length)
+            worst[following] = max(worst[following], penalty)
+    return logits - worst
+
+
+few_tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    few_tokens,
+    few_tokens,
+    st.sets(st.integers(0, 3), max_size=2),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 3, 7, 16, 64]),
+    st.sampled_from([1.0, 1.3, 2.0]),
+)
+def test_dry_equals_its_definition(prompt, generated, breakers, allowed, window, base):
+    options = SamplingOptions(dry_multiplier=0.8, dry_base=base, dry_allowed_length=allowed, dry_window=window)
+    logits = np.linspace(-3, 3, V, dtype=np.float32)
+    table = mx.array([token in breakers for token in range(V)] + [False]) if breakers else None
+    ours = changed(options, prompt, generated, logits, table)
+    np.testing.assert_allclose(ours, dry(options, prompt + generated, logits, breakers), rtol=1e-4, atol=1e-4)
+
+
+def test_dry_breaks_a_loop_and_leaves_what_is_new():
+    logits = np.zeros(V, np.float32)
+    options = SamplingOptions(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2, dry_breakers=())
+    assert np.flatnonzero(changed(options, [1, 2, 3, 4, 1, 2], [], logits)).tolist() == [3]
+    assert changed(options, [1, 2, 3, 4, 1, 2, 3], [], logits)[4] == -2
+    assert not changed(options, [1, 2, 3, 4, 5, 6], [], logits).any()
+
+
+def test_a_long_repetition_stays_finite():
+    options = SamplingOptions(dry_multiplier=100.0, dry_base=100.0, dry_breakers=(), temperature=0)
+    logits = changed(options, [5] * 400, [5] * 40, np.zeros(V, np.float32))
+    assert np.isfinite(logits).all() and logits.argmin() == 5
+
+
+def test_breakers_are_the_tokens_with_their_text(loaded):
+    table = breaker_table(SamplingOptions(dry_multiplier=1.0, dry_breakers=("q", "<|end")), loaded.tokenizer)
+    found = [id for id in range(loaded.tokenizer.vocab_size) if table[id].item()]
+    special = {id for name, id in loaded.tokenizer.special_tokens.items() if "<|end" in name or "q" in name}
+    assert found == sorted(special | {i for i in range(300) if b"q" in loaded.tokenizer.token_bytes(i)}) and found
+    assert not table[len(table) - 1].item()
+
+
+def test_breakers_that_can_never_act_are_refused(loaded):
+    for options, tokenizer, problem in (
+        ({"dry_breakers": ("no such text",)}, loaded.tokenizer, "no token has 'no such text' in it"),
+        ({}, None, "there is no tokenizer"),
+    ):
+        with pytest.raises(GenerationError, match=problem):
+            Sampler(SamplingOptions(dry_multiplier=1.0, **options), [1], 0, tokenizer=tokenizer)
+    Sampler(SamplingOptions(dry_multiplier=1.0, dry_breakers=()), [1], 0)
+    Sampler(SamplingOptions(), [1], 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
+def test_the_repetition_penalty_is_transformers(seed, penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=V).astype(np.float32)
+    prompt, generated = rng.integers(0, V, 5).tolist(), rng.integers(0, V, 3).tolist()
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + generated]), torch.tensor(logits)[None])
+    ours = changed(SamplingOptions(repetition_penalty=penalty), prompt, generated, logits)
+    np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6)
+
+
+def test_the_repetition_penalty_looks_back_over_its_window_prompt_included():
+    options = SamplingOptions(temperature=0, repetition_penalty=10.0, repetition_window=2)
+    sampler = Sampler(options, [0, 1], seed=0)
+    logits = mx.array([[4.0, 3.0, 2.0, 1.0]])
+    assert [sampler(logits).item() for _ in range(5)] == [2, 0, 1, 2, 0]
+
+
+def test_a_prompt_shorter_than_the_window_penalises_nothing_else():
+    logits = np.arange(1, V + 1, dtype=np.float32)
+    ours = changed(SamplingOptions(repetition_penalty=2.0), [3], [], logits)
+    assert np.flatnonzero(ours != logits).tolist() == [3]
+    assert (changed(SamplingOptions(repetition_penalty=2.0), [], [], logits) == logits).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(few_tokens, few_tokens, st.floats(-2, 2), st.floats(-2, 2))
+def test_presence_and_frequency_count_what_was_generated(prompt, generated, presence, frequency):
+    options = SamplingOptions(presence_penalty=presence, frequency_penalty=frequency)
+    counts = np.bincount(generated, minlength=V)
+    wanted = np.zeros(V) - presence * (counts > 0) - frequency * counts
+    ours = changed(options, prompt, generated, np.zeros(V, np.float32))
+    np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_order_is_bias_then_repetition_then_the_others():
+    options = SamplingOptions(
+        logit_bias={3: -4.0, 5: 1.0}, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
+        dry_multiplier=3.0, dry_allowed_length=1, dry_breakers=(),
+    )  # fmt: skip
+    ours = changed(options, [1, 3, 7], [3], np.full(V, 2.0, np.float32))
+    wanted = np.full(V, 2.0)
+    wanted[3] = (2.0 - 4.0) * 2 - 0.5 - 0.25  # below zero after the bias: multiplied
+    wanted[5] = 3.0
+    wanted[1] = 2.0 / 2
+    wanted[7] = 2.0 / 2 - 3.0  # it followed 3
+    np.testing.assert_allclose(ours, wanted, rtol=1e-6)
+
+
+def test_what_the_vocabulary_lacks_is_refused_before_it_is_used():
+    for options, problem in (
+        ({"logit_bias": {3: 1.0, V: 1.0}}, "logit_bias names the token 12"),
+        ({"logprobs": V + 1}, "logprobs is 13, and the model has 12 tokens"),
+    ):
+        with pytest.raises(GenerationError, match=problem):
+            SamplingOptions(**options).check_vocabulary(V)
+        with pytest.raises(GenerationError, match=problem):
+            Sampler(SamplingOptions(**options), [1], 0)(mx.zeros((1, V)))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("n", [0, 1, 4, V])
+def test_logprobs_are_the_models_whatever_changes_the_draw(dtype, n):
+    options = SamplingOptions(temperature=2.0, top_k=3, logit_bias={2: 5.0}, repetition_penalty=1.5, logprobs=n)
+    sampler = Sampler(options, [1, 2], seed=3)
+    logits = (mx.random.normal((5, 1, V), key=mx.random.key(1)) * 3).astype(dtype)
+    tokens = [sampler(row).item() for row in logits]
+    for row, token in zip(np.array(logits.astype(mx.float32))[:, 0].astype(np.float64), tokens, strict=True):
+        wanted = row - np.log(np.exp(row).sum())
+        told = sampler.take_logprobs()
+        assert told.token == token and told.logprob == pytest.approx(wanted[token], abs=1e-4)
+        assert [value for _, value in told.top] == pytest.approx(np.sort(wanted)[::-1][:n], abs=1e-4)
+        assert len({id for id, _ in told.top}) == n
+        assert all(value == pytest.approx(wanted[id], abs=1e-4) for id, value in told.top)
+    assert sampler.take_logprobs() is None
+
+
+def test_no_logprobs_without_the_option():
+    sampler = Sampler(SamplingOptions(), [1], 0)
+    sampler(mx.zeros((1, V)))
+    assert sampler.take_logprobs() is None
