@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlxlm._mlx import mx
 from mlxlm.cli.main import main
 from mlxlm.cli.sampling_options import sampling_options
-from mlxlm.generation import GenerationOptions, generate, load
+from mlxlm.generation import GenerationOptions, batch, generate, load
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def run(capsys, monkeypatch):
     def run(*arguments, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         with pytest.raises(SystemExit) as stop:
-            main(["generate", *arguments])
+            main(["generate", *map(str, arguments)])
         return stop.value.code, *capsys.readouterr()
 
     return run
@@ -87,7 +87,14 @@ def test_statistics_on_standard_error(run, folder):
         (["-p", "x", "-t", "-1", "--top-p", "0"], 1, "temperature is -1.0 (0 for greedy, or 0.001 to 100); top_p"),
         (["-p", "x", "-n", "0"], 1, "max_tokens is 0"),
         (["-p", "x " * 200], 1, "the model's context of 128 has no room for more (try: a prompt of at most 127"),
-        (["-p", "x", "--chat"], 1, "has no chat template (try: the same without --chat)"),
+        (["-p", "x", "--chat"], 1, "has no chat template (try: a prompt to continue, or --template)"),
+        (["-p", "x", "--template", "chatml"], 2, "--template needs --chat or --jsonl"),
+        (["-p", "x", "--chat", "--template", "chatml"], 1, "takes the tokens <|im_start|>, <|im_end|>"),
+        (["-p", "x", "--kv-keep", "3"], 2, "--kv-keep needs --kv-size"),
+        (["-p", "x", "--kv-bits", "3"], 1, "key bits are 3 (8, 4 or none)"),
+        (["-p", "x", "--draft", "y", "--lookup"], 2, "either --draft or --lookup"),
+        (["-p", "x", "--lookup", "--samples", "2"], 2, "--lookup needs a single text"),
+        (["-p", "x", "--logprobs", "1"], 2, "--logprobs needs --json or --jsonl"),
         (["-p", "x", "--system", "y"], 2, "--system needs --chat"),
         (["-p", "x", "-t", "warm"], 2, "not a valid float"),
     ],
@@ -97,6 +104,95 @@ def test_bad_input_is_one_line(run, folder, arguments, code, message):
     assert (status, out) == (code, "")
     assert message in err
     assert code == 2 or err.count("\n") == 1
+
+
+def test_samples_are_those_of_batch(run, folder):
+    arguments = ["-p", "The quick", "-n", "8", "-t", "1", "--seed", "5", "--samples", "3"]
+    wanted = batch(load(folder), ["The quick"], samples=3, seed=5, temperature=1, max_tokens=8)
+    code, out, err = run(folder, *arguments, "-v")
+    assert (code, out) == (0, "\n".join(result.text + "\n" for result in wanted))
+    assert "3 texts, 24 tokens in" in err
+    code, out, err = run(folder, *arguments, "--json", "--batch-size", "2")
+    values = [json.loads(line) for line in out.splitlines()]
+    assert [(v["sample"], v["text"], v["seed"]) for v in values] == [
+        (n, result.text, result.seed) for n, result in enumerate(wanted)
+    ]
+    assert len({value["text"] for value in values}) == 3 and err == ""
+
+
+def test_a_sample_is_the_text_of_its_seed(run, folder):
+    line = run(folder, "-p", "The quick", "-n", "8", "-t", "1", "--samples", "2", "--json")[1].splitlines()[1]
+    alone = run(folder, "-p", "The quick", "-n", "8", "-t", "1", "--seed", json.loads(line)["seed"], "--json")[1]
+    assert json.loads(alone)["text"] == json.loads(line)["text"]
+
+
+def test_logprobs(run, folder):
+    value = json.loads(run(folder, "-p", "The", "-n", "4", "--json", "--logprobs", "2")[1])
+    loaded = load(folder)
+    tokens = generate(loaded, "The", seed=value["seed"], max_tokens=4).tokens
+    assert [entry["token"] for entry in value["logprobs"]] == tokens
+    for entry in value["logprobs"]:
+        assert entry["text"] == loaded.tokenizer.token_bytes(entry["token"]).decode("utf-8", "replace")
+        assert [set(top) for top in entry["top"]] == [{"token", "text", "logprob"}] * 2
+        assert 0 >= entry["top"][0]["logprob"] >= max(entry["top"][1]["logprob"], entry["logprob"])
+
+
+def test_the_cache_settings_reach_the_text(run, folder):
+    arguments = ["-p", "The quick brown", "-n", "60", "-t", "0"]
+    kept = [run(folder, *arguments, "--kv-size", size)[1] for size in ("16", "64")]
+    assert kept[0] != kept[1] == run(folder, *arguments)[1]
+    assert kept[0] == run(folder, *arguments, "--kv-size", "16", "--kv-keep", "4")[1]
+    assert kept[0] != run(folder, *arguments, "--kv-size", "16", "--kv-keep", "8")[1]
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_proposals_change_no_text(run, folder, temperature):
+    arguments = ["-p", "The quick brown fox", "-n", "60", "-t", temperature, "--seed", "3"]
+    plain = run(folder, *arguments)[1]
+    for proposing in (["--lookup"], ["--draft", folder]):
+        code, out, err = run(folder, *arguments, *proposing, "-v")
+        assert (code, out) == (0, plain) and "proposed tokens accepted" in err
+        value = json.loads(run(folder, *arguments, *proposing, "--json")[1])
+        assert value["text"] + "\n" == plain
+        assert 0 <= value["speculation"]["accepted"] <= value["speculation"]["proposed"]
+
+
+def test_a_prompt_cache(run, folder, tmp_path):
+    cache = str(tmp_path / "cache.safetensors")
+
+    def text(prompt, *more):
+        code, out, _ = run(folder, "-p", prompt, "-n", "5", "-t", "0", "--json", *more)
+        value = json.loads(out)
+        return code, value["text"], value["cached_tokens"]
+
+    long = "The quick brown fox jumps over the lazy dog."
+    tokens = len(load(folder).tokenizer.encode(long))
+    fresh = text(long)
+    assert fresh[2] == 0 and text(long, "--prompt-cache", cache) == fresh
+    before = os.stat(cache)
+    assert text(long, "--prompt-cache", cache) == (0, fresh[1], tokens - 1)
+    assert os.stat(cache) == before  # nothing was read that it doesn't hold
+    other = long.replace("dog", "cat")
+    code, answer, cached = text(other, "--prompt-cache", cache)
+    assert answer == text(other)[1] and 0 < cached < tokens - 1
+    assert text(other, "--prompt-cache", cache)[2] == len(load(folder).tokenizer.encode(other)) - 1
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
+
+
+def test_no_other_file_becomes_a_prompt_cache(run, folder, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes")
+    code, out, err = run(folder, "-p", "The", "--prompt-cache", str(notes))
+    assert (code, out) == (1, "") and err.startswith("error: ") and notes.read_text() == "my notes"
+
+
+def test_a_text_that_is_not_what_was_asked_for_is_an_error(run, folder):
+    code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}")
+    assert code == 1 and out.count("\n") == 1 and err.startswith("error: ") and "(try: a larger --max-tokens)" in err
+    code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}", "--samples", "2", "--json")
+    assert code == 1 and all(json.loads(line)["complaint"] for line in out.splitlines()) and err.count("\n") == 1
+    code, out, err = run(folder, "-p", "The", "--choice", "yes", "--choice", "no")
+    assert (code, err) == (0, "") and out in ("yes\n", "no\n")
 
 
 def test_bad_bytes_and_missing_models(run, folder, tmp_path):
