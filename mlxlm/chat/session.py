@@ -258,7 +258,8 @@ class Chat:
 
         A file that is there is replaced only if this chat read or wrote it and nobody has changed it since.
         cache: also write `session_files.cache_path(path)`, so that `open` needn't read the conversation again.
-        Raises GenerationError for another file in its place, and where the disk refuses.
+        Raises GenerationError for another file in its place, and where the disk refuses; CheckpointError for a cache
+        that can't be written (of a model with caches of its own kind): the session is written by then.
         """
         self._settle()
         weights, tokenizer = session_files.fingerprints(self.loaded)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,8 +25,8 @@ from mlxlm.generation import FinishReason, GenerationOptions
 
 VERSION = 1
 _MARK = "mlxlm_chat"
-_LARGEST = 32 << 20  # bytes; a context of a million tokens has 10 MB
 _LARGEST_ID = 2**31
+_MOST_TURNS = 1 << 20  # of all branches, which share lines: a small file could have any number
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,17 @@ def _branches(header: Line, turns: Mapping[int, tuple[int, Turn]], last: int) ->
     current = header.get("branch", str, next(iter(ends), MAIN))
     if current not in ends or len(ends) > MOST_BRANCHES:
         raise header.error(f"has no branch {current!r}, or more than {MOST_BRANCHES}")
-    conversations = {}
+    conversations, room = {}, _MOST_TURNS
     for name, end in ends.items():
         check_name(name)
         place = header.inner(end, f"the branch {name}")
         line, dropped = place.get("line", int, 1), _count(place, "dropped")
         if line != 1 and line not in turns:
             raise header.error(f"has the branch {name} end at line {line}, which is no answer")
-        found = tuple(_back(turns, line))[::-1]
+        found = tuple(islice(_back(turns, line), room + 1))[::-1]
+        room -= len(found)
+        if room < 0:
+            raise header.error(f"has more than {_MOST_TURNS} turns in all its branches")
         if dropped > len(found):
             raise header.error(f"has {dropped} turns dropped of the branch {name}, which has {len(found)}")
         conversations[name] = Conversation(found, dropped)

@@ -15,6 +15,8 @@ from mlxlm.chat.session import Chat
 from mlxlm.chat.template import ChatTemplate, Message
 from mlxlm.errors import GenerationError, TokenizerError
 from mlxlm.generation import generate
+from mlxlm.generation.drafts import NgramLookup
+from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -498,6 +500,17 @@ def test_a_chat_with_another_model_goes_on_as_text(loaded, tokens):
         rotating = Chat(loaded, kv=KVOptions(size=1000))
         rotating.loaded = small(other)
     assert rotating.loaded is loaded and say(rotating, "Hello!")
+
+
+def test_speculation_changes_no_text(loaded):
+    def conversation(speculation):
+        chat = Chat(loaded, speculation=speculation, temperature=0, max_tokens=40)
+        return [say(chat, "The quick brown fox. " * 5), say(chat, "The quick brown fox?")], chat.stats.last
+
+    told, last = conversation(Speculation(NgramLookup()))
+    plain, without = conversation(None)
+    assert told == plain and last.speculation is not None and without.speculation is None
+    assert last.cached_tokens == without.cached_tokens
 
 
 def test_token_counts_are_those_of_each_message(loaded):

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,7 @@ from test_session import GREEDY, read, remade, say, small
 from mlxlm import tokenizer
 from mlxlm._mlx import mx
 from mlxlm.cache import KVOptions
+from mlxlm.chat import transcripts
 from mlxlm.chat.session import Chat
 from mlxlm.chat.session_files import cache_path
 from mlxlm.errors import GenerationError, MlxlmError
@@ -267,6 +269,20 @@ def test_what_is_no_session_says_so_in_a_line(loaded, file, content, message):
     with pytest.raises(GenerationError, match=rf"talk.jsonl: {message}") as caught:
         Chat.open(file, loaded)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 2500
+
+
+def test_a_small_file_cannot_have_any_number_of_turns(loaded, file, monkeypatch):
+    monkeypatch.setattr(transcripts, "_MOST_TURNS", 20)
+    ends = {str(n): {"line": 7} for n in range(7)}
+    write(file, {**HEADER, "branch": "0", "branches": ends}, *[USER, ANSWER] * 3)
+    with pytest.raises(GenerationError, match="line 1 has more than 20 turns in all its branches"):
+        Chat.open(file, loaded)
+
+
+def test_names_that_are_no_utf8(loaded, file):
+    chat = Chat(replace(loaded, path=Path(os.fsdecode(b"m\xff"))), **SAMPLED)
+    chat.save(file)
+    assert Chat.open(file, loaded).notes == [] and lines(file)[0]["model"] == os.fsdecode(b"m\xff")
 
 
 def test_files_that_cannot_be_read(loaded, file, tmp_path):
