@@ -1,0 +1,257 @@
+"""Contexts: any cache settings, constraints in the draw, interrupts anywhere, flat memory, caches in files."""
+
+import sys
+import tracemalloc
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.cache import KVOptions
+from mlxlm.errors import CheckpointError, GenerationError
+from mlxlm.generation import Context, GenerationOptions, TextStream, generate, stream, tokens
+from mlxlm.model import Decoder
+
+PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
+KINDS = [KVOptions(), KVOptions.of(size=16, keep=2), KVOptions.of(size=1000)]
+
+
+def greedy(logits):
+    return mx.argmax(logits, axis=-1)
+
+
+def naive(model, prompt, n):
+    """Greedy tokens, each from a forward pass over everything before it."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(model(mx.array([ids]))[0, -1].argmax().item())
+    return ids[len(prompt) :]
+
+
+def agrees(context):
+    """Whether every layer has read what the context says."""
+    return {cache.offset for cache in context.caches} <= {len(context.ids)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(KINDS),
+    st.lists(st.integers(1, 299), min_size=1, max_size=50),
+    st.integers(1, 40),
+    st.integers(1, 20),
+)
+def test_any_cache_any_chunk_gives_the_same_tokens(loaded, kv, prompt, chunk, count):
+    wanted = list(tokens(Context(loaded.model, kv), prompt, greedy, count, prefill_chunk=1))
+    context = Context(loaded.model, kv)
+    assert list(tokens(context, prompt, greedy, count, prefill_chunk=chunk)) == wanted
+    assert agrees(context)
+    if kv.size is None or kv.size > 100:
+        assert wanted == naive(loaded.model, prompt, count)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data(), st.sampled_from(KINDS))
+def test_a_context_departed_from_gives_the_tokens_of_a_fresh_one(loaded, data, kv):
+    context, text = Context(loaded.model, kv), []
+    for _ in range(4):
+        kept = data.draw(st.integers(0, len(text)))
+        text = text[:kept] + data.draw(st.lists(st.integers(1, 299), min_size=1, max_size=12))
+        ids = tokens(context, text, greedy, 9)
+        taken = list(islice(ids, data.draw(st.integers(1, 9))))
+        ids.close()
+        assert agrees(context)
+        assert taken == list(islice(tokens(Context(loaded.model, kv), text, greedy, 9), len(taken)))
+        text = text + taken
+
+
+def test_quantized_caches_bound_the_bytes_and_change_little(loaded):
+    config = loaded.config.with_changes(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+    model = Decoder(config)
+    model.initialize(1)
+    sizes, texts = {}, {}
+    for bits in (None, 8, 4):
+        context = Context(model, KVOptions.of(bits=bits))
+        texts[bits] = list(tokens(context, PROMPT * 5, greedy, 10))
+        sizes[bits] = sum(cache.nbytes for cache in context.caches)
+    assert sizes[8] < 0.35 * sizes[None] and sizes[4] < 0.65 * sizes[8]
+    assert texts[8] == texts[None]
+
+
+class Blocking:
+    """A sampler that must know every token before it draws the next one: never the same twice."""
+
+    blocks = True
+
+    def __init__(self):
+        self.seen, self.drawn = [], 0
+
+    def observe(self, token):
+        self.seen.append(token)
+
+    def __call__(self, logits):
+        assert len(self.seen) == self.drawn  # every token so far was observed
+        self.drawn += 1
+        banned = mx.zeros(logits.shape[-1], mx.bool_)
+        for token in self.seen:
+            banned = banned | (mx.arange(logits.shape[-1]) == token)
+        return mx.argmax(mx.where(banned, -mx.inf, logits), axis=-1)
+
+
+def test_a_sampler_that_blocks_observes_a_token_before_the_next_draw(loaded):
+    calls = []
+
+    class Counting:
+        layers = loaded.model.layers
+
+        def __call__(self, ids, cache=None):
+            calls.append(ids.shape[1])
+            return loaded.model(ids, cache=cache)
+
+    sampler, context = Blocking(), Context(Counting())
+    ids = tokens(context, PROMPT, sampler, 12)
+    taken = [next(ids), next(ids)]
+    # The pass over the token is on its way all the same; its draw isn't.
+    assert calls == [len(PROMPT) - 1, 1, 1, 1] and sampler.drawn == 2
+    taken += list(ids)
+    assert sampler.seen == taken and len(set(taken)) == 12
+    assert context.ids == PROMPT + taken[:-1] and agrees(context)
+
+
+def interrupted_at(count, run):
+    """Run with a KeyboardInterrupt before the count-th line of this package's code; whether it struck."""
+    left = count
+
+    def trace(frame, event, arg):
+        nonlocal left
+        name = frame.f_code.co_filename
+        if "/mlxlm/generation/" not in name and "/mlxlm/cache/" not in name:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=16, keep=2)])
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(1, 2500))
+def test_an_interrupt_at_any_line_leaves_a_context_that_agrees(loaded, kv, count):
+    context = Context(loaded.model, kv)
+    list(tokens(context, PROMPT, greedy, 3))
+    other = PROMPT[:7] + [50, 51, 52, 53]
+
+    def run():
+        list(tokens(context, other, greedy, 12, prefill_chunk=2))
+
+    interrupted_at(count, run)
+    assert context.ids == [] or agrees(context)
+    wanted = list(tokens(Context(loaded.model, kv), other, greedy, 6))
+    assert list(tokens(context, other, greedy, 6)) == wanted and agrees(context)
+
+
+def test_memory_is_flat_with_a_rotating_cache(loaded):
+    text = stream(loaded, PROMPT, kv=KVOptions.of(size=64), max_tokens=None, temperature=0)
+    tracemalloc.start()
+    try:
+        for _ in islice(text, 400):
+            pass
+        device, python = mx.get_active_memory(), tracemalloc.get_traced_memory()[0]
+        for _ in islice(text, 600):
+            pass
+        growth = tracemalloc.get_traced_memory()[0] - python
+        assert mx.get_active_memory() <= device + 4096
+        assert growth < 600 * 200  # ids and text; a step whose graph is held takes thousands
+    finally:
+        tracemalloc.stop()
+    assert len(text.result.tokens) == 1000 and text.result.finish_reason is None
+
+
+def test_a_rotating_cache_has_no_end_but_max_tokens(loaded):
+    result = generate(loaded, [1] * 200, kv=KVOptions.of(size=32), max_tokens=20, temperature=0)
+    assert (len(result.tokens), result.finish_reason, result.prompt_tokens) == (20, "length", 200)
+
+
+def test_learned_positions_end_with_the_context_though_a_cache_rotates(loaded):
+    config = loaded.config.with_changes(positions="learned", max_position_embeddings=40)
+    model = Decoder(config)
+    model.initialize(2)
+    learned = replace(loaded, model=model, config=config)
+    result = generate(learned, [1] * 30, kv=KVOptions.of(size=20, keep=0), max_tokens=None, temperature=0)
+    assert (len(result.tokens), result.finish_reason) == (10, "context")
+
+
+def test_a_rotating_cache_larger_than_the_context_is_refused(loaded):
+    with pytest.raises(GenerationError, match=r"129 tokens is more than the model's context of 128.*try: .*128"):
+        stream(loaded, "x", kv=KVOptions.of(size=129))
+
+
+def test_a_context_has_its_own_cache_settings(loaded):
+    context = Context(loaded.model, KVOptions.of(size=32))
+    with pytest.raises(GenerationError, match="its own cache settings"):
+        TextStream(loaded, PROMPT, GenerationOptions(), context=context, kv=KVOptions.of(size=16))
+    stream(loaded, PROMPT, context=context, kv=KVOptions.of(size=32))
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_a_context_goes_on_from_a_file(loaded, tmp_path, kv):
+    context = Context(loaded.model, kv)
+    said = list(tokens(context, PROMPT, greedy, 30))
+    path = tmp_path / "prompt.safetensors"
+    context.save(path, loaded)
+    longer = [*PROMPT, *said, 50, 51]
+    wanted = list(tokens(context, longer, greedy, 9))
+
+    read = []
+
+    class Counting:
+        layers, config, parameters = loaded.model.layers, loaded.config, loaded.model.parameters
+
+        def __call__(self, ids, cache=None):
+            read.append(ids.shape[1])
+            return loaded.model(ids, cache=cache)
+
+    again = Context(loaded.model, kv)
+    assert again.load(path, loaded) == len(PROMPT) + 29
+    again.model = Counting()
+    assert list(tokens(again, longer, greedy, 9)) == wanted
+    assert sum(read) == 1 + 2 + 8  # the last token said, the new ones, and what is generated
+
+
+def test_a_file_of_something_else_is_refused_and_changes_nothing(loaded, tmp_path):
+    context = Context(loaded.model)
+    list(tokens(context, PROMPT, greedy, 3))
+    path = tmp_path / "cache.safetensors"
+    context.save(path, loaded)
+    other = Decoder(loaded.config)
+    other.initialize(9)
+    with pytest.raises(CheckpointError, match="another model"):
+        Context(other).load(path, replace(loaded, model=other))
+    from mlxlm.tokenizer import train
+
+    fewer = replace(loaded, tokenizer=train(["one two three four five six seven"], 265))
+    held = Context(loaded.model)
+    list(tokens(held, PROMPT[:3], greedy, 2))
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        held.load(path, fewer)
+    assert len(held) == 4 and agrees(held)
+    rotating = Context(loaded.model, KVOptions.of(size=16))
+    with pytest.raises(CheckpointError, match="to hold all tokens, not 16 tokens of which the first 4 stay"):
+        rotating.load(path, loaded)
+    with pytest.raises(CheckpointError, match="exists"):
+        context.save(path, loaded)
+    context.save(path, loaded, replace=True)
+    with pytest.raises(CheckpointError, match="no tokens"):
+        Context(loaded.model).save(tmp_path / "empty.safetensors", loaded)
