@@ -149,6 +149,7 @@ def replaced_file(path: Path, kind: type[MlxlmError] = CheckpointError) -> Itera
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with os_errors_as(kind, "write", path):
+        _remove_abandoned(path)
         try:
             with partial.open("wb") as file:
                 yield file

@@ -44,7 +44,7 @@ class Tally:
         failed = f", {self.failed} of them failed" if self.failed else ""
         skipped = f", {self.skipped} were done before" if self.skipped else ""
         return (
-            f"{self.results} results{failed}{skipped}; {self.tokens} tokens in {human_seconds(self.seconds)}, "
+            f"{self.results} {'result' if self.results == 1 else 'results'}{failed}{skipped}; {self.tokens} tokens in {human_seconds(self.seconds)}, "
             f"{self.tokens / self.seconds:.1f} tokens/s; peak {human_bytes(self.peak_memory)}"
         )
 

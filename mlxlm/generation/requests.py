@@ -40,19 +40,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Task:
-    """The request on line `line`: `samples` texts, of which those numbered in `todo` are wanted."""
+    """The request on line `line`: `samples` texts, of which those numbered in `todo` are wanted.
+
+    has_own_seed: it is drawn with the seed of its options, not with one derived from it.
+    """
 
     id: Id
     line: int
     samples: int
     todo: list[int]
-    seed: Callable[[int], int]
     request: Request
+    has_own_seed: bool
 
     def rows(self) -> Iterator[Row]:
+        options = self.request.options
         for sample in self.todo:
-            options = replace(self.request.options, seed=self.seed(sample))
-            yield Row(self.id, self.line, sample, self.samples, replace(self.request, options=options))
+            seed = options.seed if self.has_own_seed else derived_seed(options.seed, str(self.id), sample)
+            request = replace(self.request, options=replace(options, seed=seed))
+            yield Row(self.id, self.line, sample, self.samples, request)
 
 
 class BadRequest(GenerationError):
@@ -111,12 +116,8 @@ class RequestReader:
             prompt, end_ids = self._encode(value) if todo else ([], None)
         except MlxlmError as error:
             raise BadRequest(number, request_id, error.message, error.hint) from error
-        is_own = value.get("seed") is not None and samples == 1
-
-        def seed(sample: int) -> int:
-            return options.seed if is_own else derived_seed(options.seed, str(request_id), sample)
-
-        return Task(request_id, number, samples, todo, seed, Request(prompt, options, end_ids))
+        has_own_seed = value.get("seed") is not None and samples == 1
+        return Task(request_id, number, samples, todo, Request(prompt, options, end_ids), has_own_seed)
 
     def _remember(self, request_id: Id, number: int) -> None:
         first = self._line_of.setdefault(str(request_id), number)

@@ -148,7 +148,7 @@ def test_resuming_redoes_what_failed_and_what_is_missing(run, requests, tmp_path
     del BAD["temprature"]
     code, _, err = run("--jsonl", requests(*SEVERAL, BAD), "--resume", out, "-v")
     BAD["temprature"] = 1
-    assert code == 0 and "1 results, 7 were done before" in err
+    assert code == 0 and "1 result, 7 were done before" in err
     assert out.read_bytes().startswith(b"".join(line + b"\n" for line in first.splitlines() if b"error" not in line))
     assert sorted(value["id"] for value in parsed(out.read_bytes())) == ["bad", *(f"r{n}" for n in range(7))]
     assert run("--jsonl", requests(*SEVERAL, BAD | {"id": "r0"}), "--resume", out)[0] == 1
