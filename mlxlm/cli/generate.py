@@ -62,7 +62,8 @@ def generate(
     """Continue a prompt with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
     The text goes to standard output as it is generated. Without --prompt it continues what is piped in,
-    less one line end at its end. With --jsonl many requests are served at once, each result one line of JSON.
+    less one line end at its end. With --jsonl many requests are served at once, each result one line of JSON,
+    and the seed is 0 if none is given.
     """
     several = jsonl is not None or samples > 1
     if jsonl is not None and (prompt is not None or as_json):

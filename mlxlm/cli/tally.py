@@ -41,10 +41,11 @@ class Tally:
     def summary(self) -> str:
         from mlxlm.cli.render import human_bytes, human_seconds
 
+        results = "1 result" if self.results == 1 else f"{self.results} results"
         failed = f", {self.failed} of them failed" if self.failed else ""
         skipped = f", {self.skipped} were done before" if self.skipped else ""
         return (
-            f"{self.results} {'result' if self.results == 1 else 'results'}{failed}{skipped}; {self.tokens} tokens in {human_seconds(self.seconds)}, "
+            f"{results}{failed}{skipped}; {self.tokens} tokens in {human_seconds(self.seconds)}, "
             f"{self.tokens / self.seconds:.1f} tokens/s; peak {human_bytes(self.peak_memory)}"
         )
 
