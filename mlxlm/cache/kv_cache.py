@@ -98,7 +98,8 @@ class KVCache:
         """Bytes held, the room to grow included."""
         if self._keys is None:
             return 0
-        return self._keys.nbytes + self._values.nbytes + sum(sink.nbytes for sink in self._sinks if sink)
+        kept = sum(x.nbytes for sink in self._sinks if sink for x in sink.arrays)
+        return self._keys.nbytes + self._values.nbytes + kept
 
     def size(self) -> int:
         """Tokens held, of the row that has most."""
@@ -114,11 +115,10 @@ class KVCache:
 
         A quantized side is given as `Quantized`. Raises GenerationError for more positions than `room`.
         """
-        begin = self._end
-        end = begin + keys.shape[2]
-        if end > self._bound or self._pads is not None:
+        rows, _, count, _ = keys.shape
+        if self._end + count > self._bound or self._pads is not None or rows != len(self._starts):
             self._make_room(keys, values)
-            begin, end = self._end, self._end + keys.shape[2]
+        begin, end = self._end, self._end + count
         self._keys.write(begin, end, keys)
         self._values.write(begin, end, values)
         self._end = end
@@ -204,12 +204,14 @@ class KVCache:
         rule, start = self.rotation, self._starts[row]
         if rule.keep and self._sinks[row] is None:
             kept = start, start + rule.keep
-            self._sinks[row] = Sink(self._keys.part(row, *kept).plain(), self._values.part(row, *kept))
+            self._sinks[row] = Sink(self._keys.part(row, *kept), self._values.part(row, *kept))
         self._starts[row] += rule.step
         self._dropped[row] += rule.step
         if (sink := self._sinks[row]) is not None:
-            keys = sink.keys if rule.moved is None else rule.moved(sink.keys, self._dropped[row], self)
-            self._keys.write_row(row, self._starts[row], self._keys.encoded(keys))
+            keys = sink.keys.arrays
+            if rule.moved is not None:
+                keys = self._keys.encoded(rule.moved(sink.keys.plain(), self._dropped[row], self))
+            self._keys.write_row(row, self._starts[row], keys)
             self._values.write_row(row, self._starts[row], sink.values.arrays)
 
     def _move(self, count: int) -> None:
@@ -317,7 +319,7 @@ class KVCache:
             raise ValueError(f"{len(self._starts)} texts, one can be saved")
         sides = {"keys": self._held("_keys", self._keys), "values": self._held("_values", self._values)}
         if sink := self._sinks[0]:
-            sides |= {"kept_keys": Store([sink.keys], None, None), "kept_values": sink.values}
+            sides |= {"kept_keys": sink.keys, "kept_values": sink.values}
         arrays = {f"{name}.{i}": x for name, side in sides.items() for i, x in enumerate(side.arrays)}
         return arrays, self._dropped[0]
 
@@ -326,20 +328,19 @@ class KVCache:
 
         Raises ValueError, and changes nothing, for arrays that such a cache can't have.
         """
-        bits = {"keys": self.key_bits, "values": self.value_bits, "kept_keys": None, "kept_values": self.value_bits}
+        bits = {"keys": self.key_bits, "values": self.value_bits}
         sink = bool(dropped and self.rotation and self.rotation.keep)
-        names = {
-            side: [f"{side}.{i}" for i in range(1 if bits[side] is None else 3)]
-            for side in ("keys", "values", "kept_keys", "kept_values")[: 4 if sink else 2]
-        }
-        if set(arrays) != {name for side in names.values() for name in side}:
-            raise ValueError(f"arrays {sorted(arrays)}, wanted {sorted(sum(names.values(), []))}")
+        if sink:
+            bits |= {"kept_keys": self.key_bits, "kept_values": self.value_bits}
+        names = {side: [f"{side}.{i}" for i in range(1 if b is None else 3)] for side, b in bits.items()}
+        if wrong := set(arrays) ^ {name for side in names.values() for name in side}:
+            raise ValueError(f"unknown or missing: {', '.join(sorted(wrong))}")
         sides = {side: Store.of([arrays[name] for name in found], bits[side]) for side, found in names.items()}
         self._check_saved(sides, dropped)
         self.state = (*sides["keys"].arrays, *sides["values"].arrays)
         self._dropped = [dropped]
         if sink:
-            self._sinks = [Sink(sides["kept_keys"].arrays[0], sides["kept_values"])]
+            self._sinks = [Sink(sides["kept_keys"], sides["kept_values"])]
 
     def _check_saved(self, sides: Mapping[str, Store], dropped: int) -> None:
         bound, held = self.rotation or self.window, sides["keys"].capacity
@@ -364,7 +365,7 @@ class KVCache:
         if self._keys is None:
             return ()
         filled = [*self._held("_keys", self._keys).arrays, *self._held("_values", self._values).arrays]
-        return (*filled, *(x for sink in self._sinks if sink for x in (sink.keys, *sink.values.arrays)))
+        return (*filled, *(x for sink in self._sinks if sink for x in sink.arrays))
 
     @state.setter
     def state(self, value: tuple[mx.array, ...]) -> None:

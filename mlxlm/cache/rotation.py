@@ -86,9 +86,9 @@ class Window:
 class Sink:
     """The kept tokens of a row as they were before it dropped any: turned from here each time, no error adds up."""
 
-    keys: mx.array  # [1, H, keep, D]
-    values: Store  # encoded
+    keys: Store  # 1 row, `keep` positions
+    values: Store
 
     @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+    def arrays(self) -> list[mx.array]:
+        return [*self.keys.arrays, *self.values.arrays]

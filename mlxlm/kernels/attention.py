@@ -43,7 +43,7 @@ def attention(
     if isinstance(keys, Quantized) or isinstance(values, Quantized):
         form = _form(keys, values)
         # On the CPU backend a quantized product takes as long for each row as dequantizing takes for all of a key head.
-        shared = ON_CPU and queries.size // queries.shape[-1] > keys.shape[0] * keys.shape[1]
+        shared = ON_CPU and queries.shape[1] * queries.shape[2] > keys.shape[1]
         if decoding and not training and not shared:
             return _run(QUANTIZED, queries, *_arrays(keys, values), shape, scale, options, form)
         keys, values = (x.dequantized() if isinstance(x, Quantized) else x for x in (keys, values))

@@ -1,0 +1,297 @@
+"""Caches of every kind against lists of tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import ON_CPU, mx
+from mlxlm.cache import KVCache, KVOptions
+from mlxlm.cache.rotation import Rotation, Window
+from mlxlm.errors import GenerationError
+from mlxlm.kernels import Quantized
+
+H, D = 2, 32
+KINDS = {
+    "full": {},
+    "rotating": {"rotation": Rotation(13, 3)},
+    "rotating without sinks": {"rotation": Rotation(40, 0)},
+    "windowed": {"window": Window(5, slack=4)},
+    "quantized": {"key_bits": 8, "value_bits": 4},
+    "keys quantized": {"key_bits": 4},
+    "rotating, quantized": {"rotation": Rotation(30, 4), "key_bits": 4, "value_bits": 8},
+    "windowed, quantized": {"window": Window(70, slack=8), "value_bits": 8},
+}
+
+
+class Text:
+    """What one row must hold: its tokens in order, by the stated rules."""
+
+    def __init__(self):
+        self.tokens: list[int] = []  # held
+        self.read = 0
+
+    def copy(self):
+        other = Text()
+        other.tokens, other.read = list(self.tokens), self.read
+        return other
+
+    @property
+    def lost(self):
+        return self.read - len(self.tokens)
+
+
+def vectors(tokens, bits, sign):
+    """Keys or values `[H, n, D]` of tokens, as the cache holds them."""
+    n = len(tokens)
+    whole = np.stack([np.random.default_rng(t).normal(size=(H, D)) for t in tokens]) if n else np.zeros((0, H, D))
+    x = sign * mx.array(whole.astype(np.float32).swapaxes(0, 1)[None])
+    if bits is not None and n:
+        form = {"group_size": 32, "bits": bits}
+        x = mx.dequantize(*mx.quantize(x, **form), **form)
+    return np.array(x[0])
+
+
+class Pair:
+    """A cache and what it must hold, moved together."""
+
+    def __init__(self, kind, texts=None, cache=None):
+        self.kind, self.texts = kind, texts or [Text()]
+        self.cache = cache or KVCache(**KINDS[kind])
+        self.rotation, self.window = self.cache.rotation, self.cache.window
+        self.counter = 0
+
+    def add(self, count, pads=None):
+        if self.rotation is not None:
+            assert self.cache.room == min(self.rotation.room(len(text.tokens)) for text in self.texts)
+            count = min(count, self.cache.room)
+        pads = [0] * len(self.texts) if pads is None else [min(pad, count) for pad in pads]
+        pads = [0 if text.read else pad for text, pad in zip(self.texts, pads, strict=True)]
+        before = [text.read for text in self.texts]
+        if any(pads):
+            self.cache.pad_next(pads)
+            assert self.cache.offsets == [n - pad for n, pad in zip(before, pads, strict=True)]
+        added = []
+        for text, pad in zip(self.texts, pads, strict=True):
+            new = [int(t) for t in np.random.default_rng(self.counter).integers(1, 1 << 30, count - pad)]
+            self.counter += 1
+            rule = self.rotation
+            if rule is not None and len(text.tokens) + len(new) > rule.size:
+                del text.tokens[rule.keep : rule.keep + rule.step]
+            text.tokens += new
+            text.read += len(new)
+            added.append([0] * pad + new)
+        raw = [np.stack([vectors(row, None, sign) for row in added]) for sign in (1, -1)]
+        sides = self.cache.update_and_fetch(*(mx.array(x) for x in raw))
+        self.check(sides, count)
+
+    def check(self, sides, count):
+        first = [0] * len(self.texts) if self.cache.first is None else self.cache.first.tolist()
+        bits = self.cache.key_bits, self.cache.value_bits
+        for side, sign, b in zip(sides, (1, -1), bits, strict=True):
+            assert isinstance(side, Quantized) == (b is not None)
+            held = np.array(side.dequantized() if b is not None else side)
+            assert held.shape[2] >= count
+            for row, text in enumerate(self.texts):
+                wanted = text.tokens
+                if self.window is not None:
+                    wanted = wanted[-(self.window.size - 1 + count) :]
+                np.testing.assert_array_equal(held[row, :, first[row] :], vectors(wanted, b, sign))
+        self.check_counts()
+
+    def check_counts(self):
+        reads = [text.read for text in self.texts]
+        assert self.cache.offsets == reads
+        offset = self.cache.offset
+        assert offset == reads[0] if len(reads) == 1 else offset.tolist() == reads
+        assert self.cache.rows == len(reads)
+        if self.rotation is not None:
+            assert self.cache.size() == max(len(text.tokens) for text in self.texts) <= self.rotation.size
+
+    def trim(self, n):
+        most = min(len(text.tokens) if self.window is None else text.read for text in self.texts)
+        if self.cache.can_trim(n):
+            done = self.cache.trim(n)
+            assert done == min(n, most)
+            for text in self.texts:
+                text.read -= done
+                del text.tokens[len(text.tokens) - done :]
+            return
+        assert not self.cache.is_trimmable()
+        if self.rotation is not None:  # exactly where the tokens before the trimmed ones are gone
+            left = self.rotation.size - self.rotation.step
+            assert any(text.lost and len(text.tokens) - n < left for text in self.texts)
+        with pytest.raises(GenerationError, match="can't be taken"):
+            self.cache.trim(n)
+        self.check_counts()
+
+
+moves = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 30)),
+    st.tuples(st.just("one by one"), st.integers(1, 12)),
+    st.tuples(st.just("pad"), st.lists(st.integers(0, 9), min_size=8, max_size=8), st.integers(1, 12)),
+    st.tuples(st.just("trim"), st.integers(0, 9)),
+    st.tuples(st.just("select"), st.lists(st.integers(0, 7), min_size=1, max_size=4)),
+    st.tuples(st.just("merge"), st.integers(0, 20)),
+    st.tuples(st.just("fork"), st.integers(1, 5)),
+    st.tuples(st.just("state")),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), todo=st.lists(moves, min_size=1, max_size=10))
+def test_any_moves_leave_what_lists_of_tokens_would_have(kind, data, todo):
+    pair = Pair(kind)
+    pair.counter = data.draw(st.integers(0, 1 << 20))
+    for move, *args in todo:
+        if move == "add":
+            pair.add(args[0])
+        elif move == "one by one":
+            for _ in range(args[0]):
+                pair.add(1)
+        elif move == "pad":
+            pair.add(args[1], args[0][: len(pair.texts)])
+        elif move == "trim":
+            pair.trim(args[0])
+        elif move == "select" and not pair.cache.empty():
+            rows = [row % len(pair.texts) for row in args[0]]
+            pair.cache.select(rows)
+            pair.texts = [pair.texts[row].copy() for row in rows]
+            pair.check_counts()
+        elif move == "merge" and len(pair.texts) < 4:
+            other = Pair(kind)
+            other.counter = pair.counter + 1000
+            for _ in range(args[0]):
+                other.add(1)
+            merged = KVCache.merge([pair.cache, other.cache])
+            pair.cache, pair.texts = merged, pair.texts + other.texts
+            pair.check_counts()
+        elif move == "fork":  # whatever is written to a copy, this one stays as it is
+            other = Pair(kind, [text.copy() for text in pair.texts], pair.cache.copy())
+            other.counter = pair.counter + 77
+            for _ in range(args[0]):
+                other.add(2)
+        elif move == "state":
+            mx.eval(pair.cache.state)
+            assert pair.cache.nbytes >= sum(x.nbytes for x in pair.cache.state)
+
+
+@pytest.mark.parametrize("kind", ["rotating", "rotating, quantized", "windowed", "windowed, quantized"])
+def test_memory_stays_the_same_however_long_a_text_is(kind):
+    cache = KVCache(**KINDS[kind])
+    bound = cache.rotation.size + cache.rotation.spare if cache.rotation else cache.window.held + cache.window.spare
+    token = mx.ones((1, H, 1, D))
+    held = set()
+    for n in range(1000):
+        cache.update_and_fetch(token, token)
+        mx.eval(cache.state)
+        if n > 2 * bound:
+            held.add(cache.nbytes)
+    assert cache.offset == 1000
+    assert max(held) <= 2 * 4 * H * D * (bound + 4) and max(held) < 1.3 * min(held)
+
+
+def test_a_row_that_has_dropped_nothing_holds_all():
+    cache = KVCache(rotation=Rotation(20, 2))
+    x = mx.ones((1, H, 20, D))
+    cache.update_and_fetch(x, x)
+    assert cache.size() == 20 and cache.is_trimmable() and cache.can_trim(20)
+    cache.update_and_fetch(x[:, :, :1], x[:, :, :1])
+    assert cache.size() == 20 - cache.rotation.step + 1
+    assert cache.can_trim(1) and not cache.can_trim(2)
+
+
+def test_more_tokens_than_room_are_refused_and_change_nothing():
+    cache = KVCache(rotation=Rotation(20, 2))
+    x = mx.ones((1, H, 21, D))
+    with pytest.raises(GenerationError, match="21 tokens at once, .* 0 of 20 has room for 20"):
+        cache.update_and_fetch(x, x)
+    cache.update_and_fetch(x[:, :, :15], x[:, :, :15])
+    with pytest.raises(GenerationError, match="has room for 5"):
+        cache.update_and_fetch(x[:, :, :6], x[:, :, :6])
+    assert cache.offset == 15 and cache.room == 5
+
+
+@pytest.mark.skipif(not ON_CPU, reason="addresses of arrays are seen on a CPU")
+@pytest.mark.parametrize("kind", ["full", "quantized", "rotating without sinks", "windowed, quantized"])
+def test_a_decoded_token_writes_in_place(kind):
+    cache = KVCache(**KINDS[kind])
+    token = mx.ones((1, H, 1, D))
+
+    def addresses():
+        return [np.array(x, copy=False).__array_interface__["data"][0] for x in cache._keys.arrays]
+
+    moved = 0
+    for n in range(200):
+        keys, values = cache.update_and_fetch(token, token)
+        held = keys.arrays if isinstance(keys, Quantized) else [keys]
+        mx.async_eval([x + 1 for x in held])  # attention reads them while the next token is on its way
+        mx.eval(cache.state)
+        now = addresses()
+        moved += n > 0 and now != before
+        before = now
+    assert moved <= 200 / min(cache.rotation.step if cache.rotation else 64, 64) + 1
+
+
+def test_padding_before_tokens_is_refused_elsewhere():
+    cache = KVCache()
+    x = mx.ones((2, H, 4, D))
+    cache.update_and_fetch(x, x)
+    with pytest.raises(ValueError, match="row 1 has 4 tokens"):
+        cache.pad_next([0, 1])
+    with pytest.raises(ValueError, match="3 numbers of padding for 2 rows"):
+        cache.pad_next([0, 0, 0])
+    with pytest.raises(ValueError, match="for 2 rows"):
+        cache.update_and_fetch(x[:1], x[:1])
+
+
+def test_heads_that_no_group_divides():
+    cache = KVCache(key_bits=8)
+    with pytest.raises(GenerationError, match="head dim 24 can't be quantized.*multiple of 32.*no bits"):
+        cache.update_and_fetch(mx.ones((1, 1, 1, 24)), mx.ones((1, 1, 1, 24)))
+
+
+def test_groups_are_of_64_where_they_can_be():
+    for dim, group in ((128, 64), (96, 32), (32, 32)):
+        cache = KVCache(key_bits=8)
+        keys, _ = cache.update_and_fetch(mx.ones((1, 1, 1, dim)), mx.ones((1, 1, 1, dim)))
+        assert keys.group_size == group and keys.shape == (1, 1, 1, dim)
+
+
+def test_bytes_of_a_quantized_cache():
+    full, small = KVCache(), KVCache(key_bits=8, value_bits=4)
+    x = mx.ones((1, 2, 256, 64))
+    for cache in (full, small):
+        cache.update_and_fetch(x, x)
+    assert full.nbytes == 2 * 2 * 256 * 64 * 4
+    assert small.nbytes == 2 * 256 * (64 + 32 + 2 * 2 * 4)  # codes, and for 64 of them a scale and a bias
+
+
+@pytest.mark.parametrize(
+    "given_, wanted",
+    [
+        ({}, KVOptions()),
+        ({"size": 100}, KVOptions(100, 4)),
+        ({"size": 100, "keep": 0, "bits": 8}, KVOptions(100, 0, 8, 8)),
+        ({"bits": (8, 4)}, KVOptions(None, 4, 8, 4)),
+        ({"bits": "8, 4"}, KVOptions(None, 4, 8, 4)),
+        ({"bits": "4"}, KVOptions(None, 4, 4, 4)),
+        ({"bits": "none,4"}, KVOptions(None, 4, None, 4)),
+        ({"bits": "none"}, KVOptions()),
+        ({"bits": (None, 8)}, KVOptions(None, 4, None, 8)),
+    ],
+)
+def test_options_of_what_a_person_gives(given_, wanted):
+    assert KVOptions.of(**given_) == wanted
+
+
+def test_every_option_that_cannot_work_is_named():
+    with pytest.raises(GenerationError) as error:
+        KVOptions(size=3, keep=4, key_bits=3, value_bits=True)
+    assert all(part in str(error.value) for part in ("size is 3 (a whole number from 6", "key bits are 3", "value bits"))
+    with pytest.raises(GenerationError, match="keep is -1"):
+        KVOptions(keep=-1)
+    for bits in ("8,4,4", "", "8,", "eight", 7, (8,), 8.0 + 0.5):
+        with pytest.raises(GenerationError):
+            KVOptions.of(bits=bits)
