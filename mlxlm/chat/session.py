@@ -246,11 +246,11 @@ class Chat:
     def drop_oldest(self, for_message: str = "") -> int:
         """Make room for a message as the policy "drop" does, now; return how many messages the model no longer sees.
 
-        They stay in `messages` and in a session file.
+        They stay in `messages` and in a session file. Raises ContextFull for a message too long by itself.
         """
         self._settle()
         before = self.dropped
-        self._drop(self._branches.current, for_message)
+        self._forget_dropped(self._shorter(self._branches.current, for_message))
         return self.dropped - before
 
     def save(self, path: Path | str, *, cache: bool = False) -> None:
@@ -320,13 +320,23 @@ class Chat:
     def _prompt(self, conversation: Conversation, question: str) -> list[int]:
         return self._reader.prompt([*self._messages(conversation.seen), Message("user", question)])
 
-    def _drop(self, conversation: Conversation, question: str) -> Conversation:
-        """`conversation`, shortened; the current one loses the same turns."""
+    def _shorter(self, conversation: Conversation, question: str) -> Conversation:
+        """`conversation` without its oldest turns. Raises ContextFull if a question doesn't fit by itself."""
         if self._reader.rotates:
             return conversation
         shorter = shortened(conversation, lambda c: len(self._prompt(c, question)), self._reader.limit)
-        self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
+        self._check_fit(shorter, self._prompt(shorter, question))
         return shorter
+
+    def _check_fit(self, conversation: Conversation, prompt: list[int]) -> None:
+        if len(prompt) >= self._reader.limit:
+            raise ContextFull(
+                f"the conversation would have {len(prompt)} tokens, and the model's context has {self._reader.limit}",
+                "fewer turns (undo, reset, or drop the oldest)" if conversation.seen else "a shorter message",
+            )
+
+    def _forget_dropped(self, shorter: Conversation) -> None:
+        self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
 
     def _ask(
         self, conversation: Conversation, question: str, on_prefill: Callable[[int], None] | None
@@ -335,13 +345,10 @@ class Chat:
             raise GenerationError("the message is empty", "some text")
         prompt, limit = self._prompt(conversation, question), self._reader.limit
         if self._overflow == "drop" and limit - len(prompt) < room_for_answer(limit, self._options.max_tokens):
-            conversation = self._drop(conversation, question)
+            conversation = self._shorter(conversation, question)
             prompt = self._prompt(conversation, question)
-        if len(prompt) >= limit:
-            raise ContextFull(
-                f"the conversation would have {len(prompt)} tokens, and the model's context has {limit}",
-                "fewer turns (undo, reset, or drop the oldest)" if conversation.seen else "a shorter message",
-            )
+            self._forget_dropped(conversation)
+        self._check_fit(conversation, prompt)
         self.prompt_tokens = len(prompt)
         options = replace(self._options, seed=(self.seed + self._drawn) % 2**64)
         answer = self._reader.answer(prompt, options, self.speculation, on_prefill)

@@ -282,9 +282,11 @@ def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(loaded):
     assert chat.drop_oldest("x" * 90) > 0
     say(chat, "x" * 90)
     assert chat.stats.last.cached_tokens >= len(system)
-    chat.overflow = "drop"
-    with pytest.raises(ContextFull, match="a shorter message"):
-        chat.ask("x" * 200)
+    chat.overflow, before = "drop", chat.dropped
+    for act in (chat.ask, chat.drop_oldest):
+        with pytest.raises(ContextFull, match="a shorter message"):
+            act("x" * 200)
+    assert chat.dropped == before < 42  # nothing went in vain
 
 
 def test_turns_that_were_dropped_come_back_once_no_other_is_left(loaded):
