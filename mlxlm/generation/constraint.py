@@ -29,7 +29,7 @@ _WHITESPACE = r"[ ]?|\n([ ]{0,32}|\t{0,16})"
 _HINTS = {
     "json_schema": "a schema without it",
     "regex": "a regular expression without it; it is matched as a whole, so that ^ and $ aren't needed",
-    "choice": "texts that can be written in UTF-8",
+    "choice": "fewer or shorter texts",
 }
 
 
@@ -67,10 +67,11 @@ class Grammar:
             start = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
             if not start.is_error():
                 start.compute_bitmask()  # builds what is built lazily: here is the time to fail
-        if start.is_error():
-            raise GenerationError(f"{name}: {_reason(start.get_error())}", _HINTS[name])
-        if start.is_stopped() and not start.is_accepting():
+        problem = start.get_error()
+        if problem.startswith("NoExtension") or not problem and start.is_stopped() and not start.is_accepting():
             raise GenerationError(f"{name}: no text matches it", "a constraint that some text matches")
+        if problem:
+            raise GenerationError(f"{name}: {_reason(problem)}", _HINTS[name])
         return cls(start, name)
 
     def matcher(self) -> Matcher:
@@ -153,8 +154,9 @@ def _grammar(options: SamplingOptions, first_space: bool) -> str:
     elif options.regex is not None:
         body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, 'd')}/"}
     else:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in options.choice)
-        body = {"lark_grammar": f"start: {texts}"}
+        # One regular expression, which has no limit of alternatives; every character by its number.
+        texts = ("".join(f"\\x{{{ord(character):X}}}" for character in text) for text in options.choice)
+        body = {"lark_grammar": f"start: /{'|'.join(texts)}/"}
     grammars = [{"name": "text", **body}]
     if first_space:
         grammars.insert(0, {"name": "spaced", "lark_grammar": 'start: " " @text'})

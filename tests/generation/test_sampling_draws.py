@@ -96,8 +96,10 @@ def test_seeds_beside_each_other_are_independent():
 
 
 def test_noise_is_fine_near_its_top():
-    """Of 4M numbers the 67 highest or so all differ, and are as many as they should be. Noise from -log(u) has few values
-    there, and unlikely tokens of a large vocabulary would be short of draws."""
+    """The 67 highest or so of 4M numbers all differ, and are as many as they should be.
+
+    -log(u) has few values there, and unlikely tokens of a large vocabulary would be short of draws.
+    """
     keys = [step_noise(5, step)[0] for step in range(16)]
     top = np.concatenate([noise[noise > 11] for noise in (np.array(gumbel([key], 250_000)) for key in keys)])
     expected = 4_000_000 * -np.expm1(-np.exp(-11))

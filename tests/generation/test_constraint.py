@@ -1,0 +1,317 @@
+"""Constraints: every text matches, whatever the model would rather say, or the reason is told."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm import tokenizer as tokenizers
+from mlxlm._mlx import mx
+from mlxlm.errors import GenerationError
+from mlxlm.generation import GenerationOptions, Sampler, generate
+from mlxlm.generation.constraint import Grammar, masked_logits
+from mlxlm.generation.sampling import draw_rows
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b\n", "ü"]}, "maxItems": 3},
+        "more": {"anyOf": [{"type": "null"}, {"type": "number", "minimum": -5, "maximum": 5}]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=["tiny", "gpt2", "llama2"])
+def tokenizer(request, loaded):
+    if request.param == "tiny":
+        return loaded.tokenizer
+    folder = SHARED / "tokenizers" / request.param
+    if not folder.is_dir():
+        pytest.skip("no folder of real tokenizers beside this checkout")
+    return tokenizers.load(folder)
+
+
+def compiled(options, tokenizer, padding=5):
+    ends = frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
+    return Grammar.compile(options, tokenizer, tokenizer.vocab_size + padding, ends), ends
+
+
+def random_text(tokenizer, options, seed, most=400):
+    """What a model of random logits says, and its sampler at the end."""
+    grammar, ends = compiled(options, tokenizer)
+    sampler = Sampler(options, [1], seed, tokenizer=tokenizer, grammar=grammar)
+    size = tokenizer.vocab_size + 5
+    ids, stream, text = [], tokenizer.stream(), ""
+    while not sampler.finished and not sampler.error and len(ids) < most:
+        logits = mx.random.normal((1, size), key=mx.random.key(1000 * seed + len(ids))) * 3
+        token = sampler(logits).item()
+        assert token < tokenizer.vocab_size  # never one that is only padding
+        sampler.observe(token)
+        if token in ends:
+            break
+        ids.append(token)
+        text += stream.push(token)
+    return text + stream.finish(), sampler
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_json_of_a_schema_always_parses(tokenizer, seed):
+    text, sampler = random_text(tokenizer, GenerationOptions(temperature=1.0, json_schema=PERSON), seed)
+    assert sampler.complaint is None and sampler.finished
+    value = json.loads(text)
+    assert {"name", "age"} <= set(value) <= {"name", "age", "tags", "more"}
+    assert len(value["name"]) <= 12 and 0 <= value["age"] <= 150
+    assert set(value.get("tags", [])) <= {"a", "b\n", "ü"} and abs(value.get("more") or 0) <= 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "regex", [r"\d{3}-\d{4}", r"[a-c]+(ü|世界)?x", r"^(yes|no)$", r" ?a b", r"[a-z]{1,8}@[a-z]{1,8}\.(com|org)"]
+)
+def test_texts_match_a_regular_expression(tokenizer, regex, seed):
+    text, sampler = random_text(tokenizer, GenerationOptions(temperature=1.0, regex=regex), seed, most=60)
+    matches = re.fullmatch(regex.replace(r"\d", "[0-9]"), text)
+    assert (matches is not None) == (sampler.complaint is None)
+    assert matches or len(text) >= 60 or "+" in regex
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_are_one_of_the_choices(tokenizer, seed):
+    choices = ("yes", " no", "yes, of course", 'a "b"\\n\n', "世界", "\x00\x7f")
+    for temperature in (0, 1.0):
+        text, sampler = random_text(tokenizer, GenerationOptions(temperature=temperature, choice=choices), seed)
+        assert text in choices and sampler.complaint is None
+
+
+some_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(some_text, min_size=1, max_size=4), st.integers(0, 99))
+def test_any_text_can_be_a_choice(loaded, choices, seed):
+    text, sampler = random_text(loaded.tokenizer, GenerationOptions(temperature=1.0, choice=tuple(choices)), seed)
+    assert text in choices and sampler.complaint is None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(json_values, st.integers(0, 99))
+def test_a_constant_comes_out_as_it_is(loaded, value, seed):
+    options = GenerationOptions(temperature=1.0, json_schema={"const": value})
+    text, sampler = random_text(loaded.tokenizer, options, seed)
+    assert sampler.complaint is None and json.loads(text) == value
+
+
+def test_an_end_token_is_allowed_exactly_where_the_text_may_end(loaded):
+    """Also one that stands for text: it would end the text inside a string."""
+    letter = loaded.tokenizer.encode("a", add_special_tokens=False, continues=True)[0]
+    ends = frozenset({loaded.tokenizer.eos_id, letter, 10_000})
+    matcher = Grammar.compile(GenerationOptions(regex="[ab]+"), loaded.tokenizer, 310, ends).matcher()
+    assert not allowed(matcher) & ends
+    matcher.consume(next(iter(allowed(matcher))))
+    assert allowed(matcher) >= {loaded.tokenizer.eos_id, letter}
+    assert matcher.complaint is None and not matcher.finished
+
+
+def allowed(matcher):
+    bits = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_masked_logits_are_those_of_the_bits():
+    rng = np.random.default_rng(0)
+    for size in (1, 31, 32, 33, 300):
+        words = rng.integers(0, 2**32, (3, -(-size // 32)), dtype=np.uint32)
+        logits = rng.normal(size=(3, size)).astype(np.float32)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :size].astype(bool)
+        ours = np.array(masked_logits(mx.array(logits), list(words)))
+        assert (ours == np.where(bits, logits, -np.inf)).all()
+
+
+def test_a_text_without_end_tokens_ends_where_nothing_can_follow(loaded):
+    grammar = Grammar.compile(GenerationOptions(choice=("ab",)), loaded.tokenizer, 300, frozenset())
+    matcher = grammar.matcher()
+    for token in loaded.tokenizer.encode("ab", continues=True):
+        assert not matcher.finished and matcher.error is None
+        matcher.consume(token)
+    assert matcher.finished and matcher.complaint is None and not any(id < 300 for id in allowed(matcher))
+
+
+def test_a_text_cut_off_says_so(loaded):
+    result = generate(loaded, "x", json_schema={"type": "string", "minLength": 200}, max_tokens=5, temperature=1.0)
+    assert result.finish_reason == "length"
+    assert result.complaint == "the text ended before it was what json_schema asks for"
+    assert generate(loaded, "x", choice="yes", temperature=0).complaint is None
+
+
+def test_rows_with_different_constraints_are_their_rows_alone(loaded):
+    def samplers():
+        constraints = {"choice": ("yes", "no")}, {}, {"regex": "[0-9]{1,5}"}, {"json_schema": PERSON}
+        for i, constraint in enumerate(constraints):
+            options = GenerationOptions(temperature=1.0, **constraint)
+            grammar = compiled(options, loaded.tokenizer, padding=0)[0] if constraint else None
+            yield Sampler(options, [1], i, tokenizer=loaded.tokenizer, grammar=grammar)
+
+    together, alone = list(samplers()), list(samplers())
+    live = list(range(4))
+    for step in range(8):
+        logits = mx.random.normal((4, loaded.tokenizer.vocab_size), key=mx.random.key(step))
+        tokens = draw_rows([together[row] for row in live], logits[mx.array(live)]).tolist()
+        assert tokens == [alone[row](logits[row : row + 1]).item() for row in live]
+        for row, token in zip(live, tokens, strict=True):
+            together[row].observe(token), alone[row].observe(token)
+        ended = {row for row, token in zip(live, tokens, strict=True) if token == loaded.tokenizer.eos_id}
+        live = [row for row in live if not together[row].finished and row not in ended]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ahead_is_what_single_steps_draw(loaded, seed):
+    """Through the end of the text; a draft that the grammar refuses changes nothing before it."""
+    options = GenerationOptions(temperature=1.0, json_schema=PERSON)
+    grammar, ends = compiled(options, loaded.tokenizer, padding=0)
+    plain, ahead = (Sampler(options, [1], seed, tokenizer=loaded.tokenizer, grammar=grammar) for _ in range(2))
+    logits = mx.random.normal((200, loaded.tokenizer.vocab_size), key=mx.random.key(seed))
+    wanted = []
+    while not plain.finished and not (wanted and wanted[-1] in ends):
+        wanted.append(plain(logits[len(wanted)][None]).item())
+        plain.observe(wanted[-1])
+    rng, done = np.random.default_rng(seed), 0
+    while done < len(wanted):
+        draft = wanted[done : done + 4]
+        wrong = rng.integers(0, 5)
+        draft = draft[:wrong] + [0] * (4 - min(wrong, len(draft)))
+        pairs = zip(draft, wanted[done:], strict=False)
+        right = next((i for i, (a, b) in enumerate(pairs) if a != b), min(4, len(wanted) - done))
+        tokens, _ = ahead.ahead(logits[done : done + 5], mx.array(draft))
+        taken = min(right + 1, len(wanted) - done)
+        assert tokens.tolist()[:taken] == wanted[done : done + taken]
+        ahead.advance(tokens[:taken])
+        for token in wanted[done : done + taken]:
+            ahead.observe(token)
+        done += taken
+
+
+def test_a_fork_goes_its_own_way(loaded):
+    options = GenerationOptions(temperature=0, choice=("ab", "cd"))
+    sampler = Sampler(options, [1], 0, tokenizer=loaded.tokenizer, grammar=compiled(options, loaded.tokenizer, 0)[0])
+    fork = sampler.fork()
+    a, c = (loaded.tokenizer.encode(text, continues=True)[0] for text in "ac")
+    fork.observe(a)
+    sampler.observe(c)
+    b, d = (loaded.tokenizer.encode(text, continues=True)[0] for text in "bd")
+    assert (fork(mx.zeros((1, 300))).item(), sampler(mx.zeros((1, 300))).item()) == (b, d)
+
+
+def nested(depth):
+    return '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("constraint", "said"),
+    [
+        ({"json_schema": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json_schema": {"x-guidance": {"lenient": True}, "if": {}, "then": {}}}, '["if", "then"]'),
+        ({"json_schema": {"$ref": "http://example.com/schema"}}, "http://example.com/schema"),
+        ({"json_schema": {"$ref": "file:///etc/passwd"}}, "file:///etc/passwd"),
+        ({"json_schema": {"$ref": "#/$defs/none"}}, "/$defs/none"),
+        ({"json_schema": {"$ref": "#"}}, "no text matches it"),
+        ({"json_schema": {"type": "word"}}, "word"),
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
+        ({"json_schema": "false"}, "json_schema"),
+        ({"json_schema": nested(200)}, "recursion limit"),
+        ({"json_schema": nested(30_000)}, "recursion"),
+        ({"json_schema": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
+        ({"json_schema": {"type": "string", "minLength": 10**12}}, "json_schema"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": r"(a)\1"}, "backreferences are not supported"),
+        ({"regex": "a(?!b)"}, "look-around"),
+        ({"json_schema": "{" + " " * 2**20 + "}"}, "more than 1048576 characters"),
+        ({"regex": "a^b"}, "it is matched as a whole, so that ^ and $ aren't needed"),
+        ({"regex": r"[^\x00-\x{10FFFF}]"}, "no text matches it"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_in_one_line(loaded, constraint, said):
+    started = time.perf_counter()
+    with pytest.raises(GenerationError) as caught:
+        compiled(GenerationOptions(**constraint), loaded.tokenizer)
+    assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "(a{1000}){1000}"},
+        {"regex": "((a|b)*a(a|b){18})"},
+        {"regex": "(.*a){60}"},
+        {"regex": "(((((a*)*)*)*)*)*b"},
+        {"regex": "x" * 20_000},
+        {"json_schema": {"type": "string", "maxLength": 10**9}},
+        {"json_schema": {"type": "array", "minItems": 10**9}},
+        {"json_schema": {"enum": list(range(20_000))}},
+        {"json_schema": {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+                         | {"d40": {"type": "string"}}, "$ref": "#/$defs/d0"}},
+        {"json_schema": {"allOf": [{"properties": {str(i): {"type": "string"}}} for i in range(300)]}},
+        {"choice": tuple(str(i) for i in range(5000))},
+    ],
+)  # fmt: skip
+def test_large_constraints_end_in_bounded_time(loaded, constraint):
+    """They work, or are refused in one line at the beginning, or the text says why it can't go on."""
+    started = time.perf_counter()
+    try:
+        _, sampler = random_text(loaded.tokenizer, GenerationOptions(temperature=1.0, **constraint), 0, most=20)
+        assert "\n" not in (sampler.complaint or "")
+    except GenerationError as error:
+        assert "\n" not in str(error) and len(str(error)) < 600
+    assert time.perf_counter() - started < 20
+
+
+def test_a_tokenizer_whose_tokens_are_not_bytes_is_refused(loaded, monkeypatch):
+    monkeypatch.setattr(type(loaded.tokenizer), "has_byte_tokens", False)
+    with pytest.raises(GenerationError, match="regex can't be had with this model"):
+        compiled(GenerationOptions(regex="a"), loaded.tokenizer)
+
+
+def test_an_error_inside_the_library_is_one_line(loaded, monkeypatch):
+    import llguidance
+
+    def fails(*_, **__):
+        raise ValueError("first\nsecond")
+
+    monkeypatch.setattr(llguidance, "LLMatcher", fails)
+    with pytest.raises(GenerationError, match="^regex: first "):
+        compiled(GenerationOptions(regex="a"), loaded.tokenizer)
+
+
+def test_json_does_not_run_away_in_whitespace(loaded):
+    """Between two parts of a JSON text at most a line end and 32 spaces, however much a model likes them."""
+    nulls = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "null"}}
+    options = GenerationOptions(temperature=0, json_schema=nulls)
+    grammar, ends = compiled(options, loaded.tokenizer, padding=0)
+    sampler = Sampler(options, [1], 0, tokenizer=loaded.tokenizer, grammar=grammar)
+    blank = [not loaded.tokenizer.token_bytes(i).strip() and bool(loaded.tokenizer.token_bytes(i)) for i in range(300)]
+    logits = mx.where(mx.array(blank), 9.0, 0.0)[None]
+    ids = []
+    while not sampler.finished and len(ids) < 500 and not (ids and ids[-1] in ends):
+        ids.append(sampler(logits).item())
+        sampler.observe(ids[-1])
+    text = loaded.tokenizer.decode(ids)
+    assert json.loads(text) == [None, None]
+    assert max(map(len, re.findall(r"\s+", text))) in (17, 33)  # tabs or spaces, whichever have the lower ids

@@ -1,0 +1,152 @@
+"""Settings: every problem named at once, the forms a setting can be given in, and the shell's options."""
+
+import json
+from dataclasses import asdict, fields
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mlxlm.cli.sampling_options import sampling_options
+from mlxlm.errors import GenerationError
+from mlxlm.generation import GenerationOptions, SamplingOptions
+
+
+def test_all_problems_are_named_at_once_with_values_that_work():
+    wrong = {
+        "temperature": -1, "top_k": -2, "top_p": 0, "min_p": 2, "typical_p": 0, "xtc_probability": 2,
+        "xtc_threshold": 0, "repetition_penalty": 0, "repetition_window": 0, "presence_penalty": 1e9,
+        "frequency_penalty": "1", "dry_multiplier": -1, "dry_base": 0, "dry_allowed_length": 0, "dry_window": 2**40,
+        "seed": -1, "logprobs": -1, "max_tokens": 0, "regex": "",
+    }  # fmt: skip
+    with pytest.raises(GenerationError) as caught:
+        GenerationOptions(**wrong)
+    for name in wrong:
+        assert f"{name} is " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 1e-9}, {"temperature": "1"},
+        {"top_k": 1.5}, {"top_k": True}, {"top_p": float("nan")}, {"top_p": 1.1}, {"min_p": -0.1},
+        {"repetition_penalty": float("inf")}, {"seed": 2**64}, {"typical_p": 1.5}, {"xtc_probability": None},
+        {"dry_breakers": ("",)}, {"dry_breakers": (1,)}, {"logit_bias": {-1: 0.0}}, {"logit_bias": {"x": 1.0}},
+        {"logit_bias": {1: float("nan")}}, {"logit_bias": {1: -1e9}}, {"logit_bias": ["3"]}, {"logit_bias": ["3=x"]},
+        {"logit_bias": 3}, {"logprobs": 10**6}, {"json_schema": "{"}, {"json_schema": "[]"}, {"json_schema": 3},
+        {"json_schema": {1: object()}}, {"json_schema": {"const": float("nan")}}, {"regex": 3}, {"regex": "a" * 2**21},
+        {"choice": ("",)}, {"choice": (None,)},
+    ],
+)  # fmt: skip
+def test_impossible_settings(setting):
+    with pytest.raises(GenerationError, match=next(iter(setting)).removesuffix("_breakers")) as caught:
+        SamplingOptions(**setting)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"temperature": 0, "typical_p": 0.9}, "typical_p needs a temperature above 0"),
+        ({"temperature": 0, "xtc_probability": 0.5}, "xtc_probability needs a temperature above 0"),
+        ({"regex": "a", "choice": "b"}, "regex and choice can't both hold"),
+        ({"regex": "a", "stop": "b"}, "a stop string could cut what regex asks for"),
+        ({"stop": ("",)}, "a stop string is empty"),
+    ],
+)
+def test_settings_that_contradict_each_other(setting, said):
+    with pytest.raises(GenerationError, match=said):
+        GenerationOptions(**setting)
+
+
+def test_forms_a_setting_can_be_given_in():
+    """JSON has ids as texts and lists for tuples; the shell has everything as text."""
+    biases = {5: -100.0, 7: 2.5}
+    for given in (biases, {"5": -100.0, "7": "2.5"}, ["5=-100", "7=2.5"], ("5=-1e2", "7=2.5")):
+        assert SamplingOptions(logit_bias=given).logit_bias == biases
+    assert SamplingOptions(choice="yes").choice == SamplingOptions(choice=["yes"]).choice == ("yes",)
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    assert json.loads(SamplingOptions(json_schema=schema).json_schema) == schema
+    assert SamplingOptions(json_schema=schema).constraint == "json_schema"
+    assert SamplingOptions().constraint is None
+
+
+def test_options_survive_a_file_of_json():
+    options = GenerationOptions(logit_bias={5: -1.0}, json_schema={"type": "null"}, dry_breakers=("x",), logprobs=3)
+    assert GenerationOptions.of(**json.loads(json.dumps(asdict(options)))) == options
+
+
+def test_there_is_no_other_setting():
+    with pytest.raises(GenerationError, match="there is no setting temprature"):
+        GenerationOptions.of(temprature=1)
+
+
+@pytest.fixture
+def shell():
+    """`shell(*arguments)`: the GenerationOptions that a command gets, or the error."""
+    got = []
+
+    @click.command()
+    @sampling_options
+    def command(options):
+        got.append(options)
+
+    def shell(*arguments):
+        result = CliRunner().invoke(command, arguments)
+        if result.exception:
+            return result.exception if isinstance(result.exception, GenerationError) else result.output
+        return got[-1]
+
+    return shell
+
+
+def test_every_option_of_the_shell_reaches_its_setting(shell, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('\ufeff{"type": "null"}', encoding="utf-8")
+    given = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "xtc_probability": 0.3,
+        "xtc_threshold": 0.2, "repetition_penalty": 1.2, "repetition_window": 9, "presence_penalty": 0.3,
+        "frequency_penalty": 0.4, "dry_multiplier": 0.7, "dry_base": 1.5, "dry_allowed_length": 3, "dry_window": 99,
+        "dry_breakers": ("\n", ";"), "logit_bias": {3: -1.0, 4: 2.0}, "logprobs": 2, "seed": 8, "max_tokens": 5,
+        "stop": ("a", "b"),
+    }  # fmt: skip
+    texts = {"logit_bias": ["3=-1", "4=2"]}
+    arguments = []
+    for name, value in given.items():
+        for one in texts.get(name, value if isinstance(value, tuple) else [value]):
+            arguments += ["--" + name.replace("_", "-"), str(one)]
+    assert shell(*arguments) == GenerationOptions(**given)
+    assert shell("--json-schema", str(schema)) == GenerationOptions(json_schema='{"type": "null"}')
+    assert shell("--json-schema", ' {"a": 1}').json_schema == ' {"a": 1}'
+    assert shell("--regex", "a+").regex == "a+"
+    assert shell("--choice", "a", "--choice", "{b").choice == ("a", "{b")
+    assert set(given) | {"json_schema", "regex", "choice"} == {f.name for f in fields(GenerationOptions)}
+    assert shell() == GenerationOptions()
+
+
+def test_schemas_that_cannot_be_read(shell, tmp_path):
+    latin, large = tmp_path / "latin", tmp_path / "large"
+    latin.write_bytes(b'{"title": "\xe9"}')
+    large.write_bytes(b" " * (2**20 + 1))
+    for given, said in (
+        (str(tmp_path / "none.json"), "cannot read"),
+        (str(tmp_path), "is not a regular file"),
+        (str(latin), "is not UTF-8"),
+        (str(large), "more than the 1048576 that are read"),
+        ('{"type": ', "json_schema is not a JSON schema"),
+    ):
+        assert said in str(shell("--json-schema", given))
+
+
+def test_a_command_may_leave_options_out():
+    got = []
+
+    @click.command()
+    @sampling_options(without=["logprobs", "json_schema"])
+    def command(options):
+        got.append(options)
+
+    assert CliRunner().invoke(command, ["--top-k", "4"]).exit_code == 0 and got == [GenerationOptions(top_k=4)]
+    assert CliRunner().invoke(command, ["--logprobs", "1"]).exit_code == 2
+    assert "--json-schema" not in CliRunner().invoke(command, ["--help"]).output
