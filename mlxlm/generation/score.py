@@ -69,6 +69,9 @@ def _encoded(loaded: LoadedModel, text: str, prompt: str) -> tuple[list[int], li
 def _logprobs(model, ids: list[int]) -> list[float]:
     """log p(ids[i] | ids[:i]) for i from 1."""
     caches, found = make_cache(model), []
+    if getattr(model, "positions_change", None) is not None:
+        for cache in caches:
+            cache.reach = len(ids)
     pairs = list(pairwise(ids))
     for start in range(0, len(pairs), _CHUNK):
         part = pairs[start : start + _CHUNK]

@@ -1,11 +1,14 @@
 """Streams of text: how they end, what they report, and what they refuse."""
 
 
+from dataclasses import replace
+
 import pytest
 
 from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
 from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, generate, stream
+from mlxlm.tokenizer import Tokenizer
 
 
 class Scripted:
@@ -130,3 +133,58 @@ def test_equal_to_mlx_lm(loaded):
 def test_refused_before_anything_is_computed(loaded, prompt, options, message):
     with pytest.raises(GenerationError, match=message):
         stream(loaded, prompt, **options)
+
+
+def test_logprobs_come_with_the_chunks(loaded):
+    text = stream(loaded, "The quick", max_tokens=9, temperature=1.0, seed=3, logprobs=2)
+    chunks = list(text)
+    assert [chunk.logprob for chunk in chunks] == text.result.logprobs
+    for chunk in chunks:
+        assert chunk.logprob.token == chunk.token and len(chunk.logprob.top) == 2
+        assert chunk.logprob.top[0][1] >= chunk.logprob.logprob - 1e-5
+    assert stream(loaded, "x").result.logprobs is None
+
+
+def test_a_constrained_text_ends_where_it_is_complete(loaded):
+    for seed in range(5):
+        result = generate(loaded, "x", choice=["The fox", "dog"], temperature=1.0, seed=seed)
+        assert result.text in ("The fox", "dog")
+        assert (result.finish_reason, result.complaint) == ("eos", None)
+
+
+def test_a_constrained_text_that_is_cut_off_says_so(loaded):
+    result = generate(loaded, "x", regex="[ab]{30}", temperature=1.0, seed=1, max_tokens=4)
+    assert result.finish_reason == "length" and "regex" in result.complaint
+    assert set(result.text) <= {"a", "b"}
+
+
+def test_a_constraint_that_no_token_fulfils_ends_the_text_and_says_so(loaded):
+    class Few(Tokenizer):
+        """One of which no token stands for a z."""
+
+        def __init__(self):
+            self.__dict__ = loaded.tokenizer.__dict__ | {"_bytes": {}}
+
+        def token_bytes(self, id):
+            return super().token_bytes(id).replace(b"z", b"")
+
+    result = generate(replace(loaded, tokenizer=Few()), "x", regex="az", temperature=0)
+    assert (result.text, result.finish_reason) == ("a", "constraint")
+    assert result.complaint.startswith("regex: ")
+
+
+def test_without_end_tokens_a_constraint_ends_the_text_itself(loaded):
+    options = GenerationOptions(temperature=1.0, seed=2, choice=("dog",))
+    text = TextStream(loaded, [5, 6], options, end_ids=frozenset())
+    assert "".join(chunk.text for chunk in text) == "dog"
+    assert (text.result.finish_reason, text.result.complaint) == ("eos", None)
+
+
+def test_a_schema_that_can_not_be_served_is_refused_before_anything_is_computed(loaded):
+    with pytest.raises(GenerationError, match="json_schema"):
+        stream(loaded, "x", json_schema={"type": "object", "minProperties": 3, "unheardOf": 1, "$ref": "#/nowhere"})
+
+
+def test_options_for_tokens_that_the_model_does_not_have(loaded):
+    with pytest.raises(GenerationError, match="logit_bias names the token 300"):
+        stream(loaded, "x", logit_bias={300: 1})

@@ -1,0 +1,98 @@
+"""Scores: what a plain forward pass says of every token, whatever the tokenizer puts in front."""
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.errors import GenerationError
+from mlxlm.generation import generate, score
+from mlxlm.tokenizer import Tokenizer
+
+TEXT = "The quick brown fox. Grüße, 世界!"
+LN2 = math.log(2)
+
+
+def plain(model, ids):
+    """log p of each id but the first, from one pass over all of them."""
+    logits = model(mx.array([ids]))[0].astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return [logprobs[i, token].item() for i, token in enumerate(ids[1:])]
+
+
+def near(values):
+    return pytest.approx(values, abs=2e-3)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.text(alphabet="The quick, brown世", min_size=1, max_size=60), st.integers(1, 40))
+def test_every_token_behind_the_start_token_in_any_chunks(loaded, text, chunk):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["mlxlm.generation.score"], "_CHUNK", chunk)
+        found = score(loaded, text)
+    ids = loaded.tokenizer.encode(text)
+    assert found.tokens == ids[1:] and found.logprobs == near(plain(loaded.model, ids))
+    assert found.total == pytest.approx(sum(found.logprobs))
+    assert found.bits_per_byte == pytest.approx(-found.total / LN2 / len(text.encode()))
+
+
+def test_behind_a_prompt(loaded):
+    found = score(loaded, " brown fox", prompt="The quick")
+    prompt = loaded.tokenizer.encode("The quick")
+    text = loaded.tokenizer.encode(" brown fox", add_special_tokens=False)
+    assert found.tokens == text
+    assert found.logprobs == near(plain(loaded.model, prompt + text)[len(prompt) - 1 :])
+    assert found.bits_per_byte == pytest.approx(-found.total / LN2 / len(" brown fox"))
+
+
+def test_the_score_of_a_text_is_what_its_generation_reported(loaded):
+    result = generate(loaded, "The quick", max_tokens=12, temperature=0, logprobs=0)
+    ids = loaded.tokenizer.encode("The quick") + result.tokens
+    assert [token.logprob for token in result.logprobs] == near(plain(loaded.model, ids)[-12:])
+    assert [token.token for token in result.logprobs] == result.tokens
+
+
+def without_start(loaded):
+    """The same tokenizer, putting nothing in front of a text."""
+
+    class Bare(Tokenizer):
+        def __init__(self):
+            self.__dict__ = loaded.tokenizer.__dict__
+
+        def encode(self, text, *, add_special_tokens=True, **kind):
+            return super().encode(text, add_special_tokens=False, **kind)
+
+    return replace(loaded, tokenizer=Bare())
+
+
+def test_a_first_token_with_nothing_in_front_is_not_predicted(loaded):
+    bare = without_start(loaded)
+    found = score(bare, TEXT)
+    ids = bare.tokenizer.encode(TEXT)
+    assert found.tokens == ids and found.logprobs[0] is None
+    assert found.logprobs[1:] == near(plain(loaded.model, ids))
+    predicted = len(TEXT.encode()) - len(bare.tokenizer.token_bytes(ids[0]))
+    assert found.bits_per_byte == pytest.approx(-found.total / LN2 / predicted)
+    alone = score(bare, "a")
+    assert (alone.logprobs, alone.total) == ([None], 0) and math.isnan(alone.bits_per_byte)
+
+
+def test_the_model_is_likelier_to_say_what_it_says(loaded):
+    said = generate(loaded, "The quick", max_tokens=8, temperature=0).tokens
+    other = [(token + 1) % 300 for token in said]
+    prompt = loaded.tokenizer.encode("The quick")
+    assert sum(plain(loaded.model, prompt + said)[-8:]) > sum(plain(loaded.model, prompt + other)[-8:])
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "message"),
+    [("", "", "text to score is empty"), ("", "x", "text to score is empty"), ("a " * 200, "", "context 128"),
+     ("a " * 40, "b " * 40, "text and prompt have .* context 128")],
+)  # fmt: skip
+def test_refused(loaded, text, prompt, message):
+    with pytest.raises(GenerationError, match=message):
+        score(loaded, text, prompt=prompt)
