@@ -19,16 +19,17 @@ T = TypeVar("T")
 
 
 class Guesses(Protocol):
-    """What a drafter keeps of one text. It is told the whole text in order, as it becomes known.
+    """What a drafter keeps of one text. It is told what follows the prompt, in order, as it becomes known.
 
     `right`: whether the last token read is the one that was expected; None where expecting one costs a computation.
+    False is also for those that have no guesses left. `behind`: tokens that the next proposal has to read first.
     """
 
     right: bool | None
-    behind: int  # tokens that the next proposal has to read first
+    behind: int
 
     def read(self, tokens: Sequence[int]) -> None:
-        """`tokens` follow what was read so far, the prompt's included."""
+        """`tokens` follow what was read so far."""
 
     def propose(self, count: int, sampler, vocab_size: int) -> mx.array | None:
         """1 to `count` ids, int32, for what follows; None for no guess. `sampler` is that of the text, after the last
@@ -192,17 +193,17 @@ class _Drafting:
         """Forget guesses that aren't in the text, which `tokens` continue; return how many of these are held."""
         if self._guessed is None:
             return 0
-        ahead, kept = self._guessed.size - 1, 0
-        if tokens:
-            guessed = self._guessed[:-1].tolist()
-            while kept < min(ahead, len(tokens)) and guessed[kept] == tokens[kept]:
-                kept += 1
         with self._context.changing() as ids:
-            if surplus := ahead - kept:
+            guessed, self._guessed = self._guessed, None
+            ahead, kept = guessed.size - 1, 0
+            for guess, token in zip(guessed[:-1].tolist() if tokens else (), tokens, strict=False):
+                if guess != token:
+                    break
+                kept += 1
+            if ahead > kept:
                 for cache in self._context.caches:
-                    cache.trim(surplus)
+                    cache.trim(ahead - kept)
             ids.extend(tokens[:kept])
-        self._guessed = None
         return kept
 
     def propose(self, count: int, sampler, vocab_size: int) -> mx.array | None:
@@ -210,6 +211,7 @@ class _Drafting:
         if self._limit is not None:
             count = min(count, self._limit - len(context) - len(unread))
         if count < 1:
+            self.right = False  # nothing more will come
             return None
         if len(unread) > 2 or can_take_back(context, len(unread)) < len(unread):
             context.read(unread[:-1])
@@ -223,7 +225,7 @@ class _Drafting:
             count = min(count, 1 + can_take_back(context, count - 1))
             while len(guessed) < count and token is not None:
                 token = self._draw(token, sampler, vocab_size, guessed)
-        self._guessed = mx.concatenate(guessed)
+            self._guessed = mx.concatenate(guessed)
         return self._guessed
 
     def _draw(self, tokens: mx.array, sampler, vocab_size: int, guessed: list[mx.array]) -> mx.array | None:

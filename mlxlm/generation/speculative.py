@@ -201,8 +201,10 @@ class _Text:
 
     def _proposals(self) -> int:
         """How many guesses the next round may have."""
-        proposals, stats = self._pace.choose(), self._stats
-        stats.active, stats.reason = proposals > 0, None if proposals else self._pace.reason
+        proposals, stats, reason = self._pace.choose(), self._stats, self._pace.reason
+        if can_take_back(self._context, 2) < 2:
+            proposals, reason = 0, "the key-value cache can't take tokens back here"
+        stats.active, stats.reason = proposals > 0, None if proposals else reason
         return 0 if self._guesses.right is False else proposals
 
     # What came of them

@@ -46,6 +46,8 @@ class TextStream(Iterator[Chunk]):
             raise GenerationError(f"the context has its own cache settings, {context.kv}", "a context made with these")
         self._context = context or Context(loaded.model, kv)
         self._growing = GrowingText(loaded, prompt, options, self._context.kv, end_ids)
+        if speculation is not None:
+            speculation.check(loaded)
         self._speculation = speculation
         self._tokens = tokens if speculation is None else speculation.tokens
         self._on_prefill = on_prefill

@@ -1,14 +1,13 @@
 """Speculation changes no token: against the plain engine, with right, wrong and mixed guesses, on every cache."""
 
 import pytest
+from speculating import Oracle, always, exact
 
-from mlxlm._mlx import mx, tree_map
+from mlxlm._mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.errors import GenerationError
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, tokens
-from mlxlm.generation.drafts import DraftModel, NgramLookup
-from mlxlm.generation.speculative import Speculation
-from mlxlm.model import Decoder
+from mlxlm.generation import Context, LoadedModel, tokens
+from mlxlm.generation.drafts import DraftModel
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 CACHES = {
@@ -44,84 +43,6 @@ class Greedy:
         return Greedy()
 
 
-class Oracle:
-    """Proposes the text that is to come, with every `wrong`-th token (0: none) another one; at most `count` a time."""
-
-    right, behind = None, 0
-
-    def __init__(self, text, wrong=0):
-        self.text, self.wrong, self.position = text, wrong, 0
-
-    def begin(self, context, prompt, max_tokens):
-        self.position = -len(prompt)
-        self.read(prompt)
-        return self
-
-    def check(self, loaded):
-        pass
-
-    def read(self, known):
-        for token in known:
-            if 0 <= self.position < len(self.text):  # behind its end, more may be drawn before it is closed
-                assert token == self.text[self.position]
-            self.position += 1
-
-    def propose(self, count, sampler, vocab_size):
-        rows = range(self.position, min(self.position + count, len(self.text)))
-        guesses = [(self.text[i] + (1 if self.wrong and i % self.wrong == 0 else 0)) % vocab_size for i in rows]
-        return mx.array(guesses, mx.int32) if guesses else None
-
-    def close(self):
-        self.closed = True
-
-
-class Always:
-    """A Pace that always proposes `count`."""
-
-    reason = None
-
-    def __init__(self, count):
-        self.count = count
-
-    def choose(self):
-        return self.count
-
-    def outcome(self, accepted, refused):
-        pass
-
-    def took(self, proposals, seconds):
-        pass
-
-
-def always(drafter, count):
-    speculation = Speculation(drafter, most=count)
-    speculation._pace = Always(count)
-    return speculation
-
-
-@pytest.fixture(scope="module")
-def soft(loaded):
-    """A model whose logits are near enough to each other for sampling, with heads that can be quantized."""
-    config = loaded.config.with_changes(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    model = Decoder(config)
-    model.initialize(seed=5)
-    model.lm_head.weight = model.lm_head.weight * 6
-    mx.eval(model.parameters())
-    return LoadedModel(model, loaded.tokenizer, config, loaded.path)
-
-
-def disturbed(model, share):
-    """A model that agrees with `model` often, not always."""
-    other = Decoder(model.config)
-    noise = iter(mx.random.split(mx.random.key(1), 100))
-    other.update(tree_map(lambda w: w * (1 + share * mx.random.normal(w.shape, key=next(noise))), model.parameters()))
-    return other
-
-
-def exact(context):
-    return {cache.offset for cache in context.caches} == {len(context.ids)}
-
-
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("wrong", [0, 1, 3, 5])
 @pytest.mark.parametrize("count", [1, 4, 8])
@@ -151,51 +72,6 @@ def test_a_draft_model_that_is_the_model_is_always_right(loaded, kind):
     assert list(speculation.tokens(Context(loaded.model, CACHES[kind]), PROMPT, Greedy(), 60)) == wanted
     stats = speculation.stats
     assert stats.accepted == stats.proposed > (0 if kind == "rotating, tiny" else 40)
-
-
-# The real sampler, through TextStream
-
-
-def text(loaded, speculation, kv=None, prompt=PROMPT, **options):
-    stream = TextStream(loaded, prompt, GenerationOptions.of(**options), kv=kv, speculation=speculation)
-    return list(stream), stream.result
-
-
-OPTIONS = {
-    "greedy": {"temperature": 0},
-    "sampled": {"temperature": 1.0},
-    "filters": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-    "typical": {"temperature": 1.2, "typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
-    "greedy, penalties": {"temperature": 0, "repetition_penalty": 1.2, "logit_bias": {7: 3.0, 9: -50.0}},
-    "dry": {"temperature": 1.0, "dry_multiplier": 0.8, "dry_breakers": ()},
-}
-KINDS = {
-    "full": KVOptions(),
-    "rotating": KVOptions(size=60, keep=4),
-    "8 bits": KVOptions(key_bits=8, value_bits=8),
-    "rotating, 8 and 4 bits": KVOptions(size=60, keep=4, key_bits=8, value_bits=4),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
-    draft = LoadedModel(disturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
-    for seed in range(3):
-        options = {**OPTIONS[name], "seed": seed, "max_tokens": 60, "logprobs": 2}
-        _, wanted = text(soft, None, KINDS[kind], **options)
-        for drafter in (DraftModel(draft), NgramLookup(), Oracle(wanted.tokens, wrong=4)):
-            speculation = always(drafter, 5)
-            chunks, found = text(soft, speculation, KINDS[kind], **options)
-            assert found.tokens == wanted.tokens and found.text == wanted.text
-            assert found.finish_reason == wanted.finish_reason
-            assert [c.logprob for c in chunks] == found.logprobs
-            for ours, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
-                assert ours.token == theirs.token
-                assert ours.logprob == pytest.approx(theirs.logprob, abs=0.02)
-            if not isinstance(drafter, NgramLookup):
-                assert speculation.stats.accepted > 0
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 7, 20])
@@ -323,19 +199,3 @@ def test_close_draws_are_decided_by_a_plain_step(loaded):
     assert found == wanted and sampler.committed == 30
     assert speculation.stats.decided_again == speculation.stats.rounds > 0
     assert speculation.stats.accepted == 0
-
-
-def test_stop_strings_and_end_tokens_inside_a_round(soft):
-    _, plain = text(soft, None, temperature=0, max_tokens=40)
-    stop = plain.text[12:15]
-    for options in ({"stop": stop}, {"stop": (stop, "zzz")}):
-        context = Context(soft.model)
-        stream = TextStream(
-            soft, PROMPT, GenerationOptions.of(temperature=0, max_tokens=40, **options), context=context,
-            speculation=always(Oracle(plain.tokens), 8),
-        )  # fmt: skip
-        shown = "".join(chunk.text for chunk in stream)
-        _, wanted = text(soft, None, temperature=0, max_tokens=40, **options)
-        assert shown == stream.result.text == wanted.text and wanted.finish_reason == "stop"
-        assert stream.result.tokens == wanted.tokens
-        assert context.ids == PROMPT + wanted.tokens and exact(context)

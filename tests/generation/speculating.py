@@ -1,0 +1,72 @@
+"""Drafters for tests: one that knows the text to come, and a model that nearly agrees with another."""
+
+from mlxlm._mlx import mx, tree_map
+from mlxlm.generation.speculative import Speculation
+from mlxlm.model import Decoder
+
+
+class Oracle:
+    """Proposes the text that is to come, with every `wrong`-th token (0: none) another one; at most `count` a time."""
+
+    right, behind = None, 0
+
+    def __init__(self, text, wrong=0):
+        self.text, self.wrong, self.position = text, wrong, 0
+
+    def begin(self, context, prompt, max_tokens):
+        self.position = 0
+        return self
+
+    def check(self, loaded):
+        pass
+
+    def read(self, known):
+        for token in known:
+            if self.position < len(self.text):  # behind its end, more may be drawn before it is closed
+                assert token == self.text[self.position]
+            self.position += 1
+
+    def propose(self, count, sampler, vocab_size):
+        rows = range(self.position, min(self.position + count, len(self.text)))
+        guesses = [(self.text[i] + (1 if self.wrong and i % self.wrong == 0 else 0)) % vocab_size for i in rows]
+        return mx.array(guesses, mx.int32) if guesses else None
+
+    def close(self):
+        self.closed = True
+
+
+class Always:
+    """A Pace that always proposes `count`."""
+
+    reason = None
+
+    def __init__(self, count):
+        self.count = count
+
+    def choose(self):
+        return self.count
+
+    def outcome(self, accepted, refused):
+        pass
+
+    def took(self, proposals, seconds):
+        pass
+
+
+def always(drafter, count):
+    speculation = Speculation(drafter, most=count)
+    speculation._pace = Always(count)
+    return speculation
+
+
+def disturbed(model, share):
+    """A model that agrees with `model` often, not always."""
+    other = Decoder(model.config)
+    noise = iter(mx.random.split(mx.random.key(1), 100))
+    other.update(tree_map(lambda w: w * (1 + share * mx.random.normal(w.shape, key=next(noise))), model.parameters()))
+    return other
+
+
+def exact(context):
+    """Whether the caches hold what the context says."""
+    return {cache.offset for cache in context.caches} == {len(context.ids)}

@@ -1,0 +1,259 @@
+"""Speculation through whole texts: every option and cache gives the text, the ends and the log-probabilities of plain
+decoding; and what is drawn follows the model's distribution."""
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+from speculating import Oracle, always, disturbed, exact
+
+from mlxlm._mlx import mx
+from mlxlm.cache import KVOptions
+from mlxlm.errors import GenerationError
+from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, generate
+from mlxlm.generation.drafts import DraftModel, NgramLookup
+from mlxlm.generation.speculative import MOST, Speculation
+from mlxlm.model import Decoder
+from mlxlm.tokenizer import train
+
+PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
+
+
+@pytest.fixture(scope="module")
+def soft(loaded):
+    """A model whose logits are near enough to each other for sampling, with heads that can be quantized."""
+    config = loaded.config.with_changes(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    model = Decoder(config)
+    model.initialize(seed=5)
+    model.lm_head.weight = model.lm_head.weight * 6
+    mx.eval(model.parameters())
+    return LoadedModel(model, loaded.tokenizer, config, loaded.path)
+
+
+def text(loaded, speculation, kv=None, prompt=PROMPT, **options):
+    stream = TextStream(loaded, prompt, GenerationOptions.of(**options), kv=kv, speculation=speculation)
+    return list(stream), stream.result
+
+
+OPTIONS = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1.0},
+    "filters": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "typical": {"temperature": 1.2, "typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "greedy, penalties": {"temperature": 0, "repetition_penalty": 1.2, "logit_bias": {7: 3.0, 9: -50.0}},
+    "dry": {"temperature": 1.0, "dry_multiplier": 0.8, "dry_breakers": ()},
+}
+KINDS = {
+    "full": KVOptions(),
+    "rotating": KVOptions(size=60, keep=4),
+    "8 bits": KVOptions(key_bits=8, value_bits=8),
+    "rotating, 8 and 4 bits": KVOptions(size=60, keep=4, key_bits=8, value_bits=4),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
+    draft = LoadedModel(disturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
+    for seed in range(3):
+        options = {**OPTIONS[name], "seed": seed, "max_tokens": 60, "logprobs": 2}
+        _, wanted = text(soft, None, KINDS[kind], **options)
+        for drafter in (DraftModel(draft), NgramLookup(), Oracle(wanted.tokens, wrong=4)):
+            speculation = always(drafter, 5)
+            chunks, found = text(soft, speculation, KINDS[kind], **options)
+            assert found.tokens == wanted.tokens and found.text == wanted.text
+            assert found.finish_reason == wanted.finish_reason
+            assert [c.logprob for c in chunks] == found.logprobs
+            for ours, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
+                assert ours.token == theirs.token
+                assert ours.logprob == pytest.approx(theirs.logprob, abs=0.02)
+            if not isinstance(drafter, NgramLookup):
+                assert speculation.stats.accepted > 0
+
+
+def test_stop_strings_and_end_tokens_inside_a_round(soft):
+    _, plain = text(soft, None, temperature=0, max_tokens=40)
+    stop = plain.text[12:15]
+    for options in ({"stop": stop}, {"stop": (stop, "zzz")}):
+        context = Context(soft.model)
+        stream = TextStream(
+            soft, PROMPT, GenerationOptions.of(temperature=0, max_tokens=40, **options), context=context,
+            speculation=always(Oracle(plain.tokens), 8),
+        )  # fmt: skip
+        shown = "".join(chunk.text for chunk in stream)
+        _, wanted = text(soft, None, temperature=0, max_tokens=40, **options)
+        assert shown == stream.result.text == wanted.text and wanted.finish_reason == "stop"
+        assert stream.result.tokens == wanted.tokens
+        assert context.ids == PROMPT + wanted.tokens and exact(context)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "[a-z ]{3,25}[.!]"},
+        {"choice": ("the quick brown fox", "the lazy dog", "How are you?")},
+        {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
+                         "required": ["a", "b"], "additionalProperties": False}},
+    ],
+)  # fmt: skip
+def test_constraints(soft, constraint):
+    draft = LoadedModel(disturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
+    accepted = 0
+    for seed in range(3):
+        options = {"temperature": 0.8, "seed": seed, "max_tokens": 60, **constraint}
+        _, wanted = text(soft, None, **options)
+        for drafter in (DraftModel(draft), NgramLookup(), Oracle(wanted.tokens, wrong=5)):
+            speculation = always(drafter, 4)
+            _, found = text(soft, speculation, **options)
+            assert (found.tokens, found.text, found.finish_reason) == (wanted.tokens, wanted.text, wanted.finish_reason)
+            assert found.complaint == wanted.complaint
+            accepted += speculation.stats.accepted
+        if "json_schema" in constraint and wanted.complaint is None:
+            json.loads(found.text)
+    assert accepted > 5
+
+
+class Fixed(Oracle):
+    """Guesses the same, right or wrong."""
+
+    def read(self, known):
+        self.position += len(known)
+
+
+@pytest.mark.parametrize("drafter", ["model", "fixed"])
+def test_two_tokens_follow_the_models_distribution(soft, drafter):
+    """Chi-square over pairs of tokens, each text with a seed of its own, against the probabilities of the model."""
+    options = {"temperature": 0.8, "top_k": 4, "max_tokens": 4}
+    probable = pair_probabilities(soft.model, PROMPT, 0.8, 4)
+    draft = LoadedModel(disturbed(soft.model, 0.1), soft.tokenizer, soft.config, soft.path)
+    speculation = always(DraftModel(draft) if drafter == "model" else Fixed([0, *max(probable, key=probable.get)]), 2)
+    context, counts, texts = Context(soft.model), Counter(), 700
+    proposed = accepted = 0
+    for seed in range(texts):
+        stream = TextStream(
+            soft, PROMPT, GenerationOptions.of(seed=seed, **options), context=context, end_ids=frozenset(),
+            speculation=speculation,
+        )  # fmt: skip
+        counts[tuple(chunk.token for chunk in stream)[1:3]] += 1
+        proposed, accepted = proposed + speculation.stats.proposed, accepted + speculation.stats.accepted
+    assert 0.05 * proposed < accepted < 0.98 * proposed
+    assert set(counts) <= set(probable)
+    expected = {pair: texts * p for pair, p in probable.items()}
+    statistic = sum((counts[pair] - e) ** 2 / e for pair, e in expected.items())
+    freedom = len(expected) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def pair_probabilities(model, prompt, temperature, k):
+    """Of the second and third tokens of a text: the first one is never proposed."""
+
+    def following(ids):
+        logits = model(mx.array([ids]))[0, -1] / temperature
+        ids = mx.argsort(-logits)[:k]
+        return zip(ids.tolist(), mx.softmax(logits[ids]).tolist(), strict=True)
+
+    found = Counter()
+    for first, p in following(prompt):
+        for second, q in following([*prompt, first]):
+            for third, r in following([*prompt, first, second]):
+                found[second, third] += p * q * r
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
+def test_architectures_of_mlx_lm(loaded, kind):
+    """A sliding window that fills up, and states that can't be taken back: no guesses there, and the same text."""
+    utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 300}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
+    window = {"sliding_window": 24, "sliding_window_pattern": 2}
+    state = {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
+    mx.random.seed(1)
+    model_class, arguments = utils._get_classes({"model_type": kind})
+    model = model_class(arguments.from_dict({"model_type": kind, **sizes, **heads, **window, **state}))
+    foreign = LoadedModel(model, loaded.tokenizer, loaded.config, loaded.path)
+    options = {"temperature": 0.5, "seed": 1, "max_tokens": 40}
+    _, wanted = text(foreign, None, **options)
+    speculation = always(Oracle(wanted.tokens, wrong=4), 4)
+    _, found = text(foreign, speculation, **options)
+    assert found.tokens == wanted.tokens
+    stats = speculation.stats
+    assert (stats.accepted > 0) == (kind == "gemma3_text")
+    assert not stats.active and "can't take tokens back" in stats.reason
+
+
+def test_a_model_with_windows(loaded):
+    config = loaded.config.with_changes(sliding_window=16, layer_types=("sliding_attention", "full_attention"))
+    model = Decoder(config)
+    model.initialize(seed=3)
+    model.lm_head.weight = model.lm_head.weight * 20
+    windowed = LoadedModel(model, loaded.tokenizer, config, loaded.path)
+    _, wanted = text(windowed, None, temperature=0, max_tokens=110)
+    speculation = always(Oracle(wanted.tokens, wrong=7), MOST)
+    _, found = text(windowed, speculation, temperature=0, max_tokens=110)
+    assert found.tokens == wanted.tokens and speculation.stats.accepted > 60
+
+
+def test_ctrl_c_at_any_line_leaves_a_context_that_can_be_used(soft):
+    """A KeyboardInterrupt at every 13th line that speculation runs: context and draft are exact or empty."""
+    wanted = list(text(soft, None, temperature=0, max_tokens=12)[1].tokens)
+    draft = LoadedModel(disturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
+    files = ("speculative.py", "drafts.py", "context.py")
+    interrupted = 0
+    for stop_at in range(1, 3000, 13):
+        lines = 0
+
+        def trace(frame, event, argument, stop_at=stop_at):
+            nonlocal lines
+            if not frame.f_code.co_filename.endswith(files):
+                return None
+            if event == "line":
+                lines += 1
+                if lines == stop_at:
+                    raise KeyboardInterrupt
+            return trace
+
+        context, speculation = Context(soft.model), always(DraftModel(draft), 3)
+        options = GenerationOptions.of(temperature=0, max_tokens=12)
+        stream = TextStream(soft, PROMPT, options, context=context, speculation=speculation)
+        sys.settrace(trace)
+        try:
+            for _ in stream:
+                pass
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        stream.close()
+        assert exact(context) or not context._whole
+        spare = speculation.drafter._spare
+        assert spare is None or exact(spare) or not spare._whole
+        ids = list(TextStream(soft, PROMPT, options, context=context, speculation=speculation))
+        assert [chunk.token for chunk in ids] == wanted
+        if lines < stop_at:
+            break
+    assert interrupted > 20 and lines < stop_at
+
+
+def test_what_cannot_work_is_said(soft, loaded):
+    for most in (0, MOST + 1):
+        with pytest.raises(GenerationError, match="at a time"):
+            Speculation(NgramLookup(), most=most)
+    with pytest.raises(GenerationError, match="another tokenizer"):
+        other = LoadedModel(soft.model, train(["another text " * 50], 270), soft.config, soft.path)
+        generate(soft, PROMPT, speculation=Speculation(DraftModel(other)), max_tokens=4)
+
+
+def test_a_text_with_the_real_pace_is_the_same_and_says_how_it_went(soft):
+    options = {"temperature": 0, "max_tokens": 100}
+    _, wanted = text(soft, None, **options)
+    for drafter in (DraftModel(soft), NgramLookup()):
+        speculation = Speculation(drafter)
+        _, found = text(soft, speculation, **options)
+        assert found.tokens == wanted.tokens
+        stats = found.speculation
+        assert stats is speculation.stats and stats.accepted <= stats.proposed
+        assert stats.active or stats.reason
+        assert stats.acceptance is None if not stats.proposed else 0 <= stats.acceptance <= 1
