@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mlxlm.cache import KVOptions
+from mlxlm.chat.marks import MarkedContext
 from mlxlm.chat.template import Message, transcript
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream
-from mlxlm.generation.context import ENDLESS
+from mlxlm.generation import GenerationOptions, LoadedModel, TextStream
+from mlxlm.generation.context import ENDLESS, shared
 from mlxlm.generation.growing import check_prompt
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Reader:
         self.loaded, self.asked_template = loaded, template
         self.transcript = transcript(loaded, template)
         self.limit = 1 + check_prompt(loaded, [0], kv)
-        self.context = Context(loaded.model, kv)
+        self.context = MarkedContext(loaded.model, kv)
         self.end_ids = loaded.end_ids | self.transcript.end_ids
 
     @property
@@ -50,12 +51,17 @@ class Reader:
 
     def answer(
         self,
+        earlier: Sequence[Message],
         prompt: Sequence[int],
         options: GenerationOptions,
         speculation: Speculation | None,
         on_prefill: Callable[[int], None] | None,
     ) -> TextStream:
-        """The answer to a prompt, of which only that is read which the context doesn't hold."""
+        """The answer to a prompt, of which only that is read which the context doesn't hold. `earlier`: the messages
+        before the question, as far as the context should be able to go back to their end."""
+        self.context.mark_at = 0
+        if earlier:
+            self.context.mark_at = shared(prompt, self.transcript.encode(earlier, add_generation_prompt=False))
         return TextStream(
             self.loaded, prompt, options, context=self.context, end_ids=self.end_ids, on_prefill=on_prefill,
             speculation=speculation,

@@ -185,8 +185,8 @@ class Chat:
 
     @property
     def stats(self) -> Stats:
-        held = sum(cache.nbytes for cache in self.caches)
-        return Stats(self._drawn, self._generated, self.context_used, self.context_size, held, self.seed, self._last)
+        held, used = self._reader.context.nbytes, self.context_used
+        return Stats(self._drawn, self._generated, used, self.context_size, held, self.seed, self._last)
 
     # What can be done.
 
@@ -351,7 +351,8 @@ class Chat:
         self._check_fit(conversation, prompt)
         self.prompt_tokens = len(prompt)
         options = replace(self._options, seed=(self.seed + self._drawn) % 2**64)
-        answer = self._reader.answer(prompt, options, self.speculation, on_prefill)
+        earlier = self._messages(conversation.seen) if conversation.seen else []
+        answer = self._reader.answer(earlier, prompt, options, self.speculation, on_prefill)
         answering = self._answer(conversation, question, prompt, answer)
         self._answering = weakref.ref(answering)
         return answering

@@ -322,14 +322,42 @@ def test_a_rotating_cache_bounds_a_chat_and_never_overflows(loaded, bits):
     assert chat.messages[-1].content == wanted.text and chat.stats.last.cached_tokens >= cached
 
 
-def test_a_sliding_window(loaded):
-    loaded = remade(loaded, sliding_window=32, model_type="mistral")
-    chat = Chat(loaded, **GREEDY)
-    for n in range(6):
-        _, wanted = fresh(chat, f"Question {n}?")
-        assert say(chat, f"Question {n}?") == wanted.text
-    list(chat.retry())
-    assert read(chat) == 1 and chat.messages[-1].content == wanted.text
+@pytest.mark.parametrize("kv", [None, KVOptions(size=96)])
+def test_caches_that_drop_tokens_go_back_to_the_last_question(loaded, kv):
+    """An answer longer than what they can be trimmed by is taken back without the conversation being read again."""
+    loaded = loaded if kv else remade(loaded, sliding_window=32, model_type="mistral")
+    long = {"temperature": 0, "max_tokens": 150}
+    chat = Chat(loaded, system="Be brief.", kv=kv, **long)
+
+    def wanted():
+        return generate(loaded, fresh_prompt(chat), kv=kv, **long).text
+
+    for n in range(3):
+        say(chat, f"Question {n}?")
+        assert chat.messages[-1].content == wanted()
+    size, new = chat.stats.last.prompt_tokens, len(loaded.tokenizer.encode("Question 2?")) + 70
+    assert size > 3 * new
+    for _ in range(2):
+        list(chat.retry())
+        assert read(chat) < new and chat.messages[-1].content == wanted()
+    list(chat.edit("What?"))
+    assert read(chat) < new and chat.messages[-1].content == wanted()
+    chat.undo()
+    say(chat, "Why?")
+    assert read(chat) < new and chat.messages[-1].content == wanted()
+    chat.undo()
+    chat.undo()  # further back it is read again, and right
+    say(chat, "Why?")
+    assert chat.stats.last.cached_tokens == 0 and chat.messages[-1].content == wanted()
+
+
+def test_memory_stays_bounded_with_a_rotating_cache(loaded):
+    chat = Chat(loaded, kv=KVOptions(size=64), temperature=0, max_tokens=100)
+    held = []
+    for n in range(8):
+        say(chat, f"Question {n}?")
+        held.append(chat.stats.cache_bytes)
+    assert len(set(held[2:])) == 1
 
 
 def test_reset_keeps_the_system_prompt(loaded):
@@ -443,11 +471,30 @@ def test_reasoning_is_told_from_the_answer(loaded):
     assert read(chat) <= 12  # this template keeps it: nothing is read again
 
 
-def test_a_template_that_drops_earlier_reasoning_has_its_way(loaded, tokens):
-    kept = tokens.chat_template
-    tokens.chat_template = kept.replace(
+def without_reasoning(template):
+    """The template, dropping the reasoning of earlier answers."""
+    return template.replace(
         "{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
     )
+
+
+def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(loaded, tokens):
+    tokens.chat_template = without_reasoning(tokens.chat_template)
+    loaded = remade(loaded, sliding_window=32, model_type="mistral")
+    script = THOUGHT.replace("Hm, ", "Hm, " * 60)
+    chat = Chat(replace(loaded, model=Scripted(loaded, script)), temperature=0, max_tokens=None)
+    was_read = []
+    for n in range(8):
+        say(chat, f"Question {n}?")
+        was_read.append(read(chat))
+        assert chat.messages[-1].content == script and len(chat.stats.last.tokens) > 120
+    one_turn = chat.stats.last.prompt_tokens / 8
+    assert chat.stats.last.cached_tokens > 5 * one_turn and max(was_read[2:]) < 2.5 * one_turn
+
+
+def test_a_template_that_drops_earlier_reasoning_has_its_way(loaded, tokens):
+    kept = tokens.chat_template
+    tokens.chat_template = without_reasoning(kept)
     assert tokens.chat_template != kept
     model = Scripted(loaded, THOUGHT)
     chat = Chat(replace(loaded, model=model), temperature=0, max_tokens=None)

@@ -1,0 +1,70 @@
+"""A context that can go back to where the last question began, also where its caches have dropped tokens since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mlxlm.cache import KVCache, KVOptions
+from mlxlm.generation.context import PREFILL_CHUNK, Context, shared
+
+_NEAR = 64  # tokens: so close before a mark, the mark is set early instead of reading them by themselves
+
+
+class MarkedContext(Context):
+    """Rotating caches and sliding windows can't be trimmed across what they dropped, and an answer is soon longer than
+    that: a retry, an undo or a template that drops the answer's reasoning would have the whole conversation read again.
+    So the layers that drop tokens are remembered as they are at a mark (arrays are shared until written to: no more
+    than once again what those layers hold); all other layers are trimmed to it.
+
+    mark_at: where the mark is to be set in the prompt that comes next, in tokens; 0 for none.
+    """
+
+    def __init__(self, model, kv: KVOptions):
+        self.mark_at = 0
+        self._mark: tuple[int, dict[int, KVCache]] | None = None  # tokens, and copies of layers
+        super().__init__(model, kv)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches, those remembered included."""
+        remembered = [] if self._mark is None else self._mark[1].values()
+        return sum(cache.nbytes for cache in [*self.caches, *remembered])
+
+    def clear(self) -> None:
+        self._mark = None
+        super().clear()
+
+    def keep_prefix(self, prompt: Sequence[int], max_tokens: int) -> int:
+        if self._mark is not None and len(self):
+            common = shared(self._ids, prompt[:-1])
+            if common < self._mark[0]:
+                self._mark = None
+            elif not all(cache.can_trim(len(self) - common) for cache in self.caches):
+                self._go_back(*self._mark)
+        return super().keep_prefix(prompt, max_tokens)
+
+    def read(
+        self, ids: Sequence[int], chunk: int = PREFILL_CHUNK, on_prefill: Callable[[int], None] | None = None
+    ) -> None:
+        missing = self.mark_at - len(self)
+        first = missing if missing > _NEAR else 0
+        if first:
+            super().read(ids[:first], chunk, on_prefill)
+        if missing >= 0 and len(self):
+            self._set_mark()
+        super().read(ids[first:], chunk, on_prefill)
+
+    def _set_mark(self) -> None:
+        if not all(isinstance(cache, KVCache) for cache in self.caches):
+            return  # a model of mlx_lm has caches of its own
+        layers = {n: cache.copy() for n, cache in enumerate(self.caches) if cache.rotation or cache.window}
+        self._mark = (len(self), layers) if layers else None
+
+    def _go_back(self, length: int, layers: dict[int, KVCache]) -> None:
+        with self.changing() as ids:
+            for n, cache in enumerate(self.caches):
+                if n in layers:
+                    self.caches[n] = layers[n].copy()
+                else:
+                    cache.trim(len(ids) - length)
+            del ids[length:]
