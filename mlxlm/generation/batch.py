@@ -192,13 +192,12 @@ class _OneByOne(_Run):
             yield index, result
 
     def _text(self, request: Request) -> Result:
-        held = 0
-
         def on_prefill(now: int) -> None:
             nonlocal held
-            self._tell(prompt_tokens=now - held)
+            self._tell(prompt_tokens=now - (text.result.cached_tokens if held is None else held))
             held = now
 
+        held: int | None = None
         text = TextStream(
             self._loaded, request.prompt, request.options,
             context=self._context, end_ids=request.end_ids, on_prefill=on_prefill,

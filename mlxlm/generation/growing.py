@@ -60,6 +60,11 @@ class GrowingText:
         """Tokens of the prompt and the text so far."""
         return len(self.prompt) + len(self._tokens)
 
+    @property
+    def left(self) -> int:
+        """How many tokens it may still have."""
+        return self.limit - len(self._tokens)
+
     def start(self) -> None:
         """The clock of the timings."""
         self._started = time.perf_counter()

@@ -75,9 +75,12 @@ class Rows:
         and the rows that ended with them."""
         if any(row.ended and len(row.text) + row.wasted >= self._size for row in self._rows):
             self.compact()  # there are no positions behind the model's context
-        logits = self._model(self._tokens[:, None], cache=self._caches)[:, -1]
+        going_on = any(not row.ended and (row.prompted or row.text.left > 1) for row in self._rows)
         waits = any(row.text.sampler.blocks for row in self._rows if not row.ended)
-        following = _dispatched(logits if waits else self._drawn(logits))
+        following = self._tokens
+        if going_on:
+            logits = self._model(self._tokens[:, None], cache=self._caches)[:, -1]
+            following = _dispatched(logits if waits else self._drawn(logits))
         read, ended = 0, []
         for row, token in zip(self._rows, self._tokens.tolist(), strict=True):
             if row.ended:
@@ -91,7 +94,7 @@ class Rows:
             row.ended = row.text.push(token).finish_reason is not None
             if row.ended:
                 ended.append(row)
-        self._tokens = _dispatched(self._drawn(logits)) if waits else following
+        self._tokens = _dispatched(self._drawn(logits)) if going_on and waits else following
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             clear_allocator()

@@ -2,15 +2,18 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm._mlx import tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation import GenerationOptions, Request, TextStream, batch, generate, run_batch
 from mlxlm.generation.context import shared
+from mlxlm.model import Decoder
 
 rng = random.Random(0)
 SYSTEM = [rng.randrange(300) for _ in range(40)]
@@ -67,6 +70,37 @@ def test_rows_of_rotating_caches(loaded, wanted, size):
         same(result, alone(loaded, wanted[index], kv))
 
 
+@pytest.fixture(scope="module")
+def windowed(loaded):
+    """Of two layers, the first sees 9 tokens."""
+    config = loaded.config.with_changes(sliding_window=9, layer_types=["sliding_attention", "full_attention"])
+    model = Decoder(config)
+    model.load_weights(tree_flatten(loaded.model.parameters()))
+    return replace(loaded, model=model, config=config)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(requests, min_size=2, max_size=6))
+def test_rows_of_sliding_windows(windowed, wanted):
+    for index, result in run_batch(windowed, wanted, batch_size=4):
+        same(result, alone(windowed, wanted[index]))
+
+
+def test_a_model_that_can_not_be_batched_takes_one_after_another(loaded):
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    config = loaded.config.with_changes(rope_scaling=scaling)
+    model = Decoder(config)
+    model.load_weights(tree_flatten(loaded.model.parameters()))
+    dynamic = replace(loaded, model=model, config=config)
+    assert loaded.batchable and not dynamic.batchable
+    wanted = [greedy([*SYSTEM, 7 + i]) for i in range(4)]
+    found = list(run_batch(dynamic, wanted, batch_size=4))
+    assert [index for index, _ in found] == [0, 1, 2, 3]
+    assert [result.cached_tokens for _, result in found] == [0, 40, 40, 40]
+    for index, result in found:
+        same(result, alone(dynamic, wanted[index]))
+
+
 class Counting:
     """A model that notes the shape of each call."""
 
@@ -79,8 +113,6 @@ class Counting:
 
 
 def counting(loaded):
-    from dataclasses import replace
-
     return replace(loaded, model=Counting(loaded.model))
 
 
@@ -169,6 +201,8 @@ def test_progress(loaded, batch_size):
     assert told[-1].finished == 6 and told[-1].working == 0
     assert told[-1].tokens == sum(len(results[i].tokens) for i in range(5))
     assert all(a.prompt_tokens <= b.prompt_tokens for a, b in itertools.pairwise(told))
+    # All begin with the same three tokens: read once, or once for each of two batches.
+    assert told[-1].prompt_tokens == (3 if batch_size == 1 else 6)
     assert max(progress.working for progress in told) <= batch_size
 
 
@@ -185,8 +219,6 @@ def test_an_interrupt_ends_a_batch_and_the_next_is_whole(loaded):
             if len(self.calls) == 5:
                 raise KeyboardInterrupt
             return super().__call__(ids, cache)
-
-    from dataclasses import replace
 
     wanted = [greedy([5, 6, 7 + i], 9) for i in range(3)]
     with pytest.raises(KeyboardInterrupt):
