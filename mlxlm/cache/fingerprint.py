@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict, is_dataclass
 
 import numpy as np
 
@@ -16,8 +17,9 @@ def fingerprint(model) -> str:
     """SHA-256, in hexadecimal, over a model's configuration and over the names, shapes, dtypes and evenly spaced
     samples of its parameters. Weights that are not read yet are read."""
     digest = hashlib.sha256()
-    if hasattr(config := getattr(model, "config", None), "to_dict"):
-        digest.update(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
+    for name in ("config", "args"):  # ours, and that of mlx_lm's models
+        if is_dataclass(settings := getattr(model, name, None)):
+            digest.update(json.dumps(asdict(settings), sort_keys=True, default=str).encode())
     parameters = sorted(tree_flatten(model.parameters()))
     samples = [_sample(value) for _, value in parameters]
     mx.eval(samples)

@@ -180,7 +180,7 @@ def test_rotating_and_quantized_is_near_to_rotating(bits):
     found = as_room_allows(model, caches, tokens, [9])
     one_by_one = as_room_allows(model, make_cache(model, KVOptions(24, 4, *bits)), tokens, [1])
     close(one_by_one, found, 0.02)  # a rounding of float32 can change a code
-    assert 0 < np.abs(np.array(found - plain)).mean() < {8: 0.005, 4: 0.05}[min(b for b in bits if b)]
+    assert 0 < np.abs(np.array(found - plain)).mean() < {8: 0.02, 4: 0.1}[min(b for b in bits if b)]
     assert all(cache.size() <= 24 for cache in caches)
 
 

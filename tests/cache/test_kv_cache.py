@@ -222,14 +222,14 @@ def test_a_decoded_token_writes_in_place(kind):
     def addresses():
         return [np.array(x, copy=False).__array_interface__["data"][0] for x in cache._keys.arrays]
 
-    moved = 0
-    for n in range(200):
+    moved, before = -1, None
+    for _ in range(200):
         keys, values = cache.update_and_fetch(token, token)
         held = keys.arrays if isinstance(keys, Quantized) else [keys]
         mx.async_eval([x + 1 for x in held])  # attention reads them while the next token is on its way
         mx.eval(cache.state)
         now = addresses()
-        moved += n > 0 and now != before
+        moved += now != before
         before = now
     assert moved <= 200 / min(cache.rotation.step if cache.rotation else 64, 64) + 1
 
@@ -289,7 +289,8 @@ def test_options_of_what_a_person_gives(given_, wanted):
 def test_every_option_that_cannot_work_is_named():
     with pytest.raises(GenerationError) as error:
         KVOptions(size=3, keep=4, key_bits=3, value_bits=True)
-    assert all(part in str(error.value) for part in ("size is 3 (a whole number from 6", "key bits are 3", "value bits"))
+    named = "size is 3 (a whole number from 6", "key bits are 3", "value bits are True"
+    assert all(part in str(error.value) for part in named)
     with pytest.raises(GenerationError, match="keep is -1"):
         KVOptions(keep=-1)
     for bits in ("8,4,4", "", "8,", "eight", 7, (8,), 8.0 + 0.5):

@@ -1,0 +1,210 @@
+"""Caches in files: what comes back, and files that nobody should trust."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
+from mlxlm.config import ModelConfig
+from mlxlm.errors import CheckpointError, GenerationError
+from mlxlm.model import Decoder
+
+KINDS = {
+    "full": KVOptions(),
+    "rotating": KVOptions(size=16, keep=3),
+    "rotating, no sinks": KVOptions(size=16, keep=0),
+    "quantized": KVOptions.of(bits="8,4"),
+    "rotating, quantized": KVOptions(size=16, key_bits=4),
+}
+IDENTITY = {"model": "m", "kv": "full", "name": "größer"}
+
+
+def make(seed=0, **changes):
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    config = ModelConfig(**{**sizes, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 8, **changes})
+    model = Decoder(config)
+    model.initialize(seed)
+    return model
+
+
+def read(model, kv, ids):
+    caches, done = make_cache(model, kv), 0
+    while done < len(ids):
+        n = min([len(ids) - done, 7, *(c.room for c in caches if c.room is not None)])
+        mx.eval(model(mx.array([ids[done : done + n]]), caches))
+        done += n
+    return caches
+
+
+IDS = [int(i) for i in np.random.default_rng(0).integers(0, 50, 240)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [5, 240])
+@pytest.mark.parametrize("layers", [None, ("full_attention", "sliding_attention")])
+def test_a_text_goes_on_as_if_it_had_never_been_in_a_file(kind, count, layers, tmp_path):
+    model, kv = make(layer_types=layers), KINDS[kind]
+    caches = read(model, kv, IDS[:count])
+    path = tmp_path / "text.cache"
+    write_caches(path, caches, IDS[:count], IDENTITY)
+    assert read_identity(path) == IDENTITY
+    again = make_cache(model, kv)
+    assert read_caches(path, again) == (IDS[:count], IDENTITY)
+    for old, new in zip(caches, again, strict=True):
+        assert (old.offset, old.room, old.is_trimmable()) == (new.offset, new.room, new.is_trimmable())
+        assert [x.tolist() for x in old.state] == [x.tolist() for x in new.state]
+    for token in IDS[:40]:
+        one, other = (model(mx.array([[token]]), c) for c in (caches, again))
+        assert mx.array_equal(one, other)
+
+
+def test_a_file_is_never_written_over(tmp_path):
+    model, path = make(), tmp_path / "a.cache"
+    caches = read(model, KVOptions(), IDS[:5])
+    write_caches(path, caches, IDS[:5], IDENTITY)
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match="already exists"):
+        write_caches(path, caches, IDS[:5], IDENTITY)
+    assert path.read_bytes() == before
+    write_caches(path, caches, IDS[:5], {"model": "other"}, replace=True)
+    assert read_identity(path) == {"model": "other"}
+    path.write_bytes(b"a letter to my grandmother")
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        write_caches(path, caches, IDS[:5], IDENTITY, replace=True)
+    assert path.read_bytes() == b"a letter to my grandmother"
+    with pytest.raises(CheckpointError, match="no tokens"):
+        write_caches(tmp_path / "b.cache", make_cache(model), [], IDENTITY)
+    with pytest.raises(CheckpointError, match="a kind of its own"):
+        write_caches(tmp_path / "b.cache", [object()], [1], IDENTITY)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.cache"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_kind_of_cache_is_refused_and_none_is_changed(kind, tmp_path):
+    model, path = make(), tmp_path / "a.cache"
+    write_caches(path, read(model, KINDS[kind], IDS[:60]), IDS[:60], IDENTITY)
+    for other in KINDS:
+        caches = make_cache(model, KINDS[other])
+        same_here = {"full", "rotating", "rotating, no sinks"}  # a window of 8 is smaller than 16: no layer rotates
+        if other == kind or {other, kind} <= same_here:
+            continue
+        with pytest.raises(CheckpointError, match="layer 0"):
+            read_caches(path, caches)
+        assert all(cache.empty() and cache.offset == 0 for cache in caches)
+    with pytest.raises(CheckpointError, match="the caches of 2 layers, the model has 3"):
+        read_caches(path, make_cache(make(num_hidden_layers=3), KINDS[kind]))
+
+
+def test_a_model_of_other_sizes_says_so(tmp_path):
+    path = tmp_path / "a.cache"
+    write_caches(path, read(make(), KVOptions(), IDS[:9]), IDS[:9], IDENTITY)
+    other = make(num_key_value_heads=2)
+    caches = make_cache(other)
+    read_caches(path, caches)
+    with pytest.raises(GenerationError, match=r"the cache has .* and the model gives .*made with"):
+        other(mx.array([[1]]), caches)
+
+
+def parts(content):
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def joined(header, data):
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A model with layers of two kinds, its settings, and a cache file."""
+    model, kv = make(layer_types=("full_attention", "sliding_attention")), KVOptions(size=16, keep=2, key_bits=8)
+    path = tmp_path_factory.mktemp("caches") / "a.cache"
+    write_caches(path, read(model, kv, IDS[:60]), IDS[:60], IDENTITY)
+    return model, kv, path.read_bytes()
+
+
+def test_a_header_that_lies_is_an_error(file, tmp_path):
+    model, kv, content = file
+    path = tmp_path / "bad.cache"
+
+    def refused(change, match):
+        header, data = parts(content)
+        change(header)
+        path.write_bytes(joined(header, data))
+        caches = make_cache(model, kv)
+        before = mx.get_active_memory()
+        with pytest.raises(CheckpointError, match=match):
+            read_caches(path, caches)
+        assert mx.get_active_memory() - before < 1 << 20 and all(cache.empty() for cache in caches)
+
+    def reshape(name, shape, dtype=None):
+        def change(header):
+            header[name]["shape"] = shape
+            header[name]["dtype"] = dtype or header[name]["dtype"]
+
+        return change
+
+    meta = "__metadata__"
+    refused(lambda h: h[meta].update(format="mlx"), "not a cache file of mlxlm")
+    refused(lambda h: h.pop(meta), "not a cache file")
+    refused(lambda h: h[meta].update(identity="[]"), "doesn't say what it was made with")
+    refused(lambda h: h[meta].update(identity='{"a": 1}'), "doesn't say what it was made with")
+    refused(lambda h: h[meta].update(identity="[" * 100_000), "doesn't say what it was made with")
+    refused(lambda h: h[meta].update(dropped="[0]"), "the caches of 1 layers")
+    refused(lambda h: h[meta].update(dropped="[1e3, 2]"), "no layers")
+    refused(lambda h: h[meta].update(dropped="[-1, 2]"), "no layers")
+    refused(lambda h: h[meta].update(dropped="[0, 0]"), "layer 0")
+    refused(lambda h: h[meta].update(dropped="[46, 9999]"), "layer")
+    refused(lambda h: h[meta].update(dropped="[2147483647, 0]"), "layer 0")
+    refused(lambda h: h.pop("ids"), "no ids")
+    refused(lambda h: h.update({"7.keys.0": h.pop("0.keys.0")}), "no place for tensor 7.keys.0")
+    refused(lambda h: h.update({"x": h.pop("0.keys.0")}), "no place for tensor x")
+    refused(lambda h: h.pop("0.keys.1"), "layer 0: unknown or missing: keys.1")
+    refused(lambda h: h.update({"0.more": h.pop("0.keys.1")}), "layer 0: unknown or missing: keys.1, more")
+    B, heads, S, W = parts(content)[0]["0.keys.0"]["shape"]
+    refused(reshape("0.keys.0", [B, heads, W, S]), "layer 0")
+    refused(reshape("0.keys.0", [S, heads, B, W]), "layer 0")
+    refused(reshape("0.keys.0", [B, heads, S * W]), "layer 0")
+    refused(reshape("0.keys.0", [B, heads, S, W], "I32"), "layer 0")
+    refused(reshape("0.keys.0", [B, heads, S, 2**30]), "claims")
+    refused(reshape("0.values.0", [B, 2, S, 16]), "layer 0")
+    refused(reshape("ids", [60], "F32"), "no ids")
+    refused(reshape("ids", [4, 15]), "no ids")
+
+
+@settings(max_examples=150, deadline=None)
+@given(place=st.floats(0, 1), value=st.integers(0, 255), cut=st.none() | st.floats(0, 1))
+def test_a_damaged_file_is_read_or_refused(file, tmp_path_factory, place, value, cut):
+    model, kv, content = file
+    damaged = bytearray(content)
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    damaged[int(place * (header - 1))] = value
+    path = tmp_path_factory.mktemp("damaged") / "a.cache"
+    path.write_bytes(bytes(damaged) if cut is None else bytes(damaged)[: int(cut * len(damaged))])
+    caches = make_cache(model, kv)
+    try:
+        ids, _ = read_caches(path, caches)
+    except CheckpointError as error:
+        assert "\n" not in str(error) and all(cache.empty() for cache in caches)
+    else:
+        assert len(ids) == caches[0].offset == 60
+        mx.eval(model(mx.array([[1]]), caches))
+
+
+def test_a_fingerprint_is_of_weights_and_configuration():
+    models = make(), make(1), make(rope_theta=5.0), make(rms_norm_eps=0.1)
+    found = {fingerprint(model) for model in models}
+    assert len(found) == 4 and fingerprint(make()) in found and all(len(f) == 64 for f in found)
+    model = make()
+    model.layers[1].mlp.up_proj.weight[-1, -1] = 7
+    assert fingerprint(model) not in found
+    half = make()
+    half.apply(lambda x: x.astype(mx.bfloat16))
+    assert fingerprint(half) not in found
