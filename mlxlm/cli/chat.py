@@ -85,6 +85,7 @@ def chat(
     from mlxlm.chat.terminal import keeping
     from mlxlm.chat.terminal.loop import Talk
     from mlxlm.chat.terminal.settings import Settings
+    from mlxlm.chat.terminal.statistics import measure_bandwidth
 
     path = Path(session) if session is not None else keeping.latest() if go_on else None
     opened = path is not None and (path.exists() or path.is_symlink())
@@ -106,6 +107,8 @@ def chat(
     keeper = keeping.Keeper(
         path, named=session is not None, cached=cache, enabled=not private and (keeps or path is not None)
     )
+    if verbose:
+        measure_bandwidth()
     talk = Talk(talking, settings, keeper, _load)
     if prompt is not None:
         talk.once(prompt)
@@ -139,7 +142,7 @@ def _open(path: Path, loaded: LoadedModel, system: str | None, given: dict[str, 
 
 def _model_of(path: Path) -> str:
     """The model that a session file names."""
-    from mlxlm.chat.transcripts import OwnFiles
+    from mlxlm.chat.session_files import OwnFiles
 
     return OwnFiles().read(path).model
 

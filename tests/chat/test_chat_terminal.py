@@ -1,21 +1,30 @@
 """The chat as a person meets it: in a real pseudo-terminal, over a pipe, and as a single question."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pexpect
 import pytest
 
 MLXLM = [sys.executable, "-c", "from mlxlm.cli.main import main; main()"]
-PROMPT = r"\x1b\[0;1m>"  # in bold: no answer can look like it, since its control characters are replaced
+PROMPT = r"\d+% \x1b\[0;1m>"  # in bold: no answer can look like it, since its control characters are replaced
 
 
 @pytest.fixture
 def environment(tmp_path):
-    return {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf "%s, edited" "$(cat "$1")" > "$1"\n')
+    editor.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "VISUAL", "COLUMNS")}
+    return {
+        **kept, "XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1",
+        "EDITOR": str(editor),
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -23,19 +32,45 @@ def terminal(model_folder, environment):
     """`terminal(*arguments)` starts a chat; it is ended with the test."""
     running = []
 
-    def start(*arguments):
-        command = [*MLXLM, "chat", str(model_folder), "--temperature", "0", *arguments]
+    def start(*arguments, **changes):
+        command = [*MLXLM, "chat", *([] if "--continue" in arguments else [str(model_folder), "-t", "0"]), *arguments]
         child = pexpect.spawn(
-            command[0], command[1:], env=environment, encoding="utf-8", timeout=20, dimensions=(40, 100)
+            command[0], command[1:], env={**environment, **changes}, encoding="utf-8", timeout=15, dimensions=(40, 160)
         )
         running.append(child)
         child.expect("lists the commands")
-        child.expect(PROMPT)
+        if changes.get("TERM") != "dumb":
+            child.expect(PROMPT)
         return child
 
     yield start
     for child in running:
         child.close(force=True)
+
+
+def say(chat, line, *answers):
+    """Type a line, see these answers in order, and then the prompt."""
+    chat.send(f"{line}\r")
+    for answer in answers:
+        chat.expect(answer)
+    chat.expect(PROMPT)
+
+
+def leave(chat):
+    chat.sendeof()
+    chat.expect(pexpect.EOF)
+    chat.close()
+    assert chat.exitstatus == 0
+    return chat.before
+
+
+def kept(tmp_path):
+    """The files of conversations without a name."""
+    return sorted((tmp_path / "state" / "mlxlm" / "chats").glob("*.jsonl"))
+
+
+def messages_in(path):
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
 def piped(model_folder, environment, text, *arguments):
@@ -45,78 +80,224 @@ def piped(model_folder, environment, text, *arguments):
 
 def test_a_conversation(terminal, tmp_path):
     chat = terminal("-n", "12")
-    chat.send("Hello!\r")
-    chat.expect(r"cut off at --max-tokens")
-    chat.expect(PROMPT)
-    chat.send("/stats\r")
-    chat.expect(r"answers: 1, 12 tokens; context: \d+ of 4096 tokens")
-    chat.expect(r"0 kept from before")
-    chat.send("And you?\r")
-    chat.expect(r"cut off at --max-tokens")
-    chat.send("/stats\r")
-    chat.expect(r"answers: 2, 24 tokens")
-    chat.expect(r"[1-9]\d* kept from before")
-    chat.send("/reset\r")
-    chat.expect("the conversation is forgotten")
-    chat.send("/stats\r")
-    chat.expect("context: 0 of 4096")
-    chat.send("/help\r")
-    chat.expect("/exit +leave the chat")
-    chat.send("/quit\r")
-    chat.expect("there is no command /quit .*/help /reset /stats /exit")
+    say(chat, "Hello!", "cut off at max_tokens")
+    say(chat, "/stats", r"answers: 1, 12 tokens; context: \d+ of 4096 tokens", "0 kept from before")
+    say(chat, "And you?", "cut off at max_tokens")
+    say(chat, "/stats", "answers: 2, 24 tokens", r"[1-9]\d* kept from before", "each token reads", "% of the")
+    say(chat, "/tokens", r"user +Hello!", "assistant", r"user +And you\?", "in all")
+    say(chat, "/retry", "cut off")
+    say(chat, "/undo", r"forgotten: And you\?")
+    say(chat, "/show messages", "user:", "Hello!", "assistant:")
+    say(chat, "/quit", r"there is no command /quit \(try: /exit")
+    say(chat, "/help", r"/exit +leave the chat", "Alt-Enter")
     chat.send("/exit\r")
+    chat.expect("this conversation is kept: mlxlm chat --continue")
     chat.expect(pexpect.EOF)
     chat.close()
     assert chat.exitstatus == 0
     history = tmp_path / "state" / "mlxlm" / "chat_history"
     assert "+And you?" in history.read_text()
-    assert history.stat().st_mode & 0o777 == 0o600
+    (session,) = kept(tmp_path)
+    assert [m["content"] for m in messages_in(session)][0] == "Hello!" and len(messages_in(session)) == 2
+    modes = [p.stat().st_mode & 0o777 for p in (history, session, session.parent)]
+    assert modes == [0o600, 0o600, 0o700]
+
+
+def test_settings_system_branches_and_edits(terminal):
+    chat = terminal("-n", "5")
+    say(chat, "/system Be brief.", "system prompt: Be brief.")
+    say(chat, "/set temperature 7000", "temperature is 7000.* to 100")
+    say(chat, "/set top-k 3")
+    say(chat, "/set", r"think +dim", r"overflow +ask", r"top_k +3", r"max_tokens +5")
+    say(chat, "/set colour red", "there is no setting colour")
+    say(chat, "One", "cut off")
+    say(chat, "/branch other", "in a new branch, other")
+    say(chat, "Two", "cut off")
+    say(chat, "/branch", "main: 1 message", r"\* other: 2 messages")
+    say(chat, "/branch main", "in branch main")
+    say(chat, "/show", "template +model", r"branch +main, of main, other")
+    chat.send("/edit\r")
+    chat.expect(PROMPT + ".*One")
+    chat.send(" more\r")
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    say(chat, "/tokens", "user +One more")
+
+
+def test_sessions_are_saved_and_loaded(terminal, tmp_path):
+    chat = terminal("-n", "9")
+    say(chat, "Hello!", "cut off")
+    saved = tmp_path / "a chat.jsonl"
+    say(chat, f"/save {saved} --cache", "saved to")
+    assert kept(tmp_path) == []  # it has a name now
+    say(chat, "More", "cut off")
+    assert [m["content"] for m in messages_in(saved)][2] == "More"  # and is kept up to date
+    say(chat, "/reset", "the conversation is forgotten; /load")
+    say(chat, "/tokens", "0 +in all")
+    say(chat, "New", "cut off")
+    assert len(messages_in(saved)) == 4
+    say(chat, f"/load {saved}", "4 messages")
+    say(chat, "/load nothing", "error: cannot read nothing: No such file")
+    say(chat, "And?", "cut off")
+    say(chat, "/stats", r"[1-9]\d* kept from before")  # from the cache beside the file
+    assert saved.stat().st_mode & 0o777 == 0o600
+    assert f"--session {saved}" in leave(chat).replace("\r\n", " ")
+    assert len(messages_in(saved)) == 6
+    chat = terminal("--session", str(saved), "-n", "9")
+    say(chat, "/show messages", "Hello!", "More", r"And\?")
+
+
+def test_continue_goes_on_with_the_last_conversation_and_its_model(terminal, tmp_path, environment):
+    nothing = subprocess.run([*MLXLM, "chat", "--continue"], env=environment, capture_output=True, text=True)
+    assert nothing.returncode == 1 and "there is no conversation to continue" in nothing.stderr
+    chat = terminal("-n", "5")
+    say(chat, "Hello!", "cut off")
+    leave(chat)
+    chat = terminal("--continue")
+    assert "Going on after 2 messages" in chat.before
+    say(chat, "More", "cut off")
+    leave(chat)
+    (session,) = kept(tmp_path)
+    assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "More"]
+
+
+def test_private_keeps_nothing(terminal, tmp_path):
+    chat = terminal("-n", "5", "--private")
+    say(chat, "Hello!", "cut off")
+    leave(chat)
+    assert not (tmp_path / "state").exists()
+
+
+def test_several_lines(terminal):
+    chat = terminal("-n", "5")
+    chat.send('"""first\rsecond"""\r')
+    chat.expect("cut off")
+    chat.send("\x1b[200~pasted\nlines\x1b[201~\x1b\rtyped\r")
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    say(chat, "/show messages", "first\r\nsecond\r\n", "pasted\r\nlines\r\ntyped\r\n")
+
+
+@pytest.mark.parametrize("keys", ["\x07", "\x18\x05"])
+def test_an_external_editor(terminal, keys):
+    chat = terminal("-n", "5")
+    chat.send(f"begun{keys}")
+    chat.expect("begun, edited")
+    chat.send("\r")
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    say(chat, "/show messages", "begun, edited")
+
+
+def test_tab_completes_commands_arguments_and_paths(terminal, tmp_path):
+    (tmp_path / "a-long-name.jsonl").write_text("")
+    chat = terminal("-n", "5")
+    chat.send("/bra\t\r")
+    chat.expect("main: 0 messages")
+    chat.expect(PROMPT)
+    chat.send("/set thi\thi\t\r")
+    chat.expect(PROMPT)
+    say(chat, "/set think", r"think +hide")
+    chat.send(f"/load {tmp_path}/a-lo\t\r")
+    chat.expect(r"error: .*a-long-name.jsonl")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal):
-    chat = terminal("-n", "4000")
+    chat = terminal("-n", "4000", "--no-markdown")
     for question in ("Hello!", "Again"):
         chat.send(f"{question}\r")
         chat.expect(r"\n.{200}")  # the answer is under way
         chat.sendintr()
         chat.expect(r"\(stopped\)", timeout=10)
         chat.expect(PROMPT)
-    chat.send("/stats\r")
-    chat.expect(r"answers: 2, \d+ tokens")
-    chat.expect(PROMPT)
+    say(chat, "/stats", r"answers: 2, \d+ tokens")
     chat.sendintr()
     chat.expect("Ctrl-D leaves the chat")
     chat.expect(PROMPT)
-    chat.sendeof()
-    chat.expect(pexpect.EOF)
-    chat.close()
-    assert chat.exitstatus == 0
+    leave(chat)
+
+
+def test_what_is_typed_during_an_answer_is_not_lost_and_not_shown_in_it(terminal):
+    chat = terminal("-n", "300")
+    chat.send("Hello!\r")
+    chat.expect("\n")
+    chat.send("/tokens\r")
+    chat.expect("cut off")
+    assert "/tokens" not in chat.before
+    chat.expect("in all")
 
 
 def test_ctrl_c_while_a_long_message_is_read(model_folder, environment):
     """Between two chunks of the message; `ask` then raises before there is an answer."""
     script = (
         "import os, signal\n"
-        "from mlxlm.chat import terminal\n"
-        "from mlxlm.chat.session import ChatSession\n"
+        "from mlxlm.chat.session import Chat\n"
+        "from mlxlm.chat.terminal import turns\n"
         "from mlxlm.generation import load\n"
-        f"session = ChatSession(load({str(model_folder)!r}))\n"
-        "with terminal._noted_interrupts() as interrupted:\n"
-        "    ask = session.ask\n"
-        "    def interrupted_ask(text, on_prefill):\n"
-        "        return ask(text, on_prefill=lambda n: (os.kill(os.getpid(), signal.SIGINT), on_prefill(n)))\n"
-        "    session.ask = interrupted_ask\n"
-        "    terminal._answer_interruptibly(session, 'Hello! ' * 300, interrupted)\n"
-        "assert session.messages == []\n"
+        f"chat = Chat(load({str(model_folder)!r}))\n"
+        "with turns.noted_interrupts() as stop:\n"
+        "    def begin(on_prefill):\n"
+        "        interrupt = lambda n: (os.kill(os.getpid(), signal.SIGINT), on_prefill(n))\n"
+        "        return chat.ask('Hello! ' * 300, on_prefill=interrupt)\n"
+        "    assert turns.answer(chat, begin, 'dim', True, stop) is None\n"
+        "assert chat.messages == [] and chat.stats.turns == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "(stopped)\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+def test_a_terminal_that_is_closed_loses_nothing(terminal, tmp_path, number):
+    chat = terminal("-n", "4000", "--no-markdown")
+    say(chat, "/set max_tokens 5")
+    say(chat, "Hello!", "cut off")
+    say(chat, "/set max_tokens 4000")
+    chat.send("Again\r")
+    chat.expect(r"\n.{200}")
+    os.kill(chat.pid, number)
+    chat.expect(pexpect.EOF)
+    chat.close()
+    expected = {signal.SIGHUP: 129, signal.SIGTERM: 143}
+    assert chat.exitstatus == expected.get(number)
+    questions = [m["content"] for m in messages_in(kept(tmp_path)[0])][::2]
+    assert questions == (["Hello!"] if number == signal.SIGKILL else ["Hello!", "Again"])
+
+
+def test_a_terminal_that_goes_away_at_the_prompt(terminal, tmp_path):
+    chat = terminal("-n", "5")
+    say(chat, "Hello!", "cut off")
+    chat.close(force=False)  # the other end of the pseudo-terminal: a hang-up
+    deadline = time.monotonic() + 20
+    while chat.isalive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not chat.isalive()
+    assert len(messages_in(kept(tmp_path)[0])) == 2
+
+
+def test_a_full_context_is_cleared_when_asked(terminal):
+    chat = terminal("-n", "5")
+    say(chat, "word " * 300, "cut off")
+    for _ in range(2):
+        chat.send("word " * 500 + "\r")
+        chat.expect(r"cut off|Drop the oldest turns\? \[y/N\] ")
+        if "Drop" in chat.after:
+            break
+        chat.expect(PROMPT)
+    chat.send("n\r")
+    chat.expect("error: the conversation would have")
+    chat.expect(PROMPT)
+    chat.send("word " * 500 + "\r")
+    chat.expect("Drop the oldest turns")
+    chat.send("y\r")
+    chat.expect(r"\d messages dropped: the model no longer sees them")
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    say(chat, "/tokens", "the model no longer sees it")
 
 
 def test_up_recalls_the_last_line_and_control_characters_are_replaced(terminal):
-    chat = terminal("-n", "300")
-    chat.send("/stats\r")
-    chat.expect("answers: 0")
+    chat = terminal("-n", "300", "--no-markdown")
+    say(chat, "/stats", "answers: 0")
     chat.send("\x1b[A\r")
     chat.expect("answers: 0")
     chat.send("Hello!\r")
@@ -124,46 +305,75 @@ def test_up_recalls_the_last_line_and_control_characters_are_replaced(terminal):
     assert "\ufffd" in chat.before and "\x07" not in chat.before
 
 
-def test_an_error_ends_the_turn_only(terminal):
-    chat = terminal("-n", "5")
-    chat.send("word " * 1500 + "\r")
-    chat.expect(r"error: the conversation would have \d+ tokens.*try: /reset, or a shorter message", timeout=30)
+def test_a_dumb_terminal_gets_no_escapes(terminal):
+    chat = terminal("-n", "30", TERM="dumb")
     chat.send("Hello!\r")
     chat.expect("cut off")
-    chat.send("/exit\r")
-    chat.expect(pexpect.EOF)
+    assert "\x1b" not in chat.before
+
+
+def test_an_error_ends_the_turn_only(terminal):
+    chat = terminal("-n", "5", "--overflow", "stop")
+    say(chat, "word " * 1500, r"error: the conversation would have \d+ tokens")
+    say(chat, "Hello!", "cut off")
+    leave(chat)
 
 
 def test_a_history_that_cannot_be_kept_is_said(terminal, tmp_path):
     (tmp_path / "state").write_text("a file where the folder should be")
     chat = terminal("-n", "5")
     assert "the history of this chat won't be kept" in chat.before + chat.after
-    chat.send("/exit\r")
-    chat.expect(pexpect.EOF)
+    say(chat, "Hello!", "this conversation is not kept: ")
+    leave(chat)
 
 
-def test_over_a_pipe_each_line_is_a_turn(model_folder, environment):
+def test_over_a_pipe_each_line_is_a_turn(model_folder, environment, tmp_path):
     done = piped(model_folder, environment, b"Hello!\n\n/stats\nAnd you?\n//slash\n/exit\nnot read\n", "-n", "9")
     assert done.returncode == 0
     assert b"\x1b[" not in done.stdout + done.stderr and b">" not in done.stderr
-    assert done.stderr.startswith(b"answers: 1, 9 tokens")
+    assert b"answers: 1, 9 tokens" in done.stderr
     again = piped(model_folder, environment, b"Hello!\n", "-n", "9")
     assert done.stdout.startswith(again.stdout) and len(done.stdout) > len(again.stdout)
     assert again.stderr == b""
+    assert not (tmp_path / "state").exists()  # a script keeps what it wants itself
+
+
+def test_over_a_pipe_blocks_have_several_lines(model_folder, environment):
+    done = piped(model_folder, environment, b'"""one\ntwo"""\n/show messages\n', "-n", "5")
+    assert b"user:\none\ntwo\n" in done.stderr
+    open_block = piped(model_folder, environment, b'Hello!\n"""one\ntwo\n', "-n", "5")
+    assert (open_block.returncode, open_block.stderr) == (
+        1, b'error: the block that begins in line 2 isn\'t closed (try: """)\n',
+    )  # fmt: skip
 
 
 def test_over_a_pipe_an_error_is_the_exit_code(model_folder, environment):
     done = piped(model_folder, environment, b"Hello!\n\xff\xfe\n", "-n", "5")
     assert done.returncode == 1
     assert done.stderr == b"error: line 2 of standard input is not UTF-8: invalid start byte\n"
+    done = piped(model_folder, environment, b"/set overflow ask\n")
+    assert done.returncode == 1 and b"nobody is there to be asked" in done.stderr
 
 
-def test_one_question(model_folder, environment):
+def test_one_question(model_folder, environment, tmp_path):
     once = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!")
     assert (once.returncode, once.stderr) == (0, b"")
     assert once.stdout == piped(model_folder, environment, b"Hello!\n", "-n", "9").stdout
     system = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!", "--system", "Be brief.")
     assert system.stdout != once.stdout
+    session = tmp_path / "s.jsonl"
+    for question in ("Hello!", "And?"):
+        done = piped(model_folder, environment, b"", "-n", "9", "-p", question, "--session", str(session))
+        assert (done.returncode, done.stderr) == (0, b"")
+    assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "And?"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--cache",), ("--continue", "--private"), ("--draft", "x", "--lookup"), ("--kv-keep", "3")]
+)
+def test_options_that_need_others(model_folder, environment, arguments):
+    done = piped(model_folder, environment, b"", *arguments)
+    assert done.returncode == 2 and done.stderr.startswith(b"Usage: ")
 
 
 def test_ctrl_c_over_a_pipe_ends_the_program(model_folder, environment):

@@ -12,6 +12,7 @@ from mlxlm import bandwidth, platform
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import settings, statistics
 from mlxlm.chat.terminal.output import printable, say, tell
+from mlxlm.chat.terminal.statistics import measure_bandwidth
 from mlxlm.chat.terminal.turns import raised_interrupts
 from mlxlm.errors import GenerationError
 
@@ -82,16 +83,9 @@ def _set(talk: Talk, text: str) -> None:
     if not talk.interactive and (name, value.strip()) == ("overflow", "ask"):
         raise GenerationError("overflow is ask, and nobody is there to be asked", "stop or drop")
     settings.change(talk.settings, talk.chat, name, value.strip())
-    if talk.settings.stats and name == "stats":
+    if (name, value.strip()) == ("stats", "on"):
         measure_bandwidth()
     talk.keeper.keep(talk.chat)
-
-
-def measure_bandwidth() -> None:
-    """Once for each machine, saying so."""
-    if bandwidth.recorded() is None:
-        say("measuring how fast this machine reads memory, once …")
-        bandwidth.measure()
 
 
 def _show(talk: Talk, what: str) -> None:
@@ -211,8 +205,7 @@ def _tokens(talk: Talk, _: str) -> None:
 
 
 def _stats(talk: Talk, _: str) -> None:
-    if talk.moved is not None:
-        measure_bandwidth()
+    measure_bandwidth()
     for line in statistics.full(talk.chat, talk.moved):
         tell(line)
 

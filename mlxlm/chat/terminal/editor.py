@@ -35,12 +35,11 @@ class Editor:
             output=output,
             multiline=True,
             key_bindings=_keys(),
-            prompt_continuation=lambda width, line, wrapped: [("class:continuation", "… ".rjust(width))],
+            prompt_continuation=lambda width, _, wrapped: " " * width if wrapped else "… ".rjust(width),
             completer=_Commands(talk),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
-            enable_open_in_editor=True,
             tempfile_suffix=".md",
         )
 
@@ -70,6 +69,7 @@ def _keys() -> KeyBindings:
     def _alt_enter(event) -> None:
         event.current_buffer.insert_text("\n")
 
+    @keys.add("c-x", "c-e")
     @keys.add("c-g", filter=~is_searching & ~has_selection)
     def _editor(event) -> None:
         event.current_buffer.open_in_editor()

@@ -7,7 +7,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxlm.bandwidth import Moved
@@ -24,7 +24,11 @@ from mlxlm.generation import FinishReason, LoadedModel
 _UNFINISHED: dict[FinishReason | None, str] = {
     None: "(stopped)",
     "length": "(cut off at max_tokens: /set max_tokens changes that)",
-    "context": "(the context is full)",
+}
+_FULL = {
+    "ask": "(the context is full: with the next message you can drop the oldest turns)",
+    "stop": "(the context is full: /undo, /reset, or /set overflow drop)",
+    "drop": "(the context is full: with the next message the oldest turns are dropped)",
 }
 _HUNG_UP = 128 + signal.SIGHUP
 
@@ -60,7 +64,7 @@ class Talk:
             return
         for line in greeting:
             say(printable(line))
-        with noted_interrupts() as self.stop, self._noted_hang_up():
+        with noted_interrupts() as self.stop, self._noted_hang_up(), _quiet_keyboard():
             try:
                 self._talk(private)
             except OSError:
@@ -126,8 +130,7 @@ class Talk:
     def _answer(self, begin: Begin) -> None:
         before = self.chat.stats.turns
         try:
-            with quiet_keyboard() if self.interactive else nullcontext():
-                reason = answer(self.chat, begin, self.settings.think, self.settings.markdown, self.stop)
+            reason = answer(self.chat, begin, self.settings.think, self.settings.markdown, self.stop)
         finally:
             answered = self.chat.stats.turns > before
             if answered:
@@ -136,7 +139,9 @@ class Talk:
         if not answered:
             say("(stopped before the answer began: nothing has changed)")
             return
-        if self.interactive and reason in _UNFINISHED:
+        if self.interactive and reason == "context":
+            say(_FULL[self.settings.overflow])
+        elif self.interactive and reason in _UNFINISHED:
             say(_UNFINISHED[reason])
         if self.settings.stats:
             say(f"({statistics.short(self.chat, self.moved)})")
@@ -150,11 +155,9 @@ class Talk:
 
         if not self.chat.context_used:
             return False
-        say(f"{full.message}.")
+        say(full.message)
         with suppress(EOFError, KeyboardInterrupt):
-            return prompt("Drop the oldest turns, so that the model no longer sees them? [y/N] ").strip().lower() in (
-                "y", "yes",
-            )  # fmt: skip
+            return prompt("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
         return False
 
     def take(self, chat: Chat, path: Path) -> None:
@@ -194,8 +197,8 @@ class Talk:
 
 
 @contextmanager
-def quiet_keyboard() -> Iterator[None]:
-    """Meanwhile, what is typed isn't shown in the middle of the answer; the line editor takes it afterwards."""
+def _quiet_keyboard() -> Iterator[None]:
+    """Meanwhile, what is typed isn't shown in the middle of an answer; the line editor takes it afterwards."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     quiet = [*before]

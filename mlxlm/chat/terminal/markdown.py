@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_inline import emphasis
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 from rich.console import Console
@@ -21,6 +22,13 @@ from mlxlm.chat.terminal.output import is_plain, printable
 # what has been shown stays right. (A line of dashes below a text is a rule then, as models mean it.)
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 _PARSER.disable(["reference", "lheading", "html_block", "html_inline"])
+
+
+def _stars(state, silent: bool) -> bool:
+    return state.src[state.pos] == "*" and emphasis.tokenize(state, silent)
+
+
+_PARSER.inline.ruler.at("emphasis", _stars)  # __init__ and snake_case are names; models emphasise with stars
 _STYLES = {
     "strong": "bold", "em": "italic", "s": "strike", "code_inline": "cyan", "link": "underline", "image": "underline",
     "h1": "bold underline", "h2": "bold", "h3": "bold italic", "h4": "italic", "h5": "italic", "h6": "italic",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import textwrap
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+_FIRST_COLUMN = re.compile(r".*?\S {2,}")
 
 
 def printable(text: str) -> str:
@@ -25,7 +29,26 @@ def write(text: str) -> None:
 
 def say(text: str) -> None:
     """Lines for the person on standard error, dimmed in a terminal. `text` is the chat's own or already printable."""
-    print(dimmed(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    print(dimmed(_wrapped(text)) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def tell(text: str) -> None:
+    """Lines that a person asked for, on standard error. `text` is the chat's own or already printable."""
+    print(_wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def _wrapped(text: str) -> str:
+    """`text` in lines as wide as the terminal; behind a first column, they begin below each other."""
+    width = max(shutil.get_terminal_size().columns, 20)
+    return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    column = _FIRST_COLUMN.match(line)
+    indent = " " * column.end() if column and column.end() < width // 2 else ""
+    return textwrap.fill(
+        line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False, replace_whitespace=False
+    )
 
 
 def dimmed(text: str) -> str:
@@ -41,8 +64,3 @@ def is_plain() -> bool:
 def is_dumb() -> bool:
     """Whether the terminal can't move its cursor."""
     return os.environ.get("TERM", "dumb") in ("", "dumb", "unknown")
-
-
-def tell(text: str) -> None:
-    """Lines that a person asked for, on standard error."""
-    print(text, file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlxlm import bandwidth
 from mlxlm.bandwidth import Moved
 from mlxlm.chat.session import Chat
+from mlxlm.chat.terminal.output import say
 
 
 def moved_by(chat: Chat) -> Moved | str:
@@ -14,6 +15,13 @@ def moved_by(chat: Chat) -> Moved | str:
         return "not stated where tokens are proposed, since one pass over the weights decides several"
     moved = bandwidth.moved_per_token(chat.loaded.model, chat.caches, len(result.tokens))
     return moved or "not stated for a mixture of experts, where each token reads other weights"
+
+
+def measure_bandwidth() -> None:
+    """Measure this machine's memory; the first time it is said."""
+    if bandwidth.recorded() is None:
+        say("measuring how fast this machine reads memory …")
+    bandwidth.measure()
 
 
 def short(chat: Chat, moved: Moved | str) -> str:
@@ -28,7 +36,7 @@ def short(chat: Chat, moved: Moved | str) -> str:
 
 
 def full(chat: Chat, moved: Moved | str | None) -> list[str]:
-    """Lines about the chat, the last answer, and the machine, whose bandwidth is measured if it isn't known yet."""
+    """Lines about the chat, the last answer, and the machine."""
     stats = chat.stats
     lines = [
         f"answers: {stats.turns}, {stats.generated_tokens} tokens; "
@@ -54,7 +62,7 @@ def _limit(moved: Moved | str, speed: float) -> list[str]:
     """How far from the limit that memory's bandwidth sets; what is counted is said."""
     if isinstance(moved, str):
         return [f"bandwidth: {moved}"]
-    limit, used = bandwidth.recorded() or bandwidth.measure(), moved.total * speed
+    limit, used = bandwidth.recorded() or bandwidth.measure(), moved.total * speed  # an unwritable disk records none
     parts = f"{human_bytes(moved.weights)} of weights and {human_bytes(moved.cache)} of cache"
     share = f"{human_bytes(used)}/s, {used / limit:.0%} of the {human_bytes(limit)}/s that this machine reads at"
     lines = [f"bandwidth: each token reads {parts}: {share}"]
