@@ -80,11 +80,19 @@ def generate(
     if jsonl is not None:
         from mlxlm.cli.jsonl import Job, run
 
-        run(
-            Job(jsonl, options, kv, chat, system, samples, batch_size or BATCH_SIZE, ordered, resume, verbose),
-            partial(_load, model),
-            encode_messages,
+        job = Job(
+            source=jsonl,
+            options=options,
+            kv=kv,
+            chat=chat,
+            system=system,
+            samples=samples,
+            batch_size=batch_size or BATCH_SIZE,
+            ordered=ordered,
+            resume=resume,
+            verbose=verbose,
         )
+        run(job, partial(_load, model), encode_messages)
         return
     text = _prompt_text(prompt)
     loaded = _load(model)
@@ -206,7 +214,7 @@ def _print_text(stream: TextStream, beginning: str) -> None:
 
 def _print_json(stream: TextStream, loaded: LoadedModel) -> None:
     from mlxlm.cli.render import emit_json
-    from mlxlm.generation.results import whole_fields
+    from mlxlm.generation.result_lines import whole_fields
 
     for _ in stream:
         pass

@@ -66,7 +66,7 @@ def run(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable) ->
 
 def _serve(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable, tally: Tally) -> None:
     from mlxlm.generation.requests import LONGEST_LINE, RequestReader
-    from mlxlm.generation.results import ResultFile
+    from mlxlm.generation.result_lines import ResultFile
 
     with ExitStack() as stack:
         descriptor = stack.enter_context(_opened(job.source))
@@ -105,7 +105,7 @@ class _Server:
         """Serve to the end of the lines."""
         from mlxlm.errors import MlxlmError
         from mlxlm.generation import run_batch
-        from mlxlm.generation.results import row_fields
+        from mlxlm.generation.result_lines import row_fields
 
         batch = run_batch(
             loaded, self._requests(), kv=job.kv, batch_size=job.batch_size, on_progress=self._note_progress
@@ -142,7 +142,7 @@ class _Server:
 
     def _rows(self, number: int, line: bytes) -> Iterator[Row]:
         from mlxlm.generation.requests import BadRequest
-        from mlxlm.generation.results import bad_request_fields
+        from mlxlm.generation.result_lines import bad_request_fields
 
         if not line.strip():
             self._tally.expect(0)
@@ -162,7 +162,7 @@ class _Server:
         return self._places - 1
 
     def _finish(self, place: int, fields: dict[str, Any]) -> None:
-        from mlxlm.generation.results import has_failed
+        from mlxlm.generation.result_lines import has_failed
 
         self._tally.results += 1
         self._tally.failed += has_failed(fields)
@@ -179,14 +179,14 @@ class _StandardOutput:
 
 
 def _plain(write: Callable[[bytes], None]) -> Write:
-    from mlxlm.generation.results import line_of
+    from mlxlm.generation.result_lines import line_of
 
     return lambda place, fields: write(line_of(fields))
 
 
 def _ordered(write: Callable[[bytes], None]) -> Write:
     """Holds every result back until all those before it are written."""
-    from mlxlm.generation.results import line_of
+    from mlxlm.generation.result_lines import line_of
 
     held: dict[int, bytes] = {}
     following = 0

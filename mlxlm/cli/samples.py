@@ -34,7 +34,7 @@ def print_samples(loaded: LoadedModel, asked: Samples) -> None:
     """Texts with an empty line between them, or a JSON object each; their seeds are those of `generation.batch`."""
     from mlxlm.chat.terminal import write
     from mlxlm.cli.render import emit_json
-    from mlxlm.generation.results import whole_fields
+    from mlxlm.generation.result_lines import whole_fields
 
     started, tokens, peak, complaint = time.monotonic(), 0, 0, None
     with closing(_in_order(loaded, asked)) as results:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxlm.errors import GenerationError
-from mlxlm.generation import results
-from mlxlm.generation.results import ResultFile, line_of
+from mlxlm.generation import result_lines
+from mlxlm.generation.result_lines import ResultFile, line_of
 
 
 def line(id, sample=None, **fields):
@@ -148,7 +148,7 @@ def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
         return written
 
     with ResultFile(out) as file:
-        monkeypatch.setattr(results.os, "write", write)
+        monkeypatch.setattr(result_lines.os, "write", write)
         file.write(line("a"))
         with pytest.raises(GenerationError, match=r"cannot write .*: No space left on device \(try: free some disk"):
             file.write(line("b"))
@@ -159,7 +159,7 @@ def test_killed_at_any_instant(out):
     """A writer that dies by SIGKILL leaves a file that the next one continues."""
     script = (
         "import os, signal, sys\n"
-        "from mlxlm.generation.results import ResultFile, line_of\n"
+        "from mlxlm.generation.result_lines import ResultFile, line_of\n"
         "file = ResultFile(sys.argv[1])\n"
         "for n in range(100): file.write(line_of({'id': n, 'text': 'x' * n}))\n"
         "os.write(file._descriptors[-1], b'{\"id\": 10')\n"
