@@ -43,5 +43,14 @@ def gumbel(keys: Sequence[tuple[int, int]], size: int) -> mx.array:
     step = 1 << max(size.bit_length() - 4, 0)  # at most an eighth more numbers than needed
     padded = -(-size // step) * step
     uniform = mx.vmap(lambda key: mx.random.uniform(shape=(padded,), key=key))(mx.array(keys, mx.uint32))
-    exponential = -mx.log1p(-mx.maximum(uniform[:, :size], 2.0**-33))
-    return -mx.log(exponential)
+    return -mx.log(_exponential(mx.maximum(uniform[:, :size], 2.0**-33)))
+
+
+def _exponential(u: mx.array) -> mx.array:
+    """-log(1 - u) for 0 < u < 1, to 2e-7 relative (Kahan's log1p).
+
+    `mx.log1p` isn't vectorised on a CPU: 8 ns a number, and a logarithm 2.
+    """
+    rest = 1 - u
+    missing = 1 - rest  # u as it was rounded, exactly
+    return mx.where(missing == 0, u, mx.log(rest) * (-u / missing))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlxlm._mlx import mx
 from mlxlm.generation import Sampler, SamplingOptions
-from mlxlm.generation.noise import derived_seed, gumbel, step_noise
+from mlxlm.generation.noise import _exponential, derived_seed, gumbel, step_noise
 from mlxlm.generation.sampling import draw_rows
 
 V = 50
@@ -113,6 +113,12 @@ def test_noise_has_gumbels_distribution():
     assert np.isfinite(noise).all()
     distance = np.abs(np.exp(-np.exp(-noise)) - (np.arange(100_000) + 0.5) / 100_000).max()
     assert distance < 2.23 / 100_000**0.5
+
+
+def test_exponentials_are_exact_at_both_ends():
+    u = np.concatenate([np.logspace(-9.9, -0.01, 2000), 1 - np.logspace(-7, -0.3, 1000)]).astype(np.float32)
+    u = u[u < 1]
+    np.testing.assert_allclose(np.array(_exponential(mx.array(u))), -np.log1p(-u.astype(np.float64)), rtol=4e-7)
 
 
 def test_padded_vocabularies_share_their_noise():
