@@ -89,7 +89,7 @@ class _Commands(Completer):
             return
         name, space, argument = text.partition(" ")
         if not space:
-            candidates = list(COMMANDS)
+            candidates = [key + " " * (" " in command.usage) for key, command in COMMANDS.items()]
             argument = name
         elif name in COMMANDS:
             candidates = list(COMMANDS[name].complete(self._talk))
@@ -99,13 +99,13 @@ class _Commands(Completer):
             candidates.remove(PATHS)
             yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
         seen = set()
-        for candidate in candidates:
+        for candidate in sorted(candidates, key=len, reverse=True):
             if candidate.startswith(argument):
-                # One word at a time.
+                # One word at a time, with the space before the next one.
                 begin = argument.rfind(" ") + 1
-                word = candidate[begin:].partition(" ")[0]
-                if word not in seen:
-                    seen.add(word)
+                word = "".join(candidate[begin:].partition(" ")[:2])
+                if word.rstrip() not in seen:
+                    seen.add(word.rstrip())
                     yield Completion(word, start_position=begin - len(argument))
 
 

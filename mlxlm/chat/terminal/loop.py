@@ -11,11 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxlm.bandwidth import Moved
-from mlxlm.chat.session import Chat, ContextFull
+from mlxlm.chat.overflow import ContextFull
+from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
 from mlxlm.chat.terminal.blocks import piped_messages, without_block
 from mlxlm.chat.terminal.keeping import Keeper
-from mlxlm.chat.terminal.output import printable, say
+from mlxlm.chat.terminal.output import printable, say, tell
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.turns import Begin, answer, noted_interrupts
 from mlxlm.errors import GenerationError, MlxlmError, describe
@@ -146,7 +147,7 @@ class Talk:
         if self.settings.stats:
             say(f"({statistics.short(self.chat, self.moved)})")
         if self.interactive:
-            say("")
+            tell("")
         if complaint := self.chat.stats.last.complaint:
             raise GenerationError(complaint)
 

@@ -26,7 +26,8 @@ def answer(chat: Chat, begin: Begin, thinking: Thinking, markdown: bool, stop: t
     def progress(tokens_read: int) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        screen.status(f"reading: {tokens_read} of {chat.prompt_tokens} tokens")
+        if tokens_read < chat.prompt_tokens - 1:  # the last one is read with the answer's first
+            screen.status(f"reading: {tokens_read} of {chat.prompt_tokens} tokens")
 
     reason: FinishReason | None = None
     pieces = begin(progress)  # before the screen is touched: it may refuse
