@@ -77,14 +77,14 @@ class Context:
         """Forget whatever `prompt` doesn't begin with; return how many of its tokens are held.
 
         At most `len(prompt) - 1`, since the last one must be read again for its logits. Caches that can't
-        be shortened (recurrent states, full sliding windows) are emptied where that would be needed, and so are
-        those whose positions are others in a text that will have `max_tokens` more ("longrope").
+        be shortened so far (recurrent states, rotations and windows that have dropped what would be needed) are
+        emptied, and so are those whose positions are others in a text that will have `max_tokens` more ("longrope").
         """
         if not self._whole:
             self.clear()
         change = getattr(self.model, "positions_change", None)
         if change is not None:
-            # In a rotating cache no position is higher than what it holds.
+            # No token of a rotating cache sees one farther away than what that holds.
             reach = min(len(prompt) + max_tokens, self.kv.size or ENDLESS)
             if self._ids and (reach > change) != (self.caches[0].reach > change):
                 self.clear()
@@ -125,7 +125,6 @@ class Context:
             done += size
             if on_prefill is not None:
                 on_prefill(len(self))
-
 
     def save(self, path: Path | str, loaded: LoadedModel, *, replace: bool = False) -> None:
         """Write caches and ids to a safetensors file, for `load` in another process.

@@ -65,9 +65,9 @@ class Prefill:
     def _read_prefix(self, common: list[int]) -> None:
         if common:
             held = self._prefix.keep_prefix([*common, 0], 0)
-            self._on_read_of(self._prefix, common[held:])
+            self._read_into(self._prefix, common[held:])
 
-    def _on_read_of(self, context: Context, ids: list[int]) -> None:
+    def _read_into(self, context: Context, ids: list[int]) -> None:
         before = len(context)
 
         def told(held: int) -> None:
@@ -106,7 +106,7 @@ class Prefill:
         context = Context(self._prefix.model, self._prefix.kv)
         if start:
             context.caches = [cache.copy() for cache in self._prefix.caches]
-        self._on_read_of(context, ids[start:])
+        self._read_into(context, ids[start:])
         return context.caches
 
     def _copy(self, n: int) -> list | None:
