@@ -16,13 +16,18 @@ class MarkedContext(Context):
     So the layers that drop tokens are remembered as they are at a mark (arrays are shared until written to: no more
     than once again what those layers hold); all other layers are trimmed to it.
 
-    mark_at: where the mark is to be set in the prompt that comes next, in tokens; 0 for none.
+    mark_at: where a mark is to be set in the next prompt, in tokens; None for nowhere.
     """
 
     def __init__(self, model, kv: KVOptions):
-        self.mark_at = 0
+        self.mark_at: int | None = None
         self._mark: tuple[int, dict[int, KVCache]] | None = None  # tokens, and copies of layers
         super().__init__(model, kv)
+
+    @property
+    def drops(self) -> bool:
+        """Whether layers drop tokens that this could remember; caches of mlx_lm's own kinds can't be."""
+        return all(isinstance(cache, KVCache) for cache in self.caches) and any(map(_drops, self.caches))
 
     @property
     def nbytes(self) -> int:
@@ -46,19 +51,13 @@ class MarkedContext(Context):
     def read(
         self, ids: Sequence[int], chunk: int = PREFILL_CHUNK, on_prefill: Callable[[int], None] | None = None
     ) -> None:
-        missing = self.mark_at - len(self)
+        missing = -1 if self.mark_at is None else self.mark_at - len(self)
         first = missing if missing > _NEAR else 0
         if first:
             super().read(ids[:first], chunk, on_prefill)
         if missing >= 0 and len(self):
-            self._set_mark()
+            self._mark = len(self), {n: cache.copy() for n, cache in enumerate(self.caches) if _drops(cache)}
         super().read(ids[first:], chunk, on_prefill)
-
-    def _set_mark(self) -> None:
-        if not all(isinstance(cache, KVCache) for cache in self.caches):
-            return  # a model of mlx_lm has caches of its own
-        layers = {n: cache.copy() for n, cache in enumerate(self.caches) if cache.rotation or cache.window}
-        self._mark = (len(self), layers) if layers else None
 
     def _go_back(self, length: int, layers: dict[int, KVCache]) -> None:
         with self.changing() as ids:
@@ -68,3 +67,7 @@ class MarkedContext(Context):
                 else:
                     cache.trim(len(ids) - length)
             del ids[length:]
+
+
+def _drops(cache: KVCache) -> bool:
+    return cache.rotation is not None or cache.window is not None

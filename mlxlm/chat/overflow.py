@@ -23,20 +23,50 @@ def check_overflow(policy: str) -> Overflow:
     return policy
 
 
-def room_for_answer(size: int, max_tokens: int | None) -> int:
-    """Tokens that "drop" keeps free for the next answer: as many as it may have, and no more than a quarter of the
-    context."""
-    return min(size // 4, size if max_tokens is None else max_tokens)
+def fitted(
+    conversation: Conversation,
+    prompt_of: Callable[[Conversation], list[int]],
+    size: int,
+    policy: Overflow,
+    max_tokens: int | None,
+) -> tuple[Conversation, list[int]]:
+    """`conversation`, shortened where the policy asks for it, and the prompt that `prompt_of` makes of it.
+
+    "drop" keeps room free for an answer of `max_tokens`, but no more than a quarter of the context of `size` tokens.
+    Raises ContextFull.
+    """
+    prompt = prompt_of(conversation)
+    room = min(size // 4, size if max_tokens is None else max_tokens)
+    if policy == "drop" and size - len(prompt) < room:
+        return shortened(conversation, prompt_of, size)
+    _check(conversation, prompt, size)
+    return conversation, prompt
 
 
-def shortened(conversation: Conversation, length: Callable[[Conversation], int], size: int) -> Conversation:
-    """`conversation` without its oldest turns, as many as it takes for it to have at most `size // 2` tokens; without
-    all of them where that isn't enough.
+def shortened(
+    conversation: Conversation, prompt_of: Callable[[Conversation], list[int]], size: int
+) -> tuple[Conversation, list[int]]:
+    """`conversation` without its oldest turns, as many as it takes for its prompt to have at most `size // 2` tokens,
+    or without all of them where that isn't enough; and the prompt.
 
     What stays is read again, as its positions are others behind the system message: with a half kept, once for every
     half context of new text, so each token about twice; with three quarters kept it would be four times.
-    `length` tells the tokens of a conversation, and falls with every turn that goes.
+    Raises ContextFull where even the last message alone has no room.
     """
     turns = range(len(conversation.seen) + 1)
-    n = bisect_left(turns, True, key=lambda n: n == turns[-1] or length(conversation.without_oldest(n)) <= size // 2)
-    return conversation.without_oldest(n)
+
+    def fits(n: int) -> bool:  # fewer turns are fewer tokens
+        return n == turns[-1] or len(prompt_of(conversation.without_oldest(n))) <= size // 2
+
+    shorter = conversation.without_oldest(bisect_left(turns, True, key=fits))
+    prompt = prompt_of(shorter)
+    _check(shorter, prompt, size)
+    return shorter, prompt
+
+
+def _check(conversation: Conversation, prompt: list[int], size: int) -> None:
+    if len(prompt) >= size:
+        raise ContextFull(
+            f"the conversation would have {len(prompt)} tokens, and the model's context has {size}",
+            "fewer turns (undo, reset, or drop the oldest)" if conversation.seen else "a shorter message",
+        )

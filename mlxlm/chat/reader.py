@@ -33,17 +33,13 @@ class Reader:
         self.end_ids = loaded.end_ids | self.transcript.end_ids
 
     @property
-    def rotates(self) -> bool:
-        return self.limit > ENDLESS
-
-    @property
     def size(self) -> int:
         """Tokens that the model can see: its context, or what a rotating cache holds."""
-        return self.context.kv.size if self.rotates else self.limit
+        return self.context.kv.size if self.limit > ENDLESS else self.limit
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation, up to where the answer begins."""
-        return self.transcript.encode(messages)
+    def prompt(self, earlier: Sequence[Message], question: str) -> list[int]:
+        """The ids of a conversation and a question, up to where the answer begins."""
+        return self.transcript.encode([*earlier, Message("user", question)])
 
     def used(self, messages: Sequence[Message]) -> int:
         """Tokens of `size` that a conversation takes."""
@@ -57,11 +53,10 @@ class Reader:
         speculation: Speculation | None,
         on_prefill: Callable[[int], None] | None,
     ) -> TextStream:
-        """The answer to a prompt, of which only that is read which the context doesn't hold. `earlier`: the messages
-        before the question, as far as the context should be able to go back to their end."""
-        self.context.mark_at = 0
-        if earlier:
-            self.context.mark_at = shared(prompt, self.transcript.encode(earlier, add_generation_prompt=False))
+        """The answer to the `prompt` of a question after `earlier` messages, of which only that is read which the
+        context doesn't hold."""
+        if self.context.drops:
+            self.context.mark_at = shared(prompt, self.prompt(earlier, ""))  # where the question begins
         return TextStream(
             self.loaded, prompt, options, context=self.context, end_ids=self.end_ids, on_prefill=on_prefill,
             speculation=speculation,

@@ -12,7 +12,7 @@ from mlxlm.cache import KVOptions
 from mlxlm.chat import session_files
 from mlxlm.chat.answer import Piece, Stats, pieces, turn_of
 from mlxlm.chat.branches import Branches, Conversation, Turn
-from mlxlm.chat.overflow import ContextFull, Overflow, check_overflow, room_for_answer, shortened
+from mlxlm.chat.overflow import Overflow, check_overflow, fitted, shortened
 from mlxlm.chat.reader import Reader
 from mlxlm.chat.template import Message
 from mlxlm.chat.transcripts import Session
@@ -34,8 +34,9 @@ class Chat:
 
     Each turn encodes the whole conversation and reads only what the cache doesn't begin with: with a template that
     leaves earlier messages as they are, the new message. Undo, retry, edit, branch, switch and reset change only what
-    is said; the next turn trims the cache to what both have in common. A template that drops the reasoning of
-    earlier answers has its way: the last answer is then read again without it.
+    is said; the next turn trims the cache to what both have in common (a cache that drops tokens can at least go back
+    to where the last question began). A template that drops the reasoning of earlier answers has its way: the last
+    answer is then read again without it.
 
     Answer n (from 0, retries and those undone included) is drawn with seed + n. While an answer is under way, whatever
     else is asked of the chat ends it first, as closing its generator does: what was said stays.
@@ -250,7 +251,8 @@ class Chat:
         """
         self._settle()
         before = self.dropped
-        self._forget_dropped(self._shorter(self._branches.current, for_message))
+        shorter, _ = shortened(self._branches.current, self._prompt_with(for_message), self._reader.limit)
+        self._see_only(shorter)
         return self.dropped - before
 
     def save(self, path: Path | str, *, cache: bool = False) -> None:
@@ -317,25 +319,11 @@ class Chat:
         system = [Message("system", self._system)] if self._system else []
         return system + [message for turn in turns for message in turn.messages]
 
-    def _prompt(self, conversation: Conversation, question: str) -> list[int]:
-        return self._reader.prompt([*self._messages(conversation.seen), Message("user", question)])
+    def _prompt_with(self, question: str) -> Callable[[Conversation], list[int]]:
+        return lambda conversation: self._reader.prompt(self._messages(conversation.seen), question)
 
-    def _shorter(self, conversation: Conversation, question: str) -> Conversation:
-        """`conversation` without its oldest turns. Raises ContextFull if a question doesn't fit by itself."""
-        if self._reader.rotates:
-            return conversation
-        shorter = shortened(conversation, lambda c: len(self._prompt(c, question)), self._reader.limit)
-        self._check_fit(shorter, self._prompt(shorter, question))
-        return shorter
-
-    def _check_fit(self, conversation: Conversation, prompt: list[int]) -> None:
-        if len(prompt) >= self._reader.limit:
-            raise ContextFull(
-                f"the conversation would have {len(prompt)} tokens, and the model's context has {self._reader.limit}",
-                "fewer turns (undo, reset, or drop the oldest)" if conversation.seen else "a shorter message",
-            )
-
-    def _forget_dropped(self, shorter: Conversation) -> None:
+    def _see_only(self, shorter: Conversation) -> None:
+        """The current conversation loses the turns that were dropped from this one."""
         self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
 
     def _ask(
@@ -343,15 +331,13 @@ class Chat:
     ) -> Generator[Piece, None, None]:
         if not question:
             raise GenerationError("the message is empty", "some text")
-        prompt, limit = self._prompt(conversation, question), self._reader.limit
-        if self._overflow == "drop" and limit - len(prompt) < room_for_answer(limit, self._options.max_tokens):
-            conversation = self._shorter(conversation, question)
-            prompt = self._prompt(conversation, question)
-            self._forget_dropped(conversation)
-        self._check_fit(conversation, prompt)
+        conversation, prompt = fitted(
+            conversation, self._prompt_with(question), self._reader.limit, self._overflow, self._options.max_tokens
+        )
+        self._see_only(conversation)
         self.prompt_tokens = len(prompt)
         options = replace(self._options, seed=(self.seed + self._drawn) % 2**64)
-        earlier = self._messages(conversation.seen) if conversation.seen else []
+        earlier = self._messages(conversation.seen)
         answer = self._reader.answer(earlier, prompt, options, self.speculation, on_prefill)
         answering = self._answer(conversation, question, prompt, answer)
         self._answering = weakref.ref(answering)

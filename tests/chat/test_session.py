@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 import mlxlm
 from mlxlm import tokenizer
 from mlxlm._mlx import mx
-from mlxlm.cache import KVOptions
+from mlxlm.cache import KVOptions, make_cache
 from mlxlm.chat.overflow import ContextFull
 from mlxlm.chat.session import Chat
 from mlxlm.chat.template import ChatTemplate, Message
@@ -332,14 +332,13 @@ def test_caches_that_drop_tokens_go_back_to_the_last_question(loaded, kv):
     def wanted():
         return generate(loaded, fresh_prompt(chat), kv=kv, **long).text
 
-    for n in range(3):
+    for n in range(2):
         say(chat, f"Question {n}?")
         assert chat.messages[-1].content == wanted()
-    size, new = chat.stats.last.prompt_tokens, len(loaded.tokenizer.encode("Question 2?")) + 70
-    assert size > 3 * new
-    for _ in range(2):
-        list(chat.retry())
-        assert read(chat) < new and chat.messages[-1].content == wanted()
+    new = len(loaded.tokenizer.encode("Question 2?")) + 70
+    assert chat.stats.last.prompt_tokens > 2 * new
+    list(chat.retry())
+    assert read(chat) < new and chat.messages[-1].content == wanted()
     list(chat.edit("What?"))
     assert read(chat) < new and chat.messages[-1].content == wanted()
     chat.undo()
@@ -436,7 +435,10 @@ def test_a_chat_that_crosses_the_length_where_positions_change(loaded):
 
 
 class Scripted(Recording):
-    """A model that answers everything with `script`."""
+    """A model that answers everything with `script`, and has the caches that it would have."""
+
+    def make_cache(self):
+        return make_cache(self._model)
 
     def __init__(self, loaded, script, opening=""):
         super().__init__(loaded.model)
@@ -481,15 +483,16 @@ def without_reasoning(template):
 def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(loaded, tokens):
     tokens.chat_template = without_reasoning(tokens.chat_template)
     loaded = remade(loaded, sliding_window=32, model_type="mistral")
-    script = THOUGHT.replace("Hm, ", "Hm, " * 60)
+    script = THOUGHT.replace("Hm, ", "Hm, " * 100)
     chat = Chat(replace(loaded, model=Scripted(loaded, script)), temperature=0, max_tokens=None)
     was_read = []
-    for n in range(8):
+    for n in range(6):
         say(chat, f"Question {n}?")
         was_read.append(read(chat))
-        assert chat.messages[-1].content == script and len(chat.stats.last.tokens) > 120
-    one_turn = chat.stats.last.prompt_tokens / 8
-    assert chat.stats.last.cached_tokens > 5 * one_turn and max(was_read[2:]) < 2.5 * one_turn
+        assert chat.messages[-1].content == script and len(chat.stats.last.tokens) > 200
+        assert chat.stats.last.cached_tokens > 0 or n < 4  # little is read again as a whole
+    turn = chat.stats.last.prompt_tokens / 6
+    assert max(was_read) < 64 + 2 * turn
 
 
 def test_a_template_that_drops_earlier_reasoning_has_its_way(loaded, tokens):
