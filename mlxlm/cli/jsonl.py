@@ -15,7 +15,7 @@ import click
 
 from mlxlm.cli.lines import Lines
 from mlxlm.cli.tally import Tally, progress, say
-from mlxlm.errors import GenerationError, os_errors_as
+from mlxlm.errors import GenerationError, MlxlmError, os_errors_as
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
@@ -103,7 +103,6 @@ class _Server:
 
     def serve(self, loaded: LoadedModel, job: Job) -> None:
         """Serve to the end of the lines."""
-        from mlxlm.errors import MlxlmError
         from mlxlm.generation import run_batch
         from mlxlm.generation.result_lines import row_fields
 

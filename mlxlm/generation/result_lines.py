@@ -114,10 +114,6 @@ class ResultFile:
         """Whether the file had the result of this row when it was opened."""
         return (str(id), sample) in self._done
 
-    @property
-    def done_count(self) -> int:
-        return len(self._done)
-
     def write(self, line: bytes) -> None:
         """Append a line. Raises GenerationError if the disk refuses; the file then ends with the line before."""
         rest = memoryview(line)
