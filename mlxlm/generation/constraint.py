@@ -203,7 +203,7 @@ _made = weakref.WeakKeyDictionary()
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> LLTokenizer:
-    """Made once for a vocabulary: a tenth of a second for 32,000 tokens."""
+    """Made once for a vocabulary: a fifth of a second for 32,000 tokens."""
     import llguidance
 
     made = _made.setdefault(tokenizer, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from mlxlm._mlx import mx
 
@@ -44,5 +45,10 @@ class DrawnLogprobs:
         return [self.chosen, self.top_ids, self.top]
 
     def read(self, row: int) -> TokenLogprobs:
-        top = zip(self.top_ids[row].tolist(), self.top[row].tolist(), strict=True)
-        return TokenLogprobs(self.tokens[row].item(), self.chosen[row].item(), tuple(top))
+        tokens, chosen, top_ids, top = self._values
+        return TokenLogprobs(tokens[row], chosen[row], tuple(zip(top_ids[row], top[row], strict=True)))
+
+    @cached_property
+    def _values(self) -> list[list]:
+        # Whole arrays: taking a row out of one would be a step of its own, behind what the device has in work already.
+        return [array.tolist() for array in (self.tokens, *self.arrays())]

@@ -118,9 +118,9 @@ class SamplingOptions:
             yield f"xtc_threshold is {self.xtc_threshold!r} (above 0, such as 0.1; above 0.5 is off)"
         if self.temperature == 0:
             # Both can take the likeliest token away, and there would be no draw to choose another one by.
-            if self.typical_p not in (1, True):
+            if self.typical_p != 1:
                 yield "typical_p needs a temperature above 0 (such as 0.7)"
-            if self.xtc_probability not in (0, False):
+            if self.xtc_probability != 0:
                 yield "xtc_probability needs a temperature above 0 (such as 0.7)"
         yield from self._penalty_problems()
         yield from self._constraint_problems()

@@ -75,9 +75,9 @@ class History:
         if said is not None:
             tokens = tokens if breakers is None else _without_breakers(tokens, breakers)
             said = mx.concatenate([said[:, 1:], tokens], axis=1)
-            itself = mx.arange(said.shape[1]) == said.shape[1] - 1
-            # Both moved one to the left: what matched before a token lies at its place.
-            matches = mx.where((said == tokens) & (tokens >= 0) & ~itself, matches + 1, 0)
+            # The tokens have moved one to the left: what matched before a token lies at its place. Nothing reads the
+            # last entry, where the last token matches itself.
+            matches = mx.where((said == tokens) & (tokens >= 0), matches + 1, 0)
         return History(recent, counts, said, matches)
 
 

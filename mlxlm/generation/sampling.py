@@ -99,7 +99,8 @@ class Sampler:
         """What is drawn at each of k + 1 places if the draft's tokens before it are, and by how much.
 
         `logits` `[k + 1, V]`, `draft` `[k]`: tokens `[k + 1]`, and float32 `[k + 1]` the lead of each over the
-        runner-up, in units of the logits. Nothing advances. Reads `draft` only with a constraint.
+        runner-up, in units of the logits. A lead says nothing of a token at the very threshold of a filter, which
+        rounding may keep or drop. Nothing advances. Reads `draft` only with a constraint.
         """
         places = range(len(logits))
         history, row = self._started(logits.shape[-1])
