@@ -255,3 +255,18 @@ def test_a_file_of_something_else_is_refused_and_changes_nothing(loaded, tmp_pat
     context.save(path, loaded, replace=True)
     with pytest.raises(CheckpointError, match="no tokens"):
         Context(loaded.model).save(tmp_path / "empty.safetensors", loaded)
+
+
+@pytest.mark.parametrize("kv", [KVOptions.of(size=16), KVOptions.of(bits="8,4"), KVOptions.of(size=24, bits=8)])
+def test_architectures_of_mlx_lm_with_these_caches(kv):
+    utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 300, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    rest = {"attention_bias": False, "mlp_bias": False, "max_position_embeddings": 128, "tie_word_embeddings": False}
+    mx.random.seed(1)
+    model_class, arguments = utils._get_classes({"model_type": "helium"})
+    model = model_class(arguments.from_dict({"model_type": "helium", **sizes, **heads, **rest}))
+    context = Context(model, kv)
+    wanted = list(tokens(Context(model, kv), PROMPT * 4, greedy, 20))
+    assert list(tokens(context, PROMPT * 4, greedy, 20, prefill_chunk=5)) == wanted
+    assert max(cache.size() for cache in context.caches) <= (kv.size or 63)
