@@ -1,0 +1,98 @@
+"""What a token moves, counted by hand; what was measured is kept, and only more replaces it."""
+
+import json
+
+import pytest
+
+from mlxlm import bandwidth
+from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.cache import KVOptions, make_cache
+from mlxlm.model import Decoder
+
+
+@pytest.fixture
+def own_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def of_all(model):
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+def test_a_tied_embedding_is_read_whole_and_another_one_is_not(tiny_config):
+    tied = Decoder(tiny_config)
+    assert bandwidth.weight_bytes(tied) == of_all(tied)
+    untied = Decoder(tiny_config.with_changes(tie_word_embeddings=False))
+    assert bandwidth.weight_bytes(untied) == of_all(untied) - untied.model.embed_tokens.weight.nbytes
+
+
+def test_quantized_weights_count_as_they_lie_in_memory(tiny_config):
+    model = Decoder(tiny_config.with_changes(tie_word_embeddings=False))
+    before = bandwidth.weight_bytes(model)
+    nn.quantize(model, group_size=32, bits=8)
+    assert before / 3.6 < bandwidth.weight_bytes(model) < before / 3  # 8 bits, a scale and a bias for 32 weights, norms
+    table = model.model.embed_tokens
+    assert of_all(model) - bandwidth.weight_bytes(model) == of_all(table)
+
+
+def test_a_mixture_of_experts_is_not_stated():
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = [nn.Linear(4, 4)]
+
+    assert bandwidth.weight_bytes(Mixture()) is None
+    assert bandwidth.moved_per_token(Mixture(), [], 1) is None
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_cache_counts_at_its_mean_length(tiny_config, bits):
+    config = tiny_config.with_changes(head_dim=32)  # which can be quantized
+    model = Decoder(config)
+    caches = make_cache(model, KVOptions.of(bits=bits))
+    mx.eval(model(mx.zeros((1, 20), mx.int32), cache=caches))
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    per_position = values * 4 if bits is None else values * (1 + 2 * 4 / 32)
+    # The last 10 of 20 tokens had 11 to 20 positions to read.
+    assert bandwidth.moved_per_token(model, caches, 10).cache == pytest.approx(per_position * 15.5)
+
+
+def test_a_rotating_cache_counts_what_it_holds(tiny_config):
+    model = Decoder(tiny_config)
+    caches = make_cache(model, KVOptions(size=16))
+    for _ in range(40):
+        mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
+    moved = bandwidth.moved_per_token(model, caches, 5)
+    per_position = 2 * tiny_config.num_hidden_layers * tiny_config.num_key_value_heads * tiny_config.head_dim * 4
+    assert moved.cache <= 2 * 16 * per_position
+    assert moved.total == moved.weights + moved.cache
+
+
+def test_the_best_measurement_is_kept(own_cache_folder, monkeypatch):
+    monkeypatch.setattr(bandwidth, "_LARGEST", 1 << 22)
+    assert bandwidth.recorded() is None
+    measured = bandwidth.measure()
+    assert 1e8 < measured < 1e13
+    assert bandwidth.recorded() == measured
+    monkeypatch.setattr(bandwidth, "_seconds", lambda work: 1000.0)  # a busy machine
+    assert bandwidth.measure() == measured
+    monkeypatch.setattr(bandwidth, "_seconds", lambda work: 1e-6)
+    assert bandwidth.measure() == bandwidth.recorded() > measured
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', "{" * 10_000, json.dumps({"x": 5.0})])
+def test_a_record_that_is_none_is_measured_anew(own_cache_folder, monkeypatch, content):
+    monkeypatch.setattr(bandwidth, "_LARGEST", 1 << 22)
+    path = own_cache_folder / "mlxlm" / "bandwidth.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    assert bandwidth.recorded() is None
+    assert bandwidth.measure() == bandwidth.recorded()
+
+
+def test_a_record_that_cannot_be_written_is_no_error(own_cache_folder, monkeypatch):
+    monkeypatch.setattr(bandwidth, "_LARGEST", 1 << 22)
+    (own_cache_folder / "mlxlm").write_text("a file in the way")
+    assert bandwidth.measure() > 0
+    assert bandwidth.recorded() is None
