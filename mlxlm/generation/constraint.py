@@ -137,8 +137,10 @@ class Matcher:
 
 def masked_logits(logits: mx.array, allowed: Sequence[np.ndarray]) -> mx.array:
     """The logits `[R, V]` of the tokens that `allowed`, one a row, has a bit for; -inf for the others."""
-    words = mx.array(np.stack(allowed))
-    bits = (words[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    words = np.zeros((len(allowed), -(-logits.shape[-1] // 32)), np.uint32)
+    for row, given in zip(words, allowed, strict=True):
+        row[: len(given)] = given[: len(row)]
+    bits = (mx.array(words)[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
     return mx.where(bits.reshape(len(allowed), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
 
 

@@ -142,6 +142,10 @@ def test_masked_logits_are_those_of_the_bits():
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :size].astype(bool)
         ours = np.array(masked_logits(mx.array(logits), list(words)))
         assert (ours == np.where(bits, logits, -np.inf)).all()
+        fewer = [words[0], words[1, :-1], np.append(words[2], 7).astype(np.uint32)]  # a word that stands for no logits
+        bits[1, (words.shape[1] - 1) * 32 :] = False
+        ours = np.array(masked_logits(mx.array(logits), fewer))
+        assert (ours == np.where(bits, logits, -np.inf)).all()
 
 
 def test_a_text_without_end_tokens_ends_where_nothing_can_follow(loaded):
