@@ -52,6 +52,7 @@ class KVCache:
         self._end = 0
         self._bound = 0  # of `_end`, up to which an update only writes
         self._first = 0  # of the positions that the last update returned
+        self._latest = 0  # of the starts at that time
 
     # What it holds
 
@@ -69,13 +70,15 @@ class KVCache:
     @property
     def offset(self) -> int | mx.array:
         """`offsets`, as a number for one row and int32 `[B]` for several: what `mx.fast.rope` takes."""
+        if len(self._starts) == 1 and self._pads is None:  # once a layer and token: without lists
+            return self._dropped[0] + self._end - self._starts[0]
         offsets = self.offsets
         return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
 
     @property
     def first(self) -> mx.array | None:
         """int32 `[B]`: the index of each row's first token in what the last update returned. None: all are 0."""
-        if max(self._starts, default=0) <= self._first:
+        if self._latest <= self._first:
             return None
         return mx.array([max(0, start - self._first) for start in self._starts], dtype=mx.int32)
 
@@ -125,7 +128,12 @@ class KVCache:
         if self._pads is not None:
             self._starts = [begin + pad if pad else start for pad, start in zip(self._pads, self._starts, strict=True)]
             self._pads = None
-        first = min(begin, self._starts[0] if len(self._starts) == 1 else min(self._starts))
+        if rows == 1:
+            first = self._latest = self._starts[0]
+        else:
+            first, self._latest = min(self._starts), max(self._starts)
+        if first > begin:  # all rows begin with padding
+            first = begin
         if self.window is not None:
             first = max(first, begin - self.window.seen)
         self._first = first

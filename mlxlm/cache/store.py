@@ -74,6 +74,9 @@ class Store:
 
     def write(self, first: int, end: int, x: mx.array) -> None:
         """Put x `[B, H, end - first, D]` at these positions, in place unless someone else has the buffers."""
+        if self.bits is None:
+            self.arrays[0][..., first:end, :] = x
+            return
         for array, part in zip(self.arrays, self.encoded(x), strict=True):
             array[..., first:end, :] = part
 
