@@ -9,7 +9,6 @@ from mlxlm.generation.options import SamplingOptions
 from mlxlm.kernels.exp import exp_nonpositive
 
 _MASS = 2**31  # of all tokens together: masses are whole numbers, whose sums are exact in any order
-_INFINITY = 0x7F800000  # the bits of float32's infinity
 
 
 def filtered_logits(logits: mx.array, options: SamplingOptions, excluding: mx.array | None = None) -> mx.array:
@@ -64,17 +63,16 @@ def _normalised(behind: mx.array) -> mx.array:
 def _smallest_set(ranks: mx.array, probabilities: mx.array, mass: float) -> mx.array:
     """Bool `[B, V]`: the smallest set of the tokens of lowest rank (float32 >= 0) whose probability reaches `mass`.
 
-    The rank of the last token is found by bisection over its 31 bits, which have the order of the numbers: on a CPU two
-    fifths of the time of sorting 128k tokens. Masses are rounded to 2^-31, so that their sums, and with them the set,
+    The rank of the last token is found bit by bit, as bits have the order of the numbers: on a CPU in two fifths of the
+    time of sorting 128k tokens. Masses are rounded to 2^-31, so that their sums, and with them the set,
     don't depend on the order in which a device adds up.
     """
     bits = ranks.view(mx.int32)
     masses = mx.round(probabilities * _MASS).astype(mx.uint32)
     wanted = mx.maximum((masses.sum(axis=-1, keepdims=True).astype(mx.float32) * mass).astype(mx.uint32), 1)
-    low = mx.full((ranks.shape[0], 1), -1, mx.int32)
-    high = mx.full((ranks.shape[0], 1), _INFINITY, mx.int32)
-    for _ in range(31):
-        middle = low + (high - low) // 2
-        enough = ((bits <= middle) * masses).sum(axis=-1, keepdims=True) >= wanted  # faster than mx.where on a CPU
-        low, high = mx.where(enough, low, middle), mx.where(enough, middle, high)
-    return (bits <= high) & (masses > 0)
+    last = mx.zeros((ranks.shape[0], 1), mx.int32)
+    for place in range(30, -1, -1):  # the largest number that less than `wanted` lies below
+        higher = last + (1 << place)
+        below = ((bits < higher) * masses).sum(axis=-1, keepdims=True)  # on a CPU faster than mx.where
+        last = mx.where(below < wanted, higher, last)
+    return (bits <= last) & (masses > 0)
