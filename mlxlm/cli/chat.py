@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @click.option("--draft", metavar="MODEL", help="A small model that proposes tokens: the same text, sooner.")
 @click.option("--lookup", is_flag=True, help="Propose what followed the same words earlier: the same text, sooner.")
 @click.option("-v", "--verbose", is_flag=True, help="Tokens and speed after each answer.")
-@sampling_options
+@sampling_options(without=["logprobs"])
 @kv_options
 def chat(
     model: str | None,
