@@ -306,6 +306,48 @@ def test_attention_on_quantized_keys_equals_attention_on_what_they_stand_for(bit
         assert mx.allclose(found, attention(q, *plain, 0.2, **options), atol=1e-5), options
 
 
+@pytest.mark.parametrize("path", ["mlx", "blockwise"])
+@pytest.mark.parametrize("T", [1, 2, 9, 70, 300])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_lies_before_the_first_key_is_as_if_it_were_not_there(path, T, window, biased, monkeypatch):
+    """Each batch entry equals a call without the keys before its first; rows that stand there are finite."""
+    monkeypatch.setattr(dispatch, "metal_available", lambda: False)
+    S, begins = T + 20, [0, 7, 20, T + 19]
+    shapes = ((4, 6, T, 16), (4, 2, S, 16), (4, 2, S, 16))
+    q, k, v = (mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes))
+    k[1, :, :7], v[1, :, :7] = 1e4, 1e4
+    options = {"window": window, **({"softcap": 3.0, "slopes": mx.linspace(0.1, 0.6, 6)} if biased else {})}
+    with using(path):
+        found = attention(q, k, v, 0.3, first=mx.array(begins, mx.int32), **options)
+    assert mx.isfinite(found).all()
+    for row, begin in enumerate(begins):
+        real = slice(max(0, begin - (S - T)), T)
+        parts = (x[row : row + 1, :, begin:] for x in (k, v))
+        wanted = attention(q[row : row + 1, :, real], *parts, 0.3, **options)
+        assert mx.allclose(found[row, :, real], wanted[0], atol=2e-5), row
+
+
+@pytest.mark.skipif(not ON_CPU, reason="the path of a CPU")
+@pytest.mark.parametrize("first", [False, True])
+def test_many_scores_of_a_decoded_token(first):
+    """Enough for the vectorised exp; MLX's own is the oracle."""
+    q, k, v = (mx.random.normal((2, h, n, 32), key=mx.random.key(h + n)) for h, n in ((6, 1), (2, 3000), (2, 3001)))
+    v, begins = v[:, :, 1:], mx.array([0, 1234], mx.int32) if first else None
+    mask = None if begins is None else mx.arange(3000) >= begins[:, None, None, None]
+    wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
+    assert mx.allclose(attention(q, k, v, 0.3, first=begins), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_dequantized_values_are_mlx_s_to_the_bit(bits, group_size):
+    x = mx.random.normal((2, 3, 5, 128), key=mx.random.key(0)) * mx.array([1e-3, 1.0, 1e3])[:, None, None]
+    held = Quantized.of(x, bits, group_size)
+    assert held.shape == x.shape
+    assert mx.array_equal(held.dequantized(), mx.dequantize(*held.arrays, group_size=group_size, bits=bits))
+
+
 def test_cases_of_a_model_have_its_windows_caps_and_slopes():
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=9)
     windows = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
