@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.errors import GenerationError
-from mlxlm.generation.context import PREFILL_CHUNK, Context, clear_allocator
+from mlxlm.generation.context import ENDLESS, PREFILL_CHUNK, Context, clear_allocator
 from mlxlm.generation.drafts import Drafter, Guesses, can_take_back, dispatched
 from mlxlm.generation.engine import CLEAR_EVERY, wired_memory
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.pace import MEASURING, Pace
+from mlxlm.model import Decoder
 
 # Logits by which the drawn token must lead the next best one: many times the difference that computing several rows at
 # once makes, through rounding there and in the keys and values left behind. Measured on a trained model of 14M
@@ -118,7 +119,8 @@ class _Text:
         self._context, self._sampler, self._pace, self._stats = context, sampler, pace, stats
         kv = context.kv
         self._least_margin = QUANTIZED_MARGIN if kv.key_bits or kv.value_bits else 0.0
-        self._held = 0  # tokens that the caches hold
+        self._held = 0  # tokens that the caches have read
+        self._alike = _alike_up_to(context.model)
         self._read_at: float | None = None
 
     def tokens(
@@ -184,7 +186,7 @@ class _Text:
 
     def _next(self, token: int, left: int) -> _Step | _Round:
         """Read `token`, of which the value is known, with guesses behind it where that pays."""
-        proposals = min(self._proposals(), left - 1)
+        proposals = min(self._proposals(), left - 1, self._alike - self._held - 1)
         proposals = min(proposals, can_take_back(self._context, proposals + 1) - 1)
         draft, sampler = None, self._sampler
         over = sampler.blocks and (sampler.finished or sampler.error)  # nothing can be drawn
@@ -202,7 +204,9 @@ class _Text:
     def _proposals(self) -> int:
         """How many guesses the next round may have."""
         proposals, stats, reason = self._pace.choose(), self._stats, self._pace.reason
-        if can_take_back(self._context, 2) < 2:
+        if self._held + 2 > self._alike:
+            proposals, reason = 0, "the model's positions depend on how many tokens are read at once here"
+        elif can_take_back(self._context, 2) < 2:
             proposals, reason = 0, "the key-value cache can't take tokens back here"
         stats.active, stats.reason = proposals > 0, None if proposals else reason
         return 0 if self._guesses.right is False else proposals
@@ -265,6 +269,14 @@ class _Text:
         self._held -= n
         for cache in self._context.caches if n else ():
             cache.trim(n)
+
+
+def _alike_up_to(model) -> int:
+    """The length up to which reading tokens together is reading them one by one: with "dynamic" positions, those of
+    tokens beyond the model's own context depend on the last one that is read with them."""
+    if isinstance(model, Decoder) and (model.config.rope_scaling or {}).get("rope_type") == "dynamic":
+        return model.config.max_position_embeddings
+    return ENDLESS
 
 
 def _without(cache, n: int):

@@ -47,9 +47,9 @@ OPTIONS = {
 }
 KINDS = {
     "full": KVOptions(),
-    "rotating": KVOptions(size=60, keep=4),
+    "rotating": KVOptions(size=44, keep=4),
     "8 bits": KVOptions(key_bits=8, value_bits=8),
-    "rotating, 8 and 4 bits": KVOptions(size=60, keep=4, key_bits=8, value_bits=4),
+    "rotating, 8 and 4 bits": KVOptions(size=44, keep=4, key_bits=8, value_bits=4),
 }
 
 
@@ -57,8 +57,8 @@ KINDS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
     draft = LoadedModel(disturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
-    for seed in range(3):
-        options = {**OPTIONS[name], "seed": seed, "max_tokens": 60, "logprobs": 2}
+    for seed in range(2):
+        options = {**OPTIONS[name], "seed": seed, "max_tokens": 50, "logprobs": 2}
         _, wanted = text(soft, None, KINDS[kind], **options)
         for drafter in (DraftModel(draft), NgramLookup(), Oracle(wanted.tokens, wrong=4)):
             speculation = always(drafter, 5)
@@ -129,7 +129,7 @@ def test_two_tokens_follow_the_models_distribution(soft, drafter):
     probable = pair_probabilities(soft.model, PROMPT, 0.8, 4)
     draft = LoadedModel(disturbed(soft.model, 0.1), soft.tokenizer, soft.config, soft.path)
     speculation = always(DraftModel(draft) if drafter == "model" else Fixed([0, *max(probable, key=probable.get)]), 2)
-    context, counts, texts = Context(soft.model), Counter(), 700
+    context, counts, texts = Context(soft.model), Counter(), 500
     proposed = accepted = 0
     for seed in range(texts):
         stream = TextStream(
@@ -194,6 +194,21 @@ def test_a_model_with_windows(loaded):
     speculation = always(Oracle(wanted.tokens, wrong=7), MOST)
     _, found = text(windowed, speculation, temperature=0, max_tokens=110)
     assert found.tokens == wanted.tokens and speculation.stats.accepted > 60
+
+
+def test_positions_that_change_with_the_length(loaded):
+    """"dynamic" ones, beyond the model's context: tokens read together would be turned otherwise than one by one."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = loaded.config.with_changes(max_position_embeddings=32, rope_scaling=scaling)
+    model = Decoder(config)
+    model.initialize(seed=3)
+    model.lm_head.weight = model.lm_head.weight * 20
+    dynamic, kv = LoadedModel(model, loaded.tokenizer, config, loaded.path), KVOptions(size=30, keep=0)
+    _, wanted = text(dynamic, None, kv, temperature=0, max_tokens=80)
+    speculation = always(Oracle(wanted.tokens), 6)
+    _, found = text(dynamic, speculation, kv, temperature=0, max_tokens=80)
+    assert found.tokens == wanted.tokens and len(wanted.tokens) == 80
+    assert speculation.stats.accepted > 8 and "positions" in speculation.stats.reason
 
 
 def test_ctrl_c_at_any_line_leaves_a_context_that_can_be_used(soft):

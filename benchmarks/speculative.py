@@ -1,0 +1,104 @@
+"""Decoding tokens/s with and without speculation, in turn, by n-gram lookup and by a draft model.
+
+    python benchmarks/speculative.py MODEL [--draft MODEL] [--prose FILE] [--rounds 5] [--tokens 256]
+
+For lookup the words are given and the cost is MODEL's: its logits are raised where the wanted text goes on. `edit` is a
+source file written again with every fourth line changed, after a prompt with the file; `prose` is a passage that hardly
+repeats itself. With --draft, MODEL says what it wants itself, greedy and sampled, after a passage of prose. Every text
+is checked to be the same with and without. Each way has one warm-up, and keeps its Speculation, as a chat does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import in_turn, median, report, spread
+
+import mlxlm
+from mlxlm._mlx import mx
+from mlxlm.generation import LoadedModel
+from mlxlm.generation.drafts import DraftModel, NgramLookup
+from mlxlm.generation.speculative import Speculation
+
+GREEDY = {"temperature": 0}
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--draft", help="a smaller model with the same tokenizer")
+    parser.add_argument("--prose", type=Path, default=Path(__file__).parents[1] / "README.md", help="a text file")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--most", type=int, default=8, help="proposals at a time")
+    options = parser.parse_args()
+    loaded = mlxlm.load(options.model)
+    encode = loaded.tokenizer.encode
+    code = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)[30:60]
+    changed = [f"{line.rstrip()}  # see above\n" if i % 4 == 2 else line for i, line in enumerate(code)]
+    file, edit = encode("".join(code)), encode("".join(changed))
+    prose = encode(options.prose.read_text(encoding="utf-8")[:6000])[: 128 + options.tokens]
+    cases = {
+        "edit, lookup": (scripted(loaded, file + edit), file, GREEDY, NgramLookup()),
+        "prose, lookup": (scripted(loaded, prose), prose[:128], GREEDY, NgramLookup()),
+    }
+    if options.draft:
+        draft = DraftModel(mlxlm.load(options.draft))
+        cases["greedy, draft model"] = loaded, prose[:128], GREEDY, draft
+        cases["sampled, draft model"] = loaded, prose[:128], SAMPLED, draft
+    result, rows = {}, []
+    for name, (model, prompt, sampling, drafter) in cases.items():
+        count = min(options.tokens, len(edit)) if model is not loaded else options.tokens
+        arguments = {"prompt": prompt, "max_tokens": count, **sampling}
+        speculation = Speculation(drafter, options.most)
+        plain, guessed = Run(model, None, arguments), Run(model, speculation, arguments)
+        plain(), guessed()
+        found = in_turn(options.rounds, plain=plain, guessed=guessed)
+        if plain.tokens != guessed.tokens:
+            raise SystemExit(f"{name}: another text")
+        ratio = median([a / b for a, b in zip(found["guessed"], found["plain"], strict=True)])
+        stats = guessed.stats
+        rows.append((f"{name}: plain", f"{spread(found['plain'])} tokens/s"))
+        said = f"{stats.accepted} of {stats.proposed} accepted; {stats.reason or 'active'}"
+        rows.append((f"{name}: speculation", f"{spread(found['guessed'])} tokens/s, {ratio:.2f} x; {said}"))
+        result[name] = {"ratio": round(ratio, 2), "proposed": stats.proposed, "accepted": stats.accepted}
+    report(f"speculation, {options.tokens} tokens", rows, {"benchmark": "speculative", "texts": result})
+
+
+class Scripted:
+    """A model that says `ids`: it computes all that `model` does, then raises the logits of what is to come."""
+
+    def __init__(self, model, ids: Sequence[int]):
+        self._model, self._ids, self.layers = model, mx.array([*ids, *([0] * 64)]), model.layers
+
+    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
+        first = cache[0].offset + 1
+        logits = self._model(tokens, cache=cache)
+        wanted = self._ids[first : first + tokens.shape[1]]
+        return logits.at[:, mx.arange(len(wanted)), wanted].add(1000)
+
+
+def scripted(loaded: LoadedModel, ids: Sequence[int]) -> LoadedModel:
+    return LoadedModel(Scripted(loaded.model, ids), loaded.tokenizer, loaded.config, loaded.path)
+
+
+class Run:
+    """One text; called, its tokens/s after the first token."""
+
+    def __init__(self, loaded: LoadedModel, speculation: Speculation | None, arguments: dict):
+        self._loaded, self._arguments = loaded, {**arguments, "speculation": speculation}
+        self.tokens = self.stats = None
+
+    def __call__(self) -> float:
+        stream = mlxlm.stream(self._loaded, **self._arguments)
+        times = [time.perf_counter() for _ in stream]
+        self.tokens, self.stats = stream.result.tokens, stream.result.speculation
+        return (len(times) - 1) / (times[-1] - times[0])
+
+
+if __name__ == "__main__":
+    main()
