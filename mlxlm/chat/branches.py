@@ -46,14 +46,11 @@ class Conversation:
         return self.turns[self.dropped :]
 
     def before_last(self) -> Conversation:
-        """Without the last turn. Turns that were dropped are seen again once no other is left.
-
-        Raises GenerationError where there is none.
-        """
+        """Without the last turn. Raises GenerationError where there is none."""
         if not self.turns:
             raise GenerationError("there is no message yet", "a message first")
         turns = self.turns[:-1]
-        return Conversation(turns, self.dropped if self.dropped < len(turns) else 0)
+        return Conversation(turns, min(self.dropped, len(turns)))
 
     def with_turn(self, turn: Turn) -> Conversation:
         return Conversation((*self.turns, turn), self.dropped)

@@ -219,11 +219,12 @@ class Chat:
         return self._ask(self._branches.current.before_last(), text, on_prefill)
 
     def undo(self) -> Turn:
-        """Forget the last message and its answer, and return them. Raises GenerationError where there is none."""
+        """Forget the last message and its answer, and return them. Once the model sees none of those before, it sees
+        all of them again, also what was dropped. Raises GenerationError where there is no message."""
         self._settle()
         shorter = self._branches.current.before_last()
         turn = self._branches.current.turns[-1]
-        self._branches.current = shorter
+        self._branches.current = shorter if shorter.seen else Conversation(shorter.turns)
         return turn
 
     def branch(self, name: str | None = None) -> str:
@@ -245,13 +246,16 @@ class Chat:
         self._branches = Branches()
 
     def drop_oldest(self, for_message: str = "") -> int:
-        """Make room for a message as the policy "drop" does, now; return how many messages the model no longer sees.
+        """Make room for a message as the policy "drop" does, now; without one, for the last message to be asked again.
+        Return how many messages the model no longer sees; they stay in `messages` and in a session file.
 
-        They stay in `messages` and in a session file. Raises ContextFull for a message too long by itself.
+        Raises ContextFull for a message too long by itself.
         """
         self._settle()
-        before = self.dropped
-        shorter, _ = shortened(self._branches.current, self._prompt_with(for_message), self._reader.limit)
+        before, conversation = self.dropped, self._branches.current
+        if not for_message and conversation.turns:
+            for_message, conversation = conversation.turns[-1].question, conversation.before_last()
+        shorter, _ = shortened(conversation, self._prompt_with(for_message), self._reader.limit)
         self._see_only(shorter)
         return self.dropped - before
 

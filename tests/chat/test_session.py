@@ -51,6 +51,10 @@ def fresh(chat, question):
     return prompt, generate(chat.loaded, prompt, kv=chat.kv, **GREEDY)
 
 
+def prompt_of(loaded, question):
+    return ChatTemplate(loaded.tokenizer).encode([Message("user", question)])
+
+
 def small(loaded, size=60, **changes):
     return replace(loaded, config=loaded.config.with_changes(max_position_embeddings=size, **changes))
 
@@ -293,7 +297,14 @@ def test_turns_that_were_dropped_come_back_once_no_other_is_left(loaded):
     chat = Chat(small(loaded, 100), **GREEDY)
     for question in ("Hello!", "Why?"):
         say(chat, question)
-    assert chat.drop_oldest("x" * 40) == 4 and chat.context_used == 0
+    assert chat.drop_oldest() == 0  # the last message fits when asked again
+    chat.loaded = small(loaded, chat.stats.last.prompt_tokens)
+    with pytest.raises(ContextFull):
+        chat.retry()
+    assert chat.drop_oldest() == 2
+    assert "".join(piece.text for piece in chat.retry()) == generate(loaded, prompt_of(loaded, "Why?"), **GREEDY).text
+    chat.loaded = small(loaded, 100)
+    assert chat.drop_oldest("x" * 40) == 2 and chat.context_used == 0
     assert len(chat.messages) == 4
     chat.undo()
     assert chat.dropped == 0 and chat.context_used > 0
