@@ -72,13 +72,16 @@ def weight_bytes(model: nn.Module) -> int | None:
 
 
 def _mean_bytes(cache, generated: int) -> int:
-    """Bytes that a cache of one text has held on average while the last `generated` tokens were added."""
-    held = sum(array.nbytes for _, array in tree_flatten(cache.state))
-    size, end = cache.size(), cache.offset
+    """Bytes that a cache of one text has held on average while the last `generated` tokens were added.
+
+    One that doesn't grow with the text (a recurrent state) is read as a whole.
+    """
+    held = sum(array.nbytes for _, array in tree_flatten(cache.state) if isinstance(array, mx.array))
+    size = cache.size() if hasattr(cache, "size") else 0
     if not size or not generated:
         return held
-    generated = min(generated, end)
-    lengths = (min(size, end - generated + n) for n in range(1, generated + 1))
+    generated = min(generated, cache.offset)
+    lengths = (min(size, cache.offset - generated + n) for n in range(1, generated + 1))
     return round(held / size * sum(lengths) / generated)
 
 

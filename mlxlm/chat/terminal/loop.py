@@ -127,6 +127,8 @@ class Talk:
                 raise
             say(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
             self._answer(begin)
+        if self.interactive:
+            tell("")  # the next prompt stands apart
 
     def _answer(self, begin: Begin) -> None:
         before = self.chat.stats.turns
@@ -146,8 +148,6 @@ class Talk:
             say(_UNFINISHED[reason])
         if self.settings.stats:
             say(f"({statistics.short(self.chat, self.moved)})")
-        if self.interactive:
-            tell("")
         if complaint := self.chat.stats.last.complaint:
             raise GenerationError(complaint)
 
