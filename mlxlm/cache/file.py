@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mlxlm._mlx import mx
 from mlxlm.cache.kv_cache import KVCache
+from mlxlm.cache.saved import restore, saved
 from mlxlm.checkpoint.safetensors import file_header, write_file
 from mlxlm.checkpoint.tensors import Tensor, of_array
 from mlxlm.errors import CheckpointError
@@ -37,7 +38,7 @@ def write_caches(
         raise CheckpointError(f"a cache of {kind} can't be written", "a text that was read by a model of mlxlm")
     tensors, dropped = {_IDS: of_array(mx.array(ids, dtype=mx.int32))}, []
     for layer, cache in enumerate(caches):
-        arrays, lost = cache.saved()
+        arrays, lost = saved(cache)
         tensors.update((f"{layer}.{name}", of_array(array)) for name, array in arrays.items())
         dropped.append(lost)
     metadata = {"identity": json.dumps(dict(identity)), "dropped": json.dumps(dropped)}
@@ -80,7 +81,7 @@ def read_caches(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int],
         arrays = {name: tensor.read() for name, tensor in found.items()}
         try:
             restored = cache.copy()
-            restored.restore(arrays, lost)
+            restore(restored, arrays, lost)
         except ValueError as error:
             raise CheckpointError(f"{path}: layer {layer}: {error}", "the settings that it was made with") from None
         if restored.offset != ids.shape[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 from mlxlm._mlx import mx
@@ -318,52 +318,6 @@ class KVCache:
             rotation=self.rotation, window=self.window,
             key_bits=self.key_bits, value_bits=self.value_bits, foreign=self.foreign,
         )  # fmt: skip
-
-    # In a file
-
-    def saved(self) -> tuple[dict[str, mx.array], int]:
-        """The arrays of one text by names, and how many tokens were dropped. Raises ValueError for several texts."""
-        if self._keys is None or len(self._starts) > 1:
-            raise ValueError(f"{len(self._starts)} texts, one can be saved")
-        sides = {"keys": self._held("_keys", self._keys), "values": self._held("_values", self._values)}
-        if sink := self._sinks[0]:
-            sides |= {"kept_keys": sink.keys, "kept_values": sink.values}
-        arrays = {f"{name}.{i}": x for name, side in sides.items() for i, x in enumerate(side.arrays)}
-        return arrays, self._dropped[0]
-
-    def restore(self, arrays: Mapping[str, mx.array], dropped: int) -> None:
-        """Hold what `saved` gave of a cache that was made alike, in the place of all else.
-
-        Raises ValueError, and changes nothing, for arrays that such a cache can't have.
-        """
-        bits = {"keys": self.key_bits, "values": self.value_bits}
-        sink = bool(dropped and self.rotation and self.rotation.keep)
-        if sink:
-            bits |= {"kept_keys": self.key_bits, "kept_values": self.value_bits}
-        names = {side: [f"{side}.{i}" for i in range(1 if b is None else 3)] for side, b in bits.items()}
-        if wrong := set(arrays) ^ {name for side in names.values() for name in side}:
-            raise ValueError(f"unknown or missing: {', '.join(sorted(wrong))}")
-        sides = {side: Store.of([arrays[name] for name in found], bits[side]) for side, found in names.items()}
-        self._check_saved(sides, dropped)
-        self.state = (*sides["keys"].arrays, *sides["values"].arrays)
-        self._dropped = [dropped]
-        if sink:
-            self._sinks = [Sink(sides["kept_keys"], sides["kept_values"])]
-
-    def _check_saved(self, sides: Mapping[str, Store], dropped: int) -> None:
-        bound, held = self.rotation or self.window, sides["keys"].capacity
-        B, H = sides["keys"].shape[:2]
-        for side, store in sides.items():
-            length = self.rotation.keep if side.startswith("kept") else held
-            like = sides[side.removeprefix("kept_")]
-            if store.shape != (1, H, length, like.shape[3]) or store.dtype != sides["keys"].dtype:
-                raise ValueError(f"{side} are {store.shape} {store.dtype} beside keys {sides['keys'].shape}")
-        most = self.rotation.size if self.rotation else held
-        least = bound.trimmable if dropped and bound else 1
-        if B != 1 or not least <= held <= most or dropped < 0 or dropped % (self.rotation.step if self.rotation else 1):
-            raise ValueError(f"{held} tokens after {dropped} that were dropped")
-        if dropped and bound is None:
-            raise ValueError(f"{dropped} tokens were dropped from a cache that drops none")
 
     # As mlx_lm asks for it
 
