@@ -66,7 +66,7 @@ def _parsed(name: str, text: str) -> Any:
         return None
     if kind.startswith(("tuple", "Mapping")):
         try:
-            return tuple(_unescaped(part) for part in shlex.split(text))
+            return tuple(part.replace("\\n", "\n").replace("\\t", "\t") for part in _words(text))
         except ValueError as error:
             raise GenerationError(f"{name} is {text!r}: {error}", "quotes that are closed") from None
     for number in (int, float) if re.match(r"int|float", kind) else ():
@@ -77,8 +77,11 @@ def _parsed(name: str, text: str) -> Any:
     return text
 
 
-def _unescaped(text: str) -> str:
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+def _words(text: str) -> list[str]:
+    """Words and quoted texts. Raises ValueError for a quote that isn't closed."""
+    words = shlex.shlex(text, posix=True)
+    words.whitespace_split, words.escape, words.commenters = True, "", ""
+    return list(words)
 
 
 def _text(value: Any) -> str:

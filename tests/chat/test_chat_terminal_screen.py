@@ -1,0 +1,114 @@
+"""What is seen of reasoning and of answers, and what /set takes."""
+
+import io
+import re
+import sys
+
+import pytest
+from seen import Seen
+
+from mlxlm.chat.session import Chat
+from mlxlm.chat.terminal import output, screen
+from mlxlm.chat.terminal.blocks import block_is_open, without_block
+from mlxlm.chat.terminal.settings import Settings, change, shown
+from mlxlm.errors import GenerationError
+
+PIECES = [("I think", True), (" so.", True), ("", False), ("The **ans", False), ("wer**.\n\nDone", False)]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    terminal = Seen(40, 10)
+    # A terminal turns a line end into a new line at its begin.
+    monkeypatch.setattr(screen, "_put", lambda text: terminal.write(re.sub(r"\r?\n", "\r\n", text)))
+    monkeypatch.setattr(screen, "terminal_size", lambda: (40, 10))
+    monkeypatch.setenv("TERM", "xterm")
+    return terminal
+
+
+def show(thinking, markdown, pieces=PIECES):
+    drawn = screen.TerminalScreen(thinking, markdown)
+    drawn.status("reading 9 tokens")
+    for piece in pieces:
+        drawn.push(*piece)
+    drawn.finish()
+    return drawn
+
+
+@pytest.mark.parametrize("thinking", ["show", "dim"])
+def test_reasoning_stands_before_the_answer(seen, thinking):
+    show(thinking, True)
+    assert seen.lines == ["I think so.", "", "The answer.", "", "Done"]
+
+
+def test_hidden_reasoning_is_counted(seen):
+    show("hide", True)
+    assert re.fullmatch(r"\(thought for \d+\.\d s\)", seen.lines[0])
+    assert seen.lines[1:] == ["", "The answer.", "", "Done"]
+
+
+def test_text_without_markdown_is_what_it_is(seen):
+    show("dim", False)
+    assert seen.lines == ["I think so.", "", "The **answer**.", "", "Done"]
+
+
+def test_an_answer_that_never_came_leaves_nothing(seen):
+    show("dim", True, [])
+    assert seen.lines == []
+
+
+def test_reasoning_alone_ends_its_line(seen):
+    show("dim", True, PIECES[:2])
+    assert seen.lines == ["I think so."]
+
+
+def test_a_pipe_gets_reasoning_only_when_it_is_to_be_shown(monkeypatch):
+    answer = "The **answer**.\n\nDone\n"
+    for thinking, expected in (("hide", answer), ("dim", answer), ("show", f"I think so.\n\n{answer}")):
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        pipe = screen.open_screen(thinking, True)
+        for piece in PIECES:
+            pipe.push(*piece)
+        pipe.finish()
+        assert sys.stdout.getvalue() == expected
+
+
+def test_control_characters_are_replaced():
+    assert output.printable("a\x1b[31m\x07\x9b\r\u202e\u2066\tb\n") == "a\ufffd[31m\ufffd\ufffd\ufffd\ufffd\ufffd\tb\n"
+
+
+def test_settings(loaded):
+    chat, settings = Chat(loaded, seed=7), Settings()
+    for name, text, expected in (
+        ("temperature", "0.5", 0.5), ("top-k", "3", 3), ("max_tokens", "none", None), ("max_tokens", "9", 9),
+        ("stop", "END 'two words' \\n", ("END", "two words", "\n")), ("logit_bias", "5=-2 6=1.5", {5: -2.0, 6: 1.5}),
+        ("temperature", "default", 0.7), ("stop", "default", ()), ("seed", "11", 11),
+    ):  # fmt: skip
+        change(settings, chat, name, text)
+        assert getattr(chat.options, name.replace("-", "_")) == expected
+    assert chat.seed == 11
+    change(settings, chat, "think", "hide")
+    change(settings, chat, "stats", "on")
+    change(settings, chat, "overflow", "drop")
+    assert (settings.think, settings.stats, chat.overflow) == ("hide", True, "drop")
+    change(settings, chat, "overflow", "ask")
+    assert chat.overflow == "stop"  # the terminal asks
+    assert shown(settings, chat)["logit_bias"] == "5=-2.0 6=1.5"
+
+
+@pytest.mark.parametrize(
+    "name, text", [("temperature", "hot"), ("top_p", "2"), ("stop", "'open"), ("think", "loud"), ("colour", "red")]
+)
+def test_settings_that_cannot_work_change_nothing(loaded, name, text):
+    chat, settings = Chat(loaded, seed=7), Settings()
+    before = chat.options
+    with pytest.raises(GenerationError, match=name):
+        change(settings, chat, name, text)
+    assert chat.options == before and settings == Settings()
+
+
+def test_blocks():
+    assert block_is_open('"""') and block_is_open('"""a\nb') and block_is_open('""""')
+    assert not block_is_open('"""a"""') and not block_is_open('say """') and not block_is_open("")
+    assert without_block('"""\na\n b\n"""') == "a\n b"
+    assert without_block('"""a"""') == "a" and without_block('plain """') == 'plain """'
