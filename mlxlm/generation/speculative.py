@@ -155,7 +155,7 @@ class _Text:
             if context.caches is not shown or len(context) != length:
                 raise GenerationError("the context was used for another text meanwhile", "a context for each text")
             with context.changing() as ids:
-                context.caches = caches
+                context.caches = shown = caches  # no copy is left, so that buffers are written in place
                 while not known:
                     decided, flight = self._collect(flight, left)
                     known.extend(decided)
@@ -167,7 +167,7 @@ class _Text:
                     ids.append(token)
                 if done % CLEAR_EVERY == 0:
                     clear_allocator()
-                shown, length = caches, len(ids)
+                length = len(ids)
                 if surplus := self._held - length:
                     shown = context.caches = [_without(cache, surplus) for cache in caches]
             yield token
