@@ -93,6 +93,12 @@ def test_texts_are_one_of_the_choices(tokenizer, seed):
         assert text in choices and sampler.complaint is None
 
 
+@pytest.mark.parametrize("text", [" no", "no", "  two spaces"])
+def test_spaces_in_front_are_those_asked_for(tokenizer, text):
+    """Also where the tokenizer takes one off the front of every text (Llama 2)."""
+    assert random_text(tokenizer, GenerationOptions(temperature=1.0, choice=text), 1)[0] == text
+
+
 some_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
 
 
@@ -127,6 +133,21 @@ def test_an_end_token_is_allowed_exactly_where_the_text_may_end(loaded):
     matcher.consume(next(iter(allowed(matcher))))
     assert allowed(matcher) >= {loaded.tokenizer.eos_id, letter}
     assert matcher.complaint is None and not matcher.finished
+
+
+def test_what_must_follow_is_never_spelt_with_an_end_token(loaded):
+    """The tokenizer would spell it so itself."""
+    spelt = loaded.tokenizer.encode("The quick", add_special_tokens=False)
+    merged = next(id for id in spelt if len(loaded.tokenizer.token_bytes(id)) > 1)
+    options = GenerationOptions(choice="The quick")
+    matcher = Grammar.compile(options, loaded.tokenizer, 300, frozenset({merged})).matcher()
+    text = b""
+    while not matcher.finished:
+        assert matcher.error is None and merged not in allowed(matcher)
+        token = min(allowed(matcher))
+        text += loaded.tokenizer.token_bytes(token)
+        matcher.consume(token)
+    assert text == b"The quick" and matcher.complaint is None
 
 
 def allowed(matcher):
