@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,14 +32,25 @@ PERSON = {
 }
 
 
-@pytest.fixture(scope="module", params=["tiny", "gpt2", "llama2"])
-def tokenizer(request, loaded):
+@pytest.fixture(scope="module", params=["tiny", "spaced", "gpt2", "llama2"])
+def tokenizer(request, loaded, make_text):
     if request.param == "tiny":
         return loaded.tokenizer
+    if request.param == "spaced":
+        return takes_a_space_off(tokenizers.train([make_text(3000)], 400, "sentencepiece"))
     folder = SHARED / "tokenizers" / request.param
     if not folder.is_dir():
         pytest.skip("no folder of real tokenizers beside this checkout")
     return tokenizers.load(folder)
+
+
+def takes_a_space_off(trained):
+    """The same tokens, with a space put in front of every text and taken off again."""
+    runtime = library.Tokenizer.from_str(trained.to_json())
+    runtime.normalizer = library.normalizers.Prepend(" ")
+    decoders = library.decoders
+    runtime.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizers.Tokenizer(runtime, trained.names)
 
 
 def compiled(options, tokenizer, padding=5):
