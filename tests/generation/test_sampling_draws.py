@@ -219,7 +219,7 @@ def test_ahead_of_a_wrong_draft_still_draws_its_first_tokens():
     assert sampler(logits[1:2]).item() == other(logits[1:2]).item()
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("temperature", [0, 1.0, 3.0])
 def test_gaps_are_leads_in_logits(temperature):
     options = SamplingOptions(temperature=temperature, top_k=4)
     logits = mx.random.normal((1, V), key=mx.random.key(2)) * 3
