@@ -4,13 +4,15 @@
 
 For lookup the words are given and the cost is MODEL's: its logits are raised where the wanted text goes on. `edit` is a
 source file written again with every fourth line changed, after a prompt with the file; `prose` is a passage that hardly
-repeats itself. With --draft, MODEL says what it wants itself, greedy and sampled, after a passage of prose. Every text
-is checked to be the same with and without. Each way has one warm-up, and keeps its Speculation, as a chat does.
+repeats itself. With --draft, prose is also guessed by that model, made to be right about a given share of the words;
+and MODEL says what it wants itself, greedy and sampled. Every text is checked to be the same with and without. Each way
+has one warm-up, and keeps its Speculation, as a chat does.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,12 +49,16 @@ def main() -> None:
         "prose, lookup": (scripted(loaded, prose), prose[:128], GREEDY, NgramLookup()),
     }
     if options.draft:
-        draft = DraftModel(mlxlm.load(options.draft))
-        cases["greedy, draft model"] = loaded, prose[:128], GREEDY, draft
-        cases["sampled, draft model"] = loaded, prose[:128], SAMPLED, draft
+        small, rng = mlxlm.load(options.draft), random.Random(0)
+        for share in (0.3, 0.6, 0.8, 0.95):
+            heard = [id if rng.random() < share else (id + 1) % 256 for id in prose]
+            draft = DraftModel(scripted(small, heard))
+            cases[f"prose, draft model right about {share:.0%}"] = scripted(loaded, prose), prose[:128], GREEDY, draft
+        cases["greedy, draft model"] = loaded, prose[:128], GREEDY, DraftModel(small)
+        cases["sampled, draft model"] = loaded, prose[:128], SAMPLED, DraftModel(small)
     result, rows = {}, []
     for name, (model, prompt, sampling, drafter) in cases.items():
-        count = min(options.tokens, len(edit)) if model is not loaded else options.tokens
+        count = min(options.tokens, len(edit)) if prompt is file else options.tokens
         arguments = {"prompt": prompt, "max_tokens": count, **sampling}
         speculation = Speculation(drafter, options.most)
         plain, guessed = Run(model, None, arguments), Run(model, speculation, arguments)
