@@ -57,7 +57,7 @@ def _in_order(loaded: LoadedModel, asked: Samples) -> Iterator[Result]:
 
     seed = draw_seed() if asked.options.seed is None else asked.options.seed
     requests = (
-        Request(asked.ids, replace(asked.options, seed=derived_seed(seed, "0", sample)), asked.end_ids)
+        Request(asked.ids, replace(asked.options, seed=derived_seed(seed, "1", sample)), asked.end_ids)
         for sample in range(asked.count)
     )
     held: dict[int, Result] = {}

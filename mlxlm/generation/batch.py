@@ -11,7 +11,7 @@ from mlxlm.cache import KVOptions
 from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation.context import Context, shared
 from mlxlm.generation.engine import wired_memory
-from mlxlm.generation.growing import GrowingText
+from mlxlm.generation.growing import GrowingText, check_prompt
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.noise import derived_seed, draw_seed
 from mlxlm.generation.options import GenerationOptions
@@ -61,14 +61,20 @@ def run_batch(
 
     Requests are asked for as they are needed, some batches ahead. An iterable that has none for now, and may have
     later, gives None; it is asked again after the next step, or at once where no text is growing: then it should wait.
-    A request that can't be served has its error as result.
+    A request that can't be served has its error as result, as soon as it was asked for.
     Raises GenerationError for a `batch_size` or a `kv` that can't work.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise GenerationError(f"batch_size is {batch_size!r}", "a positive whole number, such as 32")
     context = Context(loaded.model, kv)
     run = _Batch if loaded.batchable and batch_size > 1 else _OneByOne
-    return run(loaded, context, _Waiting(requests), batch_size, on_progress or (lambda progress: None)).run()
+    waiting = _Waiting(requests, lambda request: _check(loaded, request.prompt, request.options, context.kv))
+    return run(loaded, context, waiting, batch_size, on_progress or (lambda progress: None)).run()
+
+
+def _check(loaded: LoadedModel, prompt: Sequence[int], options: GenerationOptions, kv: KVOptions) -> None:
+    check_prompt(loaded, prompt, kv)
+    options.check_vocabulary(loaded.config.vocab_size)
 
 
 def batch(
@@ -83,20 +89,26 @@ def batch(
     """Continue every prompt `samples` times: the results of the first prompt, then those of the second, and so on.
 
     `options` are the fields of GenerationOptions. The seed of a text is derived from `seed`, the number of its prompt
-    and that of the sample; its result tells it, and `generate` with it gives the same text. Raises GenerationError as
-    `generate` does, for whichever prompt it is.
+    (from 1, as the lines of `generate --jsonl`) and that of the sample (from 0); its result tells it, and `generate`
+    with it gives the same text. Raises GenerationError as `generate` does, before anything is computed, with the number
+    of the prompt.
     """
-    if isinstance(prompts, str):
-        raise GenerationError("prompts are one text", "a list of texts")
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise GenerationError("prompts are no list of texts", '["Once upon a time", "The end"]')
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise GenerationError(f"samples is {samples!r}", "a positive whole number, such as 4")
-    settings = GenerationOptions.of(**options)
+    context = Context(loaded.model, kv)
+    settings = GenerationOptions.of(("samples", "kv", "batch_size"), **options)
     seed = draw_seed() if settings.seed is None else settings.seed
-    requests = [
-        Request(ids, replace(settings, seed=derived_seed(seed, str(i), sample)))
-        for i, ids in enumerate([encoded(loaded, prompt) for prompt in prompts])
-        for sample in range(samples)
-    ]
+    requests: list[Request] = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            ids = encoded(loaded, prompt)
+            _check(loaded, ids, settings, context.kv)
+        except MlxlmError as error:
+            raise type(error)(f"prompt {number}: {error.message}", error.hint) from error
+        seeds = [derived_seed(seed, str(number), sample) for sample in range(samples)]
+        requests += [Request(ids, replace(settings, seed=seed)) for seed in seeds]
     results: dict[int, Result] = {}
     for index, result in run_batch(loaded, requests, kv=kv, batch_size=batch_size):
         if isinstance(result, MlxlmError):
@@ -108,24 +120,34 @@ def batch(
 class _Waiting:
     """Requests that haven't begun, with their numbers."""
 
-    def __init__(self, requests: Iterable[Request | None]):
+    def __init__(self, requests: Iterable[Request | None], check: Callable[[Request], None]):
+        """`check` raises MlxlmError for a request that can't be served."""
         self._source = iter(requests)
+        self._check = check
         self._drawn = 0
         self._queue: list[tuple[int, Request]] = []
         self._over = False
 
-    def fill(self, most: int) -> None:
-        """Ask for requests until `most` wait, or there are none, for now or for good."""
-        while not self._over and len(self._queue) < most:
+    def fill(self, most: int) -> list[tuple[int, MlxlmError]]:
+        """Ask for requests until `most` wait, or there are none, for now or for good; return those that can't be
+        served, with the reason."""
+        refused: list[tuple[int, MlxlmError]] = []
+        while not self._over and len(self._queue) + len(refused) < most:
             try:
                 request = next(self._source)
             except StopIteration:
                 self._over = True
-                return
+                break
             if request is None:
-                return
-            self._queue.append((self._drawn, request))
+                break
+            try:
+                self._check(request)
+            except MlxlmError as error:
+                refused.append((self._drawn, error))
+            else:
+                self._queue.append((self._drawn, request))
             self._drawn += 1
+        return refused
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -173,23 +195,27 @@ class _Run:
         self._progress = replace(now, **{name: getattr(now, name) + n for name, n in more.items()})
         self._on_progress(self._progress)
 
+    def _refused(self, most: int) -> Iterator[tuple[int, MlxlmError]]:
+        """Ask for requests until `most` wait; those among them that can't be served."""
+        for index, error in self._waiting.fill(most):
+            self._tell(finished=1)
+            yield index, error
+
 
 class _OneByOne(_Run):
     """One request after another, over one context: what a prompt begins with like the one before isn't read again."""
 
     def run(self) -> Iterator[tuple[int, Result | MlxlmError]]:
         while not self._waiting.over:
-            self._waiting.fill(1)
-            if not len(self._waiting):
-                continue
-            [(index, request)] = self._waiting.take(1)
-            self._tell(working=1)
-            try:
-                result: Result | MlxlmError = self._text(request)
-            except MlxlmError as error:
-                result = error
-            self._tell(working=-1, finished=1)
-            yield index, result
+            yield from self._refused(1)
+            for index, request in self._waiting.take(1):
+                self._tell(working=1)
+                try:
+                    result: Result | MlxlmError = self._text(request)
+                except MlxlmError as error:
+                    result = error
+                self._tell(working=-1, finished=1)
+                yield index, result
 
     def _text(self, request: Request) -> Result:
         def on_prefill(now: int) -> None:
@@ -216,6 +242,7 @@ class _Batch(_Run):
         mx.reset_peak_memory()
         with wired_memory():
             while rows.live or not self._waiting.over:
+                yield from self._refused(self._size * _AHEAD)
                 begun = []
                 for index, text in self._next_texts(self._size - rows.live):
                     if isinstance(text, MlxlmError):
@@ -238,10 +265,10 @@ class _Batch(_Run):
                     yield row.index, row.text.result()
 
     def _next_texts(self, free: int) -> Iterator[tuple[int, GrowingText | MlxlmError]]:
-        """Requests that begin now, at most `free`: some at a time, since the caches of all other rows are copied."""
-        if free * 4 < self._size:
+        """Requests that begin now, at most `free`. The caches of all other rows are copied for it, so that where more
+        are waiting some begin at a time."""
+        if free < len(self._waiting) and free * 4 < self._size:
             return
-        self._waiting.fill(self._size * _AHEAD)
         for index, request in self._waiting.take(free):
             try:
                 text = GrowingText(self._loaded, request.prompt, request.options, self._context.kv, request.end_ids)

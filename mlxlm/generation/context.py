@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
-from mlxlm.errors import CheckpointError
+from mlxlm.errors import CheckpointError, GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.generation.loaded import LoadedModel
@@ -33,6 +33,8 @@ class Context:
 
         Raises GenerationError for what this model's caches can't do.
         """
+        if not isinstance(kv, KVOptions | None):
+            raise GenerationError(f"kv is {kv!r}", "mlxlm.cache.KVOptions.of(size=1024, bits=8)")
         self.model, self.kv = model, kv or KVOptions()
         self.clear()
 

@@ -146,7 +146,7 @@ def check_prompt(loaded: LoadedModel, prompt: Sequence[int], kv: KVOptions) -> i
     if not prompt:
         raise GenerationError("the prompt is empty", "some text to continue")
     size, limit = loaded.config.vocab_size, loaded.config.max_position_embeddings
-    if not all(0 <= token < size for token in prompt):
+    if not all(isinstance(token, int) and 0 <= token < size for token in prompt):
         raise GenerationError("the prompt has ids that this model doesn't have", f"ids from 0 to {size - 1}")
     if kv.size is not None and kv.size > limit:
         raise GenerationError(f"a cache of {kv.size} tokens is more than the model's context of {limit}", f"{limit}")

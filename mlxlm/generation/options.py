@@ -77,12 +77,13 @@ class SamplingOptions:
         object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, **settings: Any):
-        """The options from keyword arguments. Raises GenerationError for a name that is none of them."""
+    def of(cls, beside: Sequence[str] = (), /, **settings: Any):
+        """The options from keyword arguments. Raises GenerationError for a name that is none of them; `beside` are
+        other names that the caller takes, for its hint."""
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(settings) - set(names))
         if unknown:
-            raise GenerationError(f"there is no setting {', '.join(unknown)}", "one of " + ", ".join(names))
+            raise GenerationError(f"there is no setting {', '.join(unknown)}", "one of " + ", ".join([*beside, *names]))
         return cls(**settings)
 
     @property
@@ -132,10 +133,10 @@ class SamplingOptions:
     def _penalty_problems(self) -> Iterator[str]:
         if not _within(self.repetition_penalty, 0.01, 100):
             yield f"repetition_penalty is {self.repetition_penalty!r} (1 for off, or a bit more, such as 1.1)"
-        for name in ("repetition_window", "dry_window"):
+        for name in ("repetition_window", "dry_window", "dry_allowed_length"):
             value = getattr(self, name)
             if not _is_whole(value, 1) or value > LONGEST_WINDOW:
-                yield f"{name} is {value!r} (a whole number from 1 to {LONGEST_WINDOW}, such as 64)"
+                yield f"{name} is {value!r} (a whole number from 1 to {LONGEST_WINDOW})"
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not _within(value, -100, 100):
@@ -144,8 +145,6 @@ class SamplingOptions:
             yield f"dry_multiplier is {self.dry_multiplier!r} (0 for off, or a bit more, such as 0.8)"
         if not _within(self.dry_base, 1, 100):
             yield f"dry_base is {self.dry_base!r} (1 to 100, such as 1.75)"
-        if not _is_whole(self.dry_allowed_length, 1):
-            yield f"dry_allowed_length is {self.dry_allowed_length!r} (a positive whole number, such as 2)"
         if any(not isinstance(text, str) or not text for text in self.dry_breakers):
             yield "a text of dry_breakers is empty (one character or more)"
         for token, bias in self.logit_bias.items():

@@ -38,6 +38,8 @@ def score(loaded: LoadedModel, text: str, *, prompt: str = "") -> Score:
     are encoded apart, as a model meets a prompt and its own tokens. Raises GenerationError for an empty text, and one
     that with the prompt is longer than the model's context.
     """
+    if not isinstance(text, str) or not isinstance(prompt, str):
+        raise GenerationError("text or prompt is no text", "both as strings")
     if not text:
         raise GenerationError("the text to score is empty", "one character or more")
     before, tokens = _encoded(loaded, text, prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ class TextStream(Iterator[Chunk]):
         self._context = context or Context(loaded.model, kv)
         self._growing = GrowingText(loaded, prompt, options, self._context.kv, end_ids)
         if speculation is not None:
+            if not hasattr(speculation, "check"):
+                raise GenerationError(f"speculation is {speculation!r}", "Speculation(NgramLookup())")
             speculation.check(loaded)
         self._speculation = speculation
         self._tokens = tokens if speculation is None else speculation.tokens
@@ -102,7 +105,7 @@ def stream(
     Raises GenerationError before anything is computed: an empty prompt, one longer than the context,
     settings that can't work.
     """
-    settings = GenerationOptions.of(**options)
+    settings = GenerationOptions.of(("context", "kv", "speculation"), **options)
     return TextStream(loaded, encoded(loaded, prompt), settings, context=context, kv=kv, speculation=speculation)
 
 
@@ -115,9 +118,12 @@ def generate(loaded: LoadedModel, prompt: str | Sequence[int], **arguments: Any)
 
 
 def encoded(loaded: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
-    """The ids of a prompt, which may be text. Raises GenerationError where it is empty."""
+    """The ids of a prompt, which may be text. Raises GenerationError where it is neither, and for an empty text."""
     if not isinstance(prompt, str):
-        return prompt
+        try:
+            return [operator.index(token) for token in prompt]  # numpy's integers, too
+        except TypeError:
+            raise GenerationError("the prompt is neither a text nor a list of ids", '"Once upon a time"') from None
     if not prompt:
         raise GenerationError("the prompt is empty", "some text to continue")
     return loaded.tokenizer.encode(prompt)

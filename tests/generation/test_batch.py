@@ -156,10 +156,34 @@ def test_a_request_takes_the_place_of_a_row_that_ended(loaded):
 
 
 def test_bad_requests_are_results(loaded):
-    wanted = [greedy([1] * 128), greedy([5, 6]), greedy([]), greedy([10**6]), greedy([5, 6, 7])]
-    found = dict(run_batch(loaded, wanted, batch_size=2))
-    assert [isinstance(found[i], MlxlmError) for i in range(5)] == [True, False, True, True, False]
-    same(found[4], alone(loaded, wanted[4]))
+    wanted = [greedy([1] * 128), greedy([5, 6]), greedy([]), greedy([10**12]), greedy([5, 6, 7]), greedy([1.5])]
+    for batch_size in (1, 2):
+        found = dict(run_batch(loaded, wanted, batch_size=batch_size))
+        assert [isinstance(found[i], MlxlmError) for i in range(6)] == [True, False, True, True, False, True]
+        same(found[4], alone(loaded, wanted[4]))
+
+
+def test_nothing_is_computed_for_a_list_with_a_bad_prompt(loaded):
+    model = counting(loaded)
+    with pytest.raises(GenerationError, match="prompt 3: the prompt has 128 tokens"):
+        batch(model, ["one", "two", [1] * 128])
+    assert model.model.calls == []
+
+
+def test_a_request_that_comes_while_others_are_long_is_not_kept_waiting(loaded):
+    """Also where one row of eight is free; and what can't be served is answered at once."""
+    came = []
+
+    def source():
+        yield from (greedy([5, 6, 7 + i], 60) for i in range(7))
+        yield None
+        yield from (greedy([5, 6], 2), greedy([]))
+        while len(came) < 2:
+            yield None
+
+    for index, _ in run_batch(loaded, source(), batch_size=8):
+        came.append(index)
+    assert came[:2] == [8, 7]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -232,8 +256,13 @@ def test_an_interrupt_ends_a_batch_and_the_next_is_whole(loaded):
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"samples": 0}, "samples is 0"),
-        ({"prompts": "one"}, "a list of texts"),
-        ({"prompts": ["one", ""]}, "prompt is empty"),
+        ({"prompts": "one"}, "no list of texts"),
+        ({"prompts": [3, 4]}, "prompt 1: the prompt is neither a text nor a list of ids"),
+        ({"prompts": ["one", ""]}, "prompt 2: the prompt is empty"),
+        ({"prompts": ["one", [10**12]]}, "prompt 2: the prompt has ids that this model doesn't have"),
+        ({"logit_bias": {300: 1}}, "prompt 1: logit_bias names the token 300"),
+        ({"kv": "8"}, "kv is '8' .*KVOptions.of"),
+        ({"kv_bits": 8}, "no setting kv_bits .*one of samples, kv, batch_size, temperature"),
         ({"temperature": -1}, "temperature is -1"),
         ({"kv": KVOptions(size=129)}, "more than the model's context"),
     ],
