@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlxlm._mlx import mx
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.saved import restore, saved
-from mlxlm.checkpoint.safetensors import file_header, write_file
+from mlxlm.checkpoint.safetensors import file_header, write_tensors
 from mlxlm.checkpoint.tensors import Tensor, of_array
-from mlxlm.errors import CheckpointError
-from mlxlm.files import new_files
+from mlxlm.errors import CheckpointError, os_errors_as
+from mlxlm.files import new_file, replaced_file
 
 FORMAT = "mlxlm-cache-1"
 _IDS = "ids"
+_ANEW = "delete it and let it be written anew"
 
 
 def write_caches(
@@ -28,7 +30,8 @@ def write_caches(
 ) -> None:
     """Write the caches of one text, the `ids` of all its tokens, and `identity`: what they belong to.
 
-    The file appears whole or not at all. `replace`: it may take the place of an earlier cache file, never of another.
+    The file appears whole or not at all, also where several processes write it: the last one stays. `replace`: it may
+    take the place of an earlier cache file, never of another; a link stays a link.
     Raises CheckpointError if something is at `path`, for caches without tokens and those that a model of mlx_lm makes
     itself, and if the disk refuses.
     """
@@ -42,12 +45,14 @@ def write_caches(
         tensors.update((f"{layer}.{name}", of_array(array)) for name, array in arrays.items())
         dropped.append(lost)
     metadata = {"identity": json.dumps(dict(identity)), "dropped": json.dumps(dropped)}
-    if replace and path.exists():
-        _header(path)  # that of an earlier cache
-        write_file(path, tensors, format=FORMAT, metadata=metadata)
-        return
-    with new_files(path) as folder:
-        write_file(folder / path.name, tensors, format=FORMAT, metadata=metadata)
+    if replace:
+        path = Path(os.path.realpath(path))
+        if path.exists():
+            _header(path)  # that of an earlier cache
+        with os_errors_as(CheckpointError, "write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+    with (replaced_file if replace else new_file)(path) as file:
+        write_tensors(file, path, tensors, format=FORMAT, metadata=metadata)
 
 
 def read_identity(path: Path | str) -> dict[str, str]:
@@ -59,25 +64,26 @@ def read_identity(path: Path | str) -> dict[str, str]:
 def read_caches(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int], dict[str, str]]:
     """Let `caches`, made with the settings that the file's had, hold what is in it; return its ids and identity.
 
-    Raises CheckpointError, and changes no cache, for what is no such file, is not whole, or doesn't fit the caches.
+    Raises CheckpointError, and changes no cache, for what is no such file, is not whole, or is of caches with other
+    settings. Heads, head dim and dtype are compared where the model next reads a token, which raises GenerationError.
     """
     path = Path(path)
     tensors, metadata = _header(path)
     identity = _identity(path, metadata)
     ids, dropped = tensors.pop(_IDS, None), _numbers(metadata.get("dropped"))
     if ids is None or ids.dtype != mx.int32 or len(ids.shape) != 1 or not ids.shape[0]:
-        raise CheckpointError(f"{path} has no ids of tokens")
+        raise CheckpointError(f"{path} has no ids of tokens", _ANEW)
     if dropped is None or len(dropped) != len(caches):
         found = "no layers" if dropped is None else f"the caches of {len(dropped)} layers"
         raise CheckpointError(f"{path} has {found}, the model has {len(caches)}", "the model that it was made with")
-    layers: list[dict[str, Tensor]] = [{} for _ in caches]
+    layers: dict[str, dict[str, Tensor]] = {str(layer): {} for layer in range(len(caches))}
     for name, tensor in tensors.items():
         layer, _, part = name.partition(".")
-        if not layer.isdecimal() or not int(layer) < len(layers):
-            raise CheckpointError(f"{path}: there is no place for tensor {name}")
-        layers[int(layer)][part] = tensor
+        if layer not in layers:
+            raise CheckpointError(f"{path}: there is no place for tensor {name:.80}", _ANEW)
+        layers[layer][part] = tensor
     fresh = []
-    for layer, (cache, found, lost) in enumerate(zip(caches, layers, dropped, strict=True)):
+    for cache, (layer, found), lost in zip(caches, layers.items(), dropped, strict=True):
         arrays = {name: tensor.read() for name, tensor in found.items()}
         try:
             restored = cache.copy()
@@ -85,13 +91,14 @@ def read_caches(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int],
         except ValueError as error:
             raise CheckpointError(f"{path}: layer {layer}: {error}", "the settings that it was made with") from None
         if restored.offset != ids.shape[0]:
-            raise CheckpointError(f"{path}: layer {layer} has read {restored.offset} tokens, and not {ids.shape[0]}")
+            problem = f"{path}: layer {layer} has read {restored.offset} tokens, and not {ids.shape[0]}"
+            raise CheckpointError(problem, _ANEW)
         fresh.append(restored)
     found = ids.read()
     try:
         mx.eval(found, [cache.state for cache in fresh])
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from None
+        raise CheckpointError(f"{path} can't be read: {error}", _ANEW) from None
     for cache, restored in zip(caches, fresh, strict=True):
         cache.__dict__ = restored.__dict__
     return found.tolist(), identity
@@ -110,7 +117,7 @@ def _identity(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
     except (ValueError, RecursionError):
         identity = None
     if not isinstance(identity, dict) or not all(isinstance(value, str) for value in identity.values()):
-        raise CheckpointError(f"{path} doesn't say what it was made with")
+        raise CheckpointError(f"{path} doesn't say what it was made with", _ANEW)
     return identity
 
 

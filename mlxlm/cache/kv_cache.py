@@ -10,11 +10,10 @@ from mlxlm.cache.rotation import Rotation, Sink, Window
 from mlxlm.cache.store import Store, group_size
 from mlxlm.errors import GenerationError
 from mlxlm.kernels import Quantized
-from mlxlm.kernels.mask import visible
 
 STEP = 256  # positions that the buffers grow by: a decoded token writes in place instead of copying the cache
 
-Held = mx.array | Quantized | tuple[mx.array, mx.array, mx.array]
+Held = mx.array | Quantized
 
 
 class KVCache:
@@ -22,8 +21,7 @@ class KVCache:
 
     All rows end at the same index of the buffers; before a row's first token is padding. By default it holds all that
     it is given. `rotation` bounds a text's tokens, `window` is what the layer's own attention sees; `key_bits` and
-    `value_bits` (8, 4 or None) hold either of them quantized. `foreign`: for a model of mlx_lm, whose attention takes
-    quantized keys and values in another form. The interface is that of mlx_lm's caches, and more.
+    `value_bits` (8, 4 or None) hold either of them quantized. The interface is that of mlx_lm's caches, and more.
 
     `reach` is the length that the text will have, None while nobody knows: with "longrope", positions depend on it.
     """
@@ -35,13 +33,9 @@ class KVCache:
         window: Window | None = None,
         key_bits: int | None = None,
         value_bits: int | None = None,
-        foreign: bool = False,
     ) -> None:
         self.rotation, self.window = rotation, window
         self.key_bits, self.value_bits = key_bits, value_bits
-        self.foreign = foreign
-        if foreign and key_bits is not None and key_bits == value_bits:
-            self.bits = key_bits  # by this attribute mlx_lm's attention knows a quantized cache
         self.reach: int | None = None
         self._keys: Store | None = None
         self._values: Store | None = None
@@ -137,14 +131,7 @@ class KVCache:
         if self.window is not None:
             first = max(first, begin - self.window.seen)
         self._first = first
-        keys, values = self._keys.read(first, end), self._values.read(first, end)
-        return (self._as_foreign(keys), self._as_foreign(values)) if self.foreign else (keys, values)
-
-    def _as_foreign(self, held: mx.array | Quantized) -> Held:
-        """As mlx_lm's attention takes it: three arrays where it goes by `bits`, else never quantized."""
-        if isinstance(held, Quantized):
-            return held.arrays if hasattr(self, "bits") else held.dequantized()
-        return held
+        return self._keys.read(first, end), self._values.read(first, end)
 
     def pad_next(self, pads: Sequence[int]) -> None:
         """Of the next update's T positions, the first `pads[b]` of row b are padding.
@@ -187,8 +174,6 @@ class KVCache:
     def _allocate(self, keys: mx.array, values: mx.array) -> None:
         quantized = [x.shape[3] for x, bits in ((keys, self.key_bits), (values, self.value_bits)) if bits]
         group = group_size(*quantized) if quantized else None
-        if hasattr(self, "bits"):
-            self.group_size = group  # for mlx_lm's attention
         self._keys = Store.like(keys, self.key_bits, group)
         self._values = Store.like(values, self.value_bits, group)
 
@@ -314,12 +299,11 @@ class KVCache:
 
     def _alike(self) -> KVCache:
         """An empty one of the same kind."""
-        return KVCache(
-            rotation=self.rotation, window=self.window,
-            key_bits=self.key_bits, value_bits=self.value_bits, foreign=self.foreign,
-        )  # fmt: skip
+        return type(self)(
+            rotation=self.rotation, window=self.window, key_bits=self.key_bits, value_bits=self.value_bits
+        )
 
-    # As mlx_lm asks for it
+    # Its arrays
 
     @property
     def state(self) -> tuple[mx.array, ...]:
@@ -341,16 +325,3 @@ class KVCache:
         self._keys, self._values = Store.of(value[:parts], self.key_bits), Store.of(value[parts:], self.value_bits)
         self._begin(self._keys.rows)
         self._end = self._keys.capacity
-
-    def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False):
-        """The mask for `n` new positions of one text, as models of mlx_lm ask for it: None, "causal" or bool
-        `[n, S]`."""
-        if n == 1 and window_size is None:
-            return None
-        if window_size is None and not return_array:
-            return "causal"
-        before = self.size()
-        if self.rotation is not None and before + n > self.rotation.size:
-            before -= self.rotation.step  # the update will drop so many
-        apart = mx.arange(before + n)[None] - mx.arange(before, before + n)[:, None]
-        return visible(apart, window_size)

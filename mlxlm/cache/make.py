@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlxlm.cache.foreign import ForeignCache
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.options import KVOptions
 from mlxlm.cache.rotation import Rotation, Window
@@ -25,7 +26,7 @@ def make_cache(model, options: KVOptions = ALL) -> list:
     if not isinstance(model, Decoder):
         rotation = None if options.size is None else Rotation(options.size, options.keep)
         bits = {"key_bits": options.key_bits, "value_bits": options.value_bits}
-        return [KVCache(rotation=rotation, **bits, foreign=True) for _ in model.layers]
+        return [ForeignCache(rotation=rotation, **bits) for _ in model.layers]
     return [_of_layer(model, layer, options) for layer in range(len(model.layers))]
 
 
@@ -43,5 +44,5 @@ def _of_layer(model: Decoder, layer: int, options: KVOptions) -> KVCache:
             )
         rotation = Rotation(size, options.keep, None if rope is None else rope.moved)
         window = None
-    window = None if window is None else Window(window)
+    window = None if window is None else Window.of(window)
     return KVCache(rotation=rotation, window=window, key_bits=options.key_bits, value_bits=options.value_bits)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mlxlm.errors import GenerationError
 
 BITS = (8, 4)
+_WORDS = {"none": None, **{str(bits): bits for bits in BITS}}
 KEEP = 4  # attention sinks that Xiao et al. found to be enough
 
 
@@ -32,11 +33,11 @@ class KVOptions:
             raise GenerationError("these cache settings can't work: " + "; ".join(found))
 
     def _problems(self) -> Iterator[str]:
-        kept = _is_whole(self.keep, 0)
+        kept = is_whole(self.keep, 0)
         if not kept:
             yield f"keep is {self.keep!r} (a whole number from 0, such as {KEEP})"
         least = (self.keep if kept else 0) + 2  # a new token and the one before it
-        if self.size is not None and not _is_whole(self.size, least):
+        if self.size is not None and not is_whole(self.size, least):
             yield f"size is {self.size!r} (a whole number from {least}, such as 4096, or none)"
         for name, bits in (("key bits", self.key_bits), ("value bits", self.value_bits)):
             if bits is not None and (isinstance(bits, bool) or bits not in BITS):
@@ -57,7 +58,8 @@ class KVOptions:
         return cls(size, KEEP if keep is None else keep, keys, values)
 
 
-def _is_whole(value: object, least: int) -> bool:
+def is_whole(value: object, least: int) -> bool:
+    """Whether it is an int, and no bool, from `least` on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -65,7 +67,7 @@ def _both(bits: object) -> tuple[object, object]:
     """Bits of keys and of values; what isn't understood is left for KVOptions to name."""
     if isinstance(bits, str):
         parts = [part.strip().lower() for part in bits.split(",")]
-        bits = tuple(None if part == "none" else int(part) if part.isdecimal() else part for part in parts)
+        bits = tuple(_WORDS.get(part, part) for part in parts)
         bits = bits if len(bits) == 2 else bits[0] if len(bits) == 1 else bits
     if not isinstance(bits, tuple | list):
         return bits, bits

@@ -59,7 +59,13 @@ class Window:
     """
 
     size: int
-    slack: int = 64
+    slack: int
+
+    @classmethod
+    def of(cls, size: int) -> Window:
+        """With slack for an answer, which is taken back without reading the text again: a quarter more is held, but
+        not below 64 and not above 1,024 tokens."""
+        return cls(size, max(64, min(1024, size // 4)))
 
     @property
     def seen(self) -> int:

@@ -70,7 +70,7 @@ class Store:
 
     def encoded(self, x: mx.array) -> Sequence[mx.array]:
         """x `[B, H, T, D]` as the arrays hold it."""
-        return [x] if self.bits is None else mx.quantize(x, group_size=self.group, bits=self.bits)
+        return [x] if self.bits is None else Quantized.of(x, self.bits, self.group).arrays
 
     def write(self, first: int, end: int, x: mx.array) -> None:
         """Put x `[B, H, end - first, D]` at these positions, in place unless someone else has the buffers."""

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -161,10 +161,33 @@ def write_file(
     format: str = "mlx",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """One safetensors file, written tensor by tensor. `finite`: values must be. `format` is what the metadata
-    says the values are for: transformers wants "pt". `metadata` is more of it.
+    """One safetensors file, by `write_tensors`. It appears whole or not at all; one process may write it at a time.
 
-    Raises CheckpointError naming the tensor that can't be read or isn't finite, and the file if the disk refuses.
+    Raises as `write_tensors` does, and CheckpointError naming the file if the disk refuses.
+    """
+    partial = path.with_name(f".{path.name}.partial")  # `path` may be where lazy values still come from
+    with os_errors_as(CheckpointError, "write", path):
+        try:
+            with partial.open("wb") as file:
+                write_tensors(file, path, tensors, finite, format, metadata)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_tensors(
+    file: BinaryIO,
+    path: Path,
+    tensors: Tensors,
+    finite: bool = False,
+    format: str = "mlx",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """The content of a safetensors file, tensor by tensor, into one that is open and will be at `path`. `finite`:
+    values must be. `format` is what the metadata says the values are for: transformers wants "pt". `metadata` is more
+    of it.
+
+    Raises CheckpointError naming the tensor that can't be read or isn't finite.
     """
     order = _order(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": format, **(metadata or {})}}
@@ -177,16 +200,9 @@ def write_file(
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
-    partial = path.with_name(f".{path.name}.partial")  # `path` may be where lazy values still come from
-    with os_errors_as(CheckpointError, "write", path):
-        try:
-            with partial.open("wb") as file:
-                file.write(struct.pack("<Q", len(raw)) + raw)
-                for name in order:
-                    file.write(_bytes_of(tensors[name], name, path, finite))
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+    file.write(struct.pack("<Q", len(raw)) + raw)
+    for name in order:
+        file.write(_bytes_of(tensors[name], name, path, finite))
 
 
 def _order(tensors: Tensors) -> list[str]:

@@ -1,6 +1,7 @@
 """Caches in files: what comes back, and files that nobody should trust."""
 
 import json
+import os
 import struct
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from mlxlm._mlx import mx
 from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
+from mlxlm.cache import file as cache_file
 from mlxlm.config import ModelConfig
 from mlxlm.errors import CheckpointError, GenerationError
 from mlxlm.model import Decoder
@@ -82,6 +84,47 @@ def test_a_file_is_never_written_over(tmp_path):
     with pytest.raises(CheckpointError, match="a kind of its own"):
         write_caches(tmp_path / "b.cache", [object()], [1], IDENTITY)
     assert [file.name for file in tmp_path.iterdir()] == ["a.cache"]
+
+
+def test_two_processes_write_one_file(tmp_path, monkeypatch):
+    """One begins, another one writes all of its own, the first one ends: the file is what the first one wrote."""
+    model, path, write = make(), tmp_path / "new" / "a.cache", cache_file.write_tensors
+    texts = IDS[:5], IDS[5:30]
+    caches = [read(model, KVOptions(), ids) for ids in texts]
+
+    def interrupted(file, *arguments, **settings):
+        monkeypatch.setattr(cache_file, "write_tensors", write)
+        with monkeypatch.context() as other:
+            other.setattr("os.getpid", os.getppid)
+            write_caches(path, caches[1], texts[1], IDENTITY, replace=True)
+            assert read_caches(path, make_cache(model))[0] == texts[1]
+        write(file, *arguments, **settings)
+        assert read_caches(path, make_cache(model))[0] == texts[1]
+
+    for _ in range(2):  # a new file, and an earlier one's place
+        monkeypatch.setattr(cache_file, "write_tensors", interrupted)
+        write_caches(path, caches[0], texts[0], IDENTITY, replace=True)
+        again = make_cache(model)
+        assert read_caches(path, again)[0] == texts[0]
+        assert [x.tolist() for c in again for x in c.state] == [x.tolist() for c in caches[0] for x in c.state]
+    assert [file.name for file in path.parent.iterdir()] == ["a.cache"]
+
+
+def test_a_link_stays_one_and_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    model, real, link = make(), tmp_path / "real.cache", tmp_path / "link.cache"
+    caches = read(model, KVOptions(), IDS[:5])
+    link.symlink_to(real)
+    for identity in ({"model": "one"}, {"model": "other"}):
+        write_caches(link, caches, IDS[:5], identity, replace=True)
+        assert link.is_symlink() and read_identity(real) == identity
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        write_caches(link, caches, IDS[:5], {"model": "third"}, replace=True)
+    assert read_identity(link) == {"model": "other"} and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,6 +209,8 @@ def test_a_header_that_lies_is_an_error(file, tmp_path):
     refused(lambda h: h.pop("ids"), "no ids")
     refused(lambda h: h.update({"7.keys.0": h.pop("0.keys.0")}), "no place for tensor 7.keys.0")
     refused(lambda h: h.update({"x": h.pop("0.keys.0")}), "no place for tensor x")
+    for digits in ("9" * 5000, "०"):
+        refused(lambda h, d=digits: h.update({f"{d}.keys.0": h.pop("0.keys.0")}), f"no place for tensor {digits[:9]}")
     refused(lambda h: h.pop("0.keys.1"), "layer 0: unknown or missing: keys.1")
     refused(lambda h: h.update({"0.more": h.pop("0.keys.1")}), "layer 0: unknown or missing: keys.1, more")
     B, heads, S, W = parts(content)[0]["0.keys.0"]["shape"]

@@ -51,6 +51,22 @@ def test_a_quantized_cache_equals_its_own(model, bits, pieces):
     np.testing.assert_allclose(found, read(model, own, pieces), atol=1e-4)
 
 
+@pytest.mark.parametrize("bits", ["8", "8,4"])
+def test_an_architecture_whose_attention_takes_plain_arrays_only(bits):
+    deepseek = pytest.importorskip("mlx_lm.models.deepseek_v3")
+    mx.random.seed(0)
+    args = deepseek.ModelArgs(
+        model_type="deepseek_v3", hidden_size=64, num_hidden_layers=2, intermediate_size=64, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=50, kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=32, v_head_dim=32,
+        qk_nope_head_dim=32, n_routed_experts=None, n_shared_experts=None, first_k_dense_replace=2, topk_group=1,
+        n_group=1, rope_scaling=None,
+    )  # fmt: skip
+    model = deepseek.Model(args)
+    exact = read(model, make_cache(model), [20, *[1] * 20])
+    near = read(model, make_cache(model, KVOptions.of(bits=bits)), [20, *[1] * 20])
+    assert 0 < np.abs(near - exact).mean() < 0.02
+
+
 def test_keys_and_values_of_different_bits(model):
     exact = read(model, make_cache(model), [20, *[1] * 20])
     near = [np.abs(read(model, make_cache(model, KVOptions.of(bits=b)), [20, *[1] * 20]) - exact).mean()

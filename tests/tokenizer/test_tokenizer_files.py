@@ -185,11 +185,10 @@ def test_a_folder_that_cannot_be_written(trained, tmp_path):
 def test_a_full_disk_leaves_the_old_files(trained, saved, monkeypatch):
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
 
-    def full(self, data):
-        self.touch()
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(TokenizerError, match="No space left on device .*free some disk space"):
         trained.save(saved)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
