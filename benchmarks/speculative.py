@@ -63,15 +63,17 @@ def main() -> None:
         speculation = Speculation(drafter, options.most)
         plain, guessed = Run(model, None, arguments), Run(model, speculation, arguments)
         plain(), guessed()
-        found = in_turn(options.rounds, plain=plain, guessed=guessed)
+        found = in_turn(options.rounds, plain=plain, guessed=guessed, again=plain)
         if plain.tokens != guessed.tokens:
             raise SystemExit(f"{name}: another text")
-        ratio = median([a / b for a, b in zip(found["guessed"], found["plain"], strict=True)])
+        ratio, noise = (
+            median([a / b for a, b in zip(found[way], found["plain"], strict=True)]) for way in ("guessed", "again")
+        )
         stats = guessed.stats
-        rows.append((f"{name}: plain", f"{spread(found['plain'])} tokens/s"))
+        rows.append((f"{name}: plain", f"{spread(found['plain'])} tokens/s; once more {noise:.2f} x"))
         said = f"{stats.accepted} of {stats.proposed} accepted; {stats.reason or 'active'}"
         rows.append((f"{name}: speculation", f"{spread(found['guessed'])} tokens/s, {ratio:.2f} x; {said}"))
-        result[name] = {"ratio": round(ratio, 2), "proposed": stats.proposed, "accepted": stats.accepted}
+        result[name] = {"ratio": round(ratio, 2), "noise": round(noise, 2), "proposed": stats.proposed, "accepted": stats.accepted}
     report(f"speculation, {options.tokens} tokens", rows, {"benchmark": "speculative", "texts": result})
 
 
