@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxlm.cli.kv_options import kv_options
 from mlxlm.cli.sampling_options import sampling_options
+from mlxlm.cli.sections import SectionedCommand, option
+from mlxlm.cli.speculation_options import load_model, speculation_options
 from mlxlm.cli.waiting import waiting
 from mlxlm.errors import GenerationError
+from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
+    from mlxlm.chat.template import Transcript
     from mlxlm.generation import Context, GenerationOptions, LoadedModel, Result, TextStream
     from mlxlm.generation.requests import Encoded, Messages
     from mlxlm.generation.speculative import Speculation
 
 BATCH_SIZE = 32
 
+_EPILOG = """\b
+Examples:
+  mlxlm generate my-model -p "Once upon a time" -n 50
+  mlxlm generate my-model --jsonl requests.jsonl --resume results.jsonl
 
-@click.command()
+A line of requests.jsonl is {"id": "a", "prompt": "Once upon a time"} or, to be answered in the model's chat template,
+{"id": "b", "messages": [{"role": "user", "content": "Hello!"}]}; it may have any option, under its Python name
+("max_tokens": 50). All of it, the lines of results and the Python interface: docs/scripting.md
+"""
+
+_input = partial(option, "Input")
+_output = partial(option, "Output")
+_memory = partial(option, "Memory and speed")
+
+
+@click.command(cls=SectionedCommand, epilog=_EPILOG)
 @click.argument("model")
-@click.option("-p", "--prompt", help="The text to continue; - reads it from standard input.")
-@click.option("--jsonl", metavar="FILE", help="Serve requests, one JSON object per line; - reads standard input.")
-@click.option("--chat", is_flag=True, help="Ask the prompt as a message, in the model's chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat or --jsonl: the system prompt.")
-@click.option("--template", metavar="NAME", help="With --chat or --jsonl: chatml, llama3, ..., or a jinja file.")
+@_input("-p", "--prompt", help="The text to continue; - reads it from standard input.")
+@_input("--jsonl", metavar="FILE", help="Serve requests, one JSON object per line; - reads standard input.")
+@_input("--chat", is_flag=True, help="Ask the prompt as a message, in the model's chat template.")
+@_input("--system", metavar="TEXT", help="With --chat or --jsonl: the system prompt of conversations.")
+@_input("--template", metavar="NAME", help="With --chat or --jsonl: chatml, llama3, ..., or a jinja file.")
 @sampling_options
-@click.option("--samples", type=click.IntRange(1, 100_000), default=1, metavar="N", help="N texts for each prompt.")
+@_output("--samples", type=click.IntRange(1, 100_000), default=1, metavar="N", help="N texts for each prompt.")
+@_output("--json", "as_json", is_flag=True, help="Print one JSON object for each text instead of the text.")
+@_output("--ordered", is_flag=True, help="With --jsonl: results in the order of the requests.")
+@_output("--resume", metavar="OUT", help="With --jsonl: write to OUT, and skip what is done there.")
+@_output("-v", "--verbose", is_flag=True, help="Speed and memory on standard error, at the end.")
 @kv_options
-@click.option("--draft", metavar="MODEL", help="A small model that proposes tokens: the same text, sooner.")
-@click.option("--lookup", is_flag=True, help="Propose what followed the same words earlier: the same text, sooner.")
-@click.option("--prompt-cache", metavar="FILE", help="Go on from what FILE holds of the prompt, and keep it there.")
-@click.option("--batch-size", type=click.IntRange(1), metavar="N", help=f"Texts at once.  [default: {BATCH_SIZE}]")
-@click.option("--ordered", is_flag=True, help="With --jsonl: results in the order of the requests.")
-@click.option("--resume", metavar="OUT", help="With --jsonl: write to OUT, and skip what is done there.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each text instead of the text.")
-@click.option("-v", "--verbose", is_flag=True, help="Speed and memory on standard error, at the end.")
+@_memory("--prompt-cache", metavar="FILE", help="Go on from what FILE holds of the prompt, and keep it there.")
+@speculation_options
+@_memory(
+    "--batch-size",
+    type=click.IntRange(1),
+    metavar="N",
+    help=f"With --jsonl or --samples: how many texts grow side by side.  [default: {BATCH_SIZE}]",
+)
 def generate(
     model: str,
     prompt: str | None,
@@ -50,8 +75,7 @@ def generate(
     options: GenerationOptions,
     samples: int,
     kv: KVOptions,
-    draft: str | None,
-    lookup: bool,
+    speculation: Callable[[], Speculation] | None,
     prompt_cache: str | None,
     batch_size: int | None,
     ordered: bool,
@@ -69,14 +93,18 @@ def generate(
     if jsonl is not None and (prompt is not None or as_json):
         raise click.UsageError("--jsonl has its own prompts and always prints JSON: no --prompt, no --json")
     _need("--jsonl", jsonl is not None, ordered=ordered, resume=resume)
+    if resume in ("", "-"):
+        raise click.UsageError("--resume takes the name of a file")
+    if ordered and resume is not None:
+        raise click.UsageError("either --ordered or --resume: what an interrupted run has left open comes at the end")
     _need("--chat or --jsonl", chat or jsonl is not None, system=system, template=template)
     _need("--jsonl or --samples", several, batch_size=batch_size)
-    _need("a single text, not --jsonl or --samples", not several, draft=draft, lookup=lookup, prompt_cache=prompt_cache)
+    _need("a single text, not --jsonl or --samples", not several, prompt_cache=prompt_cache)
+    if speculation is not None and several:
+        raise click.UsageError("--draft or --lookup needs a single text, not --jsonl or --samples")
     if options.logprobs is not None and not (as_json or jsonl is not None):
         raise click.UsageError("--logprobs needs --json or --jsonl")
-    if draft and lookup:
-        raise click.UsageError("either --draft or --lookup")
-    encode_messages = partial(_encode_messages, template)
+    conversations = partial(_conversations, template, chat or template is not None)
     if jsonl is not None:
         from mlxlm.cli.jsonl import Job, run
 
@@ -92,13 +120,13 @@ def generate(
             resume=resume,
             verbose=verbose,
         )
-        run(job, partial(_load, model), encode_messages)
+        run(job, partial(load_model, model), conversations)
         return
     text = _prompt_text(prompt)
-    loaded = _load(model)
+    loaded = load_model(model)
     if chat:
         messages = [{"role": "system", "content": system}] if system else []
-        ids, end_ids = encode_messages(loaded, [*messages, {"role": "user", "content": text}])
+        ids, end_ids = conversations(loaded)([*messages, {"role": "user", "content": text}])
     else:
         ids, end_ids = loaded.tokenizer.encode(text), loaded.end_ids
     if samples > 1:
@@ -108,9 +136,9 @@ def generate(
         print_samples(loaded, asked)
         return
     context = _context(loaded, kv, prompt_cache)
-    result = _print_one(loaded, ids, end_ids, options, context, _speculation(draft, lookup), as_json)
-    if prompt_cache is not None and result.cached_tokens < result.prompt_tokens - 1:
-        context.save(prompt_cache, loaded, replace=True)
+    settings = {"context": context, "end_ids": end_ids, "speculation": speculation and speculation()}
+    save = None if prompt_cache is None else partial(context.save, prompt_cache, loaded, replace=True)
+    result = _print_one(loaded, ids, options, settings, save, as_json)
     if verbose:
         _say_statistics(result)
     if result.complaint is not None:
@@ -120,23 +148,17 @@ def generate(
 def _need(what: str, is_there: bool, **given: Any) -> None:
     """Raise UsageError for the first of `given` options that needs what isn't there."""
     for name, value in given.items():
-        if value and not is_there:
+        if value not in (None, False) and not is_there:
             raise click.UsageError(f"--{name.replace('_', '-')} needs {what}")
 
 
-def _load(model: str) -> LoadedModel:
-    from mlxlm.generation import load
-
-    with waiting(f"loading {model}"):
-        return load(model)
-
-
 def _prompt_text(prompt: str | None) -> str:
-    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+    piped = prompt in (None, "-")
+    if piped and (sys.stdin is None or prompt is None and sys.stdin.isatty()):
         raise click.UsageError("there is no prompt (try: --prompt TEXT, or pipe a text in)")
-    if prompt is None or prompt == "-":
+    if piped:
         try:
-            prompt = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+            prompt = re.sub(r"\r?\n\Z", "", sys.stdin.buffer.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             reason = f"{error.reason} at byte {error.start}"
             raise GenerationError(f"standard input is not UTF-8: {reason}", "a text file in UTF-8") from None
@@ -145,19 +167,27 @@ def _prompt_text(prompt: str | None) -> str:
     return prompt
 
 
-def _encode_messages(template: str | None, loaded: LoadedModel, messages: Messages) -> Encoded:
+def _conversations(template: str | None, at_once: bool, loaded: LoadedModel) -> Callable[[Messages], Encoded]:
+    """What encodes conversations. The template is compiled with the first of them, or here if `at_once`."""
     from mlxlm.chat.template import PLAIN, Message, transcript
 
-    form = transcript(loaded, template)
-    if template is None and form.name == PLAIN:
-        raise GenerationError(f"{loaded.path} has no chat template", "a prompt to continue, or --template")
-    ids = form.encode([Message(message["role"], message["content"]) for message in messages])
-    return ids, loaded.end_ids | form.end_ids
+    @cache
+    def form() -> Transcript:
+        found = transcript(loaded, template)
+        if template is None and found.name == PLAIN:
+            raise GenerationError(f"{loaded.path} has no chat template", "a prompt to continue, or --template")
+        return found
+
+    def encode(messages: Messages) -> Encoded:
+        ids = form().encode([Message(message["role"], message["content"]) for message in messages])
+        return ids, loaded.end_ids | form().end_ids
+
+    if at_once:
+        form()
+    return encode
 
 
 def _context(loaded: LoadedModel, kv: KVOptions, prompt_cache: str | None) -> Context:
-    from pathlib import Path
-
     from mlxlm.generation import Context
 
     context = Context(loaded.model, kv)
@@ -166,33 +196,26 @@ def _context(loaded: LoadedModel, kv: KVOptions, prompt_cache: str | None) -> Co
     return context
 
 
-def _speculation(draft: str | None, lookup: bool) -> Speculation | None:
-    if not draft and not lookup:
-        return None
-    from mlxlm.generation.drafts import DraftModel, NgramLookup
-    from mlxlm.generation.speculative import Speculation
-
-    return Speculation(NgramLookup() if lookup else DraftModel(_load(draft)))
-
-
 def _print_one(
     loaded: LoadedModel,
     ids: list[int],
-    end_ids: frozenset[int],
     options: GenerationOptions,
-    context: Context,
-    speculation: Speculation | None,
+    settings: dict[str, Any],
+    save: Callable[[], None] | None,
     as_json: bool,
 ) -> Result:
+    """`settings`: those of TextStream. `save` keeps what was read of the prompt."""
     from mlxlm.generation import TextStream
 
     with waiting(f"reading the prompt, {len(ids)} tokens") as update:
 
         def on_prefill(done: int) -> None:
             update(f"reading the prompt, {done} of {len(ids)} tokens")
+            # Now, and not at the end: what decoding adds can push out of a bounded cache what a later prompt needs.
+            if save is not None and done == len(ids) - 1:
+                save()
 
-        settings = {"context": context, "end_ids": end_ids, "on_prefill": on_prefill, "speculation": speculation}
-        stream = TextStream(loaded, ids, options, **settings)
+        stream = TextStream(loaded, ids, options, on_prefill=on_prefill, **settings)
         first = next(stream, None)
     if as_json:
         _print_json(stream, loaded)
@@ -213,16 +236,16 @@ def _print_text(stream: TextStream, beginning: str) -> None:
 
 
 def _print_json(stream: TextStream, loaded: LoadedModel) -> None:
-    from mlxlm.cli.render import emit_json
-    from mlxlm.generation.result_lines import whole_fields
+    from mlxlm.cli.jsonl import write_line
+    from mlxlm.generation.result_lines import line_of, whole_fields
 
     for _ in stream:
         pass
-    emit_json(whole_fields(stream.result, loaded.tokenizer))
+    write_line(line_of(whole_fields(stream.result, loaded.tokenizer)))
 
 
 def _say_statistics(result: Result) -> None:
-    from mlxlm.cli.render import human_bytes, say
+    from mlxlm.cli.tally import say
 
     t = result.timings
     decode = f"{t.tokens_per_second:.1f} tokens/s" if t.tokens_per_second else "one token"
@@ -230,10 +253,9 @@ def _say_statistics(result: Result) -> None:
     say(
         f"prompt {result.prompt_tokens} tokens{kept}, {t.prompt_tokens_per_second:.1f} tokens/s; "
         f"first token after {t.first_token_seconds:.2f} s; answer {len(result.tokens)} tokens, {decode}; "
-        f"ended by {result.finish_reason}; seed {result.seed}; peak {human_bytes(t.peak_memory_bytes)}",
-        style="dim",
+        f"ended by {result.finish_reason}; seed {result.seed}; peak {human_bytes(t.peak_memory_bytes)}"
     )
     if (stats := result.speculation) is not None:
         rate = "" if stats.acceptance is None else f" ({stats.acceptance:.0%})"
         why = f"; {stats.reason}" if stats.reason else ""
-        say(f"{stats.accepted} of {stats.proposed} proposed tokens accepted{rate}{why}", style="dim")
+        say(f"{stats.accepted} of {stats.proposed} proposed tokens accepted{rate}{why}")

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,13 +44,18 @@ class Job:
     verbose: bool
 
 
-def run(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable) -> None:
-    """Serve every request of `job.source`. Raises GenerationError at the end if some failed."""
+def run(job: Job, load: Callable[[], LoadedModel], conversations: Callable) -> None:
+    """Serve every request of `job.source`. Raises GenerationError at the end if some failed.
+
+    `conversations(loaded)`: what encodes the messages of a request.
+    """
     tally = Tally(job.samples)
     try:
-        _serve(job, load, encode_messages, tally)
-    except KeyboardInterrupt:
-        if job.resume:
+        _serve(job, load, conversations, tally)
+    except MlxlmError:
+        raise
+    except BaseException:
+        if job.resume is not None and tally.results:
             say(f"what is done is in {job.resume}; the same command goes on from there")
         raise
     finally:
@@ -60,22 +64,24 @@ def run(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable) ->
     if tally.failed:
         raise GenerationError(
             f"{tally.failed} of {tally.results} results failed; the reason is in their lines",
-            f"the same with --resume {job.resume or 'FILE'} tries those again",
+            "mend those requests, with a larger max_tokens where there is a complaint; "
+            f"then the same with --resume {job.resume or 'FILE'}",
         )
 
 
-def _serve(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable, tally: Tally) -> None:
+def _serve(job: Job, load: Callable[[], LoadedModel], conversations: Callable, tally: Tally) -> None:
     from mlxlm.generation.requests import LONGEST_LINE, RequestReader
     from mlxlm.generation.result_lines import ResultFile
 
     with ExitStack() as stack:
         descriptor = stack.enter_context(_opened(job.source))
-        file = stack.enter_context(ResultFile(job.resume)) if job.resume else None
+        file = None if job.resume is None else stack.enter_context(ResultFile(job.resume))
         loaded = load()
         reader = RequestReader(
             loaded,
             job.options,
-            partial(encode_messages, loaded),
+            conversations(loaded),
+            kv=job.kv,
             samples=job.samples,
             as_messages=job.chat,
             system=job.system,
@@ -83,7 +89,7 @@ def _serve(job: Job, load: Callable[[], LoadedModel], encode_messages: Callable,
         )
         tally.begin(_count_lines(descriptor))
         show = stack.enter_context(progress(tally))
-        write = (file or _StandardOutput()).write
+        write = write_line if file is None else file.write
         lines = Lines(descriptor, LONGEST_LINE)
         server = _Server(lines, reader, _ordered(write) if job.ordered else _plain(write), tally, show)
         server.serve(loaded, job)
@@ -169,12 +175,10 @@ class _Server:
         self._show()
 
 
-class _StandardOutput:
-    """Lines in UTF-8 whatever the locale, each at once."""
-
-    def write(self, line: bytes) -> None:
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
+def write_line(line: bytes) -> None:
+    """A line to standard output, in UTF-8 whatever the locale, at once."""
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
 
 
 def _plain(write: Callable[[bytes], None]) -> Write:

@@ -8,17 +8,22 @@ from typing import Any
 
 import click
 
+from mlxlm.cli.sections import option
+from mlxlm.errors import GenerationError
+
+_memory = functools.partial(option, "Memory and speed")
+
 OPTIONS = (
-    click.option(
+    _memory(
         "--kv-size",
         type=int,
         metavar="N",
         help="Hold at most N tokens of a text; the oldest are forgotten, so that memory is bounded.  [default: all]",
     ),
-    click.option(
+    _memory(
         "--kv-keep", type=int, metavar="N", help="With --kv-size: first tokens that are never forgotten.  [default: 4]"
     ),
-    click.option(
+    _memory(
         "--kv-bits",
         metavar="BITS",
         help="8 or 4 bits for keys and values, or both apart, such as 8,4 or none,4.  [default: the model's type]",
@@ -35,8 +40,12 @@ def kv_options(command: Callable) -> Callable:
             raise click.UsageError("--kv-keep needs --kv-size")
         from mlxlm.cache import KVOptions
 
-        return command(kv=KVOptions.of(size=kv_size, keep=kv_keep, bits=kv_bits), **values)
+        try:
+            kv = KVOptions.of(size=kv_size, keep=kv_keep, bits=kv_bits)
+        except GenerationError as error:
+            raise click.UsageError(str(error)) from error
+        return command(kv=kv, **values)
 
-    for option in reversed(OPTIONS):
-        with_options = option(with_options)
+    for declared in reversed(OPTIONS):
+        with_options = declared(with_options)
     return with_options

@@ -13,7 +13,7 @@ import warnings
 import click
 
 from mlxlm import __version__
-from mlxlm.errors import describe
+from mlxlm.errors import MlxlmError, describe
 
 # name: (module:attribute, one-line help). The help stands here so that `mlxlm --help` imports nothing else.
 COMMANDS = {
@@ -85,9 +85,13 @@ def _run(args: list[str] | None) -> int:
     context = None
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
+    if sys.stderr is None:  # closed (2>&-): the result is none of what is said there
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
     try:
+        if sys.stdout is None:
+            raise MlxlmError("standard output is closed", "a file, or /dev/null")
         with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
             app.invoke(context)
         sys.stdout.flush()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlxlm.cli.waiting import waiting
 from mlxlm.errors import GenerationError, MlxlmError
+from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
@@ -33,22 +34,23 @@ class Samples:
 def print_samples(loaded: LoadedModel, asked: Samples) -> None:
     """Texts with an empty line between them, or a JSON object each; their seeds are those of `generation.batch`."""
     from mlxlm.chat.terminal import write
-    from mlxlm.cli.render import emit_json
-    from mlxlm.generation.result_lines import whole_fields
+    from mlxlm.cli.jsonl import write_line
+    from mlxlm.generation.result_lines import line_of, whole_fields
 
-    started, tokens, peak, complaint = time.monotonic(), 0, 0, None
+    started, tokens, peak, broken = time.monotonic(), 0, 0, None
     with closing(_in_order(loaded, asked)) as results:
         for number, result in enumerate(results):
             tokens, peak = tokens + len(result.tokens), max(peak, result.timings.peak_memory_bytes)
-            complaint = complaint or result.complaint
+            broken = broken or (result if result.complaint is not None else None)
             if asked.as_json:
-                emit_json({"sample": number} | whole_fields(result, loaded.tokenizer))
+                write_line(line_of({"sample": number} | whole_fields(result, loaded.tokenizer)))
             else:
                 write(("\n" if number else "") + result.text + "\n")
     if asked.verbose:
         _say_statistics(asked, tokens, time.monotonic() - started, peak)
-    if complaint is not None:
-        raise GenerationError(f"not every text is complete: {complaint}")
+    if broken is not None:
+        hint = "a larger --max-tokens" if broken.finish_reason == "length" else None
+        raise GenerationError(f"not every text is complete: {broken.complaint}", hint)
 
 
 def _in_order(loaded: LoadedModel, asked: Samples) -> Iterator[Result]:
@@ -74,10 +76,9 @@ def _in_order(loaded: LoadedModel, asked: Samples) -> Iterator[Result]:
 
 
 def _say_statistics(asked: Samples, tokens: int, seconds: float, peak: int) -> None:
-    from mlxlm.cli.render import human_bytes, say
+    from mlxlm.cli.tally import say
 
     say(
         f"prompt {len(asked.ids)} tokens; {asked.count} texts, {tokens} tokens in {seconds:.1f} s, "
-        f"{tokens / seconds:.1f} tokens/s; peak {human_bytes(peak)}",
-        style="dim",
+        f"{tokens / seconds:.1f} tokens/s; peak {human_bytes(peak)}"
     )

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mlxlm.units import human_bytes, human_seconds
+
 _SAY_EVERY = 60.0  # seconds between progress lines where stderr is not a terminal
 
 
@@ -39,8 +41,6 @@ class Tally:
         return 0.0 if self._began is None else max(time.monotonic() - self._began, 1e-9)
 
     def summary(self) -> str:
-        from mlxlm.cli.render import human_bytes, human_seconds
-
         results = "1 result" if self.results == 1 else f"{self.results} results"
         failed = f", {self.failed} of them failed" if self.failed else ""
         skipped = f", {self.skipped} were done before" if self.skipped else ""
@@ -50,8 +50,6 @@ class Tally:
         )
 
     def line(self) -> str:
-        from mlxlm.cli.render import human_seconds
-
         of = f" of {self.expected}" if self.expected is not None else ""
         left = ""
         if self.expected and self.results:
@@ -62,7 +60,7 @@ class Tally:
 @contextmanager
 def progress(tally: Tally) -> Iterator[Callable[[], None]]:
     """A bar, if the terminal of stderr isn't that of the results, too; where there is none, a line a minute."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         yield _rare_lines(tally)
         return
     if sys.stdout.isatty():
@@ -90,7 +88,7 @@ def _rare_lines(tally: Tally) -> Callable[[], None]:
 
 
 def say(text: str) -> None:
-    """One line for the person."""
+    """One line for the person; where stderr is no terminal, without a style whatever the environment asks for."""
     from mlxlm.cli import render
 
-    render.say(text)
+    render.say(text, style="dim" if sys.stderr.isatty() else None)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mlxlm.errors import one_line
+
 _AFTER = 1.0  # seconds
 
 
@@ -16,7 +18,7 @@ def waiting(label: str) -> Iterator[Callable[[str], None]]:
 
     Nothing else may be written to the terminal before the end. Where stderr is not a terminal: nothing.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         yield lambda label: None
         return
     spinner = _Spinner(label)
@@ -61,4 +63,4 @@ class _Spinner:
 def _plain(label: str):
     from rich.text import Text
 
-    return Text(label)
+    return Text(one_line(label))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import codecs
 import difflib
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NoReturn
 
+from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation.batch import Request
 from mlxlm.generation.loaded import LoadedModel
@@ -29,20 +31,23 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Row:
-    """One text to generate: `sample` (from 0) of the `samples` that the request on line `line` asks for."""
+    """One text to generate: `sample` (from 0) of the `samples` that the request on line `line` asks for. `digest`: that
+    of Task."""
 
     id: Id
     line: int
     sample: int
     samples: int
     request: Request
+    digest: str
 
 
 @dataclass(frozen=True)
 class Task:
     """The request on line `line`: `samples` texts, of which those numbered in `todo` are wanted.
 
-    has_own_seed: it is drawn with the seed of its options, not with one derived from it.
+    has_own_seed: it is drawn with the seed of its options, not with one derived from it. digest: 12 hexadecimal digits
+    over all that decides its texts but its id: model, prompt, options, and where its seeds come from.
     """
 
     id: Id
@@ -51,13 +56,14 @@ class Task:
     todo: list[int]
     request: Request
     has_own_seed: bool
+    digest: str
 
     def rows(self) -> Iterator[Row]:
         options = self.request.options
         for sample in self.todo:
             seed = options.seed if self.has_own_seed else derived_seed(options.seed, str(self.id), sample)
             request = replace(self.request, options=replace(options, seed=seed))
-            yield Row(self.id, self.line, sample, self.samples, request)
+            yield Row(self.id, self.line, sample, self.samples, request, self.digest)
 
 
 class BadRequest(GenerationError):
@@ -87,14 +93,18 @@ class RequestReader:
         defaults: GenerationOptions,
         encode_messages: Callable[[Messages], Encoded],
         *,
+        kv: KVOptions | None = None,
         samples: int = 1,
         as_messages: bool = False,
         system: str | None = None,
-        done: Callable[[Id, int], bool] = lambda id, sample: False,
+        done: Callable[[Id, int], str | None] = lambda id, sample: None,
     ):
-        """`as_messages`: a prompt in text is asked as a message. `system`: of conversations that name none.
-        `done(id, sample)`: rows that aren't needed. `encode_messages` may raise any MlxlmError."""
+        """`kv`: how keys and values will be kept. `as_messages`: a prompt in text is asked as a message. `system`: of
+        conversations that name none. `done(id, sample)`: the digest of a row that isn't needed, as it is done.
+        `encode_messages` may raise any MlxlmError."""
         self._loaded = loaded
+        made_with = (fingerprint(loaded.model), loaded.tokenizer.fingerprint, asdict(kv or KVOptions()))
+        self._made_with = hashlib.sha256(json.dumps(made_with).encode())
         self._defaults = replace(defaults, seed=0) if defaults.seed is None else defaults
         self._encode_messages = encode_messages
         self._samples = samples
@@ -104,7 +114,8 @@ class RequestReader:
         self._line_of: dict[str, int] = {}
 
     def read(self, number: int, line: bytes) -> Task:
-        """The request on line `number`, which is not blank. Raises BadRequest."""
+        """The request on line `number`, which is not blank. Raises BadRequest; and GenerationError where what is done
+        under its id is another request."""
         request_id: Id | None = None
         try:
             value = _parsed(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
@@ -112,12 +123,31 @@ class RequestReader:
             self._remember(request_id, number)
             samples = _checked_samples(value.get("samples", self._samples))
             options = self._options(value)
-            todo = [n for n in range(samples) if not self._done(request_id, n)]
-            prompt, end_ids = self._encode(value) if todo else ([], None)
+            prompt, end_ids = self._encode(value)
         except MlxlmError as error:
             raise BadRequest(number, request_id, error.message, error.hint) from error
         has_own_seed = value.get("seed") is not None and samples == 1
-        return Task(request_id, number, samples, todo, Request(prompt, options, end_ids), has_own_seed)
+        request = Request(prompt, options, end_ids)
+        digest = self._digest(request, has_own_seed)
+        done = [self._done(request_id, n) for n in range(samples)]
+        if any(found not in (None, digest) for found in done):
+            raise GenerationError(
+                f"line {number}: what is done with the id {json.dumps(request_id)} is the result of another request",
+                "the prompt, options and model that it was made with, or another file of results",
+            )
+        todo = [n for n, found in enumerate(done) if found is None]
+        return Task(request_id, number, samples, todo, request, has_own_seed, digest)
+
+    def _digest(self, request: Request, has_own_seed: bool) -> str:
+        def plain(value: Any) -> Any:  # 1 and 1.0 are one setting
+            return int(value) if isinstance(value, float) and value.is_integer() else value
+
+        options = {name: plain(getattr(request.options, name)) for name in _OPTIONS}
+        options["logit_bias"] = {token: plain(bias) for token, bias in request.options.logit_bias.items()}
+        ends = None if request.end_ids is None else sorted(request.end_ids)
+        digest = self._made_with.copy()
+        digest.update(json.dumps([request.prompt, options, ends, has_own_seed], sort_keys=True).encode())
+        return digest.hexdigest()[:12]
 
     def _remember(self, request_id: Id, number: int) -> None:
         first = self._line_of.setdefault(str(request_id), number)
@@ -139,13 +169,14 @@ class RequestReader:
             raise GenerationError("a request has either a prompt or messages", '{"prompt": "Once upon a time"}')
         if system is not None and not isinstance(system, str):
             raise GenerationError("system is not a text")
+        continued = messages is None and not self._as_messages
+        if continued and (system is not None or self._system):
+            raise GenerationError("a prompt that is continued has no system prompt", "messages, or --chat")
         if messages is None and not isinstance(prompt, str):
-            return self._token_ids(prompt, system), None
+            return self._token_ids(prompt), None
         if messages is None and not prompt:
             raise GenerationError("the prompt is empty", "some text to continue")
-        if messages is None and not self._as_messages:
-            if system is not None:
-                raise GenerationError("a prompt that is continued has no system prompt", "messages, or --chat")
+        if continued:
             return self._loaded.tokenizer.encode(prompt), None
         messages = _checked_messages([{"role": "user", "content": prompt}] if messages is None else messages)
         has_system = messages[0]["role"] == "system"
@@ -156,11 +187,11 @@ class RequestReader:
             messages = [{"role": "system", "content": system}, *messages]
         return self._encode_messages(messages)
 
-    def _token_ids(self, prompt: Any, system: str | None) -> list[int]:
+    def _token_ids(self, prompt: Any) -> list[int]:
         whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-        if not whole or system is not None or self._as_messages:
+        if not whole or self._as_messages:
             raise GenerationError("the prompt is no text", "a string; or without a chat, a list of token ids")
-        return prompt  # whether the model has such tokens is checked where it is read
+        return prompt  # whether the model has such tokens is checked by `run_batch`
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -60,8 +60,9 @@ def whole_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def row_fields(row: Row, result: Result | MlxlmError, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The result of a row, with the id of its request and, where it asks for several, the number of the sample."""
-    head = {"id": row.id} | ({"sample": row.sample} if row.samples > 1 else {})
+    """The result of a row, with the id of its request, where it asks for several the number of the sample, and the
+    request's digest."""
+    head = {"id": row.id} | ({"sample": row.sample} if row.samples > 1 else {}) | {"request": row.digest}
     if isinstance(result, MlxlmError):
         return head | {"line": row.line, "error": describe(result)}
     return head | result_fields(result, tokenizer)
@@ -99,7 +100,7 @@ class ResultFile:
         the disk refuses. A file that isn't there is made."""
         self._path = Path(path).resolve()
         self._descriptors: list[int] = []
-        self._done: set[tuple[str, int]] = set()
+        self._done: dict[tuple[str, int], str] = {}
         try:
             with os_errors_as(GenerationError, "write", path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,9 +111,9 @@ class ResultFile:
             self.close()
             raise
 
-    def done(self, id: Id, sample: int) -> bool:
-        """Whether the file had the result of this row when it was opened."""
-        return (str(id), sample) in self._done
+    def done(self, id: Id, sample: int) -> str | None:
+        """The digest of the request whose result the file had for this row when it was opened; None if it had none."""
+        return self._done.get((str(id), sample))
 
     def write(self, line: bytes) -> None:
         """Append a line. Raises GenerationError if the disk refuses; the file then ends with the line before."""
@@ -177,9 +178,9 @@ class ResultFile:
             if fields is not None:
                 stays = not has_failed(fields)
                 if stays:
-                    self._done.add((str(fields["id"]), fields.get("sample", 0)))
+                    self._done[str(fields["id"]), fields.get("sample", 0)] = fields["request"]
                 yield start, start + len(line), stays
-            elif line.endswith(b"\n") or line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+            elif line.endswith(b"\n") or not _is_torn(line):
                 raise GenerationError(
                     f"line {number} of {self._path} is not a result, and the file stays as it is",
                     "the name of a new file, or of one that this command wrote",
@@ -190,7 +191,7 @@ class ResultFile:
     def _parsed(line: bytes) -> dict[str, Any] | None:
         with suppress(ValueError, RecursionError):
             value = json.loads(line)
-            if isinstance(value, dict) and "id" in value and ("error" in value or "text" in value):
+            if isinstance(value, dict) and "id" in value and ("error" in value or _is_text(value)):
                 return value
         return None
 
@@ -202,3 +203,13 @@ class ResultFile:
                 file.seek(start)
                 copy.write(file.read(end - start))
         self._open()  # the first descriptor keeps its lock, so that who waits for that file finds it taken
+
+
+def _is_text(value: dict[str, Any]) -> bool:
+    return "text" in value and isinstance(value.get("request"), str) and type(value.get("sample", 0)) is int
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether these bytes, behind the last line end, are of a line that was never finished. After a power cut they can
+    be zeros."""
+    return line[: len(_BEGINNING)] == _BEGINNING[: len(line)] or not line.strip(b"\0")

@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm._mlx import mx
+from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.generation import batch, generate, load
 from mlxlm.generation.noise import derived_seed
@@ -80,6 +81,7 @@ def test_a_result_for_each_request(run, requests, folder):
     for request in SEVERAL:
         seed = derived_seed(0, request["id"], 0)
         alone = generate(loaded, request["prompt"], seed=seed, temperature=1, max_tokens=6)
+        assert len(found[request["id"]].pop("request")) == 12
         assert found[request["id"]] == {
             "id": request["id"], "text": alone.text, "finish_reason": alone.finish_reason,
             "tokens": len(alone.tokens), "prompt_tokens": alone.prompt_tokens, "seed": seed,
@@ -123,7 +125,7 @@ def test_errors_are_results(run, requests):
     code, out, err = run("--jsonl", requests(*lines), "--ordered")
     a, oops, bad, long, again = parsed(out)
     assert code == 1 and a["text"]
-    assert err.startswith("error: 4 of 5 results failed; the reason is in their lines (try: the same with --resume")
+    assert err.startswith("error: 4 of 5 results failed; the reason is in their lines (try: mend those requests, ")
     assert oops["id"] is None and oops["line"] == 2 and oops["error"].startswith("the line is not JSON")
     assert bad == {"id": "bad", "line": 3, "error": 'there is no field "temprature" (try: temperature)'}
     assert long["id"] == "long" and "context of 128" in long["error"]
@@ -144,6 +146,51 @@ def test_resuming_redoes_what_failed_and_what_is_missing(run, requests, tmp_path
     assert code == 0 and "1 result, 7 were done before" in err
     assert out.read_bytes().startswith(b"".join(line + b"\n" for line in first.splitlines() if b"error" not in line))
     assert sorted(value["id"] for value in parsed(out.read_bytes())) == ["bad", *(f"r{n}" for n in range(7))]
+
+
+def test_a_request_beyond_all_numbers_stops_no_other(run, requests, tmp_path):
+    bad = [{"prompt": [2**32]}, {"prompt": "x", "dry_multiplier": 1, "dry_allowed_length": 2**31}]
+    asked = requests(*SEVERAL, *bad, {"id": "last", "prompt": "the"})
+    for size in (32, 1):
+        code, out, err = run("--jsonl", asked, "--batch-size", size)
+        assert code == 1 and "2 of 10 results failed" in err and len(parsed(out)) == 10
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments"),
+    [
+        ([{"id": "a", "prompt": "other"}], []),
+        ([{"id": "a", "prompt": "the", "temperature": 0}], []),
+        ([{"id": "a", "prompt": "the", "seed": 5}], []),
+        ([{"id": "a", "prompt": "the"}], ["--seed", "7"]),
+        ([{"id": "a", "prompt": "the"}], ["--kv-size", "64"]),
+        ([{"id": "new", "prompt": "the"}, {"id": "a", "prompt": "The"}], []),
+    ],
+)
+def test_resuming_with_other_requests_is_refused(run, requests, tmp_path, lines, arguments):
+    out = tmp_path / "out.jsonl"
+    assert run("--jsonl", requests({"id": "a", "prompt": "the"}), "--resume", out)[0] == 0
+    before = out.read_bytes()
+    code, _, err = run("--jsonl", requests(*lines), "--resume", out, *arguments)
+    assert code == 1 and 'what is done with the id "a" is the result of another request (try: ' in err
+    assert out.read_bytes().startswith(before)
+
+
+def test_a_template_is_read_once(run, requests, tmp_path, monkeypatch):
+    from mlxlm.chat import template
+
+    compiled = []
+    real = template.ChatTemplate.__init__
+    monkeypatch.setattr(
+        template.ChatTemplate, "__init__", lambda self, *args: (compiled.append(1), real(self, *args))[1]
+    )
+    conversation = {"messages": [{"role": "user", "content": "the cat?"}]}
+    assert run("--jsonl", requests(conversation, conversation, {"prompt": "x"}))[0] == 0
+    assert len(compiled) == 1
+    assert run("--jsonl", requests({"prompt": "x"}))[0] == 0
+    assert len(compiled) == 1  # not needed
+    code, out, err = run("--jsonl", requests({"prompt": "x"}), "--template", "nosuch")
+    assert (code, out) == (1, b"") and err.startswith("error: there is no chat template nosuch")
 
 
 def test_more_samples_later(run, requests, tmp_path):
@@ -183,9 +230,10 @@ def test_messages(run, requests, folder):
     ]
     asked = requests(*lines)
     _, out, _ = run("--jsonl", asked, "--system", "Brief.", "-t", "0")
-    texts = {value["id"]: value["text"] for value in parsed(out)}
+    texts = {value["id"]: value.get("text", value.get("error")) for value in parsed(out)}
+    assert texts["p"].startswith("a prompt that is continued has no system prompt")
     _, out, _ = run("-p", "the cat?", "--chat", "--system", "Brief.", "-t", "0")
-    assert texts["m"] == texts["s"] == texts["d"] == out.decode()[:-1] != texts["p"]
+    assert texts["m"] == texts["s"] == texts["d"] == out.decode()[:-1]
     _, out, _ = run("--jsonl", asked, "--chat", "--system", "Brief.", "-t", "0")
     assert {value["text"] for value in parsed(out)} == {texts["m"]}
 
@@ -227,6 +275,9 @@ def test_constraints(run, requests):
         (["--jsonl", "-", "--lookup"], 2, "--lookup needs a single text"),
         (["--jsonl", "-", "--prompt-cache", "x"], 2, "--prompt-cache needs a single text"),
         (["--jsonl", "-", "--samples", "0"], 2, "0 is not in the range"),
+        (["--jsonl", "-", "--resume", ""], 2, "--resume takes the name of a file"),
+        (["--jsonl", "-", "--resume", "-"], 2, "--resume takes the name of a file"),
+        (["--jsonl", "-", "--resume", "x", "--ordered"], 2, "either --ordered or --resume"),
         (["-p", "x", "--ordered"], 2, "--ordered needs --jsonl"),
         (["-p", "x", "--resume", "y"], 2, "--resume needs --jsonl"),
         (["-p", "x", "--batch-size", "3"], 2, "--batch-size needs --jsonl or --samples"),
@@ -306,8 +357,9 @@ def test_stopped_in_the_middle_and_resumed(start, run, requests, tmp_path, numbe
     process.send_signal(number)
     code, err = process.wait(60), process.stderr.read().decode()
     assert code == {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143}[number]
-    if number == signal.SIGINT:
-        assert err == f"what is done is in {out}; the same command goes on from there\ninterrupted\n"
+    if number != signal.SIGKILL:
+        more = "interrupted\n" if number == signal.SIGINT else ""
+        assert err == f"what is done is in {out}; the same command goes on from there\n{more}"
     done = out.read_bytes().count(b"\n")
     assert 3 <= done < 20
     assert run("--jsonl", *arguments, "-v")[0] == 0
@@ -326,8 +378,39 @@ def test_a_full_disk_is_one_line(start, requests):
     assert process.stderr.read() == b"error: No space left on device\n"
 
 
-def test_nothing_but_results_and_no_colour(start, requests):
-    environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
-    process = start(requests(*SEVERAL), stdin=subprocess.DEVNULL, env=environment)
+COLOURFUL = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
+
+
+def test_nothing_but_results_and_no_colour(start, requests, run, monkeypatch):
+    process = start(requests(*SEVERAL), stdin=subprocess.DEVNULL, env=os.environ | COLOURFUL)
     out, err = process.communicate(timeout=60)
     assert err == b"" and b"\x1b" not in out and len(parsed(out)) == 7
+    for name, value in COLOURFUL.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("mlxlm.cli.render.console", type(render.console)(stderr=True, highlight=False, soft_wrap=True))
+    for one in (["-p", "the"], ["-p", "the", "--samples", "2"], ["--jsonl", requests({"prompt": "the"})]):
+        code, out, err = run(*one, "-v")
+        assert code == 0 and "tokens" in err and "\x1b" not in err and b"\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "out", "err"),
+    [
+        ("2>&-", 1, b'{"id": null, "line": 1, "error": "the line is not a JSON object', b""),
+        (">&-", 1, b"", b"error: standard output is closed (try: a file, or /dev/null)\n"),
+    ],
+)
+def test_closed_streams(folder, closed, code, out, err):
+    command = f'"$0" -c "from mlxlm.cli.main import main; main()" generate "$1" --jsonl - -v {closed}'
+    done = subprocess.run(["bash", "-c", command, sys.executable, folder], input=b"[]\n", capture_output=True)
+    assert done.returncode == code and done.stdout.startswith(out) and done.stdout.count(b"\n") == bool(out)
+    assert done.stderr == err
+
+
+def test_json_of_one_text_is_that_of_lines(run, monkeypatch):
+    """UTF-8 whatever the locale, and nothing that a terminal obeys."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    arguments = ["-p", "the", "-n", "40", "--json", "--choice", "\x9b31m\u2028ü"]
+    for more in ([], ["--samples", "2"]):
+        _, out, _ = run(*arguments, *more)
+        assert "\\u009b31m\\u2028ü".encode() in out and b"\xc2\x9b" not in out

@@ -47,7 +47,17 @@ def test_the_text_and_nothing_else(run, folder):
 def test_the_prompt_from_a_pipe(run, folder):
     expected = run(folder, "--prompt", "The quick", "-t", "0", "-n", "9")
     assert run(folder, "--prompt", "-", "-t", "0", "-n", "9", stdin=b"The quick\n") == expected
-    assert run(folder, "-t", "0", "-n", "9", stdin=b"The quick") == expected
+    for piped in (b"The quick", b"The quick\r\n", b"\xef\xbb\xbfThe quick\n"):
+        assert run(folder, "-t", "0", "-n", "9", stdin=piped) == expected
+    assert run(folder, "-t", "0", "-n", "9", stdin=b"The quick\r")[1] != expected[1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["-p", "-"]])
+def test_no_prompt(monkeypatch, capsys, folder, arguments):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", folder, *arguments])
+    assert stop.value.code == 2 and "there is no prompt" in capsys.readouterr().err
 
 
 def test_json(run, folder):
@@ -84,14 +94,18 @@ def test_statistics_on_standard_error(run, folder):
     [
         (["-p", ""], 1, "error: the prompt is empty (try: some text to continue)"),
         (["-p", "-"], 1, "error: the prompt is empty"),
-        (["-p", "x", "-t", "-1", "--top-p", "0"], 1, "temperature is -1.0 (0 for greedy, or 0.001 to 100); top_p"),
-        (["-p", "x", "-n", "0"], 1, "max_tokens is 0"),
+        (["-p", "x", "-t", "-1", "--top-p", "0"], 2, "temperature is -1.0 (0 for greedy, or 0.001 to 100); top_p"),
+        (["-p", "x", "-n", "0"], 2, "max_tokens is 0"),
         (["-p", "x " * 200], 1, "the model's context of 128 has no room for more (try: a prompt of at most 127"),
         (["-p", "x", "--chat"], 1, "has no chat template (try: a prompt to continue, or --template)"),
         (["-p", "x", "--template", "chatml"], 2, "--template needs --chat or --jsonl"),
         (["-p", "x", "--chat", "--template", "chatml"], 1, "takes the tokens <|im_start|>, <|im_end|>"),
         (["-p", "x", "--kv-keep", "3"], 2, "--kv-keep needs --kv-size"),
-        (["-p", "x", "--kv-bits", "3"], 1, "key bits are 3 (8, 4 or none)"),
+        (["-p", "x", "--kv-bits", "3"], 2, "(8, 4 or none)"),
+        (["-p", "x", "--kv-size", "0"], 2, "size is 0"),
+        (["-p", "x", "--draft", ""], 1, "the name of the model is empty"),
+        (["-p", "x", "--draft", "", "--lookup"], 2, "either --draft or --lookup"),
+        (["-p", "x", "--template", ""], 2, "--template needs --chat"),
         (["-p", "x", "--draft", "y", "--lookup"], 2, "either --draft or --lookup"),
         (["-p", "x", "--lookup", "--samples", "2"], 2, "--lookup needs a single text"),
         (["-p", "x", "--logprobs", "1"], 2, "--logprobs needs --json or --jsonl"),
@@ -179,6 +193,21 @@ def test_a_prompt_cache(run, folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
 
 
+def test_a_prompt_cache_is_of_the_prompt(run, folder, tmp_path):
+    """A bounded cache has forgotten it by the end of the text."""
+    cache = str(tmp_path / "cache.safetensors")
+    arguments = ["-n", "60", "--kv-size", "48", "--json", "--prompt-cache", cache]
+    first, second = "The quick brown fox jumps over the lazy dog", "The quick brown fox jumps over the lazy cat"
+    assert json.loads(run(folder, "-p", first, *arguments)[1])["cached_tokens"] == 0
+    assert json.loads(run(folder, "-p", second, *arguments)[1])["cached_tokens"] > 10
+
+
+def test_a_prompt_cache_that_can_not_be_written_is_refused_before_the_text(run, folder, tmp_path):
+    (tmp_path / "notes.txt").touch()
+    code, out, err = run(folder, "-p", "The quick", "--prompt-cache", str(tmp_path / "notes.txt" / "x"))
+    assert code == 1 and out.strip() == "" and err.startswith("error: cannot write ")
+
+
 def test_no_other_file_becomes_a_prompt_cache(run, folder, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes")
@@ -191,6 +220,7 @@ def test_a_text_that_is_not_what_was_asked_for_is_an_error(run, folder):
     assert code == 1 and out.count("\n") == 1 and err.startswith("error: ") and "(try: a larger --max-tokens)" in err
     code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}", "--samples", "2", "--json")
     assert code == 1 and all(json.loads(line)["complaint"] for line in out.splitlines()) and err.count("\n") == 1
+    assert "(try: a larger --max-tokens)" in err
     code, out, err = run(folder, "-p", "The", "--choice", "yes", "--choice", "no")
     assert (code, err) == (0, "") and out in ("yes\n", "no\n")
 
@@ -216,6 +246,20 @@ def test_chat_uses_the_template(run, folder, tmp_path):
     wanted = generate(model, ids, temperature=0, max_tokens=9).text
     options = ["-t", "0", "-n", "9"]
     assert run(str(chat), "-p", "Hello!", "--chat", "--system", "Be brief.", *options) == (0, wanted + "\n", "")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_help_has_sections(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    wanted = ["Length and end:", "Sampling:", "Repetition:", "Constrained output:", "Memory and speed:"]
+    if command == "generate":
+        wanted = ["Input:", *wanted[:-1], "Output:", wanted[-1], "Options:", "Examples:", "docs/scripting.md"]
+    places = [text.find(heading) for heading in wanted]
+    assert -1 not in places and places == sorted(places)
+    assert text.index("Repetition:") < text.index("--dry-base") < text.index("Constrained output:")
+    assert text.count("--seed") == text.count("--kv-size N ") == text.count("--help") == 1
 
 
 def test_the_help_tells_the_true_defaults(run):

@@ -4,11 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.errors import GenerationError, TokenizerError
-from mlxlm.generation import GenerationOptions
+from mlxlm._mlx import tree_flatten
+from mlxlm.cache import KVOptions
+from mlxlm.errors import GenerationError, MlxlmError, TokenizerError
+from mlxlm.generation import GenerationOptions, Request, run_batch
 from mlxlm.generation.noise import derived_seed
 from mlxlm.generation.requests import LONGEST_LINE, BadRequest, RequestReader
 
@@ -96,7 +98,6 @@ def test_the_system_prompt(read, loaded):
     assert text({"messages": [{"role": "system", "content": "S"}, *messages]}, system="T") == "system:S|user:Hi"
     assert text({"prompt": "Hi"}, as_messages=True, system="T") == "system:T|user:Hi"
     assert text({"prompt": "Hi", "system": "S"}, as_messages=True) == "system:S|user:Hi"
-    assert text({"prompt": "Hi"}, system="T") == "Hi"
 
 
 def test_seeds(read):
@@ -112,11 +113,43 @@ def test_seeds(read):
 
 
 def test_samples_that_are_done_are_left_out(read):
-    done = lambda id, sample: (id, sample) in {("a", 0), ("a", 2)}  # noqa: E731
-    rows = read({"id": "a", "prompt": "x", "samples": 4}, done=done)
+    digest = read({"id": "a", "prompt": "x"})[0].digest
+    done = {("a", 0): digest, ("a", 2): digest}
+    rows = read({"id": "a", "prompt": "x", "samples": 4}, done=lambda *row: done.get(row))
     assert [(row.sample, row.samples) for row in rows] == [(1, 4), (3, 4)]
     assert rows[1].request.options.seed == derived_seed(0, "a", 3)
-    assert read({"id": "a", "prompt": "x"}, done=done) == []
+    assert read({"id": "a", "prompt": "x"}, done=lambda *row: done.get(row)) == []
+
+
+def test_what_is_done_for_another_request_ends_the_run(read):
+    with pytest.raises(GenerationError, match='line 5: what is done with the id "a" is .* another request') as error:
+        read({"id": "a", "prompt": "x"}, done=lambda id, sample: "0" * 12)
+    assert not isinstance(error.value, BadRequest)
+
+
+def test_a_digest_is_of_all_that_decides_the_text(read, loaded, reader):
+    """But of the id, which is compared itself, and of how many samples there are."""
+
+    def digest(value, **settings):
+        [row, *_] = read({"prompt": "x", **value}, **settings)
+        assert len(row.digest) == 12 and int(row.digest, 16) >= 0
+        return row.digest
+
+    plain = digest({})
+    same = [{"id": "a"}, {"samples": 3}, {"temperature": 0.5}, {"max_tokens": 7}, {"top_p": 1}, {"seed": None}]
+    assert {digest(value) for value in same} == {plain}
+    others = [
+        {"prompt": "y"}, {"prompt": [5]}, {"temperature": 1}, {"seed": 0}, {"seed": 1}, {"seed": 1, "samples": 2},
+        {"logit_bias": {"3": 1}}, {"logit_bias": {"3": 2}}, {"json_schema": {"type": "object"}}, {"choice": ["a"]},
+    ]  # fmt: skip
+    found = [plain, digest({}, kv=KVOptions(size=99)), digest({}, defaults=replace(DEFAULTS, seed=9))]
+    found += [digest(value) for value in others]
+    weights = [(name, value + 1) for name, value in tree_flatten(loaded.model.parameters())]
+    other = replace(loaded, model=type(loaded.model)(loaded.config))
+    other.model.load_weights(weights)
+    found.append(RequestReader(other, DEFAULTS, None).read(1, b'{"prompt": "x"}').digest)
+    assert len(set(found)) == len(found)
+    assert digest({"temperature": 1}) == digest({"temperature": 1.0})
 
 
 @pytest.mark.parametrize("id", ["", "a/ü 世", 0, -3, 2.5, 10**30, "1\u2028\n"])
@@ -200,6 +233,11 @@ def test_two_system_prompts(refused):
     assert "two system prompts" in refused({"id": "a", "messages": messages, "system": "c"}).message
 
 
+@pytest.mark.parametrize("prompt", ["x", [1, 2]])
+def test_a_system_prompt_for_what_is_continued(refused, prompt):
+    assert "no system prompt" in refused({"id": "a", "prompt": prompt}, system="s").message
+
+
 def test_ids_of_tokens_are_no_message(refused):
     assert refused({"id": "a", "prompt": [1, 2]}, as_messages=True).message == "the prompt is no text"
 
@@ -238,12 +276,35 @@ json_values = st.recursive(
 NAMES = ("id", "prompt", "messages", "system", "samples", *GenerationOptions.__dataclass_fields__)
 
 
-@given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4))
-def test_no_value_does_worse_than_a_bad_request(loaded, value):
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4), st.sampled_from(["x", [2**31], [10**30], 0]))
+def test_no_value_does_worse_than_a_bad_request(loaded, value, prompt):
     reader = RequestReader(loaded, DEFAULTS, lambda messages: ([], frozenset()))
     try:
-        task = reader.read(1, json.dumps(value).encode())
+        task = reader.read(1, json.dumps({"prompt": prompt} | value).encode())
     except GenerationError:
         return
-    for _, row in zip(range(3), task.rows(), strict=False):
-        assert row.request.options.seed >= 0
+    served(loaded, [row.request for _, row in zip(range(3), task.rows(), strict=False)])
+
+
+WHOLE = [f.name for f in GenerationOptions.__dataclass_fields__.values() if isinstance(f.default, int | float)]
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "seed", "logprobs"])
+@pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**63, 1e300])
+def test_no_number_is_too_much(loaded, name, value):
+    reader = RequestReader(loaded, DEFAULTS, lambda messages: ([], frozenset()))
+    others = {"dry_multiplier": 1, "xtc_probability": 1, "presence_penalty": 1}
+    try:
+        task = reader.read(1, json.dumps({"prompt": "a", **others, name: value}).encode())
+    except GenerationError:
+        return
+    served(loaded, [row.request for row in task.rows()])
+
+
+def served(loaded, wanted):
+    """Every one has a result, and so has one that is good."""
+    short = [replace(request, options=replace(request.options, max_tokens=2)) for request in wanted]
+    good = Request([5, 6], GenerationOptions(max_tokens=1, seed=1))
+    results = dict(run_batch(loaded, [*short, good]))
+    assert len(results) == len(short) + 1 and not isinstance(results[len(short)], MlxlmError)

@@ -17,7 +17,7 @@ from mlxlm.generation.result_lines import ResultFile, line_of
 
 
 def line(id, sample=None, **fields):
-    head = {"id": id} if sample is None else {"id": id, "sample": sample}
+    head = ({"id": id} if sample is None else {"id": id, "sample": sample}) | {"request": "012"}
     return line_of(head | (fields or {"text": f"of {id}"}))
 
 
@@ -31,7 +31,7 @@ def opened(out, *lines):
     with ResultFile(out) as file:
         for one in lines:
             file.write(one)
-        return {(id, sample) for id in ("a", "b", "1", 1) for sample in range(3) if file.done(id, sample)}
+        return {(id, sample) for id in ("a", "b", "1", 1) for sample in range(3) if file.done(id, sample) == "012"}
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -76,7 +76,14 @@ def test_errors_are_dropped_to_be_tried_again(out):
     assert stat.S_IMODE(out.stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize("cut", range(1, len(line("b")) - 1))
+@pytest.mark.parametrize("zeros", [b"\0" * 3, line("b")[:-5] + b"\0" * 900])
+def test_zeros_after_a_power_cut_are_dropped(out, zeros):
+    out.write_bytes(line("a") + zeros)
+    assert opened(out, line("b")) == {("a", 0)}
+    assert out.read_bytes() == line("a") + line("b")
+
+
+@pytest.mark.parametrize("cut", range(1, len(line("b")) - 1, 5))
 def test_a_torn_last_line_is_dropped(out, cut):
     out.write_bytes(line("a") + line("b")[:cut])
     assert opened(out, line("b")) == {("a", 0)}
@@ -98,7 +105,8 @@ def test_a_torn_line_behind_errors(out):
 @pytest.mark.parametrize(
     "content",
     [b"a shopping list", b"a shopping list\n", b'{"prompt": "x"}\n', b'{"id": 1, "prompt": "x"}\n', b"\n", b"[]\n",
-     b"\x00\x00\n", line("a")[:-3] + b"\n" + line("b"), b'{"x'],
+     b"\x00\x00\n", line("a")[:-3] + b"\n" + line("b"), b'{"x', b'{"id": 1, "text": "x"}\n',
+     b'{"id": 1, "request": 3, "text": "x"}\n', b'{"id": 1, "request": "0", "text": "x", "sample": []}\n'],
 )  # fmt: skip
 def test_another_file_stays_as_it_is(out, content):
     out.write_bytes(line("a") + content)
@@ -161,7 +169,7 @@ def test_killed_at_any_instant(out):
         "import os, signal, sys\n"
         "from mlxlm.generation.result_lines import ResultFile, line_of\n"
         "file = ResultFile(sys.argv[1])\n"
-        "for n in range(100): file.write(line_of({'id': n, 'text': 'x' * n}))\n"
+        "for n in range(100): file.write(line_of({'id': n, 'request': '0', 'text': 'x' * n}))\n"
         "os.write(file._descriptors[-1], b'{\"id\": 10')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
