@@ -8,6 +8,7 @@ from typing import Any
 
 from mlxlm._mlx import mx
 from mlxlm.cache import KVOptions
+from mlxlm.cache.options import is_whole
 from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation.context import Context, shared
 from mlxlm.generation.engine import wired_memory
@@ -64,7 +65,7 @@ def run_batch(
     A request that can't be served has its error as result, as soon as it was asked for.
     Raises GenerationError for a `batch_size` or a `kv` that can't work.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not is_whole(batch_size, 1):
         raise GenerationError(f"batch_size is {batch_size!r}", "a positive whole number, such as 32")
     context = Context(loaded.model, kv)
     run = _Batch if loaded.batchable and batch_size > 1 else _OneByOne
@@ -95,7 +96,7 @@ def batch(
     """
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise GenerationError("prompts are no list of texts", '["Once upon a time", "The end"]')
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+    if not is_whole(samples, 1):
         raise GenerationError(f"samples is {samples!r}", "a positive whole number, such as 4")
     context = Context(loaded.model, kv)
     settings = GenerationOptions.of(("samples", "kv", "batch_size"), **options)
