@@ -9,6 +9,7 @@ from mlxlm.generation.options import SamplingOptions
 from mlxlm.kernels.exp import exp_nonpositive
 
 _MASS = 2**31  # of all tokens together: masses are whole numbers, whose sums are exact in any order
+_SORTED = 8192  # tokens that are sorted on a CPU sooner than searched: 0.05 ms for 0.6 at 290, 0.5 for 0.7 at 8192
 
 
 def filtered_logits(logits: mx.array, options: SamplingOptions, excluding: mx.array | None = None) -> mx.array:
@@ -31,19 +32,30 @@ def filtered_logits(logits: mx.array, options: SamplingOptions, excluding: mx.ar
     if options.temperature != 0:
         # The shift changes no probability and keeps the likeliest token finite at any temperature.
         logits = (logits - logits.max(axis=-1, keepdims=True)) / options.temperature
+    likeliest = None
     if 0 < options.top_k < logits.shape[-1]:
-        smallest = mx.topk(logits, options.top_k, axis=-1).min(axis=-1, keepdims=True)
-        logits = mx.where(logits >= smallest, logits, -mx.inf)
+        likeliest = mx.topk(logits, options.top_k, axis=-1)
+        logits = mx.where(logits >= likeliest.min(axis=-1, keepdims=True), logits, -mx.inf)
     if options.typical_p < 1:
         surprise = mx.logsumexp(logits, axis=-1, keepdims=True) - logits
         probabilities = mx.exp(-surprise)
         mean = mx.where(probabilities > 0, probabilities * surprise, 0).sum(axis=-1, keepdims=True)
-        kept = _smallest_set(mx.abs(surprise - mean), probabilities, options.typical_p)
-        logits = mx.where(kept, logits, -mx.inf)
+        ranks, masses = mx.abs(surprise - mean), _masses(probabilities)
+        last = _last_rank(ranks, masses, _share(masses, options.typical_p))
+        logits = mx.where((ranks <= last) & (masses > 0), logits, -mx.inf)
+        likeliest = None  # not all of them are left
     if options.top_p < 1:
-        behind = logits.max(axis=-1, keepdims=True) - logits
-        kept = _smallest_set(behind, _normalised(behind), options.top_p)
-        logits = mx.where(kept, logits, -mx.inf)
+        ranks = logits.max(axis=-1, keepdims=True) - logits
+        weights = _weights(ranks)
+        total = weights.sum(axis=-1, keepdims=True)
+        masses = _masses(weights / total)
+        wanted = _share(masses, options.top_p)
+        if likeliest is None:
+            last = _last_rank(ranks, masses, wanted)
+        else:  # the last token is among these, or as likely as one of them
+            among = likeliest.max(axis=-1, keepdims=True) - likeliest
+            last = _last_of_sorted(among, _masses(_weights(among) / total), wanted)
+        logits = mx.where((ranks <= last) & (masses > 0), logits, -mx.inf)
     if options.min_p > 0:
         smallest = logits.max(axis=-1, keepdims=True) + math.log(options.min_p)
         logits = mx.where(logits >= smallest, logits, -mx.inf)
@@ -54,25 +66,43 @@ def filtered_logits(logits: mx.array, options: SamplingOptions, excluding: mx.ar
     return logits
 
 
-def _normalised(behind: mx.array) -> mx.array:
-    """Probabilities from how far each logit is behind the highest."""
-    weights = exp_nonpositive(-behind) if ON_CPU else mx.exp(-behind)
-    return weights / weights.sum(axis=-1, keepdims=True)
+def _weights(behind: mx.array) -> mx.array:
+    """What probabilities are in proportion to, from how far each logit is behind the highest."""
+    return exp_nonpositive(-behind) if ON_CPU else mx.exp(-behind)
 
 
-def _smallest_set(ranks: mx.array, probabilities: mx.array, mass: float) -> mx.array:
-    """Bool `[B, V]`: the smallest set of the tokens of lowest rank (float32 >= 0) whose probability reaches `mass`.
+def _masses(probabilities: mx.array) -> mx.array:
+    """In 2^-31, uint32: sums, and with them a set, don't depend on the order in which a device adds up."""
+    return mx.round(probabilities * _MASS).astype(mx.uint32)
 
-    The rank of the last token is found bit by bit, as bits have the order of the numbers: on a CPU in two fifths of the
-    time of sorting 128k tokens. Masses are rounded to 2^-31, so that their sums, and with them the set,
-    don't depend on the order in which a device adds up.
+
+def _share(masses: mx.array, share: float) -> mx.array:
+    """That share of all masses `[B, V]`, at least 1, at most all: `[B, 1]`."""
+    total = masses.sum(axis=-1, keepdims=True)
+    return mx.minimum(mx.maximum((total.astype(mx.float32) * share).astype(mx.uint32), 1), total)
+
+
+def _last_rank(ranks: mx.array, masses: mx.array, wanted: mx.array) -> mx.array:
+    """`[B, 1]`: the highest rank in the smallest set of the tokens of lowest rank (`[B, V]`, float32 >= 0) whose masses
+    reach `wanted`.
+
+    In a large vocabulary it is found bit by bit, as bits have the order of the numbers: on a CPU in a third of the time
+    of sorting 128k tokens.
     """
+    if ranks.shape[-1] <= _SORTED:
+        return _last_of_sorted(ranks, masses, wanted)
     bits = ranks.view(mx.int32)
-    masses = mx.round(probabilities * _MASS).astype(mx.uint32)
-    wanted = mx.maximum((masses.sum(axis=-1, keepdims=True).astype(mx.float32) * mass).astype(mx.uint32), 1)
     last = mx.zeros((ranks.shape[0], 1), mx.int32)
     for place in range(30, -1, -1):  # the largest number that less than `wanted` lies below
         higher = last + (1 << place)
         below = ((bits < higher) * masses).sum(axis=-1, keepdims=True)  # on a CPU faster than mx.where
         last = mx.where(below < wanted, higher, last)
-    return (bits <= last) & (masses > 0)
+    return last.view(mx.float32)
+
+
+def _last_of_sorted(ranks: mx.array, masses: mx.array, wanted: mx.array) -> mx.array:
+    order = mx.argsort(ranks, axis=-1)
+    sums = mx.cumsum(mx.take_along_axis(masses, order, axis=-1), axis=-1)
+    # Where a few of the tokens are given, those tied with the last one may be what is missing.
+    place = mx.minimum((sums < wanted).sum(axis=-1, keepdims=True), ranks.shape[-1] - 1)
+    return mx.take_along_axis(ranks, mx.take_along_axis(order, place, axis=-1), axis=-1)
