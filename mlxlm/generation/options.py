@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mlxlm.cache.options import is_whole
 from mlxlm.errors import GenerationError
 
 MOST_LOGPROBS = 1000  # a token's likeliest alternatives
@@ -16,7 +19,7 @@ LARGEST_SCHEMA = 1 << 20  # characters of a schema or a regular expression, and 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a token is drawn. Raises GenerationError that names every setting that can't work.
+    """How a token is drawn. Raises GenerationError that names every setting that can't work. Numbers may be numpy's.
 
     The settings apply in this order, which is also that of the steps of `Sampler`:
 
@@ -26,7 +29,7 @@ class SamplingOptions:
         each time it was.
     dry_multiplier: above 0, a token that would lengthen a repetition of the last `dry_window` tokens is made less
         likely by dry_multiplier * dry_base ** (length - dry_allowed_length), from that length on. A token whose text
-        has one of `dry_breakers` in it ends a repetition.
+        has one of `dry_breakers` in it ends a repetition; () or "" for none.
     json_schema, regex, choice: what the text must match as a whole (at most one of them): a JSON schema, as text or
         as a dict; a regular expression, in which \\d is 0-9; one of these texts.
     temperature: 0 takes the likeliest token (greedy); 1 the model's own distribution.
@@ -64,8 +67,12 @@ class SamplingOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for setting in fields(self):
+            self._set(setting.name, _plain(getattr(self, setting.name)))
         for name in ("dry_breakers", "choice"):
             self._set(name, _texts(getattr(self, name)))
+        if self.dry_breakers == ("",):
+            self._set("dry_breakers", ())
         self._set("logit_bias", _biases(self.logit_bias))
         if isinstance(self.json_schema, Mapping):
             self._set("json_schema", _json_text(self.json_schema))
@@ -105,7 +112,7 @@ class SamplingOptions:
         # Below 0.001 the scaled logits leave float32, and the draw is greedy anyway.
         if self.temperature != 0 and not _within(self.temperature, 0.001, 100):
             yield f"temperature is {self.temperature!r} (0 for greedy, or 0.001 to 100)"
-        if not _is_whole(self.top_k, 0):
+        if not is_whole(self.top_k, 0):
             yield f"top_k is {self.top_k!r} (a positive whole number, or 0 for off)"
         if not _within(self.top_p, 0, 1) or self.top_p == 0:
             yield f"top_p is {self.top_p!r} (above 0 and at most 1, such as 0.9)"
@@ -125,9 +132,9 @@ class SamplingOptions:
                 yield "xtc_probability needs a temperature above 0 (such as 0.7)"
         yield from self._penalty_problems()
         yield from self._constraint_problems()
-        if self.seed is not None and not (_is_whole(self.seed, 0) and self.seed < 2**64):
+        if self.seed is not None and not (is_whole(self.seed, 0) and self.seed < 2**64):
             yield f"seed is {self.seed!r} (a whole number from 0 to 2^64 - 1)"
-        if self.logprobs is not None and not (_is_whole(self.logprobs, 0) and self.logprobs <= MOST_LOGPROBS):
+        if self.logprobs is not None and not (is_whole(self.logprobs, 0) and self.logprobs <= MOST_LOGPROBS):
             yield f"logprobs is {self.logprobs!r} (0 for the chosen token's, or up to {MOST_LOGPROBS} of the likeliest)"
 
     def _penalty_problems(self) -> Iterator[str]:
@@ -135,7 +142,7 @@ class SamplingOptions:
             yield f"repetition_penalty is {self.repetition_penalty!r} (1 for off, or a bit more, such as 1.1)"
         for name in ("repetition_window", "dry_window", "dry_allowed_length"):
             value = getattr(self, name)
-            if not _is_whole(value, 1) or value > LONGEST_WINDOW:
+            if not is_whole(value, 1) or value > LONGEST_WINDOW:
                 yield f"{name} is {value!r} (a whole number from 1 to {LONGEST_WINDOW})"
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -145,11 +152,15 @@ class SamplingOptions:
             yield f"dry_multiplier is {self.dry_multiplier!r} (0 for off, or a bit more, such as 0.8)"
         if not _within(self.dry_base, 1, 100):
             yield f"dry_base is {self.dry_base!r} (1 to 100, such as 1.75)"
-        if any(not isinstance(text, str) or not text for text in self.dry_breakers):
-            yield "a text of dry_breakers is empty (one character or more)"
+        yield from _text_problems("a text of dry_breakers", self.dry_breakers)
+        if not isinstance(self.logit_bias, Mapping):
+            yield f"logit_bias is {self.logit_bias!r} (ids and numbers, such as {{42: -100}})"
+            return
         for token, bias in self.logit_bias.items():
-            if not _is_whole(token, 0) or token >= 2**31:
+            if not is_whole(token, 0) or token >= 2**31:
                 yield f"logit_bias has the token {token!r} (an id, such as 42)"
+            elif isinstance(bias, tuple):
+                yield f"logit_bias has the token {token} twice (one number for each)"
             elif not _within(bias, -10_000, 10_000):
                 yield f"logit_bias of token {token} is {bias!r} (-10000 to 10000, such as -100)"
 
@@ -160,9 +171,9 @@ class SamplingOptions:
             yield from _schema_problems(self.json_schema)
         if self.regex is not None and (not isinstance(self.regex, str) or not self.regex):
             yield f"regex is {self.regex!r} (a regular expression, such as [0-9]+)"
-        if any(not isinstance(text, str) or not text for text in self.choice):
-            yield "a choice is empty (one character or more)"
-        elif any(_size(text) > LARGEST_SCHEMA for text in (self.regex or "", "".join(self.choice))):
+        problems = list(_text_problems("a choice", self.choice))
+        yield from problems
+        if not problems and any(_size(text) > LARGEST_SCHEMA for text in (self.regex or "", "".join(self.choice))):
             yield f"{given[0]} is too long (at most {LARGEST_SCHEMA} characters)"
 
 
@@ -184,10 +195,9 @@ class GenerationOptions(SamplingOptions):
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         limit = self.max_tokens
-        if limit is not None and not _is_whole(limit, 1):
+        if limit is not None and not is_whole(limit, 1):
             yield f"max_tokens is {limit!r} (a positive whole number, such as 256)"
-        if any(not isinstance(stop, str) or not stop for stop in self.stop):
-            yield "a stop string is empty (one character or more)"
+        yield from _text_problems("a stop string", self.stop)
         if self.stop and self.constraint:
             yield f"a stop string could cut what {self.constraint} asks for (one of the two)"
 
@@ -196,8 +206,11 @@ def _within(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def _is_whole(value: Any, smallest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= smallest
+def _text_problems(what: str, texts: Sequence[Any]) -> Iterator[str]:
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        yield f"{what} is {wrong[0]!r} (a text)"
+    elif "" in texts:
+        yield f"{what} is empty (one character or more)"
 
 
 def _size(text: Any) -> int:
@@ -208,20 +221,33 @@ def _texts(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) or not isinstance(value, Sequence) else tuple(value)
 
 
-def _biases(given: Any) -> dict[Any, Any]:
+def _plain(value: Any) -> Any:
+    """Python's number for one of numpy's; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _biases(given: Any) -> Any:
     """Ids and biases of a mapping (JSON has its ids as strings) or of "id=bias" texts; what is neither stays, to be
-    named as a problem."""
+    named as a problem, as do two biases of one id."""
     if isinstance(given, Mapping):
         pairs = given.items()
+    elif not isinstance(given, Sequence):
+        return given
     else:
         pairs = [tuple(text.split("=", 1)) if isinstance(text, str) and "=" in text else (repr(text), None)
                  for text in _texts(given)]  # fmt: skip
-    return {_number(token, int): _number(bias, float) for token, bias in pairs}
+    found: dict[Any, Any] = {}
+    for token, bias in pairs:
+        token, bias = _number(token, int), _number(bias, float)
+        found[token] = (found[token], bias) if token in found else bias
+    return found
 
 
 def _number(value: Any, kind: type) -> Any:
     try:
-        return kind(value) if isinstance(value, str) else value
+        return kind(value) if isinstance(value, str) else _plain(value)
     except ValueError:
         return value
 
@@ -239,7 +265,18 @@ def _schema_problems(schema: Any) -> Iterator[str]:
             raise ValueError("it holds what JSON doesn't have")
         if len(schema) > LARGEST_SCHEMA:
             raise ValueError(f"it has more than {LARGEST_SCHEMA} characters")
-        if not isinstance(json.loads(schema), dict | bool):
+        # Python takes more for JSON than the library, whose errors point into another text than this one.
+        found = json.loads(schema, parse_constant=_finite, parse_float=_finite, parse_int=_finite)
+        if not isinstance(found, dict | bool):
             raise ValueError("it is no object")
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        yield 'json_schema is not a JSON schema: it has half of a surrogate pair (such as {"type": "object"})'
     except (ValueError, RecursionError) as error:
         yield f'json_schema is not a JSON schema: {error} (such as {{"type": "object"}})'
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"it has {number[:20]}, which is no number that can be had")
+    return value

@@ -4,12 +4,14 @@ import json
 from dataclasses import asdict, fields
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from mlxlm._mlx import mx
 from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.errors import GenerationError
-from mlxlm.generation import GenerationOptions, SamplingOptions
+from mlxlm.generation import GenerationOptions, Sampler, SamplingOptions
 
 
 def test_all_problems_are_named_at_once_with_values_that_work():
@@ -32,11 +34,15 @@ def test_all_problems_are_named_at_once_with_values_that_work():
         {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 1e-9}, {"temperature": "1"},
         {"top_k": 1.5}, {"top_k": True}, {"top_p": float("nan")}, {"top_p": 1.1}, {"min_p": -0.1},
         {"repetition_penalty": float("inf")}, {"seed": 2**64}, {"typical_p": 1.5}, {"xtc_probability": None},
-        {"dry_breakers": ("",)}, {"dry_breakers": (1,)}, {"logit_bias": {-1: 0.0}}, {"logit_bias": {"x": 1.0}},
-        {"logit_bias": {1: float("nan")}}, {"logit_bias": {1: -1e9}}, {"logit_bias": ["3"]}, {"logit_bias": ["3=x"]},
-        {"logit_bias": 3}, {"logprobs": 10**6}, {"json_schema": "{"}, {"json_schema": "[]"}, {"json_schema": 3},
-        {"json_schema": {1: object()}}, {"json_schema": {"const": float("nan")}}, {"regex": 3}, {"regex": "a" * 2**21},
-        {"choice": ("",)}, {"choice": (None,)},
+        {"dry_breakers": ("", "x")}, {"dry_breakers": (1,)}, {"dry_breakers": None}, {"logit_bias": {-1: 0.0}},
+        {"logit_bias": {"x": 1.0}}, {"logit_bias": {1: float("nan")}}, {"logit_bias": {1: -1e9}},
+        {"logit_bias": ["3"]}, {"logit_bias": ["3=x"]}, {"logit_bias": 3}, {"logprobs": 10**6}, {"json_schema": "{"},
+        {"json_schema": "[]"}, {"json_schema": 3}, {"json_schema": {1: object()}},
+        {"json_schema": {"const": float("nan")}}, {"json_schema": '{"const": NaN}'},
+        {"json_schema": '{"const": 1e400}'}, {"json_schema": '{"const": 1' + "0" * 400 + "}"},
+        {"json_schema": '{"const": "\\ud83d"}'}, {"regex": 3}, {"regex": "a" * 2**21}, {"choice": ("",)},
+        {"choice": (None,)}, {"choice": None}, {"logit_bias": None}, {"logit_bias": {1.5: 1.0}},
+        {"logit_bias": ["5=1", "5=-100"]}, {"logit_bias": {"5": 1, 5: 3}}, {"top_k": np.float32(1.5)},
     ],
 )  # fmt: skip
 def test_impossible_settings(setting):
@@ -53,6 +59,12 @@ def test_impossible_settings(setting):
         ({"regex": "a", "choice": "b"}, "regex and choice can't both hold"),
         ({"regex": "a", "stop": "b"}, "a stop string could cut what regex asks for"),
         ({"stop": ("",)}, "a stop string is empty"),
+        ({"choice": (1, 2)}, r"a choice is 1 \(a text\)"),
+        ({"dry_breakers": None}, r"a text of dry_breakers is None \(a text\)"),
+        ({"logit_bias": None}, "logit_bias is None"),
+        ({"logit_bias": ["5=1", "6=1", "5=-100"]}, "logit_bias has the token 5 twice"),
+        ({"json_schema": '{"type": NaN}'}, "it has NaN, which is no number"),
+        ({"json_schema": '{"const": "\\ud83d"}'}, "it has half of a surrogate pair"),
     ],
 )
 def test_settings_that_contradict_each_other(setting, said):
@@ -70,6 +82,24 @@ def test_forms_a_setting_can_be_given_in():
     assert json.loads(SamplingOptions(json_schema=schema).json_schema) == schema
     assert SamplingOptions(json_schema=schema).constraint == "json_schema"
     assert SamplingOptions().constraint is None
+    assert SamplingOptions(dry_breakers="").dry_breakers == SamplingOptions(dry_breakers=[""]).dry_breakers == ()
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = SamplingOptions(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(5): np.float32(1)})
+    assert options == SamplingOptions(temperature=0.5, top_k=3, logit_bias={5: 1.0})
+    assert type(options.temperature) is float and type(options.top_k) is int and type(*options.logit_bias) is int
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(GenerationOptions) if isinstance(f.default, int | float)])
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
+def test_a_large_number_is_refused_or_can_be_drawn_with(name, value):
+    try:
+        options = GenerationOptions.of(**{"dry_multiplier": 1.0, "dry_breakers": (), name: value})
+    except GenerationError as error:
+        assert name in str(error)
+        return
+    assert Sampler(options, [1, 2], 0)(mx.zeros((1, 8))).item() >= 0
 
 
 def test_options_survive_a_file_of_json():
