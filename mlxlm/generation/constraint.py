@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from mlxlm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+_COMPILED = 8  # grammars that are kept of a tokenizer: the rows of one request, and of a few more
 # Between the parts of a JSON text: nothing, a space, or a line end and an indent of up to 16 levels of 2. Unbounded, a
 # small model that has learnt to indent can fill a context with spaces.
 _WHITESPACE = r"[ ]?|\n([ ]{0,32}|\t{0,16})"
@@ -36,8 +37,8 @@ _HINTS = {
 class Grammar:
     """What a text must match, compiled for the tokens of a model. Texts share it."""
 
-    def __init__(self, start: LLMatcher, name: str):
-        self._start = start
+    def __init__(self, start: LLMatcher, name: str, tokens: LLTokenizer):
+        self._start, self._tokens = start, tokens
         self.name = name
 
     @classmethod
@@ -57,6 +58,18 @@ class Grammar:
         if not tokenizer.has_byte_tokens:
             reason = "the text of this tokenizer's tokens depends on their neighbours"
             raise GenerationError(f"{name} can't be had with this model: {reason}", f"the same without {name}")
+        compiled = _compiled.setdefault(tokenizer, {})
+        key = vocab_size, frozenset(end_ids), options.json_schema, options.regex, options.choice
+        if key not in compiled:
+            if len(compiled) == _COMPILED:
+                del compiled[next(iter(compiled))]
+            compiled[key] = cls._compile(options, name, tokenizer, vocab_size, end_ids)
+        return compiled[key]
+
+    @classmethod
+    def _compile(
+        cls, options: SamplingOptions, name: str, tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]
+    ) -> Grammar:
         import llguidance
 
         with _library_errors(name):
@@ -72,24 +85,29 @@ class Grammar:
             raise GenerationError(f"{name}: no text matches it", "a constraint that some text matches")
         if problem:
             raise GenerationError(f"{name}: {_reason(problem)}", _HINTS[name])
-        return cls(start, name)
+        return cls(start, name, tokens)
 
     def matcher(self) -> Matcher:
         """For one text, at its beginning."""
-        return Matcher(self._start.deep_copy(), self.name)
+        return Matcher(self, self._start.deep_copy())
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What these tokens say."""
+        return self._tokens.decode_bytes(list(ids)).decode("utf-8", "replace")
 
 
 class Matcher:
     """Follows one text, token by token."""
 
-    def __init__(self, matcher: LLMatcher, name: str):
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, consumed: Sequence[int] = ()):
+        self._grammar, self._name = grammar, grammar.name
         self._matcher = matcher
-        self._name = name
+        self._consumed = list(consumed)
         self._allowed: np.ndarray | None = None
 
     def copy(self) -> Matcher:
         """A matcher at the same place, with its own future."""
-        return Matcher(self._matcher.deep_copy(), self._name)
+        return Matcher(self._grammar, self._matcher.deep_copy(), self._consumed)
 
     @property
     def finished(self) -> bool:
@@ -111,12 +129,14 @@ class Matcher:
     def complaint(self) -> str | None:
         """Why the text, if it ends here, doesn't match; None if it does."""
         if not self._matcher.is_error() and self._matcher.is_accepting():
-            return None
+            problem = _json_problem(self._grammar.text(self._consumed)) if self._name == "json_schema" else None
+            return problem and f"{self._name}: {problem}"
         return self.error or f"the text ended before it was what {self._name} asks for"
 
     def consume(self, token: int) -> None:
         """Go on by a token."""
         self._allowed = None
+        self._consumed.append(token)
         self._matcher.consume_token(token)
 
     def allowed(self) -> np.ndarray:
@@ -200,6 +220,7 @@ class _Tokens:
         return ids
 
 
+_compiled: weakref.WeakKeyDictionary[Tokenizer, dict[Hashable, Grammar]] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int]], LLTokenizer]]
 _made = weakref.WeakKeyDictionary()
 
@@ -222,8 +243,30 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> L
     return made[key]
 
 
+def _json_problem(text: str) -> str | None:
+    """What the library doesn't watch, as keys that a schema doesn't name can be said twice, and readers take one of
+    them; None for a text that is fine."""
+
+    def unique(pairs: list[tuple[str, object]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {json.dumps(key[:40])} is there twice")
+            seen.add(key)
+
+    try:
+        json.loads(text, object_pairs_hook=unique, parse_int=str, parse_float=str)
+    except RecursionError:
+        return "its parts are nested too deeply to be read"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _reason(message: str) -> str:
     """The line of an error that says what is wrong: regular expressions have it after a picture of the place."""
+    if message.startswith("NoExtension"):
+        return "no token of this model can follow"
     found = re.search(r"^error: (.*)$", message, re.MULTILINE)
     return found[1] if found else message.split("\n", 1)[0] or "it can't be followed"
 

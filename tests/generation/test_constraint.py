@@ -197,6 +197,44 @@ def test_a_text_cut_off_says_so(loaded):
     assert generate(loaded, "x", choice="yes", temperature=0).complaint is None
 
 
+@pytest.mark.parametrize("pattern", ["^x$", "^[ab]$"])
+def test_json_that_repeats_a_key_is_not_what_was_asked_for(loaded, pattern):
+    """The library lets keys that a schema doesn't name be said again; there is no other way to so many."""
+    least = len(pattern) - 1  # one more than there are such keys
+    schema = {"type": "object", "patternProperties": {pattern: {"enum": [1]}}, "additionalProperties": False}
+    options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": least})
+    for seed in range(3):
+        text, sampler = random_text(loaded.tokenizer, options, seed)
+        assert sampler.finished and len(json.loads(text)) < least
+        assert re.fullmatch(r'json_schema: the key "[abx]" is there twice', sampler.complaint)
+    options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": 1, "maxProperties": 1})
+    assert random_text(loaded.tokenizer, options, 0)[1].complaint is None
+
+
+def test_json_that_readers_refuse_has_a_complaint(loaded):
+    value = {"$defs": {"v": {"type": "array", "items": {"$ref": "#/$defs/v"}}}, "$ref": "#/$defs/v"}
+    options = GenerationOptions(json_schema=value)
+    matcher = compiled(options, loaded.tokenizer)[0].matcher()
+    for text in "[]":
+        for _ in range(3000):
+            matcher.consume(loaded.tokenizer.encode(text, continues=True)[0])
+    assert matcher.finished and matcher.complaint == "json_schema: its parts are nested too deeply to be read"
+
+
+def test_a_grammar_is_compiled_once_for_the_texts_that_share_it(loaded, monkeypatch):
+    compile = Grammar._compile.__func__
+    calls = []
+    monkeypatch.setattr(Grammar, "_compile", classmethod(lambda cls, *a: calls.append(a) or compile(cls, *a)))
+    options = [GenerationOptions(choice=("once", str(n))) for n in range(20)]
+    first, again = (compiled(options[0], loaded.tokenizer)[0] for _ in range(2))
+    assert first is again and len(calls) == 1
+    for other in options:
+        compiled(other, loaded.tokenizer)
+    assert len(calls) == 20
+    compiled(options[0], loaded.tokenizer)  # the oldest has made room
+    assert len(calls) == 21
+
+
 def test_rows_with_different_constraints_are_their_rows_alone(loaded):
     def samplers():
         constraints = {"choice": ("yes", "no")}, {}, {"regex": "[0-9]{1,5}"}, {"json_schema": PERSON}
