@@ -35,6 +35,9 @@ class DrawnLogprobs:
         logits = logits.astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+        if n == 0:
+            nothing = mx.zeros((len(tokens), 0))
+            return cls(tokens, chosen, nothing, nothing)
         ids = mx.argpartition(-logprobs, min(n, logprobs.shape[-1] - 1), axis=-1)[:, :n]
         top = mx.take_along_axis(logprobs, ids, axis=-1)
         order = mx.argsort(-top, axis=-1)

@@ -81,10 +81,12 @@ class History:
         return History(recent, counts, said, matches)
 
 
-def penalised_logits(logits: mx.array, options: SamplingOptions, history: History) -> mx.array:
+def penalised_logits(
+    logits: mx.array, options: SamplingOptions, history: History, biases: tuple[mx.array, mx.array] | None = None
+) -> mx.array:
     """The logits `[R, V]` as float32, after logit_bias and the penalties, in this order:
 
-    1. logit_bias, added;
+    1. logit_bias, added: `biases`, ids and float32 values;
     2. repetition penalty, on every token of the last repetition_window, prompt included: positive logits divided by
        it, negative ones multiplied (Keskar et al. 2019, 4.1);
     3. presence penalty, subtracted once from every token generated, and frequency penalty, for each time it was
@@ -94,9 +96,9 @@ def penalised_logits(logits: mx.array, options: SamplingOptions, history: Histor
        for the largest n.
     """
     logits = logits.astype(mx.float32)
-    if options.logit_bias:
-        ids = mx.array(list(options.logit_bias))
-        logits = logits.at[:, ids].add(mx.array(list(options.logit_bias.values()), mx.float32))
+    if biases is not None:
+        ids, values = biases
+        logits = logits.at[:, ids].add(values)
     if history.recent is not None:
         ids = mx.maximum(history.recent, 0)
         values = mx.take_along_axis(logits, ids, axis=-1)

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from mlxlm._mlx import mx
+from mlxlm.errors import GenerationError
 from mlxlm.generation.constraint import Grammar, masked_logits
 from mlxlm.generation.filters import filtered_logits
 from mlxlm.generation.logprobs import DrawnLogprobs, TokenLogprobs
@@ -21,12 +22,13 @@ from mlxlm.tokenizer import Tokenizer
 _SHAPING = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "repetition_penalty",
     "repetition_window", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
-    "dry_window", "dry_breakers", "logprobs",
+    "dry_window", "dry_breakers",
 )  # fmt: skip
 
 
 class Sampler:
-    """Draws the tokens of one text: `sampler(logits [1, V]) -> token [1]`, without reading either.
+    """Draws the tokens of one text: `sampler(logits [1, V]) -> token [1]`, int32, without reading either. The token is
+    -1 where the highest logit isn't finite; `observe` raises for it.
 
     The order: logit bias, repetition penalty, presence and frequency penalties, DRY, the constraint, temperature,
     top-k, typical, top-p, min-p, XTC, and the draw: the token of the highest logit plus noise of Gumbel's
@@ -59,11 +61,21 @@ class Sampler:
         self._seed = seed
         self._step = 0
         self._breakers = breaker_table(options, tokenizer)
+        biases = np.array(list(options.logit_bias), np.int32), np.array(list(options.logit_bias.values()), np.float32)
+        self._biases = tuple(map(mx.array, biases)) if options.logit_bias else None
+        self._logprobs = options.logprobs
         self._matcher = grammar and grammar.matcher()
         self._history: tuple[History, int] | None = None  # a row of one that rows drawn together share
         self._drawn: deque[tuple[DrawnLogprobs, int]] = deque()
         self._ahead: mx.array | None = None  # the logits of the last `ahead`
-        self._kind = self._settings()
+        shaping = (getattr(options, name) for name in _SHAPING)
+        # Biases as bytes, which are hashed once and not at every draw.
+        self._shaping = *shaping, *(array.tobytes() for array in biases), id(self._breakers), self.blocks
+
+    @property
+    def _kind(self) -> Hashable:
+        """What rows that are drawn together have in common."""
+        return self._shaping, self._logprobs
 
     @property
     def blocks(self) -> bool:
@@ -86,7 +98,14 @@ class Sampler:
         return None if self._matcher is None else self._matcher.complaint
 
     def observe(self, token: int) -> None:
-        """Tell the token that was drawn, in order; where the sampler `blocks`, before the next draw."""
+        """Tell the token that was drawn, in order; where the sampler `blocks`, before the next draw.
+
+        Raises GenerationError for -1: the model's logits weren't numbers.
+        """
+        if token < 0:
+            raise GenerationError(
+                "the model's logits are not numbers", "a checkpoint without NaN; for float16, the model in float32"
+            )
         if self._matcher is not None:
             self._matcher.consume(token)
 
@@ -111,10 +130,10 @@ class Sampler:
             histories.append((history, row))
         allowed = None if self._matcher is None else self._matcher.allowed_along(draft.tolist())
         steps = [(self._seed, self._step + place) for place in places]
-        scores = _scores(logits, self.options, History.joined(histories), allowed, steps)
-        best = mx.sort(mx.topk(scores, 2, axis=-1), axis=-1)
+        scores = _scores(logits, self, History.joined(histories), allowed, steps)
+        best = mx.sort(mx.topk(scores, min(2, scores.shape[-1]), axis=-1), axis=-1)
         self._ahead = logits
-        return mx.argmax(scores, axis=-1), (best[:, 1] - best[:, 0]) * (self.options.temperature or 1)
+        return _winners(scores), (best[:, -1] - best[:, 0]) * (self.options.temperature or 1)
 
     def advance(self, tokens: mx.array) -> None:
         """Take `tokens` `[n]` as drawn: the first n of what the last `ahead` returned, whose logits are theirs."""
@@ -132,6 +151,7 @@ class Sampler:
         other = copy.copy(self)
         other._matcher = self._matcher and self._matcher.copy()
         other._drawn = deque()
+        other._logprobs = None  # nobody reads them
         return other
 
     def take_logprobs(self) -> TokenLogprobs | None:
@@ -140,11 +160,6 @@ class Sampler:
             return None
         drawn, row = self._drawn.popleft()
         return drawn.read(row)
-
-    def _settings(self) -> Hashable:
-        options = self.options
-        shaping = tuple(getattr(options, name) for name in _SHAPING)
-        return *shaping, tuple(options.logit_bias.items()), id(self._breakers), self.blocks
 
     def _started(self, vocab_size: int) -> tuple[History, int]:
         if self._history is None:
@@ -158,10 +173,10 @@ class Sampler:
     @staticmethod
     def _keep_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.array) -> mx.array:
         """`tokens`, which can't be evaluated without what is kept: no logits wait for someone to read a number."""
-        options = samplers[0].options
-        if options.logprobs is None:
+        n = samplers[0]._logprobs
+        if n is None:
             return tokens
-        drawn = DrawnLogprobs.of(logits, tokens, options.logprobs)
+        drawn = DrawnLogprobs.of(logits, tokens, n)
         for row in range(len(tokens)):
             samplers[row % len(samplers)]._drawn.append((drawn, row))
         return mx.depends([tokens], drawn.arrays())[0]
@@ -187,7 +202,7 @@ def _draw(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     history = History.joined([sampler._started(logits.shape[-1]) for sampler in samplers])
     allowed = [sampler._matcher.allowed() for sampler in samplers] if first.blocks else None
     steps = [(sampler._seed, sampler._step) for sampler in samplers]
-    tokens = mx.argmax(_scores(logits, first.options, history, allowed, steps), axis=-1)
+    tokens = _winners(_scores(logits, first, history, allowed, steps))
     history = history if history.empty else history.after(tokens, first._breakers)
     for row, sampler in enumerate(samplers):
         sampler._history = history, row
@@ -197,14 +212,16 @@ def _draw(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 
 def _scores(
     logits: mx.array,
-    options: SamplingOptions,
+    sampler: Sampler,
     history: History,
     allowed: Sequence[np.ndarray] | None,
     steps: Sequence[tuple[int, int]],
 ) -> mx.array:
-    """What the highest of is drawn: `[R, V]`. `steps`: seed and number of the token of every row."""
-    if options.logit_bias or not history.empty:
-        logits = penalised_logits(logits, options, history)
+    """What the highest of is drawn: `[R, V]`. `sampler`: that of any row, for what they have in common. `steps`: seed
+    and number of the token of every row."""
+    options, biases = sampler.options, sampler._biases
+    if biases is not None or not history.empty:
+        logits = penalised_logits(logits, options, history, biases)
     if allowed is not None:
         logits = masked_logits(logits, allowed)
     if options.temperature == 0:  # no filter takes the likeliest token away
@@ -213,3 +230,9 @@ def _scores(
     excluded = [coin < options.xtc_probability for _, coin in noises]
     excluding = mx.array(excluded) if any(excluded) else None
     return filtered_logits(logits, options, excluding) + gumbel([key for key, _ in noises], logits.shape[-1])
+
+
+def _winners(scores: mx.array) -> mx.array:
+    """The place of the highest score of each row, int32 `[R]`; -1 where that isn't a finite number, and neither was
+    the highest logit."""
+    return mx.where(mx.isfinite(scores.max(axis=-1)), mx.argmax(scores, axis=-1).astype(mx.int32), -1)

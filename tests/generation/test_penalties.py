@@ -19,7 +19,8 @@ def changed(options, prompt, generated, logits, breakers=None):
     history = History.of(options, prompt, len(logits), breakers)
     for token in generated:
         history = history.after(mx.array([token]), breakers)
-    return np.array(penalised_logits(mx.array(logits)[None], options, history))[0]
+    bias = mx.array(list(options.logit_bias)), mx.array(list(options.logit_bias.values()), mx.float32)
+    return np.array(penalised_logits(mx.array(logits)[None], options, history, bias if options.logit_bias else None))[0]
 
 
 def dry(options, said, logits, breakers):

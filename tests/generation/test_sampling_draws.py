@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculating import always
 
 from mlxlm._mlx import mx
-from mlxlm.generation import Sampler, SamplingOptions
+from mlxlm.errors import GenerationError
+from mlxlm.generation import LoadedModel, Sampler, SamplingOptions, generate
+from mlxlm.generation.drafts import DraftModel
 from mlxlm.generation.noise import _exponential, derived_seed, gumbel, step_noise
 from mlxlm.generation.sampling import draw_rows
 
@@ -234,6 +237,107 @@ def test_greedy_is_the_likeliest_whatever_filters_say():
     logits = mx.array([[1.0, 3.0, 2.9, 0.0]])
     options = SamplingOptions(temperature=0, top_k=2, top_p=0.1, min_p=0.9)
     assert Sampler(options, [1], seed=0)(logits).item() == 1
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
+                                     {"typical_p": 0.9}, {"repetition_penalty": 1.2}, {"logprobs": 1}])  # fmt: skip
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [[3], range(V)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_logits_that_are_not_numbers_are_an_error(options, value, where, dtype):
+    """And rows beside them are drawn as ever."""
+    broken = LOGITS.copy()
+    broken[list(where)] = value
+    options = SamplingOptions(**options)
+    rows = [Sampler(options, [1, 2], seed) for seed in range(3)]
+    logits = mx.array(np.stack([LOGITS, broken, LOGITS])).astype(dtype)
+    tokens = draw_rows(rows, logits).tolist()
+    first, last = (Sampler(options, [1, 2], row)(logits[row : row + 1]).item() for row in (0, 2))
+    assert tokens == [first, -1, last]
+    for row, token in ((rows[0], tokens[0]), (rows[2], tokens[2])):
+        row.observe(token)
+    with pytest.raises(GenerationError, match="the model's logits are not numbers"):
+        rows[1].observe(-1)
+    ahead, gaps = Sampler(options, [1, 2], 0).ahead(logits[:2], mx.array(tokens[:1]))
+    assert ahead.tolist() == tokens[:2]
+
+
+@pytest.mark.parametrize("good", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"regex": "[a-z]{9,}"}, {"temperature": 0, "logprobs": 0}, {"draft": True, "regex": "[a-z]{9,}"},
+                {"draft": True}],
+)  # fmt: skip
+def test_a_model_whose_logits_are_no_numbers_is_an_error(loaded, options, good):
+    """From the first pass on, or after some `good` ones; with guesses, too."""
+
+    class Broken:
+        layers, passes = loaded.model.layers, 0
+
+        def __call__(self, ids, cache):
+            self.passes += 1
+            return loaded.model(ids, cache=cache) * (1 if self.passes <= good else float("nan"))
+
+    broken = LoadedModel(Broken(), loaded.tokenizer, loaded.config, loaded.path)
+    settings = {name: value for name, value in options.items() if name != "draft"}
+    speculation = always(DraftModel(loaded), 3) if "draft" in options else None
+    with pytest.raises(GenerationError, match="not numbers"):
+        generate(broken, [5], max_tokens=20, speculation=speculation, **settings)
+
+
+@pytest.mark.parametrize("constraint", [{}, {"regex": "[a-z]{20}"}])
+def test_a_draft_model_without_numbers_changes_nothing(loaded, constraint):
+    class Broken:
+        layers = loaded.model.layers
+
+        def __call__(self, ids, cache):
+            return loaded.model(ids, cache=cache) * float("nan")
+
+    broken = LoadedModel(Broken(), loaded.tokenizer, loaded.config, loaded.path)
+    wanted = generate(loaded, "x", max_tokens=20, temperature=0, **constraint)
+    found = generate(loaded, "x", max_tokens=20, temperature=0, speculation=always(DraftModel(broken), 3), **constraint)
+    assert found.tokens == wanted.tokens
+
+
+def test_tokens_that_cannot_be_are_never_drawn():
+    logits = mx.where(mx.arange(V) < 3, 0.0, -mx.inf)[None]
+    for options in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 10, "top_p": 0.9}, {"typical_p": 0.9}):
+        sampler = Sampler(SamplingOptions(**options), [1], 0)
+        assert {sampler(logits).item() for _ in range(20)} <= {0, 1, 2}
+
+
+def test_a_vocabulary_of_one():
+    tokens, _ = Sampler(SamplingOptions(top_p=0.5), [0], 0).ahead(mx.zeros((2, 1)), mx.array([0]))
+    assert tokens.tolist() == [0, 0]
+
+
+def test_a_fork_computes_no_logprobs():
+    sampler = Sampler(SamplingOptions(logprobs=2), [1], 0)
+    fork = sampler.fork()
+    assert fork(mx.array(LOGITS)[None]).item() == sampler(mx.array(LOGITS)[None]).item()
+    assert fork.take_logprobs() is None and sampler.take_logprobs() is not None
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_logprobs_of_no_others_sort_nothing(monkeypatch, n):
+    sorts = []
+    for name in ("argsort", "argpartition"):
+        found = getattr(mx, name)
+        monkeypatch.setattr(mx, name, lambda *a, found=found, **k: sorts.append(1) or found(*a, **k))
+    sampler = Sampler(SamplingOptions(temperature=0, logprobs=n), [1], 0)
+    token = sampler(mx.array(LOGITS)[None]).item()
+    told = sampler.take_logprobs()
+    assert told.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(told.top) == n
+    assert bool(sorts) == (n > 0)
+
+
+def test_biases_are_made_once():
+    made = [SamplingOptions(temperature=0, logit_bias={id: -11.0 * id for id in range(V)}) for _ in range(3)]
+    samplers = [Sampler(options, [1], 0) for options in made]
+    assert len({sampler._kind for sampler in samplers}) == 1
+    assert Sampler(SamplingOptions(temperature=0, logit_bias={1: -11.0}), [1], 0)._kind != samplers[0]._kind
+    for options in made:
+        options.logit_bias.clear()
+    assert draw_rows(samplers, mx.broadcast_to(10 * mx.arange(V), (3, V))).tolist() == [0, 0, 0]
 
 
 def test_nothing_is_evaluated(monkeypatch):
