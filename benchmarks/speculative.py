@@ -73,7 +73,8 @@ def main() -> None:
         rows.append((f"{name}: plain", f"{spread(found['plain'])} tokens/s; once more {noise:.2f} x"))
         said = f"{stats.accepted} of {stats.proposed} accepted; {stats.reason or 'active'}"
         rows.append((f"{name}: speculation", f"{spread(found['guessed'])} tokens/s, {ratio:.2f} x; {said}"))
-        result[name] = {"ratio": round(ratio, 2), "noise": round(noise, 2), "proposed": stats.proposed, "accepted": stats.accepted}
+        counts = {"proposed": stats.proposed, "accepted": stats.accepted}
+        result[name] = {"ratio": round(ratio, 2), "noise": round(noise, 2), **counts}
     report(f"speculation, {options.tokens} tokens", rows, {"benchmark": "speculative", "texts": result})
 
 
