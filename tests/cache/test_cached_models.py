@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxlm._mlx import mx
@@ -72,8 +72,10 @@ def windowed_models(kind):
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-@settings(max_examples=6, deadline=None)
-@given(pieces=st.lists(st.integers(1, 70), min_size=1, max_size=5), trims=st.lists(st.integers(1, 64), max_size=2))
+@settings(max_examples=5, deadline=None)
+@given(pieces=st.lists(st.integers(1, 70), min_size=3, max_size=5), trims=st.lists(st.integers(1, 64), max_size=2))
+@example(pieces=[1], trims=[64])
+@example(pieces=[70], trims=[])
 def test_a_layer_with_a_window_forgets_only_what_it_cannot_see(kind, pieces, trims):
     model, tokens = windowed_models(kind), tokens_of(250)
     whole, caches = np.array(model(tokens)), make_cache(model)
@@ -141,9 +143,8 @@ ROTATING = {
 
 @pytest.mark.parametrize("kind", ROTATING)
 @pytest.mark.parametrize("size, keep", [(20, 4), (12, 0), (11, 1)])
-@pytest.mark.parametrize("layers", [1, 3])
-def test_rotation_equals_a_naive_recomputation(kind, size, keep, layers):
-    model, tokens = make(layers, **ROTATING[kind]), tokens_of(60)
+def test_rotation_equals_a_naive_recomputation(kind, size, keep):
+    model, tokens = make(2, **ROTATING[kind]), tokens_of(45)
     rope = model.layers[0].self_attn.rope
 
     def turn(x, position):
