@@ -256,14 +256,13 @@ class _Batch(_Run):
                     rows.compact()
                 if begun:
                     self._tell(working=len(begun))
-                    for group, caches in prefill.read(begun):
-                        rows.join(group, caches)
+                    rows.join(prefill.read(begun))
                 if not rows.live:
                     continue
                 read, ended = rows.step()
                 self._tell(tokens=read, working=-len(ended), finished=len(ended))
                 for row in ended:
-                    yield row.index, row.text.result()
+                    yield row.index, row.error or row.text.result()
 
     def _next_texts(self, free: int) -> Iterator[tuple[int, GrowingText | MlxlmError]]:
         """Requests that begin now, at most `free`. The caches of all other rows are copied for it, so that where more

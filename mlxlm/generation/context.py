@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
@@ -17,6 +17,7 @@ from mlxlm.errors import CheckpointError, GenerationError
 if TYPE_CHECKING:
     from mlxlm.generation.loaded import LoadedModel
 
+T = TypeVar("T")
 ENDLESS = sys.maxsize  # tokens: no limit
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a prompt's scores, [H, 512, S] a layer
 
@@ -27,6 +28,8 @@ class Context:
     The two agree at every moment that other code can see: an exception in the middle of a change (Ctrl-C strikes
     anywhere) leaves an empty context.
     """
+
+    changes = 0  # so many times it has become another
 
     def __init__(self, model, kv: KVOptions | None = None):
         """`kv`: how keys and values are kept (None: all, as they are).
@@ -54,6 +57,7 @@ class Context:
     def clear(self) -> None:
         """Forget everything."""
         self._whole = False
+        self.changes += 1
         self.caches = make_cache(self.model, self.kv)
         self._ids = array("i")
         self._whole = True
@@ -62,12 +66,18 @@ class Context:
     def changing(self) -> Iterator[array]:
         """For changes that are made whole or not at all; gives the ids, to be changed with the caches."""
         self._whole = False
+        self.changes += 1
         try:
             yield self._ids
         except BaseException:
             self.clear()
             raise
         self._whole = True  # an interrupt just before leaves it unset: the next use begins anew
+
+    def check_unchanged(self, since: int) -> None:
+        """Raise GenerationError if another text has used the context after its first `since` `changes`."""
+        if self.changes != since:
+            raise GenerationError("the context was used for another text meanwhile", "a context for each text")
 
     @property
     def room(self) -> int | None:
@@ -120,9 +130,7 @@ class Context:
             with self.changing() as held:
                 # The logits of these positions are never evaluated: only the caches are.
                 self.model(mx.array([part]), cache=self.caches)
-                with platform.interrupts_held():
-                    mx.eval([cache.state for cache in self.caches])
-                clear_allocator()
+                evaluate(self.caches)
                 held.extend(part)
             done += size
             if on_prefill is not None:
@@ -153,10 +161,12 @@ class Context:
         caches = make_cache(self.model, self.kv)
         ids, _ = read_caches(path, caches)
         if getattr(self.model, "positions_change", None) is not None:
-            if not found.get("reach", "").isdecimal():
-                raise CheckpointError(f"{path} doesn't say how long its text would become")
+            reach = found.get("reach", "")
+            if not (reach.isdecimal() and len(reach) <= len(str(ENDLESS))):
+                problem = f"{path} doesn't say how long its text would become"
+                raise CheckpointError(problem, "delete it and let it be written anew")
             for cache in caches:
-                cache.reach = int(found["reach"])
+                cache.reach = int(reach)
         with self.changing():
             self.caches, self._ids = caches, array("i", ids)
         return len(self)
@@ -177,16 +187,34 @@ class Context:
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both begin with."""
-    length, step = min(len(one), len(other)), 256
-    a, b = array("i", one[:length]), array("i", other[:length])
-    start = next((i for i in range(0, length, step) if a[i : i + step] != b[i : i + step]), length)
-    return next((i for i in range(start, min(start + step, length)) if a[i] != b[i]), min(start + step, length))
+    length, start, step = min(len(one), len(other)), 0, 16  # most that differ do so early
+    while start < length:
+        end = min(start + step, length)
+        a, b = array("i", one[start:end]), array("i", other[start:end])
+        if a != b:
+            return start + next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
+        start, step = end, 2 * step
+    return length
 
 
 def _can_trim(cache, n: int) -> bool:
     """Caches of mlx_lm know only whether they can be trimmed at all."""
     can_trim = getattr(cache, "can_trim", None)
     return cache.is_trimmable() if can_trim is None else can_trim(n)
+
+
+def dispatched(result: T) -> T:
+    """The same array or arrays, with their computation begun."""
+    with platform.interrupts_held():
+        mx.async_eval(result)
+    return result
+
+
+def evaluate(caches: Sequence, *more: mx.array) -> None:
+    """Compute what `caches` hold, and `more`."""
+    with platform.interrupts_held():
+        mx.eval([cache.state for cache in caches], *more)
+    clear_allocator()
 
 
 def clear_allocator() -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from mlxlm import platform
 from mlxlm._mlx import mx
 from mlxlm.cache import KVCache, KVOptions
 from mlxlm.errors import GenerationError
-from mlxlm.generation.context import Context
+from mlxlm.generation.context import Context, dispatched
 from mlxlm.generation.loaded import LoadedModel
 
 CANDIDATES = 16  # places of a pair of tokens that are looked at, the latest ones
 LONGEST = 32  # tokens of a suffix that are compared
-
-T = TypeVar("T")
 
 
 class Guesses(Protocol):
@@ -60,13 +57,6 @@ def _can_take_back(cache, n: int) -> int:
     # A rotating cache of mlx_lm can't be trimmed any more once it is full.
     longest = getattr(cache, "max_size", None)
     return n if longest is None else longest - 1 - cache.offset
-
-
-def dispatched(result: T) -> T:
-    """The same array or arrays, with their computation begun."""
-    with platform.interrupts_held():
-        mx.async_eval(result)
-    return result
 
 
 class NgramLookup:
@@ -231,7 +221,7 @@ class _Drafting:
     def _draw(self, tokens: mx.array, sampler, vocab_size: int, guessed: list[mx.array]) -> mx.array | None:
         """Read `tokens`, add the one drawn to `guessed`, and return it; None if nothing can follow it."""
         logits = _of_width(self._context.model(tokens[None], cache=self._context.caches)[:, -1], vocab_size)
-        token = sampler(logits).astype(mx.int32)
+        token = mx.maximum(sampler(logits), 0)  # logits that aren't numbers: a wrong guess
         guessed.append(dispatched(token))
         if sampler.blocks:
             sampler.observe(token.item())

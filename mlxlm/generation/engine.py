@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.generation.context import PREFILL_CHUNK, Context, clear_allocator
+from mlxlm.generation.context import PREFILL_CHUNK, Context, clear_allocator, dispatched
 
 CLEAR_EVERY = 256  # tokens; the step in which caches grow and leave their old buffers to the allocator
 
@@ -34,7 +33,8 @@ def tokens(
     Closing the generator at any yield is exact: `context` then holds the prompt and every token yielded,
     without the last one only where `max_tokens` was reached, as it was never fed back. An exception (a
     KeyboardInterrupt inside a step, say) may find layers at different positions: the context is emptied. One
-    raised by `on_prefill` leaves the chunks that were read.
+    raised by `on_prefill` leaves the chunks that were read. Raises GenerationError where another text has
+    used `context` between two yields, which stays that one's.
     """
     blocks, observe = getattr(sampler, "blocks", False), getattr(sampler, "observe", None)
     model = context.model
@@ -44,11 +44,6 @@ def tokens(
 
         def forward(token: mx.array) -> mx.array:
             return model(token[None], cache=context.caches)[:, -1]
-
-        def dispatched(result: mx.array) -> mx.array:
-            with platform.interrupts_held():
-                mx.async_eval(result)
-            return result
 
         with context.changing() as ids:
             token = dispatched(sampler(forward(mx.array(prompt[-1:]))))
@@ -66,8 +61,12 @@ def tokens(
                     observe(value)
                 if n % CLEAR_EVERY == 0:
                     clear_allocator()
+            seen = context.changes
             yield value
-            if blocks and following is not None:
+            if following is None:
+                return
+            context.check_unchanged(seen)
+            if blocks:
                 with context.changing():
                     following = dispatched(sampler(following))
             token = following

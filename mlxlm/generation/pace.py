@@ -112,8 +112,8 @@ class Pace:
 
 
 def _between(costs: dict[int, float], k: int) -> float:
-    """The seconds of k proposals, where they weren't measured on the line between those that were. More than the most
-    measured are taken to cost nothing more, so that they are tried."""
+    """The seconds of k proposals; if they weren't measured, from the line between the nearest k that were. Beyond the
+    largest k that was measured its own seconds are taken: that more look cheap is why they are tried."""
     below = max(known for known in costs if known <= k)
     above = min((known for known in costs if known > k), default=None)
     if above is None or below == k:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 
-from mlxlm import platform
 from mlxlm._mlx import mx
-from mlxlm.generation.context import PREFILL_CHUNK, Context, clear_allocator, shared
+from mlxlm.generation.context import PREFILL_CHUNK, Context, evaluate, shared
 from mlxlm.generation.rows import Row
 
 TOGETHER = 2048  # tokens of all rows in one forward pass: more make it no faster, and take more memory
@@ -45,12 +44,13 @@ class Prefill:
                 yield members, caches
 
     def _families(self, prompts: list[tuple[int, ...]]) -> Iterator[tuple[list[tuple[int, ...]], list[int]]]:
-        """Prompts that begin alike, with what they begin with; those that don't, or hardly, with nothing."""
-        alone = []
+        """Prompts by the tokens that they share at the beginning, with these. Those that share fewer than
+        `WORTH_SHARING` with any other come last, all together, with none."""
+        alone, held = [], self._prefix.ids
         while prompts:
             first, *others = prompts
             alike = [shared(first, other) for other in others]
-            most = max([shared(first, self._prefix.ids), *alike])
+            most = max([shared(first, held), *alike])
             if most < WORTH_SHARING:
                 alone.append(first)
                 prompts = others
@@ -59,6 +59,7 @@ class Prefill:
             family = [other for other, n in zip(others, alike, strict=True) if 2 * n > most]
             prompts = [other for other, n in zip(others, alike, strict=True) if 2 * n <= most]
             yield [first, *family], list(first[: min((n for n in alike if 2 * n > most), default=most)])
+            held = self._prefix.ids
         if alone:
             yield alone, []
 
@@ -96,9 +97,7 @@ class Prefill:
             part = mx.array([row[first : first + columns] for row in tokens])
             # As in Context.read: the logits are never evaluated.
             self._prefix.model(part, cache=caches)
-            with platform.interrupts_held():
-                mx.eval([cache.state for cache in caches])
-            clear_allocator()
+            evaluate(caches)
             self._on_read(part.size - (sum(pads) if first == 0 else 0))
         return caches
 

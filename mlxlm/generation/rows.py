@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mlxlm import platform
 from mlxlm._mlx import mx
-from mlxlm.generation.context import clear_allocator
+from mlxlm.errors import MlxlmError
+from mlxlm.generation.context import clear_allocator, dispatched
 from mlxlm.generation.engine import CLEAR_EVERY
 from mlxlm.generation.growing import GrowingText
 from mlxlm.generation.sampling import draw_rows
@@ -16,13 +16,14 @@ from mlxlm.generation.sampling import draw_rows
 @dataclass
 class Row:
     """`prompted`: its next token to be read is the last one of its prompt, not one of its text. `wasted`: steps since
-    it ended."""
+    it ended. `error`: why it ended, if not as a text does."""
 
     index: int
     text: GrowingText
     prompted: bool = True
     ended: bool = False
     wasted: int = 0
+    error: MlxlmError | None = None
 
 
 class Rows:
@@ -49,13 +50,14 @@ class Rows:
         """Whether fewer than a quarter of the rows have ended."""
         return self.live * 4 > len(self._rows) * 3
 
-    def join(self, rows: Sequence[Row], caches: list) -> None:
-        """Add rows whose prompts, all but the last token of each, are in `caches`."""
-        last = mx.array([row.text.prompt[-1] for row in rows], mx.int32)
-        if self._rows:
-            caches = [type(old).merge([old, new]) for old, new in zip(self._caches, caches, strict=True)]
-            last = mx.concatenate([self._tokens.astype(mx.int32), last])
-        self._rows, self._caches, self._tokens = [*self._rows, *rows], caches, last
+    def join(self, groups: Iterable[tuple[Sequence[Row], list]]) -> None:
+        """Add rows, with the caches that hold their prompts, all but the last token of each."""
+        for rows, caches in groups:
+            last = mx.array([row.text.prompt[-1] for row in rows], mx.int32)
+            if self._rows:
+                caches = [type(old).merge([old, new]) for old, new in zip(self._caches, caches, strict=True)]
+                last = mx.concatenate([self._tokens.astype(mx.int32), last])
+            self._rows, self._caches, self._tokens = [*self._rows, *rows], caches, last
 
     def compact(self) -> None:
         """Take out the rows that have ended."""
@@ -64,7 +66,7 @@ class Rows:
             return
         self._rows = [self._rows[i] for i in kept]
         if not kept:
-            self._caches, self._tokens = [], None
+            self._caches, self._tokens = [], None  # memory that the next prompts can have
             return
         for cache in self._caches:
             cache.select(kept)
@@ -80,7 +82,7 @@ class Rows:
         following = self._tokens
         if going_on:
             logits = self._model(self._tokens[:, None], cache=self._caches)[:, -1]
-            following = _dispatched(logits if waits else self._drawn(logits))
+            following = dispatched(logits if waits else self._drawn(logits))
         read, ended = 0, []
         for row, token in zip(self._rows, self._tokens.tolist(), strict=True):
             if row.ended:
@@ -89,12 +91,15 @@ class Rows:
             if row.prompted:
                 row.prompted = False
                 continue
-            read += 1
-            row.text.sampler.observe(token)
-            row.ended = row.text.push(token).finish_reason is not None
+            try:
+                row.text.sampler.observe(token)
+                row.ended = row.text.push(token).finish_reason is not None
+                read += 1
+            except MlxlmError as error:  # of this text alone
+                row.ended, row.error = True, error
             if row.ended:
                 ended.append(row)
-        self._tokens = _dispatched(self._drawn(logits)) if going_on and waits else following
+        self._tokens = dispatched(self._drawn(logits)) if going_on and waits else following
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             clear_allocator()
@@ -111,9 +116,3 @@ class Rows:
         where = mx.array(live)
         drawn = draw_rows(samplers, logits[where]).astype(mx.int32)
         return mx.put_along_axis(mx.zeros(len(self._rows), mx.int32), where, drawn, axis=0)
-
-
-def _dispatched(result: mx.array) -> mx.array:
-    with platform.interrupts_held():
-        mx.async_eval(result)
-    return result

@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mlxlm import platform
 from mlxlm._mlx import mx
-from mlxlm.cache import make_cache
 from mlxlm.errors import GenerationError
-from mlxlm.generation.context import clear_allocator
+from mlxlm.generation.context import Context, evaluate
 from mlxlm.generation.loaded import LoadedModel
 
 _CHUNK = 256  # tokens whose logits are made at once: [256, V] float32 is 128 MB for 128k tokens
@@ -35,8 +33,8 @@ def score(loaded: LoadedModel, text: str, *, prompt: str = "") -> Score:
     """The log-probability of `text`, as the continuation of `prompt`.
 
     The tokenizer's special tokens stand in front as in `generate`, and are not part of the score. Text and prompt
-    are encoded apart, as a model meets a prompt and its own tokens. Raises GenerationError for an empty text, and one
-    that with the prompt is longer than the model's context.
+    are encoded apart, as a model meets a prompt and its own tokens. Raises GenerationError for an empty text, one that
+    with the prompt is longer than the model's context, and where the model's logits are not numbers.
     """
     if not isinstance(text, str) or not isinstance(prompt, str):
         raise GenerationError("text or prompt is no text", "both as strings")
@@ -70,18 +68,15 @@ def _encoded(loaded: LoadedModel, text: str, prompt: str) -> tuple[list[int], li
 
 def _logprobs(model, ids: list[int]) -> list[float]:
     """log p(ids[i] | ids[:i]) for i from 1."""
-    caches, found = make_cache(model), []
-    if getattr(model, "positions_change", None) is not None:
-        for cache in caches:
-            cache.reach = len(ids)
-    pairs = list(pairwise(ids))
+    context, found, pairs = Context(model), [], list(pairwise(ids))
+    context.keep_prefix(ids, 0)  # tells the caches how long the text is
     for start in range(0, len(pairs), _CHUNK):
         part = pairs[start : start + _CHUNK]
-        logits = model(mx.array([[a for a, _ in part]]), cache=caches)[0].astype(mx.float32)
+        logits = model(mx.array([[a for a, _ in part]]), cache=context.caches)[0].astype(mx.float32)
         chosen = mx.take_along_axis(logits, mx.array([[b] for _, b in part]), axis=-1)[:, 0]
         values = chosen - mx.logsumexp(logits, axis=-1)
-        with platform.interrupts_held():
-            mx.eval(values, [cache.state for cache in caches])
+        evaluate(context.caches, values)
         found += values.tolist()
-        clear_allocator()
+    if any(math.isnan(value) for value in found):
+        raise GenerationError("the model's logits are not numbers", "a checkpoint without NaN")
     return found

@@ -51,7 +51,7 @@ class TextStream(Iterator[Chunk]):
             if not hasattr(speculation, "check"):
                 raise GenerationError(f"speculation is {speculation!r}", "Speculation(NgramLookup())")
             speculation.check(loaded)
-        self._speculation = speculation
+        self._speculation, self._stats = speculation, None
         self._tokens = tokens if speculation is None else speculation.tokens
         self._on_prefill = on_prefill
         self._chunks = self._run()
@@ -70,14 +70,17 @@ class TextStream(Iterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        return self._growing.result(None if self._speculation is None else self._speculation.stats)
+        return self._growing.result(self._stats)
 
     def _run(self) -> Iterator[Chunk]:
         mx.reset_peak_memory()
         growing, context = self._growing, self._context
         growing.start()
+        # `tokens` does it again, with nothing left to do: whoever is told of the prompt's reading asks for this number.
         growing.cached = context.keep_prefix(growing.prompt, growing.limit)
         ids = self._tokens(context, growing.prompt, growing.sampler, growing.limit, on_prefill=self._on_prefill)
+        if self._speculation is not None:
+            self._stats = self._speculation.stats  # this text's: the next one has others
         try:
             for token in ids:
                 chunk = growing.push(token)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import tree_flatten
+from mlxlm._mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation import GenerationOptions, Request, TextStream, batch, generate, run_batch
@@ -237,6 +237,48 @@ def test_rows_end_where_the_context_does(loaded):
         same(result, alone(loaded, wanted[index]))
 
 
+@pytest.mark.parametrize("changes", [{"positions": "learned"}, {"positions": "alibi"}], ids=str)
+def test_a_row_that_has_ended_needs_no_position_behind_the_context(loaded, changes):
+    """It computes on until it is taken out, and a learned table has no more."""
+    config = loaded.config.with_changes(max_position_embeddings=32, **changes)
+    model = Decoder(config)
+    model.initialize(2)
+    other = replace(loaded, model=model, config=config)
+    options = GenerationOptions(temperature=0, max_tokens=100, seed=1)
+    wanted = [Request([1 + n] * n, options, frozenset()) for n in (30, 25, 20, 3, 2, 1)]
+    for index, result in run_batch(other, wanted, batch_size=6):
+        assert result.finish_reason == "context"
+        same(result, alone(other, wanted[index]))
+
+
+def test_a_batch_that_waits_holds_no_caches(loaded):
+    held = []
+
+    def source():
+        held.append(mx.get_active_memory())
+        yield greedy([5, 6, 7], 9)
+        while len(held) < 30:
+            held.append(mx.get_active_memory())
+            yield None
+
+    list(run_batch(loaded, source(), batch_size=4))
+    assert max(held) > held[0] + 20_000 and held[-1] < held[0] + 20_000
+
+
+def test_a_row_whose_logits_are_no_numbers_is_an_error_of_its_own(loaded):
+    class Broken(Counting):
+        def __call__(self, ids, cache=None):
+            return mx.where(ids[..., None] == 250, mx.nan, super().__call__(ids, cache))
+
+    broken = replace(loaded, model=Broken(loaded.model))
+    wanted = [greedy([5, 6, 7], 9), greedy([5, 6, 250], 9), greedy([5, 6, 8], 9)]
+    for batch_size in (1, 3):
+        found = dict(run_batch(broken, wanted, batch_size=batch_size))
+        assert isinstance(found[1], GenerationError) and "not numbers" in str(found[1])
+        for index in (0, 2):
+            same(found[index], alone(loaded, wanted[index]))
+
+
 def test_an_interrupt_ends_a_batch_and_the_next_is_whole(loaded):
     class Interrupted(Counting):
         def __call__(self, ids, cache=None):
@@ -277,3 +319,14 @@ def test_what_two_texts_begin_with(one, other, n):
     one, other = [7] * n + one, [7] * n + other
     pairs = zip(one, other, strict=False)
     assert shared(one, other) == len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def test_texts_that_differ_early_are_not_compared_to_the_end():
+    class Text(list):
+        read = 0
+
+        def __getitem__(self, where):
+            Text.read += where.stop - where.start
+            return super().__getitem__(where)
+
+    assert shared(Text([1, 2, *range(5000)]), Text([1, 3, *range(5000)])) == 1 and Text.read < 100

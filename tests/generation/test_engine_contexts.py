@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm._mlx import mx
-from mlxlm.cache import KVOptions
+from mlxlm.cache import KVOptions, write_caches
 from mlxlm.errors import CheckpointError, GenerationError
 from mlxlm.generation import Context, GenerationOptions, TextStream, generate, stream, tokens
+from mlxlm.generation.drafts import NgramLookup
+from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
@@ -206,6 +208,52 @@ def test_a_context_has_its_own_cache_settings(loaded):
 
 
 @pytest.mark.parametrize("kv", KINDS)
+def test_two_texts_at_once_need_two_contexts(loaded, kv):
+    """In step, with prompts of the same length that begin alike: nothing but the changes tells them apart."""
+    context, other = Context(loaded.model, kv), [*PROMPT[:-1], 65]
+    alone = list(tokens(Context(loaded.model, kv), other, greedy, 5))
+    first, second = tokens(context, PROMPT, greedy, 5), tokens(context, other, greedy, 5)
+    next(first)
+    found = [next(second)]
+    with pytest.raises(GenerationError, match="another text meanwhile.*a context for each"):
+        next(first)
+    assert found + list(second) == alone and agrees(context)
+
+
+def test_texts_that_speculate_need_two_contexts(loaded):
+    context, other = Context(loaded.model), [*PROMPT[:-1], 65]
+    settings = {"context": context, "temperature": 0, "max_tokens": 5}
+    first, second = (stream(loaded, p, speculation=Speculation(NgramLookup()), **settings) for p in (PROMPT, other))
+    next(first)
+    next(second)
+    with pytest.raises(GenerationError, match="another text meanwhile"):
+        next(first)
+    list(second)
+    assert second.result.tokens == list(tokens(Context(loaded.model), other, greedy, 5))
+
+
+def test_a_text_keeps_its_own_statistics(loaded):
+    speculation = Speculation(NgramLookup())
+    first = stream(loaded, PROMPT, speculation=speculation, temperature=0, max_tokens=8)
+    assert first.result.speculation is None  # not begun
+    list(first)
+    stats = first.result.speculation
+    second = stream(loaded, PROMPT, speculation=speculation, temperature=0, max_tokens=8)
+    list(second)
+    assert first.result.speculation is stats and second.result.speculation is speculation.stats is not stats
+
+
+def test_a_window_is_trimmed_by_an_answer_wherever_it_ends(loaded):
+    """However full the buffers are, a hundred tokens can be taken back, and the text isn't read again."""
+    config = loaded.config.with_changes(sliding_window=400, max_position_embeddings=4000, num_hidden_layers=1)
+    context, ids = Context(Decoder(config)), [1 + i % 250 for i in range(1500)]
+    context.read(ids[:900])
+    for end in range(920, 1300, 20):
+        context.read(ids[len(context) : end], chunk=10)
+        assert context.keep_prefix(ids[: end - 99], 100) == end - 100
+
+
+@pytest.mark.parametrize("kv", KINDS)
 def test_a_context_goes_on_from_a_file(loaded, tmp_path, kv):
     context = Context(loaded.model, kv)
     said = list(tokens(context, PROMPT, greedy, 30))
@@ -253,6 +301,15 @@ def test_a_file_of_something_else_is_refused_and_changes_nothing(loaded, tmp_pat
     with pytest.raises(CheckpointError, match="exists"):
         context.save(path, loaded)
     context.save(path, loaded, replace=True)
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    scaling = {**longrope, "original_max_position_embeddings": 30}
+    changing = Context(Decoder(loaded.config.with_changes(rope_scaling=scaling)))
+    changing.read(PROMPT)
+    for i, reach in enumerate(("9" * 5000, "-1", "")):
+        identity = changing._identity(loaded) | {"reach": reach}
+        write_caches(tmp_path / f"{i}.safetensors", changing.caches, changing.ids, identity)
+        with pytest.raises(CheckpointError, match="doesn't say how long"):
+            changing.load(tmp_path / f"{i}.safetensors", loaded)
     with pytest.raises(CheckpointError, match="no tokens"):
         Context(loaded.model).save(tmp_path / "empty.safetensors", loaded)
 

@@ -96,3 +96,14 @@ def test_the_model_is_likelier_to_say_what_it_says(loaded):
 def test_refused(loaded, text, prompt, message):
     with pytest.raises(GenerationError, match=message):
         score(loaded, text, prompt=prompt)
+
+
+def test_logits_that_are_no_numbers_are_an_error(loaded):
+    class Broken:
+        layers, config = loaded.model.layers, loaded.config
+
+        def __call__(self, ids, cache=None):
+            return loaded.model(ids, cache=cache) * mx.nan
+
+    with pytest.raises(GenerationError, match="not numbers"):
+        score(replace(loaded, model=Broken()), TEXT)
