@@ -315,7 +315,7 @@ def test_a_rotating_cache_bounds_a_chat_and_never_overflows(loaded, bits):
     kv = KVOptions(size=64, key_bits=bits, value_bits=bits)
     loaded = small(loaded, 128) if bits is None else wide(loaded)
     chat = Chat(loaded, system="Be brief.", kv=kv, **GREEDY)
-    for n in range(8):
+    for n in range(5):
         _, wanted = fresh(chat, f"Question {n}?")
         assert say(chat, f"Question {n}?") == wanted.text
         if n:
@@ -337,7 +337,7 @@ def test_a_rotating_cache_bounds_a_chat_and_never_overflows(loaded, bits):
 def test_caches_that_drop_tokens_go_back_to_the_last_question(loaded, kv):
     """An answer longer than what they can be trimmed by is taken back without the conversation being read again."""
     loaded = loaded if kv else remade(loaded, sliding_window=32, model_type="mistral")
-    long = {"temperature": 0, "max_tokens": 150}
+    long = {"temperature": 0, "max_tokens": 120}
     chat = Chat(loaded, system="Be brief.", kv=kv, **long)
 
     def wanted():
@@ -362,9 +362,9 @@ def test_caches_that_drop_tokens_go_back_to_the_last_question(loaded, kv):
 
 
 def test_memory_stays_bounded_with_a_rotating_cache(loaded):
-    chat = Chat(loaded, kv=KVOptions(size=64), temperature=0, max_tokens=100)
+    chat = Chat(loaded, kv=KVOptions(size=64), temperature=0, max_tokens=60)
     held = []
-    for n in range(8):
+    for n in range(6):
         say(chat, f"Question {n}?")
         held.append(chat.stats.cache_bytes)
     assert len(set(held[2:])) == 1
