@@ -10,19 +10,21 @@ from dataclasses import dataclass
 
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.errors import GenerationError
-from mlxlm.generation.context import ENDLESS, PREFILL_CHUNK, Context, clear_allocator
-from mlxlm.generation.drafts import Drafter, Guesses, can_take_back, dispatched
+from mlxlm.generation.context import ENDLESS, PREFILL_CHUNK, Context, clear_allocator, dispatched
+from mlxlm.generation.drafts import Drafter, Guesses, can_take_back
 from mlxlm.generation.engine import CLEAR_EVERY, wired_memory
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.pace import MEASURING, Pace
 from mlxlm.model import Decoder
 
 # Logits by which the drawn token must lead the next best one: many times the difference that computing several rows at
-# once makes, through rounding there and in the keys and values left behind. Measured on a trained model of 14M
-# parameters, text of 400 tokens: 1e-5 in float32 on a CPU (GPUs multiply float32 with 10 bits where there are several
-# rows), 0.002 where a quantized cache rounds such a difference to another step.
-MARGINS = {mx.float32: 0.002 if ON_CPU else 0.1, mx.float16: 0.1, mx.bfloat16: 0.5}
-QUANTIZED_MARGIN = 0.03
+# once makes, through rounding there and in the keys and values left behind. Measured on a CPU with models of 14M to 82M
+# parameters and up to 33 rows: 1e-5 in float32, and nothing in float16 and bfloat16. GPUs, not measured, multiply
+# float32 with 10 bits where there are several rows.
+_HALF = {mx.float16: 0.1, mx.bfloat16: 0.5}
+MARGINS = dict.fromkeys((mx.float32, mx.float16, mx.bfloat16), 0.002) if ON_CPU else {mx.float32: 0.1, **_HALF}
+# A quantized cache rounds a difference to another step: measured 0.002 in float32, 0.01 in float16, 0.04 in bfloat16.
+QUANTIZED_MARGINS = {mx.float32: 0.03 if ON_CPU else 0.1, **_HALF}
 MOST = 32  # proposals at a time; below the positions that a sliding window can give back
 
 
@@ -31,15 +33,19 @@ class SpeculationStats:
     """What came of a text's proposals so far.
 
     proposed, accepted: tokens. rounds: forward passes over proposals. decided_again: draws that were too close, and
-    were taken from a plain step instead. active: whether proposals are being made; if not, `reason` says why.
+    were taken from a plain step instead. reason: why no proposals are being made, None where some are.
     """
 
     proposed: int = 0
     accepted: int = 0
     rounds: int = 0
     decided_again: int = 0
-    active: bool = False
     reason: str | None = MEASURING
+
+    @property
+    def active(self) -> bool:
+        """Whether proposals are being made."""
+        return self.reason is None
 
     @property
     def acceptance(self) -> float | None:
@@ -54,8 +60,8 @@ class Speculation:
     The model draws at every position with its own settings and its own noise, and a guess is accepted if it is what
     was drawn (Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding"). So
     every token is the one that plain decoding draws, greedy or sampled, whatever was guessed; with an exact account of
-    rounding: where the drawn token leads the next best one by less than the margin of the logits' dtype (`MARGINS`),
-    a plain step decides.
+    rounding: where the drawn token leads the next best one by less than a margin (`MARGINS`, `QUANTIZED_MARGINS`), a
+    plain step decides.
 
     How many are guessed, and whether at all, follows from what was measured: see `Pace`. A drafter that costs nothing
     (n-gram lookup) is also checked against plain steps, and only proposes where its last guess was right.
@@ -118,7 +124,7 @@ class _Text:
     def __init__(self, context: Context, sampler, pace: Pace, stats: SpeculationStats):
         self._context, self._sampler, self._pace, self._stats = context, sampler, pace, stats
         kv = context.kv
-        self._least_margin = QUANTIZED_MARGIN if kv.key_bits or kv.value_bits else 0.0
+        self._margins = QUANTIZED_MARGINS if kv.key_bits or kv.value_bits else MARGINS
         self._held = 0  # tokens that the caches have read
         self._alike = _alike_up_to(context.model)
         self._read_at: float | None = None
@@ -149,13 +155,11 @@ class _Text:
         """`left`: how many tokens are still to come, those of `flight` included."""
         context, done = self._context, 0
         known: deque[int] = deque()
-        shown, length = context.caches, len(context)
-        caches = shown
+        caches, seen = context.caches, context.changes
         while left:
-            if context.caches is not shown or len(context) != length:
-                raise GenerationError("the context was used for another text meanwhile", "a context for each text")
+            context.check_unchanged(seen)
             with context.changing() as ids:
-                context.caches = shown = caches  # no copy is left, so that buffers are written in place
+                context.caches = caches  # no copy is left, so that buffers are written in place
                 while not known:
                     decided, flight = self._collect(flight, left)
                     known.extend(decided)
@@ -167,16 +171,16 @@ class _Text:
                     ids.append(token)
                 if done % CLEAR_EVERY == 0:
                     clear_allocator()
-                length = len(ids)
-                if surplus := self._held - length:
-                    shown = context.caches = [_without(cache, surplus) for cache in caches]
+                if surplus := self._held - len(ids):
+                    context.caches = [_without(cache, surplus) for cache in caches]
+            seen = context.changes
             yield token
 
     # Passes
 
     def _step(self, token: mx.array, in_line: bool) -> _Step:
         logits = self._forward(token)[-1:]
-        self._vocab_size, self._margin = logits.shape[-1], max(self._least_margin, MARGINS[logits.dtype])
+        self._vocab_size, self._margin = logits.shape[-1], self._margins[logits.dtype]
         return _Step(dispatched(logits if self._sampler.blocks else self._sampler(logits)), in_line)
 
     def _forward(self, tokens: mx.array) -> mx.array:
@@ -203,13 +207,15 @@ class _Text:
 
     def _proposals(self) -> int:
         """How many guesses the next round may have."""
-        proposals, stats, reason = self._pace.choose(), self._stats, self._pace.reason
+        proposals, reason = self._pace.choose(), self._pace.reason
         if self._held + 2 > self._alike:
             proposals, reason = 0, "the model's positions depend on how many tokens are read at once here"
         elif can_take_back(self._context, 2) < 2:
             proposals, reason = 0, "the key-value cache can't take tokens back here"
-        stats.active, stats.reason = proposals > 0, None if proposals else reason
-        return 0 if self._guesses.right is False else proposals
+        elif proposals and self._guesses.right is False:
+            proposals, reason = 0, "there is no guess of what comes next"
+        self._stats.reason = None if proposals else reason
+        return proposals
 
     # What came of them
 

@@ -27,7 +27,7 @@ class Greedy:
 
     def __call__(self, logits):
         self.committed += 1
-        return mx.argmax(logits, axis=-1)
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
 
     def ahead(self, logits, draft):
         ranked = mx.sort(logits, axis=-1)
@@ -44,20 +44,20 @@ class Greedy:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("wrong", [0, 1, 3, 5])
-@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("wrong", [0, 1, 4])
+@pytest.mark.parametrize("count", [1, 8])
 def test_every_token_and_every_yield_is_that_of_the_plain_engine(loaded, kind, wrong, count):
     plain, ours = Context(loaded.model, CACHES[kind]), Context(loaded.model, CACHES[kind])
-    wanted = list(tokens(plain, PROMPT, Greedy(), 70))
+    wanted = list(tokens(plain, PROMPT, Greedy(), 56))
     speculation, sampler = always(Oracle(wanted, wrong), count), Greedy()
     found = []
-    for token in speculation.tokens(ours, PROMPT, sampler, 70):
+    for token in speculation.tokens(ours, PROMPT, sampler, 56):
         found.append(token)
         assert sampler.observed == found
-        assert ours.ids == PROMPT + (found if len(found) < 70 else found[:-1])
+        assert ours.ids == PROMPT + (found if len(found) < 56 else found[:-1])
         assert exact(ours)
     assert found == wanted and ours.ids == plain.ids
-    assert sampler.committed == 70
+    assert sampler.committed == 56
     if kind == "full":
         stats = speculation.stats
         assert stats.rounds and stats.accepted <= stats.proposed

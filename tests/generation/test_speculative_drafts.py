@@ -90,7 +90,7 @@ class Greedy:
     blocks = False
 
     def __call__(self, logits):
-        return mx.argmax(logits, axis=-1)
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
 
     def fork(self):
         return self
