@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
+from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.compare import Comparison
@@ -73,7 +74,7 @@ def _totals(said: Comparison, stored: Difference) -> list[tuple[str, str, str]]:
     rows = [("loss, nats per token", f"{said.loss_a:.4f}", f"{said.loss_b:.4f}")]
     if said.bits_per_byte_a is not None:
         rows.append(("bits per byte", f"{said.bits_per_byte_a:.4f}", f"{said.bits_per_byte_b:.4f}"))
-    rows.append(("weights", render.human_bytes(stored.nbytes_a), render.human_bytes(stored.nbytes_b)))
+    rows.append(("weights", human_bytes(stored.nbytes_a), human_bytes(stored.nbytes_b)))
     rows.append(("bits per weight", f"{stored.bits_per_weight_a:.2f}", f"{stored.bits_per_weight_b:.2f}"))
     return rows
 

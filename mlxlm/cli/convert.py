@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
+from mlxlm.units import human_bytes, human_count
 
 if TYPE_CHECKING:
     from mlxlm.convert import ConversionReport
@@ -65,7 +66,7 @@ _INSTEAD = {"gguf": "--type chooses what a GGUF file holds", "llama2.c": "these 
 def report_lines(report: ConversionReport) -> Iterator[str]:
     """The report for people."""
     yield (
-        f"{report.path}: {render.human_bytes(report.bytes)}, {render.human_count(report.parameters)} parameters "
+        f"{report.path}: {human_bytes(report.bytes)}, {human_count(report.parameters)} parameters "
         f"at {report.bits_per_weight:.2f} bits each ({report.dtype}), in {report.seconds:.1f} s"
     )
     for check in report.checks:

@@ -10,6 +10,7 @@ import click
 
 from mlxlm import platform
 from mlxlm.cli import render
+from mlxlm.units import human_bytes
 
 
 @click.command()
@@ -79,7 +80,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
 
 def _shown(name: str, value: Any) -> str:
     if name in ("memory", "working_set"):
-        return render.human_bytes(value)
+        return human_bytes(value)
     if name == "matmul_gflops":
         return f"{value} GFLOP/s (float32, 1024 x 1024)"
     if isinstance(value, bool):

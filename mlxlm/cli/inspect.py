@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
+from mlxlm.units import human_bytes, human_count
 
 if TYPE_CHECKING:
     from mlxlm.describe import Description
@@ -49,17 +50,17 @@ def lines(found: Description):
     yield "format", found.format
     yield "family", f"{found.family}, run by {found.path_taken}"
     yield from found.architecture.items()
-    yield "parameters", f"{render.human_count(found.parameters)} in {found.tensors} tensors"
-    yield "size", f"{render.human_bytes(found.bytes)}, {found.bits_per_weight:.2f} bits per weight"
-    types = (f"{name} {render.human_bytes(size)} in {count} tensors" for name, (count, size) in found.types.items())
+    yield "parameters", f"{human_count(found.parameters)} in {found.tensors} tensors"
+    yield "size", f"{human_bytes(found.bytes)}, {found.bits_per_weight:.2f} bits per weight"
+    types = (f"{name} {human_bytes(size)} in {count} tensors" for name, (count, size) in found.types.items())
     yield "types", "; ".join(types)
     if found.quantization:
         yield "quantization", _plan(found.quantization)
         for plan, names in by_value({name: _plan(entry) for name, entry in found.exceptions.items()}).items():
             yield f"  {plan}", names
     cache = found.cache_per_token
-    per_token = "" if cache is None else f", and {render.human_bytes(1000 * cache)} for 1,000 tokens of context"
-    yield "memory here", f"{render.human_bytes(found.memory)} for the weights{per_token}"
+    per_token = "" if cache is None else f", and {human_bytes(1000 * cache)} for 1,000 tokens of context"
+    yield "memory here", f"{human_bytes(found.memory)} for the weights{per_token}"
     tokenizer = found.tokenizer
     if tokenizer is None:
         yield "tokenizer", "none that mlxlm reads"

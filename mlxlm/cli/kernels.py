@@ -9,6 +9,7 @@ import click
 from mlxlm.cli import render
 from mlxlm.config import ModelConfig, preset_names
 from mlxlm.errors import MlxlmError, PlatformError
+from mlxlm.units import human_bytes
 
 _DEFAULT = "15m"
 _MODEL = click.argument("model", default=_DEFAULT)
@@ -99,7 +100,7 @@ def _rows(m):
             f"{1e3 * timing.median:.3f}",
             f"{1e3 * first:.3f} to {1e3 * last:.3f}",
             f"{timing.error:.1e}",
-            render.human_bytes(timing.peak_bytes),
+            human_bytes(timing.peak_bytes),
             "taken" if path == m.fastest else "",
         )
 

@@ -9,6 +9,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.tokenizer import SOURCES_HELP
+from mlxlm.units import human_bytes, human_seconds
 
 
 @click.command(epilog=SOURCES_HELP)
@@ -61,9 +62,9 @@ def prepare(
         render.emit_json(manifest.to_dict())
         return
     splits = {"train": manifest.train, "validation": manifest.validation}
-    rows = [(name, s.tokens, s.documents, render.human_bytes(s.bytes)) for name, s in splits.items()]
+    rows = [(name, s.tokens, s.documents, human_bytes(s.bytes)) for name, s in splits.items()]
     render.print_result(render.table(rows, ("split", "tokens", "documents", "text")))
-    speed = render.human_bytes((manifest.train.bytes + manifest.validation.bytes) / seconds)
-    render.say(f"wrote {out} in {render.human_seconds(seconds)} ({speed}/s)")
+    speed = human_bytes((manifest.train.bytes + manifest.validation.bytes) / seconds)
+    render.say(f"wrote {out} in {human_seconds(seconds)} ({speed}/s)")
     if manifest.split == "tail":
         render.say("few documents: validation is the end of the text")

@@ -6,6 +6,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.config import ModelConfig, preset_names
+from mlxlm.units import human_bytes, human_count
 
 
 @click.command()
@@ -21,14 +22,14 @@ def presets(as_json: bool) -> None:
     rows = [
         (
             name,
-            render.human_count(c.parameter_count()),
+            human_count(c.parameter_count()),
             c.hidden_size,
             c.num_hidden_layers,
             c.num_attention_heads,
             c.num_key_value_heads,
             c.vocab_size,
             c.max_position_embeddings,
-            render.human_bytes(c.kv_bytes_per_token()),
+            human_bytes(c.kv_bytes_per_token()),
         )
         for name, c in found.items()
     ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.quantize import Report
@@ -134,7 +135,7 @@ def _flag(name: str) -> str:
 
 def show(report: Report) -> None:
     """The report for people, on stdout."""
-    size = f"{render.human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
+    size = f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
     render.result(f"{report.path}: {size}")
     render.print_result(render.table(list(_rows(report)), ("", "source", "quantized")))
     worst = [(name, report.bits[name], f"{report.errors[name]:.4f}") for name in report.worst(_WORST)]
@@ -151,8 +152,8 @@ def show(report: Report) -> None:
 def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
     yield (
         "weights",
-        render.human_bytes(report.source_bits_per_weight * report.parameters / 8),
-        render.human_bytes(report.bits_per_weight * report.parameters / 8),
+        human_bytes(report.source_bits_per_weight * report.parameters / 8),
+        human_bytes(report.bits_per_weight * report.parameters / 8),
     )
     yield "bits per weight", f"{report.source_bits_per_weight:.2f}", f"{report.bits_per_weight:.2f}"
     said = report.measured

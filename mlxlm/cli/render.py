@@ -18,6 +18,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from mlxlm.units import human_bytes
+
 
 class _StderrConsole(Console):
     """stderr is not the result: if its reader is gone, the work goes on."""
@@ -180,32 +182,3 @@ def spinner(label: str) -> Iterator[None]:
     else:
         say(label)
         yield
-
-
-def human_bytes(n: float) -> str:
-    """Decimal units: 1.2 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(n) < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.2f} TB"
-
-
-def human_count(n: float) -> str:
-    """1234567 -> 1.23M."""
-    for unit in ("", "k", "M"):
-        if abs(n) < 1000:
-            return f"{n:.0f}{unit}" if unit == "" else f"{n:.3g}{unit}"
-        n /= 1000
-    return f"{n:.3g}B"
-
-
-def human_seconds(s: float) -> str:
-    """75 -> 1m15s."""
-    s = max(0, round(s))
-    if s < 60:
-        return f"{s}s"
-    minutes, seconds = divmod(s, 60)
-    if minutes < 60:
-        return f"{minutes}m{seconds:02d}s"
-    return f"{minutes // 60}h{minutes % 60:02d}m"

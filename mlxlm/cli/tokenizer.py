@@ -13,6 +13,7 @@ from mlxlm.cli import render
 from mlxlm.errors import TokenizerError
 from mlxlm.files import new_folder
 from mlxlm.tokenizer import KINDS, load, report, train
+from mlxlm.units import human_bytes, human_count, human_seconds
 
 SOURCES_HELP = "Sources: text files, .jsonl files, both also as .gz or .zst, folders of them, or - for stdin."
 
@@ -43,7 +44,7 @@ def train_command(files: tuple[str, ...], vocab_size: int, kind: str, out: Path)
         with render.bytes_progress("Training", total_bytes(files)) as advance:
             trained = train(texts(files, stdin=_stdin(), advance=advance), vocab_size, kind)
         trained.save(folder)
-    seconds = render.human_seconds(time.perf_counter() - started)
+    seconds = human_seconds(time.perf_counter() - started)
     render.say(f"trained a {kind} tokenizer of {trained.vocab_size} tokens in {seconds}")
     render.result(str(out))
 
@@ -123,9 +124,9 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
     ]
     if texts_path is not None:
         rows += [
-            ("text", f"{render.human_bytes(measured.bytes)}, {measured.tokens} tokens"),
+            ("text", f"{human_bytes(measured.bytes)}, {measured.tokens} tokens"),
             ("bytes per token", f"{measured.bytes_per_token:.3f}"),
-            ("speed", f"{render.human_count(measured.tokens_per_second)} tokens/s"),
+            ("speed", f"{human_count(measured.tokens_per_second)} tokens/s"),
             ("vocabulary used", f"{100 * measured.vocabulary_used:.1f}%"),
         ]
     render.print_result(render.table(rows))

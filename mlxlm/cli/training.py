@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from mlxlm.cli import render
 from mlxlm.cli.chart import line_chart
 from mlxlm.train import Event, Finished, Run, Sample, Saved, Started, Step, Stopped, Validation, train
+from mlxlm.units import human_bytes, human_count, human_seconds
 
 _PLAIN_EVERY = 10.0  # seconds between progress lines where stderr is not a terminal
 
@@ -85,7 +86,7 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
     if validations:
         render.say(
             f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
-            f"{ending.tokens_per_second:,.0f} tokens/s, {render.human_seconds(ending.seconds)} of steps"
+            f"{ending.tokens_per_second:,.0f} tokens/s, {human_seconds(ending.seconds)} of steps"
         )
     render.say(f"the curve is in {Path(run.path, 'loss.png')}")
 
@@ -104,7 +105,7 @@ def _progress() -> Iterator[Callable[[Event], None]]:
             if isinstance(event, Started):
                 bar.update(task, total=event.steps, completed=event.step)
                 render.say(
-                    f"{render.human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
+                    f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
                     f"of {event.tokens_per_step:,} tokens, {event.epochs:.1f} passes over the training text"
                 )
             elif isinstance(event, Step):
@@ -129,6 +130,6 @@ def _progress() -> Iterator[Callable[[Event], None]]:
 def _facts(event: Step) -> str:
     speed = f"{event.tokens_per_second:,.0f} tokens/s" if event.tokens_per_second else "first step compiled"
     return (
-        f"loss {event.loss:.3f}  {speed}  {render.human_seconds(event.seconds_left)} left  "
-        f"{render.human_bytes(event.memory)}"
+        f"loss {event.loss:.3f}  {speed}  {human_seconds(event.seconds_left)} left  "
+        f"{human_bytes(event.memory)}"
     )
