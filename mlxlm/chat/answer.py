@@ -27,18 +27,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stats:
-    """A chat so far: answers drawn, those undone included, and their tokens; `last` is the last of them.
+    """What a chat has cost since it was made or opened: answers drawn, those undone included, and their tokens; `last`
+    is the last of them. The caches have `cache_bytes`."""
 
-    The conversation takes `context_used` of `context_size` tokens; the caches have `cache_bytes`. `seed` is the first
-    answer's.
-    """
-
-    turns: int
+    answers: int
     generated_tokens: int
-    context_used: int
-    context_size: int
     cache_bytes: int
-    seed: int
     last: Result | None
 
 

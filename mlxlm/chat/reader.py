@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from mlxlm.cache import KVOptions
 from mlxlm.chat.marks import MarkedContext
-from mlxlm.chat.template import Message, transcript
+from mlxlm.chat.template import PLAIN, Message, transcript
 from mlxlm.generation import GenerationOptions, LoadedModel, TextStream
 from mlxlm.generation.context import ENDLESS, shared
-from mlxlm.generation.growing import check_prompt
+from mlxlm.generation.growing import check_prompt, make_sampler
 
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import Speculation
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Reader:
     """A model that reads a conversation, and keeps in `context` what it has read of it.
 
+    defaults: options that nobody has set.
     limit: tokens that a conversation may have, answer included; more than ENDLESS where the cache rotates.
     end_ids: tokens that end an answer.
     """
@@ -31,11 +32,17 @@ class Reader:
         self.limit = 1 + check_prompt(loaded, [0], kv)
         self.context = MarkedContext(loaded.model, kv)
         self.end_ids = loaded.end_ids | self.transcript.end_ids
+        self.defaults = GenerationOptions(**({} if self.transcript.name == PLAIN else {"max_tokens": None}))
 
     @property
     def size(self) -> int:
         """Tokens that the model can see: its context, or what a rotating cache holds."""
         return self.context.kv.size if self.limit > ENDLESS else self.limit
+
+    def check(self, options: GenerationOptions) -> None:
+        """Raise GenerationError for options that this model can't serve."""
+        options.check_vocabulary(self.loaded.config.vocab_size)
+        make_sampler(self.loaded, [0], options, 0, self.end_ids)
 
     def prompt(self, earlier: Sequence[Message], question: str) -> list[int]:
         """The ids of a conversation and a question, up to where the answer begins."""

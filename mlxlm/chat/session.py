@@ -15,7 +15,7 @@ from mlxlm.chat.branches import Branches, Conversation, Turn
 from mlxlm.chat.overflow import Overflow, check_overflow, fitted, shortened
 from mlxlm.chat.reader import Reader
 from mlxlm.chat.template import Message
-from mlxlm.chat.transcripts import Session
+from mlxlm.chat.transcripts import Session, not_default
 from mlxlm.errors import GenerationError
 from mlxlm.generation import GenerationOptions, LoadedModel, Result, TextStream
 from mlxlm.generation.noise import draw_seed
@@ -38,8 +38,9 @@ class Chat:
     to where the last question began). A template that drops the reasoning of earlier answers has its way: the last
     answer is then read again without it.
 
-    Answer n (from 0, retries and those undone included) is drawn with seed + n. While an answer is under way, whatever
-    else is asked of the chat ends it first, as closing its generator does: what was said stays.
+    Every answer, retries and those undone included, is drawn with the seed that follows the one before it. While an
+    answer is under way, whatever else is asked of the chat ends it first, as closing its generator does: what was said
+    stays.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Chat:
         speculation: Speculation | None = None,
         **options: Any,
     ):
-        """`template`: see `mlxlm.chat.template.transcript`. `options` are the fields of GenerationOptions.
+        """`template`: see `mlxlm.chat.template.transcript`. `options` are the fields of GenerationOptions, with its
+        defaults but for `max_tokens`: see `defaults`.
 
         overflow: what happens when the model's context has no room. "stop": `ask` raises ContextFull. "drop": the
         oldest turns go, whole ones, the system message never, until the conversation with the new message takes at
@@ -65,31 +67,27 @@ class Chat:
         can't work.
         """
         self._answering: Callable[[], Generator | None] = lambda: None  # weak: one that nobody reads has ended
-        self._options = GenerationOptions.of(**options)
-        self._begin_seeds(draw_seed() if self._options.seed is None else self._options.seed)
+        self._reader = Reader(loaded, template, kv or KVOptions())
+        self.options = GenerationOptions.of(**{"max_tokens": self.defaults.max_tokens, **options})
         self.system = system
         self.overflow = overflow
         self.speculation = speculation
         self.notes: list[str] = []  # what a person should know of how this chat was opened
         self._branches = Branches()
-        self._reader = Reader(loaded, template, kv or KVOptions())
         if speculation is not None:
             speculation.check(loaded)
-        self._generated = 0
+        self._answers = self._generated = 0
         self.prompt_tokens = 0  # of the last answer, also while it is under way
         self._last: Result | None = None
         self._files = session_files.OwnFiles()
-
-    def _begin_seeds(self, seed: int) -> None:
-        self.seed, self._drawn = seed, 0
-        self._options = replace(self._options, seed=seed)
 
     # What it consists of.
 
     @property
     def loaded(self) -> LoadedModel:
         """The model. Another one reads the conversation as text, with its own template; it keeps the settings but a
-        `logit_bias` of other tokens."""
+        `logit_bias` of other tokens and a `max_tokens` that was the default of the one before. Raises as Chat does:
+        the model stays then."""
         return self._reader.loaded
 
     @loaded.setter
@@ -97,9 +95,16 @@ class Chat:
         self._settle()
         if self.speculation is not None:
             self.speculation.check(loaded)
-        before, self._reader = self._reader, Reader(loaded, self._reader.asked_template, self.kv)
-        if loaded.tokenizer.fingerprint != before.loaded.tokenizer.fingerprint:
-            self._forget_tokens()
+        reader = Reader(loaded, self._reader.asked_template, self.kv)
+        options, same_tokens = self._options, loaded.tokenizer.fingerprint == self.loaded.tokenizer.fingerprint
+        if not same_tokens:  # the ids of another tokenizer mean nothing
+            options = replace(options, logit_bias={})
+        if options.max_tokens == self.defaults.max_tokens:
+            options = replace(options, max_tokens=reader.defaults.max_tokens)
+        reader.check(options)
+        self._reader, self._options = reader, options
+        if not same_tokens:
+            self._branches.keep_ids(lambda turn: False)
 
     @property
     def kv(self) -> KVOptions:
@@ -113,15 +118,20 @@ class Chat:
 
     @property
     def options(self) -> GenerationOptions:
-        """Of the next answers. A new seed in it is that of the next answer."""
+        """Of the next answer, whose seed it has; None as a seed is a drawn one. Raises GenerationError for a
+        constraint, a bias or a number that this model can't serve, and changes nothing."""
         return self._options
 
     @options.setter
     def options(self, options: GenerationOptions) -> None:
-        changed = options.seed is not None and options.seed != self.seed
-        self._options = replace(options, seed=self.seed)
-        if changed:
-            self._begin_seeds(options.seed)
+        self._reader.check(options)
+        self._options = replace(options, seed=draw_seed()) if options.seed is None else options
+
+    @property
+    def defaults(self) -> GenerationOptions:
+        """What the options are that nobody has set: GenerationOptions's, but a model with a chat template ends its
+        answers itself (`max_tokens` is None)."""
+        return self._reader.defaults
 
     @property
     def system(self) -> str | None:
@@ -186,8 +196,7 @@ class Chat:
 
     @property
     def stats(self) -> Stats:
-        held, used = self._reader.context.nbytes, self.context_used
-        return Stats(self._drawn, self._generated, used, self.context_size, held, self.seed, self._last)
+        return Stats(self._answers, self._generated, self._reader.context.nbytes, self._last)
 
     # What can be done.
 
@@ -271,7 +280,7 @@ class Chat:
         weights, tokenizer = session_files.fingerprints(self.loaded)
         session = Session(
             str(self.loaded.path), weights, tokenizer, self._reader.asked_template, self._system, self._overflow,
-            self._drawn, self._options, self.kv, self._branches,
+            not_default(self._options, self.defaults), self.kv, self._branches,
         )  # fmt: skip
         self._files.write(Path(path), session, self._reader.context if cache else None, self.loaded)
 
@@ -297,11 +306,10 @@ class Chat:
         """
         path, files = Path(path), session_files.OwnFiles()
         found = session_files.found(files.read(path), path, loaded, template)
-        given = {"template": template, "overflow": overflow, "kv": kv, "seed": options.pop("seed", None)}
+        given = {"template": template, "overflow": overflow, "kv": kv}
         given = {name: value for name, value in given.items() if value is not None}
         chat = cls(loaded, speculation=speculation, **{**found.settings, **options, **given})
         chat._files, chat._branches, chat.notes = files, found.branches, found.notes
-        chat._drawn = 0 if "seed" in given else found.drawn
         if found.same_model and (problem := session_files.read_cache(path, chat._reader.context, loaded)):
             chat.notes.append(problem)
         return chat
@@ -313,11 +321,6 @@ class Chat:
         answering = self._answering()
         if answering is not None:
             answering.close()
-
-    def _forget_tokens(self) -> None:
-        """The ids of another tokenizer mean nothing."""
-        self._branches.keep_ids(lambda turn: False)
-        self._options = replace(self._options, logit_bias={})
 
     def _messages(self, turns: Sequence[Turn]) -> list[Message]:
         system = [Message("system", self._system)] if self._system else []
@@ -340,9 +343,8 @@ class Chat:
         )
         self._see_only(conversation)
         self.prompt_tokens = len(prompt)
-        options = replace(self._options, seed=(self.seed + self._drawn) % 2**64)
         earlier = self._messages(conversation.seen)
-        answer = self._reader.answer(earlier, prompt, options, self.speculation, on_prefill)
+        answer = self._reader.answer(earlier, prompt, self._options, self.speculation, on_prefill)
         answering = self._answer(conversation, question, prompt, answer)
         self._answering = weakref.ref(answering)
         return answering
@@ -357,6 +359,7 @@ class Chat:
             result = answer.result
             if result.tokens:
                 self._branches.current = conversation.with_turn(turn_of(question, prompt, result, self._reader))
-                self._drawn += 1
+                self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
+                self._answers += 1
                 self._generated += len(result.tokens)
                 self._last = result

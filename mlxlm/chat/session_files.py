@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from mlxlm.chat.answer import spells
 from mlxlm.chat.branches import Branches
 from mlxlm.chat.template import NAMES
 from mlxlm.chat.transcripts import Session, decoded, encoded
-from mlxlm.errors import GenerationError, MlxlmError
+from mlxlm.errors import GenerationError, MlxlmError, one_line
 from mlxlm.files import new_file, write_bytes
 from mlxlm.generation import Context, LoadedModel
 from mlxlm.reading import read_bytes
@@ -40,7 +40,8 @@ class OwnFiles:
         """Write the session, and the cache of `context` beside it. Raises as `Chat.save` does."""
         content = encoded(session)
         if len(content) > _LARGEST:
-            raise GenerationError(f"this chat has {len(content)} bytes, more than the {_LARGEST} of a session file")
+            problem = f"this chat has {len(content)} bytes, more than the {_LARGEST} of a session file"
+            raise GenerationError(problem, "a new chat")
         place = path.resolve()
         if place in self._digests and place.exists():
             if _digest(read_bytes(place, _LARGEST, GenerationError)) != self._digests[place]:
@@ -71,7 +72,6 @@ class Found:
 
     settings: dict[str, Any]
     branches: Branches
-    drawn: int
     notes: list[str]
     same_model: bool
 
@@ -83,12 +83,12 @@ def found(session: Session, path: Path, loaded: LoadedModel, template: str | Non
     tokenizer is the same and they spell the text; a chat template out of a file is not read, as a session file from
     elsewhere could name any file.
     """
-    notes, options, branches = [], session.options, session.branches
+    notes, options, branches = [], dict(session.options), session.branches
     weights, tokenizer = fingerprints(loaded)
     same_tokens = session.tokenizer == tokenizer
     branches.keep_ids(lambda turn: same_tokens and spells(loaded.tokenizer, turn.ids, turn.answer))
     if not same_tokens:
-        options = replace(options, logit_bias={})
+        options.pop("logit_bias", None)
     settings: dict[str, Any] = {"system": session.system, "overflow": session.overflow}
     same_model = same_tokens and session.weights == weights
     if not same_model:
@@ -97,7 +97,7 @@ def found(session: Session, path: Path, loaded: LoadedModel, template: str | Non
         settings |= {"kv": session.kv, "template": session.template if session.template in NAMES else None}
         if template is None and session.template not in (None, *NAMES):
             notes.append(f"{path} had the chat template {session.template}, which is not used unless asked for")
-    return Found({**settings, **vars(options)}, branches, session.drawn, notes, same_model)
+    return Found(settings | options, branches, [one_line(note) for note in notes], same_model)
 
 
 def read_cache(path: Path, context: Context, loaded: LoadedModel) -> str | None:
@@ -108,5 +108,5 @@ def read_cache(path: Path, context: Context, loaded: LoadedModel) -> str | None:
     try:
         context.load(file, loaded)
     except MlxlmError as error:
-        return f"the conversation is read again, since its cache can't be used: {error.message}"
+        return one_line(f"the conversation is read again, since its cache can't be used: {error.message}")
     return None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -88,7 +89,7 @@ def _read_template(path: Path) -> str:
     try:
         return read_bytes(path, _LARGEST_TEMPLATE, TokenizerError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not UTF-8: {error.reason}") from None
+        raise TokenizerError(f"{path} is not UTF-8: {error.reason} at byte {error.start}", "a text in UTF-8") from None
 
 
 class PlainText:
@@ -148,8 +149,8 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
             self._template = environment.from_string(self._source)
-        except jinja2.TemplateError as error:
-            raise _broken(error) from error
+        except Exception as error:  # also RecursionError, for one that is nested deeply
+            raise _broken(error, name) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self.end_ids = self._find_end_ids()
@@ -167,7 +168,7 @@ class ChatTemplate:
                 **names,
             )
         except Exception as error:  # a template is a program: it can fail with any error
-            raise _broken(error) from error
+            raise _broken(error, self.name) from error
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         stand_ins = _StandIns(self._source + "".join(m.content for m in messages))
@@ -197,11 +198,14 @@ class ChatTemplate:
         spliced_text = rendered(spliced)
         if stand_ins.restored(spliced_text) == wanted:
             text = spliced_text
-        return self._encode_pieces(list(stand_ins.split(text)), stand_ins)
+        ids = self._encode_pieces(list(stand_ins.split(text)), stand_ins)
+        if add_generation_prompt and not ids:
+            raise TokenizerError(f"{_called(self.name)} gives nothing for this conversation", _OTHERS)
+        return ids
 
     def _encode_pieces(self, pieces: list[str], stand_ins: _StandIns) -> list[int]:
         ids: list[int] = []
-        for piece, following in zip(pieces, [*pieces[1:], ""], strict=True):
+        for piece, following in zip_longest(pieces, pieces[1:], fillvalue=""):
             if piece in stand_ins.ids:
                 ids += stand_ins.ids[piece]
                 continue
@@ -280,7 +284,14 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _broken(error: Exception) -> TokenizerError:
+_OTHERS = f"another template: {', '.join([*FORMATS, PLAIN])}, or a jinja file"
+
+
+def _called(name: str) -> str:
+    return "the model's chat template" if name == MODEL else f"the chat template {name}"
+
+
+def _broken(error: Exception, name: str) -> TokenizerError:
     where = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
     reason = " ".join(str(error).split())
-    return TokenizerError(f"the model's chat template failed{where}: {reason}")
+    return TokenizerError(f"{_called(name)} failed{where}: {reason}", _OTHERS)

@@ -1,7 +1,7 @@
 """What is in a session file: a chat as lines of JSON that people can read.
 
-The first line is an object about the chat: the model by name and fingerprints, system prompt, settings, and where the
-answers' seeds have got to. Each line after it is a message: `role` ("user", "assistant"), `content`, and of an answer
+The first line is an object about the chat: the model by name and fingerprints, system prompt, settings, the seed of the
+next answer among them. Each line after it is a message: `role` ("user", "assistant"), `content`, and of an answer
 `seed`, `finish_reason`, `time` and `ids`, its tokens, which count where they spell `content` (so that content can be
 edited by hand). A question follows the answer in the line before it, or the one in the line that `after` names (1: it
 is the first). Where there are several branches, `branches` in the first line has the line of the last answer of each,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +25,7 @@ from mlxlm.generation import FinishReason, GenerationOptions
 
 VERSION = 1
 _MARK = "mlxlm_chat"
+_LINES = "the line of an answer, or 1"
 _LARGEST_ID = 2**31
 _MOST_TURNS = 1 << 20  # of all branches, which share lines: a small file could have any number
 
@@ -32,7 +33,7 @@ _MOST_TURNS = 1 << 20  # of all branches, which share lines: a small file could 
 @dataclass(frozen=True)
 class Session:
     """What a session file holds. `model`: its name, for people; `weights`, `tokenizer`: fingerprints; `template`: as
-    it was asked for; `drawn`: answers drawn so far, from the seed of `options` on."""
+    it was asked for; `options`: those of GenerationOptions that are not the chat's defaults."""
 
     model: str
     weights: str
@@ -40,8 +41,7 @@ class Session:
     template: str | None
     system: str | None
     overflow: Overflow
-    drawn: int
-    options: GenerationOptions
+    options: dict[str, Any]
     kv: KVOptions
     branches: Branches
 
@@ -69,9 +69,8 @@ def encoded(session: Session) -> bytes:
         "template": session.template,
         "system": session.system,
         "overflow": session.overflow,
-        "drawn": session.drawn,
-        "options": _not_default(session.options),
-        "kv": _not_default(session.kv),
+        "options": session.options,
+        "kv": not_default(session.kv, KVOptions()),
     }
     if list(ends) != [MAIN] or ends[MAIN]["dropped"]:
         header |= {"branch": session.branches.name, "branches": ends}
@@ -84,14 +83,9 @@ def _answer_line(turn: Turn) -> dict[str, Any]:
     return {name: value for name, value in line.items() if value is not None}
 
 
-def _not_default(options: Any) -> dict[str, Any]:
-    values = {}
-    for field in fields(options):
-        value = getattr(options, field.name)
-        default = field.default if field.default is not MISSING else field.default_factory()
-        if value != default:
-            values[field.name] = dict(value) if isinstance(value, Mapping) else value
-    return values
+def not_default(options: Any, defaults: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from those of `defaults`."""
+    return {name: value for name, value in vars(options).items() if value != getattr(defaults, name)}
 
 
 def _json_line(value: dict[str, Any]) -> bytes:
@@ -121,7 +115,7 @@ def decoded(content: bytes, path: Path) -> Session:
         if question.get("role", str) != "user":
             raise question.error("is not a message of the user, whose turn it is", 'one whose role is "user"')
         if after != 1 and after not in turns:
-            raise question.error(f"comes after line {after}, which is no answer above it")
+            raise question.error(f"comes after line {after}, which is no answer above it", _LINES)
         number, text = next(numbered, (number, None))
         if text is None:
             raise question.error("is a message without an answer", "the same file without it")
@@ -136,9 +130,8 @@ def decoded(content: bytes, path: Path) -> Session:
             template=header.get("template", str, None),
             system=header.text("system", None),
             overflow=check_overflow(header.get("overflow", str, "stop")),
-            drawn=_count(header, "drawn"),
-            options=_options(header),
-            kv=_kv(header),
+            options=_settings(header, "options", GenerationOptions),
+            kv=KVOptions(**_settings(header, "kv", KVOptions)),
             branches=_branches(header, turns, last),
         )
 
@@ -148,7 +141,7 @@ def _turn(question: Line, answer: Line) -> Turn:
         raise answer.error("is not the model's answer to the line above", 'one whose role is "assistant"')
     ids = answer.get("ids", list, [])
     if not all(type(id) is int and 0 <= id < _LARGEST_ID for id in ids):
-        raise answer.error("has ids that are no token ids")
+        raise answer.error("has ids that are no token ids", "the same line without ids")
     reason = answer.get("finish_reason", str, None)
     if reason not in (None, *get_args(FinishReason)):
         raise answer.error(f"has the finish_reason {reason!r}", "one of " + ", ".join(get_args(FinishReason)))
@@ -165,39 +158,35 @@ def _count(line: Line, name: str) -> int:
     return count
 
 
-def _options(header: Line) -> GenerationOptions:
-    options = GenerationOptions.of(**header.get("options", dict, {}))
-    if options.seed is None:
-        raise header.error("has no seed in its options", "a whole number")
-    return options
-
-
-def _kv(header: Line) -> KVOptions:
-    values = header.get("kv", dict, {})
-    names = [field.name for field in fields(KVOptions)]
+def _settings(header: Line, name: str, kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that the header has under this name, as the dataclass takes them."""
+    values = header.get(name, dict, {})
+    names = [field.name for field in fields(kind)]
     if unknown := sorted(set(values) - set(names)):
-        raise header.error(f"has no kv setting {', '.join(unknown)}", "one of " + ", ".join(names))
-    return KVOptions(**values)
+        raise header.error(f"has {', '.join(unknown)} in its {name}, which is no setting", "one of " + ", ".join(names))
+    checked = kind(**values)
+    return {name: getattr(checked, name) for name in values}
 
 
 def _branches(header: Line, turns: Mapping[int, tuple[int, Turn]], last: int) -> Branches:
     ends = header.get("branches", dict, {MAIN: {"line": last}})
     current = header.get("branch", str, next(iter(ends), MAIN))
     if current not in ends or len(ends) > MOST_BRANCHES:
-        raise header.error(f"has no branch {current!r}, or more than {MOST_BRANCHES}")
+        problem = f"more than {MOST_BRANCHES} branches" if current in ends else f"no branch {shown(current)}"
+        raise header.error(f"has {problem}", f"at most {MOST_BRANCHES} branches, its own among them")
     conversations, room = {}, _MOST_TURNS
     for name, end in ends.items():
         check_name(name)
         place = header.inner(end, f"the branch {name}")
         line, dropped = place.get("line", int, 1), _count(place, "dropped")
         if line != 1 and line not in turns:
-            raise header.error(f"has the branch {name} end at line {line}, which is no answer")
+            raise header.error(f"has the branch {name} end at line {line}, which is no answer", _LINES)
         found = tuple(islice(_back(turns, line), room + 1))[::-1]
         room -= len(found)
         if room < 0:
-            raise header.error(f"has more than {_MOST_TURNS} turns in all its branches")
+            raise header.error(f"has more than {_MOST_TURNS} turns in all its branches", "fewer branches")
         if dropped > len(found):
-            raise header.error(f"has {dropped} turns dropped of the branch {name}, which has {len(found)}")
+            raise header.error(f"has {dropped} turns dropped of the branch {name}, which has {len(found)}", "fewer")
         conversations[name] = Conversation(found, dropped)
     return Branches(conversations, current)
 

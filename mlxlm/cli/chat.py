@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
+from mlxlm import platform
 from mlxlm.cli.kv_options import kv_options
 from mlxlm.cli.sampling_options import sampling_options
-from mlxlm.cli.waiting import waiting
+from mlxlm.cli.sections import SectionedCommand, option
+from mlxlm.cli.speculation_options import load_model, speculation_options
+from mlxlm.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
     from mlxlm.chat.session import Chat
-    from mlxlm.generation import GenerationOptions, LoadedModel
+    from mlxlm.generation import GenerationOptions
     from mlxlm.generation.speculative import Speculation
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("model", required=False)
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit.")
@@ -43,12 +48,21 @@ if TYPE_CHECKING:
     show_default=True,
     help="What is seen of reasoning; dim leaves it out where that is no terminal.",
 )
-@click.option("--markdown/--no-markdown", default=None, help="Render Markdown.  [default: with a chat template]")
-@click.option("--draft", metavar="MODEL", help="A small model that proposes tokens: the same text, sooner.")
-@click.option("--lookup", is_flag=True, help="Propose what followed the same words earlier: the same text, sooner.")
+@click.option(
+    "--markdown/--no-markdown", default=None, help="Render Markdown.  [default: in a terminal, with a chat template]"
+)
 @click.option("-v", "--verbose", is_flag=True, help="Tokens and speed after each answer.")
-@sampling_options(without=["logprobs"])
+@option(
+    "Length and end",
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Stop an answer after so many tokens.  [default: 256 without a chat template]",
+)
+@sampling_options(without=["logprobs", "max_tokens"])
 @kv_options
+@speculation_options
 def chat(
     model: str | None,
     system: str | None,
@@ -61,11 +75,11 @@ def chat(
     overflow: str | None,
     think: str,
     markdown: bool | None,
-    draft: str | None,
-    lookup: bool,
     verbose: bool,
+    max_tokens: int | None,
     options: GenerationOptions,
     kv: KVOptions,
+    speculation: Callable[[], Speculation] | None,
 ) -> None:
     """Chat with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
@@ -80,88 +94,59 @@ def chat(
         raise click.UsageError("--cache needs --session")
     if sum([session is not None, go_on, private]) > 1:
         raise click.UsageError("only one of --session, --continue and --private")
-    if draft and lookup:
-        raise click.UsageError("either --draft or --lookup")
-    from mlxlm.chat.terminal import keeping
-    from mlxlm.chat.terminal.loop import Talk
+    typed = prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    if overflow == "ask" and not typed:
+        raise click.UsageError("--overflow is ask, and nobody is there to be asked (try: stop or drop)")
+    if markdown and not sys.stdout.isatty():
+        raise click.UsageError("--markdown needs a terminal (try: without it)")
+    from mlxlm.chat.session import Chat
+    from mlxlm.chat.terminal import autosave
+    from mlxlm.chat.terminal.loop import Talk, announce
     from mlxlm.chat.terminal.settings import Settings
-    from mlxlm.chat.terminal.statistics import measure_bandwidth
+    from mlxlm.chat.terminal.statistics import memory_bandwidth
 
-    path = Path(session) if session is not None else keeping.latest() if go_on else None
+    path = Path(session) if session is not None else autosave.latest() if go_on else None
     opened = path is not None and (path.exists() or path.is_symlink())
     if model is None and not opened:
         raise click.UsageError("which MODEL? (try: mlxlm chat MODEL, or --continue)")
     model = model or _model_of(path)
-    loaded = _load(model)
-    asked = overflow or ("ask" if prompt is None and sys.stdin is not None and sys.stdin.isatty() else "stop")
-    given = {
+    loaded = load_model(model)
+    given = {f.name: getattr(options, f.name) for f in fields(options) if _is_given(f.name)} | {
+        "max_tokens": max_tokens,
         "template": template,
-        "overflow": "drop" if asked == "drop" else "stop",
+        "overflow": overflow and ("drop" if overflow == "drop" else "stop"),
         "kv": kv if _is_given("kv_size", "kv_bits") else None,
-        "speculation": _speculation(draft, lookup),
-        **{f.name: getattr(options, f.name) for f in fields(options) if _is_given(f.name)},
+        "speculation": speculation and speculation(),
     }
-    talking = _open(path, loaded, system, given) if opened else _begin(loaded, system, given)
-    settings = Settings(think, _is_for_markdown(markdown, talking), verbose, asked)
-    keeps = prompt is None and sys.stdin is not None and sys.stdin.isatty()
-    keeper = keeping.Keeper(
-        path, named=session is not None, cached=cache, enabled=not private and (keeps or path is not None)
-    )
+    given = {name: value for name, value in given.items() if value is not None}
+    chat = Chat.open(path, loaded, **given) if opened else Chat(loaded, **given)
+    chat.system = chat.system if system is None else system
+    announce(chat)
+    looks = "auto" if markdown is None else "on" if markdown else "off"
+    asks = typed if overflow is None else overflow == "ask"
+    keeper = autosave.Autosave(path, named=session is not None, cached=cache, unnamed=typed and not private)
+    talk = Talk(chat, Settings(think, looks, verbose, asks), keeper, load_model, given)
     if verbose:
-        measure_bandwidth()
-    talk = Talk(talking, settings, keeper, _load)
+        memory_bandwidth()
     if prompt is not None:
         talk.once(prompt)
-        keeper.finish(talk.chat)
     else:
-        talk.run(_greeting(model, talking), private)
-
-
-def _begin(loaded: LoadedModel, system: str | None, given: dict[str, Any]) -> Chat:
-    from mlxlm.chat.session import Chat
-
-    chat = Chat(loaded, system=system, **given)
-    if chat.template != "plain" and "max_tokens" not in given:
-        from dataclasses import replace
-
-        chat.options = replace(chat.options, max_tokens=None)
-    return chat
-
-
-def _open(path: Path, loaded: LoadedModel, system: str | None, given: dict[str, Any]) -> Chat:
-    from mlxlm.chat.session import Chat
-    from mlxlm.chat.terminal.output import say
-
-    chat = Chat.open(path, loaded, **given)
-    if system is not None:
-        chat.system = system
-    for note in chat.notes:
-        say(note)
-    return chat
+        sys.exit(talk.run(_greeting(model, chat), private))
 
 
 def _model_of(path: Path) -> str:
-    """The model that a session file names."""
+    """The model that a session file names, if it is on this machine: a file from elsewhere is no reason to download
+    something."""
     from mlxlm.chat.session_files import OwnFiles
 
-    return OwnFiles().read(path).model
-
-
-def _load(model: str) -> LoadedModel:
-    from mlxlm.generation import load
-
-    # A path is kept in the session, which may be opened from another folder.
-    with waiting(f"loading {model}"):
-        return load(os.path.abspath(model) if os.path.exists(model) else model)
-
-
-def _speculation(draft: str | None, lookup: bool) -> Speculation | None:
-    if not (draft or lookup):
-        return None
-    from mlxlm.generation.drafts import DraftModel, NgramLookup
-    from mlxlm.generation.speculative import Speculation
-
-    return Speculation(DraftModel(_load(draft)) if draft else NgramLookup())
+    name = OwnFiles().read(path).model
+    folder = platform.model_cache() / "--".join(["models", *name.partition("@")[0].split("/")])
+    if not os.path.exists(name) and not folder.exists():
+        raise GenerationError(
+            f"{path} is a chat with {name}, which isn't on this machine",
+            f"mlxlm chat MODEL --session {shlex.quote(str(path))}, with {name} or another MODEL",
+        )
+    return name
 
 
 def _is_given(*names: str) -> bool:
@@ -170,18 +155,14 @@ def _is_given(*names: str) -> bool:
     return any(source(name) is ParameterSource.COMMANDLINE for name in names)
 
 
-def _is_for_markdown(wanted: bool | None, chat: Chat) -> bool:
-    """A model that just continues a text means its line ends."""
-    return chat.template != "plain" if wanted is None else wanted
-
-
 def _greeting(model: str, chat: Chat) -> list[str]:
+    from mlxlm.chat.template import PLAIN
+
     lines = [f"{model}: a context of {chat.context_size} tokens. /help lists the commands."]
     if messages := sum(message.role != "system" for message in chat.messages):
         lines.append(f"Going on after {messages} messages, /show messages shows them.")
-    if chat.template == "plain":
-        lines.append(
-            "This model has no chat template: it continues your text until it ends the text itself, or for "
-            f"{chat.options.max_tokens} tokens (--max-tokens)."
-        )
+    if chat.template == PLAIN:
+        limit = chat.options.max_tokens
+        until = "it ends the text itself" + (f", or for {limit} tokens (--max-tokens)" if limit else "")
+        lines.append(f"This model has no chat template: it continues your text until {until}.")
     return lines

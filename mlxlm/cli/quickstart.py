@@ -13,6 +13,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.errors import DataError
+from mlxlm.units import human_bytes, human_count
 
 if TYPE_CHECKING:
     from mlxlm.chat.terminal.loop import Talk
@@ -51,7 +52,7 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
             sources = [str(Path(folder, "python-reference.jsonl"))]
             write_python_reference(Path(sources[0]))
         text = ", ".join(data) or "Python's language reference, as questions and answers"
-        size = render.human_count(config.parameter_count())
+        size = human_count(config.parameter_count())
         render.say(f"1. A tokenizer and a model of {size} parameters, from {text}")
         run = start_run(out, sources, config, minutes=minutes, settings=dict(SETTINGS), phase=phase)
     render.say(f"2. Training for about {minutes:g} minutes (Ctrl-C saves and stops)")
@@ -63,7 +64,7 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
     render.say(f"3. Quantizing the best checkpoint to 4 bits, in {small}")
     report = quantize(run.path, small, bits=4)
     change = report.measured.bits_per_byte_change
-    size = f"{render.human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
+    size = f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
     render.say(f"{size}; {change:+.4f} bits per byte on the validation text by the smaller weights")
     loaded = load(small)
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
@@ -97,23 +98,24 @@ def _free_name(path: Path) -> Path:
 def _chat(loaded: LoadedModel) -> None:
     greeting = "4. Chat. A model of this size gets the form right, seldom the facts. /help lists the commands.\n"
     greeting += "Ask it, for example: What is assert?" if _has_roles(loaded) else "Begin a text, and the model goes on."
-    _talk(loaded).run(greeting.split("\n"))
+    if code := _talk(loaded, in_terminal=True).run(greeting.split("\n")):
+        sys.exit(code)
 
 
 def _continuation(loaded: LoadedModel) -> None:
     question = "What is assert?" if _has_roles(loaded) else "The"
     render.say(f"4. {question}")
-    _talk(loaded).once(question)
+    _talk(loaded, in_terminal=False).once(question)
 
 
-def _talk(loaded: LoadedModel) -> Talk:
+def _talk(loaded: LoadedModel, in_terminal: bool) -> Talk:
     from mlxlm.chat.session import Chat
-    from mlxlm.chat.terminal.keeping import Keeper
+    from mlxlm.chat.terminal.autosave import Autosave
     from mlxlm.chat.terminal.loop import Talk
     from mlxlm.chat.terminal.settings import Settings
-    from mlxlm.generation import load
+    from mlxlm.cli.speculation_options import load_model
 
-    return Talk(Chat(loaded), Settings(markdown=_has_roles(loaded), overflow="ask"), Keeper(), load)
+    return Talk(Chat(loaded), Settings(asks=in_terminal), Autosave(unnamed=in_terminal), load_model)
 
 
 def _has_roles(loaded: LoadedModel) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from mlxlm.files import json_line
 from mlxlm.units import human_bytes
 
 
@@ -41,8 +41,8 @@ console = _StderrConsole(stderr=True, highlight=False, soft_wrap=True, markup=Fa
 
 
 def say(message: str, style: str | None = None) -> None:
-    """One line for the person, on stderr."""
-    console.print(message, style=style)
+    """One line for the person, on stderr; where that is no terminal without a style, whatever the environment says."""
+    console.print(message, style=style if sys.stderr.isatty() else None)
 
 
 def result(text: str) -> None:
@@ -61,8 +61,13 @@ def hanging(heading: str, text: str) -> str:
 
 def emit_json(value: Any) -> None:
     """One JSON object on one line, on stdout."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    write_line(json_line(value))
+
+
+def write_line(line: bytes) -> None:
+    """A line to stdout, in UTF-8 whatever the locale, at once."""
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
 
 
 def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, title: str | None = None) -> Table:

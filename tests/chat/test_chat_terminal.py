@@ -111,13 +111,13 @@ def test_settings_system_branches_and_edits(terminal):
     chat = terminal("-n", "5")
     say(chat, "/system Be brief.", "system prompt: Be brief.")
     say(chat, "/set temperature 7000", "temperature is 7000.* to 100")
-    say(chat, "/set top-k 3")
+    say(chat, "/set top-k 3", r"top_k +3")
     say(chat, "/set", r"think +dim", r"overflow +ask", r"top_k +3", r"max_tokens +5")
     say(chat, "/set colour red", "there is no setting colour")
     say(chat, "One", "cut off")
     say(chat, "/branch other", "in a new branch, other")
     say(chat, "Two", "cut off")
-    say(chat, "/branch", "main: 1 message", r"\* other: 2 messages")
+    say(chat, "/branch", r"main: 1 turn\r", r"\* other: 2 turns")
     say(chat, "/branch main", "in branch main")
     say(chat, "/show", "template +model", r"branch +main, of main, other")
     chat.send("/edit\r")
@@ -126,6 +126,12 @@ def test_settings_system_branches_and_edits(terminal):
     chat.expect("cut off")
     chat.expect(PROMPT)
     say(chat, "/tokens", "user +One more")
+    say(chat, '/system """\rYou are\rbrief."""', "system prompt: You are\r\nbrief.")
+    say(chat, "//etc?", "cut off")
+    chat.send("/edit\r")
+    chat.expect('>.*""".*/etc.*"""')  # in a block: it is no command
+    say(chat, "", "cut off")
+    say(chat, "/tokens", r"user +/etc\?")
 
 
 def test_sessions_are_saved_and_loaded(terminal, tmp_path):
@@ -145,7 +151,7 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path):
     say(chat, "And?", "cut off")
     say(chat, "/stats", r"[1-9]\d* kept from before")  # from the cache beside the file
     assert saved.stat().st_mode & 0o777 == 0o600
-    assert f"--session {saved}" in leave(chat).replace("\r\n", " ")
+    assert f"--session '{saved}'" in leave(chat).replace("\r\n", " ")
     assert len(messages_in(saved)) == 6
     chat = terminal("--session", str(saved), "-n", "9")
     say(chat, "/show messages", "Hello!", "More", r"And\?")
@@ -160,15 +166,26 @@ def test_continue_goes_on_with_the_last_conversation_and_its_model(terminal, tmp
     chat = terminal("--continue")
     assert "Going on after 2 messages" in chat.before
     say(chat, "More", "cut off")
+    say(chat, "/set overflow drop")
     leave(chat)
     (session,) = kept(tmp_path)
     assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "More"]
+    chat = terminal("--continue")
+    say(chat, "/set overflow", r"overflow +drop")
+    (tmp_path / "tiny").rename(tmp_path / "moved")
+    say(chat, f"/model {tmp_path / 'moved'}", "goes on with this model")
+    leave(chat)
+    assert json.loads(session.read_text().splitlines()[0])["model"].endswith("moved")
 
 
-def test_private_keeps_nothing(terminal, tmp_path):
+def test_private_keeps_nothing_but_what_is_saved(terminal, tmp_path):
     chat = terminal("-n", "5", "--private")
     say(chat, "Hello!", "cut off")
-    leave(chat)
+    say(chat, f"/save {tmp_path / 's.jsonl'}", "saved to")
+    say(chat, "/reset", "is forgotten")
+    say(chat, "Secret", "cut off")
+    assert "--continue" not in leave(chat)
+    assert "Hello!" in (tmp_path / "s.jsonl").read_text() and "Secret" not in (tmp_path / "s.jsonl").read_text()
     assert not (tmp_path / "state").exists()
 
 
@@ -197,7 +214,7 @@ def test_tab_completes_commands_arguments_and_paths(terminal, tmp_path):
     (tmp_path / "a-long-name.jsonl").write_text("")
     chat = terminal("-n", "5")
     chat.send("/bra\t\r")
-    chat.expect("main: 0 messages")
+    chat.expect("main: 0 turns")
     chat.expect(PROMPT)
     chat.send("/set thi\thi\t\r")
     chat.expect(PROMPT)
@@ -244,7 +261,7 @@ def test_ctrl_c_while_a_long_message_is_read(model_folder, environment):
         "        interrupt = lambda n: (os.kill(os.getpid(), signal.SIGINT), on_prefill(n))\n"
         "        return chat.ask('Hello! ' * 300, on_prefill=interrupt)\n"
         "    assert turns.answer(chat, begin, 'dim', True, stop) is None\n"
-        "assert chat.messages == [] and chat.stats.turns == 0\n"
+        "assert chat.messages == [] and chat.stats.answers == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
@@ -267,10 +284,14 @@ def test_a_terminal_that_is_closed_loses_nothing(terminal, tmp_path, number):
     assert questions == (["Hello!"] if number == signal.SIGKILL else ["Hello!", "Again"])
 
 
-def test_a_terminal_that_goes_away_at_the_prompt(terminal, tmp_path):
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_hang_up_at_the_prompt(terminal, tmp_path, gone):
     chat = terminal("-n", "5")
     say(chat, "Hello!", "cut off")
-    chat.close(force=False)  # the other end of the pseudo-terminal: a hang-up
+    if gone:
+        chat.close(force=False)  # the other end of the pseudo-terminal
+    else:
+        os.kill(chat.pid, signal.SIGHUP)
     deadline = time.monotonic() + 20
     while chat.isalive() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -288,9 +309,9 @@ def test_a_full_context_is_cleared_when_asked(terminal):
             break
         chat.expect(PROMPT)
     chat.send("n\r")
-    chat.expect("error: the conversation would have")
+    chat.expect("error: the conversation would have .* /set overflow drop")
     chat.expect(PROMPT)
-    chat.send("word " * 500 + "\r")
+    chat.send("\r")  # the message is still there
     chat.expect("Drop the oldest turns")
     chat.send("y\r")
     chat.expect(r"\d messages dropped: the model no longer sees them")
@@ -319,7 +340,11 @@ def test_an_answer_in_a_dumb_terminal_has_no_escapes(terminal):
 
 def test_an_error_ends_the_turn_only(terminal):
     chat = terminal("-n", "5", "--overflow", "stop")
-    say(chat, "word " * 1500, r"error: the conversation would have \d+ tokens")
+    chat.send("word " * 1500 + "\r")
+    chat.expect(r"error: the conversation would have \d+ tokens.*a shorter message")
+    chat.expect(r"word.*\x1b\[\?25h")  # the message is still there
+    chat.sendintr()
+    chat.expect(PROMPT)
     say(chat, "Hello!", "cut off")
     leave(chat)
 
@@ -355,9 +380,29 @@ def test_over_a_pipe_blocks_have_several_lines(model_folder, environment):
 def test_over_a_pipe_an_error_is_the_exit_code(model_folder, environment):
     done = piped(model_folder, environment, b"Hello!\n\xff\xfe\n", "-n", "5")
     assert done.returncode == 1
-    assert done.stderr == b"error: line 2 of standard input is not UTF-8: invalid start byte\n"
-    done = piped(model_folder, environment, b"/set overflow ask\n")
-    assert done.returncode == 1 and b"nobody is there to be asked" in done.stderr
+    assert done.stderr == b"error: line 2 of standard input is not UTF-8: invalid start byte (try: a text in UTF-8)\n"
+    for line, problem in ((b"overflow ask", b"nobody is there to be asked"), (b"markdown on", b"no terminal")):
+        done = piped(model_folder, environment, b"/set " + line)
+        assert done.returncode == 1 and problem in done.stderr
+
+
+def test_a_session_of_a_model_that_is_not_here_and_its_escapes(model_folder, environment, tmp_path):
+    """A file from elsewhere neither downloads a model nor drives the terminal."""
+    session = tmp_path / "s.jsonl"
+    session.write_text(json.dumps({"mlxlm_chat": 1, "model": "no/\x1b]0;x\x07\x9b2J", "options": {"seed": 1}}) + "\n")
+    left_out = subprocess.run(
+        [*MLXLM, "chat", "--session", str(session), "-p", "x"], env=environment, capture_output=True, timeout=60
+    )
+    assert left_out.returncode == 1 and b"isn't on this machine" in left_out.stderr
+    child = pexpect.spawn(
+        MLXLM[0], [*MLXLM[1:], "chat", str(model_folder), "--session", str(session), "-n", "3", "-p", "x"],
+        env=environment, timeout=30,
+    )  # fmt: skip
+    seen = child.read()
+    child.close()
+    assert b"another model" in seen
+    for written in (left_out.stderr, seen):
+        assert b"\x1b]" not in written and b"\x07" not in written and b"\xc2\x9b" not in written
 
 
 def test_one_question(model_folder, environment, tmp_path):
@@ -366,6 +411,9 @@ def test_one_question(model_folder, environment, tmp_path):
     assert once.stdout == piped(model_folder, environment, b"Hello!\n", "-n", "9").stdout
     system = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!", "--system", "Be brief.")
     assert system.stdout != once.stdout
+    cached = tmp_path / "c.jsonl"
+    piped(model_folder, environment, b"Hello!\n/exit\n", "-n", "9", "--session", str(cached), "--cache")
+    assert cached.with_name("c.jsonl.cache.safetensors").exists()
     session = tmp_path / "s.jsonl"
     for question in ("Hello!", "And?"):
         done = piped(model_folder, environment, b"", "-n", "9", "-p", question, "--session", str(session))
@@ -374,8 +422,12 @@ def test_one_question(model_folder, environment, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--cache",), ("--continue", "--private"), ("--draft", "x", "--lookup"), ("--kv-keep", "3")]
-)
+    "arguments",
+    [
+        ("--cache",), ("--continue", "--private"), ("--draft", "x", "--lookup"), ("--kv-keep", "3"),
+        ("--overflow", "ask"), ("-p", "x", "--overflow", "ask"), ("-p", "x", "--markdown"), ("-n", "0"),
+    ],
+)  # fmt: skip
 def test_options_that_need_others(model_folder, environment, arguments):
     done = piped(model_folder, environment, b"", *arguments)
     assert done.returncode == 2 and done.stderr.startswith(b"Usage: ")

@@ -3,13 +3,19 @@
 import io
 import re
 import sys
+from copy import copy
+from dataclasses import replace
 
 import pytest
+from prompt_toolkit.document import Document
 from seen import Seen
 
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import output, screen
-from mlxlm.chat.terminal.blocks import block_is_open, without_block
+from mlxlm.chat.terminal.autosave import Autosave
+from mlxlm.chat.terminal.blocks import block_is_open, typed, without_block
+from mlxlm.chat.terminal.editor import _Commands
+from mlxlm.chat.terminal.loop import Talk
 from mlxlm.chat.terminal.settings import Settings, change, shown
 from mlxlm.errors import GenerationError
 
@@ -82,17 +88,18 @@ def test_settings(loaded):
     for name, text, expected in (
         ("temperature", "0.5", 0.5), ("top-k", "3", 3), ("max_tokens", "none", None), ("max_tokens", "9", 9),
         ("stop", "END 'two words' \\n", ("END", "two words", "\n")), ("logit_bias", "5=-2 6=1.5", {5: -2.0, 6: 1.5}),
-        ("temperature", "default", 0.7), ("stop", "default", ()), ("seed", "11", 11),
+        ("temperature", "default", 0.7), ("max_tokens", "default", None), ("stop", "default", ()), ("seed", "11", 11),
     ):  # fmt: skip
         change(settings, chat, name, text)
         assert getattr(chat.options, name.replace("-", "_")) == expected
-    assert chat.seed == 11
+    change(settings, chat, "seed", "default")
+    assert chat.options.seed not in (None, 11)
     change(settings, chat, "think", "hide")
     change(settings, chat, "stats", "on")
     change(settings, chat, "overflow", "drop")
     assert (settings.think, settings.stats, chat.overflow) == ("hide", True, "drop")
     change(settings, chat, "overflow", "ask")
-    assert chat.overflow == "stop"  # the terminal asks
+    assert chat.overflow == "stop" and shown(settings, chat)["overflow"] == "ask"  # the terminal does
     assert shown(settings, chat)["logit_bias"] == "5=-2.0 6=1.5"
 
 
@@ -105,6 +112,46 @@ def test_settings_that_cannot_work_change_nothing(loaded, name, text):
     with pytest.raises(GenerationError, match=name):
         change(settings, chat, name, text)
     assert chat.options == before and settings == Settings()
+
+
+def test_settings_that_the_model_cannot_serve_are_refused_at_once(loaded):
+    chat = Chat(loaded, seed=7)
+    for name, text in (("regex", "("), ("logit_bias", "900=1"), ("logprobs", "2")):
+        with pytest.raises(GenerationError):
+            change(Settings(), chat, name, text)
+
+
+def test_a_model_with_a_template_ends_its_answers_and_one_without_is_ended(loaded):
+    bare = copy(loaded.tokenizer)
+    bare.chat_template = None
+    settings = Settings()
+    for given, expected in (({}, (None, 256)), ({"max_tokens": 9}, (9, 9))):
+        chat = Chat(loaded, **given)
+        assert (chat.options.max_tokens, settings.has_markdown(chat)) == (expected[0], True)
+        chat.loaded = replace(loaded, tokenizer=bare)
+        assert (chat.options.max_tokens, settings.has_markdown(chat)) == (expected[1], False)
+        chat.loaded = loaded
+        assert chat.options.max_tokens == expected[0]
+    assert Chat(replace(loaded, tokenizer=bare)).options.max_tokens == 256
+
+
+def test_what_is_typed_for_a_message():
+    for message in ("Hello", "/etc?", " /x", '"""', 'say """', '"""a"""', "\n/a\n"):
+        line = typed(message)
+        assert not block_is_open(line) and not line.startswith("/") and without_block(line) == message
+    assert block_is_open('/system """a') and block_is_open('/edit """\nb') and not block_is_open('/load """a')
+    assert not block_is_open('/system """a"""')
+
+
+def test_completions_are_in_order_and_help_takes_names(loaded):
+    talk = Talk(Chat(loaded), Settings(), Autosave(), None)
+
+    def offered(text):
+        return [c.text for c in _Commands(talk).get_completions(Document(text), None)]
+
+    assert offered("/s") == ["/system ", "/set ", "/show ", "/save ", "/stats"]
+    assert offered("/help sa") == ["save"] and offered("/set think ") == ["show", "dim", "hide"]
+    assert offered("/set thi") == ["think "]
 
 
 def test_blocks():

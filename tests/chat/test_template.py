@@ -102,7 +102,7 @@ def test_the_token_behind_an_answer_ends_it(tokens):
     ("template", "message"),
     [
         ("a\n{% for m in %}", "at line 2"),
-        ("{{ raise_exception('no system\nrole') }}", "failed: no system role$"),
+        ("{{ raise_exception('no system\nrole') }}", "failed: no system role .try: another template: chatml"),
         ("{{ messages.append(1) }}", "failed: "),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: .*unsafe"),
         ("{{ 1 // 0 }}", "failed: .*zero"),
@@ -178,7 +178,8 @@ def test_answers_that_a_template_leaves_as_they_are_stay_the_ids_they_were(token
 
 
 def test_without_a_generation_prompt(tokens):
-    messages = [Message("user", "?"), Message("assistant", "Fox.", tuple(tokens.encode("Fox.", add_special_tokens=False)))]
+    ids = tuple(tokens.encode("Fox.", add_special_tokens=False))
+    messages = [Message("user", "?"), Message("assistant", "Fox.", ids)]
     ids = ChatTemplate(tokens).encode(messages, add_generation_prompt=False)
     assert tokens.decode(ids, skip_special_tokens=False).endswith("<|assistant|>\nFox.<|end|>\n")
 

@@ -1,8 +1,8 @@
 """The chat in a terminal, or over a pipe: the only part of the library that writes to either.
 
-`loop.run` is the conversation of a person, `turns.answer` one answer as plain text. Importing the package is cheap.
+`loop.Talk` is the conversation of a person, `turns.answer` one answer of it. Importing the package is cheap.
 """
 
-from mlxlm.chat.terminal.output import printable, write
+from mlxlm.chat.terminal.output import write
 
-__all__ = ["printable", "write"]
+__all__ = ["write"]

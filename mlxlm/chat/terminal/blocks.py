@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TextIO
 
 from mlxlm.errors import GenerationError
 
 BLOCK = '"""'
+_COMMAND = re.compile(r"/(system|edit)\s+")  # those that take a message
 
 
 def block_is_open(text: str) -> bool:
-    """Whether `text` begins a block that isn't closed yet."""
-    text = text.strip()
+    """Whether `text` begins a block that isn't closed yet, by itself or behind a command that takes one."""
+    text = _COMMAND.sub("", text.strip(), count=1) if text.lstrip().startswith("/") else text.strip()
     return text.startswith(BLOCK) and (len(text) < 2 * len(BLOCK) or not text.endswith(BLOCK))
 
 
@@ -24,6 +26,12 @@ def without_block(text: str) -> str:
     return stripped[len(BLOCK) : -len(BLOCK)].removeprefix("\n").removesuffix("\n")
 
 
+def typed(message: str) -> str:
+    """What a person types for it to be this message: one that looks like a command or a block is in a block."""
+    marked = message.lstrip().startswith(("/", BLOCK))
+    return f"{BLOCK}\n{message}\n{BLOCK}" if marked else message
+
+
 def piped_messages(source: TextIO | None) -> Iterator[str]:
     """The lines of a pipe, and its blocks as a whole. Raises GenerationError naming the line that can't be read."""
     held, begun = "", 0
@@ -31,7 +39,8 @@ def piped_messages(source: TextIO | None) -> Iterator[str]:
         try:
             text = line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise GenerationError(f"line {number} of standard input is not UTF-8: {error.reason}") from None
+            problem = f"line {number} of standard input is not UTF-8: {error.reason}"
+            raise GenerationError(problem, "a text in UTF-8") from None
         held, begun = (f"{held}\n{text}", begun) if held else (text, number)
         if not block_is_open(held):
             yield held

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxlm import bandwidth, platform
+from mlxlm.chat.reasoning import split
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import settings, statistics
-from mlxlm.chat.terminal.output import printable, say, tell
-from mlxlm.chat.terminal.statistics import measure_bandwidth
+from mlxlm.chat.terminal.blocks import typed, without_block
+from mlxlm.chat.terminal.output import say, tell
+from mlxlm.chat.terminal.screen import open_screen
+from mlxlm.chat.terminal.statistics import memory_bandwidth
 from mlxlm.chat.terminal.turns import raised_interrupts
 from mlxlm.errors import GenerationError
+from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.chat.terminal.loop import Talk
@@ -65,27 +70,28 @@ A message that begins with / is typed with //. The number in the prompt is how f
 
 def _system(talk: Talk, text: str) -> None:
     if text:
-        talk.chat.system = None if text == "none" else text
-        talk.keeper.keep(talk.chat)
-    say(f"system prompt: {printable(talk.chat.system)}" if talk.chat.system else "there is no system prompt")
+        talk.chat.system = None if text == "none" else without_block(text)
+        talk.autosave.keep(talk.chat)
+    say(f"system prompt: {talk.chat.system}" if talk.chat.system else "there is no system prompt")
 
 
 def _set(talk: Talk, text: str) -> None:
     name, _, value = text.partition(" ")
-    if not name or not value:
-        shown = settings.shown(talk.settings, talk.chat)
-        name = name.replace("-", "_")
-        if name and name not in shown:
-            raise GenerationError(f"there is no setting {name}", ", ".join(settings.NAMES))
-        for key in [name] if name else shown:
-            tell(f"{key:18} {printable(shown[key])}")
-        return
-    if not talk.interactive and (name, value.strip()) == ("overflow", "ask"):
-        raise GenerationError("overflow is ask, and nobody is there to be asked", "stop or drop")
-    settings.change(talk.settings, talk.chat, name, value.strip())
-    if (name, value.strip()) == ("stats", "on"):
-        measure_bandwidth()
-    talk.keeper.keep(talk.chat)
+    name, value = name.replace("-", "_"), value.strip()
+    if name and name not in settings.NAMES:
+        raise settings.no_setting(name)
+    if value:
+        if not talk.interactive and (name, value) == ("overflow", "ask"):
+            raise GenerationError("overflow is ask, and nobody is there to be asked", "stop or drop")
+        if not sys.stdout.isatty() and (name, value) == ("markdown", "on"):
+            raise GenerationError("markdown is on, and there is no terminal to show it", "off or auto")
+        settings.change(talk.settings, talk.chat, name, value)
+        if (name, value) == ("stats", "on"):
+            memory_bandwidth()
+        talk.autosave.keep(talk.chat)
+    shown = settings.shown(talk.settings, talk.chat)
+    for key in [name] if name else shown:
+        tell(f"{key:18} {shown[key]}")
 
 
 def _show(talk: Talk, what: str) -> None:
@@ -97,23 +103,35 @@ def _show(talk: Talk, what: str) -> None:
     if what == "system":
         return _system(talk, "")
     if what == "messages":
-        for message in chat.messages:
-            say(f"{message.role}:")
-            tell(printable(message.content))
-        return None
+        return _show_messages(talk)
     rows = {}
     if what in ("", "model"):
         weights = bandwidth.weight_bytes(chat.loaded.model)
         rows["model"] = str(chat.loaded.path)
         rows["template"] = chat.template
-        rows["read per token"] = "?" if weights is None else f"{statistics.human_bytes(weights)} of weights"
+        rows["read per token"] = "?" if weights is None else f"{human_bytes(weights)} of weights"
         rows["context"] = f"{chat.context_used} of {chat.context_size} tokens"
     if what in ("", "session"):
         rows["branch"] = f"{chat.branch_name}, of {', '.join(chat.branches)}"
-        rows["kept in"] = str(talk.keeper.path or "no file yet")
+        rows["kept in"] = str(talk.autosave.path or "no file yet")
     for name, value in rows.items():
-        tell(f"{name:15} {printable(value)}")
+        tell(f"{name:15} {value}")
     return None
+
+
+def _show_messages(talk: Talk) -> None:
+    """In a terminal the answers look as they did when they came, but for hidden reasoning, which isn't counted."""
+    for message in talk.chat.messages:
+        say(f"{message.role}:")
+        if message.role != "assistant" or not sys.stdout.isatty():
+            tell(message.content)
+            continue
+        screen = open_screen(talk.settings.think, talk.settings.has_markdown(talk.chat))
+        thought, answer = split(message.content)
+        if talk.settings.think != "hide":
+            screen.push(thought, True)
+        screen.push(answer, False)
+        screen.finish()
 
 
 def _model(talk: Talk, name: str) -> None:
@@ -124,6 +142,7 @@ def _model(talk: Talk, name: str) -> None:
         loaded = talk.load(_expanded(name) if name.startswith("~") else name)
     talk.chat.loaded = loaded
     talk.moved = None
+    talk.autosave.keep(talk.chat)
     say("the conversation goes on with this model, which reads it anew")
     return None
 
@@ -131,11 +150,11 @@ def _model(talk: Talk, name: str) -> None:
 def _save(talk: Talk, text: str) -> None:
     """The file is the chat's from now on: every answer is added to it."""
     name = text.removesuffix("--cache").strip()
-    if not name and not talk.keeper.named:
+    if not name and not talk.autosave.named:
         raise GenerationError("there is no file yet to save to", "/save FILE")
-    path = Path(_expanded(name)) if name else talk.keeper.path
-    talk.keeper.save(talk.chat, path, cache=text.endswith("--cache"))
-    talk.keeper.name(path, cached=text.endswith("--cache"))
+    path = Path(_expanded(name)) if name else talk.autosave.path
+    talk.autosave.save(talk.chat, path, cache=text.endswith("--cache"))
+    talk.autosave.name(path, cached=text.endswith("--cache"))
     say(f"saved to {path}; what is said from now on is added to it")
 
 
@@ -144,13 +163,13 @@ def _load(talk: Talk, name: str) -> None:
         raise GenerationError("there is no file to load", "/load FILE")
     path = Path(_expanded(name))
     with raised_interrupts():
-        chat = Chat.open(path, talk.chat.loaded, speculation=talk.chat.speculation)
+        chat = Chat.open(path, talk.chat.loaded, **talk.given)
     talk.take(chat, path)
 
 
 def _undo(talk: Talk, _: str) -> None:
     turn = talk.chat.undo()
-    talk.keeper.keep(talk.chat)
+    talk.autosave.keep(talk.chat)
     say(f"forgotten: {_beginning(turn.question)}")
 
 
@@ -163,9 +182,9 @@ def _edit(talk: Talk, text: str) -> None:
     if not questions:
         raise GenerationError("there is no message yet", "a message first")
     if text:
-        talk.edit(text)
+        talk.edit(without_block(text))
     elif talk.interactive:
-        talk.draft = questions[-1]
+        talk.draft, talk.editing = typed(questions[-1]), True
     else:
         raise GenerationError("there is no terminal to edit in", "/edit TEXT")
 
@@ -174,7 +193,7 @@ def _branch(talk: Talk, name: str) -> None:
     chat = talk.chat
     if not name:
         for branch, turns in chat.branches.items():
-            tell(f"{'*' if branch == chat.branch_name else ' '} {branch}: {_count(turns, 'message')}")
+            tell(f"{'*' if branch == chat.branch_name else ' '} {branch}: {turns} {'turn' if turns == 1 else 'turns'}")
         say("/branch NAME begins another one here, or goes back to one")
         return
     if name in chat.branches:
@@ -184,13 +203,13 @@ def _branch(talk: Talk, name: str) -> None:
     else:
         chat.branch(name)
         say(f"in a new branch, {name}; /branch lists them")
-    talk.keeper.keep(chat)
+    talk.autosave.keep(chat)
 
 
 def _reset(talk: Talk, _: str) -> None:
-    kept = talk.keeper.path if talk.chat.branches != {talk.chat.branch_name: 0} else None
+    kept = talk.autosave.path if talk.chat.branches != {talk.chat.branch_name: 0} else None
     talk.chat.reset()
-    talk.keeper.begin()
+    talk.autosave.begin()
     say("the conversation is forgotten" + (f"; /load {kept} brings it back" if kept else ""))
 
 
@@ -205,7 +224,6 @@ def _tokens(talk: Talk, _: str) -> None:
 
 
 def _stats(talk: Talk, _: str) -> None:
-    measure_bandwidth()
     for line in statistics.full(talk.chat, talk.moved):
         tell(line)
 
@@ -215,12 +233,8 @@ def _exit(talk: Talk, _: str) -> None:
 
 
 def _beginning(text: str) -> str:
-    line = " ".join(printable(text).split())
+    line = " ".join(text.split())
     return line if len(line) <= 60 else line[:59] + "…"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" + ("" if n == 1 else "s")
 
 
 def _expanded(name: str) -> str:
@@ -243,7 +257,7 @@ def _of_settings(talk: Talk) -> list[str]:
 
 
 def _names(_: Talk) -> list[str]:
-    return list(COMMANDS)
+    return [name.lstrip("/") for name in COMMANDS]
 
 
 def _branches(talk: Talk) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import Completer, Completion, PathCompleter
@@ -47,6 +48,18 @@ class Editor:
         """A message; `draft` is there to be edited. Raises EOFError for Ctrl-D and a terminal that is gone,
         KeyboardInterrupt for Ctrl-C."""
         return self._session.prompt(prompt, default=draft)
+
+    def leave(self) -> None:
+        """Let `read`, if it is waiting, raise EOFError; to be called in a signal's handler."""
+        app = self._session.app
+
+        def end() -> None:
+            if app.future is not None and not app.future.done():
+                app.exit(exception=EOFError)
+
+        if app.loop is not None:
+            with suppress(RuntimeError):  # the loop of the last line is closed
+                app.loop.call_soon_threadsafe(end)
 
     @property
     def typed(self) -> str:
@@ -98,15 +111,15 @@ class _Commands(Completer):
         if PATHS in candidates:
             candidates.remove(PATHS)
             yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
-        seen = set()
-        for candidate in sorted(candidates, key=len, reverse=True):
+        # One word at a time, with a space behind it where another may follow.
+        begin = argument.rfind(" ") + 1
+        words: dict[str, str] = {}
+        for candidate in candidates:
             if candidate.startswith(argument):
-                # One word at a time, with the space before the next one.
-                begin = argument.rfind(" ") + 1
-                word = "".join(candidate[begin:].partition(" ")[:2])
-                if word.rstrip() not in seen:
-                    seen.add(word.rstrip())
-                    yield Completion(word, start_position=begin - len(argument))
+                word, space, _ = candidate[begin:].partition(" ")
+                words[word] = words.get(word) or space
+        for word, space in words.items():
+            yield Completion(word + space, start_position=begin - len(argument))
 
 
 def _history() -> History:

@@ -6,21 +6,25 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mlxlm.bandwidth import Moved
 from mlxlm.chat.overflow import ContextFull
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
+from mlxlm.chat.terminal.autosave import Autosave
 from mlxlm.chat.terminal.blocks import piped_messages, without_block
-from mlxlm.chat.terminal.keeping import Keeper
-from mlxlm.chat.terminal.output import printable, say, tell
+from mlxlm.chat.terminal.output import say, tell
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.turns import Begin, answer, noted_interrupts
 from mlxlm.errors import GenerationError, MlxlmError, describe
 from mlxlm.generation import FinishReason, LoadedModel
+
+if TYPE_CHECKING:
+    from mlxlm.chat.terminal.editor import Editor
 
 _UNFINISHED: dict[FinishReason | None, str] = {
     None: "(stopped)",
@@ -37,51 +41,65 @@ _HUNG_UP = 128 + signal.SIGHUP
 class Talk:
     """A chat with its settings, its file, and what the commands change."""
 
-    def __init__(self, chat: Chat, settings: Settings, keeper: Keeper, load: Callable[[str], LoadedModel]):
-        """`load` gets another model by its name."""
-        self.chat, self.settings, self.keeper, self.load = chat, settings, keeper, load
+    def __init__(
+        self,
+        chat: Chat,
+        settings: Settings,
+        autosave: Autosave,
+        load: Callable[[str], LoadedModel],
+        given: Mapping[str, Any] | None = None,
+    ):
+        """`load` gets another model by its name; `given`: arguments of `Chat.open` that count before what a session
+        file says."""
+        self.chat, self.settings, self.autosave, self.load, self.given = chat, settings, autosave, load, given or {}
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
         self.moved: Moved | str | None = None  # by each token of the last answer
-        self.draft = ""  # the last message, which is being edited
+        self.draft = ""  # what the next line begins with,
+        self.editing = False  # which will replace the last message
         self.leaving = False
         self.stop = threading.Event()  # set: the answer under way ends here
+        self._editor: Editor | None = None
         self._hung_up = False
 
     def once(self, message: str) -> None:
         """Answer one message. Errors are raised, and so is Ctrl-C."""
-        self._answer(lambda on_prefill: self.chat.ask(message, on_prefill=on_prefill))
+        try:
+            self._answer(lambda on_prefill: self.chat.ask(message, on_prefill=on_prefill))
+        finally:
+            self.autosave.finish(self.chat)
 
-    def run(self, greeting: Sequence[str], private: bool = False) -> None:
-        """Chat until /exit or the end of input: with a line editor in a terminal, else one message per line.
+    def run(self, greeting: Sequence[str], private: bool = False) -> int:
+        """Chat until /exit or the end of input: with a line editor in a terminal, else one message per line. Return
+        the exit code.
 
         In a terminal Ctrl-C stops an answer and never the chat, and an error ends a turn. Over a pipe an error is
         raised, and there is no greeting. `private`: what is typed is not kept.
         """
-        if not self.interactive:
-            for text in piped_messages(sys.stdin):
-                self._take_line(text)
-                if self.leaving:
-                    return
-            return
-        for line in greeting:
-            say(printable(line))
-        with noted_interrupts() as self.stop, self._noted_hang_up(), _quiet_keyboard():
-            try:
-                self._talk(private)
-            except OSError:
-                if not self._hung_up:
-                    raise
-            finally:
-                self.keeper.finish(self.chat)
-        if self._hung_up:
-            raise SystemExit(_HUNG_UP)
+        try:
+            if self.interactive:
+                for line in greeting:
+                    say(line)
+                with noted_interrupts() as self.stop, self._noted_hang_up(), _quiet_keyboard():
+                    self._talk(private)
+            else:
+                for text in piped_messages(sys.stdin):
+                    self._take_line(text)
+                    if self.leaving:
+                        break
+        except OSError:
+            if not self._hung_up:
+                raise
+        finally:
+            self.autosave.finish(self.chat)
+        return _HUNG_UP if self._hung_up else 0
 
     def _talk(self, private: bool) -> None:
         from mlxlm.chat.terminal.editor import Editor
 
-        editor = Editor(self, private)
+        self._editor = editor = Editor(self, private)
         while not self.leaving:
-            draft, self.draft = self.draft, ""
+            draft, editing = self.draft, self.editing
+            self.draft, self.editing = "", False
             self.stop.clear()
             try:
                 text = editor.read(self._prompt(), draft)
@@ -92,14 +110,17 @@ class Talk:
             except EOFError:
                 break
             try:
-                self._take_line(text, editing=bool(draft))
+                self._take_line(text, editing)
+            except ContextFull as full:
+                say(f"error: {full}")
+                self.draft, self.editing = text, editing
             except KeyboardInterrupt:
                 say("(stopped: nothing has changed)")
             except Exception as error:  # whatever it is (the device's memory, say), the conversation goes on
                 if self._hung_up:
                     break
                 say(f"error: {describe(error)}")
-        if how := self.keeper.goodbye:
+        if how := self.autosave.goodbye:
             say(f"this conversation is kept: mlxlm chat {how}")
 
     def _take_line(self, text: str, editing: bool = False) -> None:
@@ -123,39 +144,40 @@ class Talk:
         try:
             self._answer(begin)
         except ContextFull as full:
-            if not self.interactive or self.settings.overflow != "ask" or not self._may_drop(full):
+            if not self.chat.context_used:
                 raise
+            if not self.interactive or self.settings.policy(self.chat) != "ask" or not self._may_drop(full):
+                raise ContextFull(full.message, "/undo, /reset, or /set overflow drop") from None
             say(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
             self._answer(begin)
         if self.interactive:
             tell("")  # the next prompt stands apart
 
     def _answer(self, begin: Begin) -> None:
-        before = self.chat.stats.turns
+        before = self.chat.stats.answers
         try:
-            reason = answer(self.chat, begin, self.settings.think, self.settings.markdown, self.stop)
+            markdown = self.settings.has_markdown(self.chat)
+            reason = answer(self.chat, begin, self.settings.think, markdown, self.stop)
         finally:
-            answered = self.chat.stats.turns > before
+            answered = self.chat.stats.answers > before
             if answered:
-                self.keeper.keep(self.chat)
+                self.autosave.keep(self.chat)
                 self.moved = statistics.moved_by(self.chat)
         if not answered:
             say("(stopped before the answer began: nothing has changed)")
             return
         if self.interactive and reason == "context":
-            say(_FULL[self.settings.overflow])
+            say(_FULL[self.settings.policy(self.chat)])
         elif self.interactive and reason in _UNFINISHED:
             say(_UNFINISHED[reason])
         if self.settings.stats:
             say(f"({statistics.short(self.chat, self.moved)})")
         if complaint := self.chat.stats.last.complaint:
-            raise GenerationError(complaint)
+            raise GenerationError(complaint, "a larger max_tokens" if reason == "length" else None)
 
     def _may_drop(self, full: ContextFull) -> bool:
         from prompt_toolkit import prompt
 
-        if not self.chat.context_used:
-            return False
         say(full.message)
         with suppress(EOFError, KeyboardInterrupt):
             return prompt("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
@@ -163,12 +185,10 @@ class Talk:
 
     def take(self, chat: Chat, path: Path) -> None:
         """Go on with the conversation of a session file."""
-        for note in chat.notes:
-            say(printable(note))
+        announce(chat)
         self.chat, self.moved = chat, None
-        chat.overflow = "drop" if self.settings.overflow == "drop" else "stop"
-        self.keeper.begin()
-        self.keeper.name(path)
+        self.autosave.begin()
+        self.autosave.name(path)
         messages = sum(message.role != "system" for message in chat.messages)
         say(f"{messages} messages; what is said from now on is added to {path}. /show messages shows them")
 
@@ -189,12 +209,20 @@ class Talk:
         def hang_up(*_) -> None:
             self._hung_up = self.leaving = True
             self.stop.set()
+            if self._editor is not None:
+                self._editor.leave()
 
         previous = signal.signal(signal.SIGHUP, hang_up)
         try:
             yield
         finally:
             signal.signal(signal.SIGHUP, previous)
+
+
+def announce(chat: Chat) -> None:
+    """Say what a person should know of how a chat was opened."""
+    for note in chat.notes:
+        say(note)
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_inline import emphasis
+from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 from rich.console import Console
@@ -39,21 +41,26 @@ _OPENING = re.compile(r"[ ]{0,3}([`~]{1,3}|#{1,6}|[-*+]|\d{1,9}[.)]?|>|[|:-][|: 
 _LONE_STAR = re.compile(r"(?<!\S)\*(?!\S)")
 
 
+@lru_cache(maxsize=8)  # a frame asks several times about the same text
+def _parsed(text: str) -> Sequence[Token]:
+    return _PARSER.parse(text)
+
+
 def block_starts(text: str) -> list[int]:
     """The lines on which the outermost blocks of `text` begin. Lines to come can change the last block only."""
-    tokens = _PARSER.parse(text)
+    tokens = _parsed(text)
     return [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
 
 
 def has_table(text: str) -> bool:
     """Whether there is a table, whose columns change with every row."""
-    return any(token.type == "table_open" for token in _PARSER.parse(text))
+    return any(token.type == "table_open" for token in _parsed(text))
 
 
 def mended(text: str) -> str:
     """An unfinished `text` as it probably will look: half a mark isn't shown, and open emphasis is closed."""
     before, _, line = text.rpartition("\n")
-    last = next(iter(_PARSER.parse(text)[-1:]), None)
+    last = next(iter(_parsed(text)[-1:]), None)
     if last is not None and last.type in ("fence", "code_block"):
         return before if re.fullmatch(r"[ ]{0,3}[`~]{1,3}", line) else text
     if _OPENING.fullmatch(line):
@@ -69,7 +76,8 @@ def mended(text: str) -> str:
 
 def is_open(text: str) -> bool:
     """Whether emphasis or a code span of the last paragraph may be closed by lines to come."""
-    if _PARSER.parse(text)[-1].type in ("fence", "code_block"):
+    last = next(iter(_parsed(text)[-1:]), None)
+    if last is None or last.type in ("fence", "code_block"):
         return False
     line = " ".join(text.rpartition("\n\n")[2].split()) + "x"
     return mended(line) != line
@@ -92,7 +100,7 @@ class Renderer:
     def lines(self, text: str) -> list[str]:
         """The lines of `text`, with colours, no wider than the terminal, without spaces at their ends."""
         self._source = text.split("\n")
-        blocks = SyntaxTreeNode(_PARSER.parse(text)).children
+        blocks = SyntaxTreeNode(_parsed(text)).children
         found = self._blocks(blocks, self.columns, outermost=True)
         for line in found:
             line.rstrip()

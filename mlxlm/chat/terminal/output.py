@@ -28,12 +28,14 @@ def write(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Lines for the person on standard error, dimmed in a terminal. `text` is the chat's own or already printable."""
+    """Lines for the person on standard error, dimmed in a terminal."""
+    text = printable(text)
     print(dimmed(_wrapped(text)) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def tell(text: str) -> None:
-    """Lines that a person asked for, on standard error. `text` is the chat's own or already printable."""
+    """Lines that a person asked for, on standard error."""
+    text = printable(text)
     print(_wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 

@@ -4,64 +4,76 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from mlxlm.chat.session import Chat
+from mlxlm.chat.template import PLAIN
 from mlxlm.chat.terminal.screen import Thinking
 from mlxlm.errors import GenerationError
 from mlxlm.generation import GenerationOptions
 
 Policy = Literal["ask", "stop", "drop"]
+Markdown = Literal["auto", "on", "off"]
 OWN = {
-    "think": get_args(Thinking), "markdown": ("on", "off"), "stats": ("on", "off"), "overflow": get_args(Policy),
+    "think": get_args(Thinking), "markdown": get_args(Markdown), "stats": ("on", "off"), "overflow": get_args(Policy),
 }  # fmt: skip
-_FIELDS = {field.name: field for field in fields(GenerationOptions)}
+_FIELDS = {field.name: field for field in fields(GenerationOptions) if field.name != "logprobs"}  # none are shown
 NAMES = (*OWN, *_FIELDS)
 
 
 @dataclass
 class Settings:
-    """How the chat looks: reasoning, Markdown, statistics after each answer; and what happens when the context is
-    full: "ask" the person, "stop", or "drop" the oldest turns."""
+    """How the chat looks: reasoning, Markdown ("auto": with a chat template), statistics after each answer. `asks`:
+    where the context is full and the chat would stop, the person is asked to let it drop the oldest turns."""
 
     think: Thinking = "dim"
-    markdown: bool = True
+    markdown: Markdown = "auto"
     stats: bool = False
-    overflow: Policy = "stop"
+    asks: bool = False
+
+    def has_markdown(self, chat: Chat) -> bool:
+        """Whether answers are rendered. A model that just continues a text means its line ends."""
+        return chat.template != PLAIN if self.markdown == "auto" else self.markdown == "on"
+
+    def policy(self, chat: Chat) -> Policy:
+        """What happens when the context is full."""
+        return "ask" if self.asks and chat.overflow == "stop" else chat.overflow
 
 
 def shown(settings: Settings, chat: Chat) -> dict[str, str]:
     """Every setting as text."""
-    return {name: _text(getattr(settings, name)) for name in OWN} | {
-        name: _text(getattr(chat.options, name)) for name in _FIELDS
-    }
+    own = {"think": settings.think, "markdown": settings.markdown, "stats": settings.stats}
+    values = {**own, "overflow": settings.policy(chat), **{name: getattr(chat.options, name) for name in _FIELDS}}
+    return {name: _text(value) for name, value in values.items()}
 
 
 def change(settings: Settings, chat: Chat, name: str, text: str) -> None:
-    """Set one of NAMES from what a person typed; "default" is its default.
+    """Set one of NAMES from what a person typed; "default" is the default of an option of GenerationOptions.
 
     Raises GenerationError, and changes nothing, for a name that is none and a value that can't work.
     """
     name = name.replace("-", "_")
-    if name in OWN:
-        if text not in OWN[name]:
-            raise GenerationError(f"{name} is {text!r}", " or ".join(OWN[name]))
-        setattr(settings, name, text == "on" if OWN[name] == ("on", "off") else text)
-        if name == "overflow":
-            chat.overflow = "drop" if text == "drop" else "stop"
+    if name in OWN and text not in OWN[name]:
+        raise GenerationError(f"{name} is {text!r}", " or ".join(OWN[name]))
+    if name == "overflow":
+        settings.asks, chat.overflow = text == "ask", "drop" if text == "drop" else "stop"
+    elif name in OWN:
+        setattr(settings, name, text == "on" if name == "stats" else text)
     elif name in _FIELDS:
-        chat.options = replace(chat.options, **{name: _parsed(name, text)})
+        value = getattr(chat.defaults, name) if text == "default" else _parsed(name, text)
+        chat.options = replace(chat.options, **{name: value})
     else:
-        raise GenerationError(f"there is no setting {name}", ", ".join(NAMES))
+        raise no_setting(name)
+
+
+def no_setting(name: str) -> GenerationError:
+    return GenerationError(f"there is no setting {name}", ", ".join(NAMES))
 
 
 def _parsed(name: str, text: str) -> Any:
     """What `text` means for a field of GenerationOptions; what means nothing stays text, to be named as a problem."""
-    field = _FIELDS[name]
-    kind = str(field.type)
-    if text == "default":
-        return field.default if field.default is not MISSING else field.default_factory()
+    kind = str(_FIELDS[name].type)
     if "None" in kind and text == "none":
         return None
     if kind.startswith(("tuple", "Mapping")):

@@ -6,6 +6,7 @@ from mlxlm import bandwidth
 from mlxlm.bandwidth import Moved
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.output import say
+from mlxlm.units import human_bytes
 
 
 def moved_by(chat: Chat) -> Moved | str:
@@ -17,17 +18,19 @@ def moved_by(chat: Chat) -> Moved | str:
     return moved or "not stated for a mixture of experts, where each token reads other weights"
 
 
-def measure_bandwidth() -> None:
-    """Measure this machine's memory; the first time it is said."""
-    if bandwidth.recorded() is None:
-        say("measuring how fast this machine reads memory …")
-    bandwidth.measure()
+def memory_bandwidth() -> float:
+    """Bytes per second of this machine's memory; measured now, which is said, unless that was done before."""
+    if (recorded := bandwidth.recorded()) is not None:
+        return recorded
+    say("measuring how fast this machine reads memory …")
+    return bandwidth.measure()
 
 
 def short(chat: Chat, moved: Moved | str) -> str:
     """One line about the last answer. The share of the bandwidth is there once that is known."""
-    timings = chat.stats.last.timings
-    parts = [f"{len(chat.stats.last.tokens)} tokens", f"first after {timings.first_token_seconds:.2f} s"]
+    last = chat.stats.last
+    timings = last.timings
+    parts = [f"{len(last.tokens)} tokens", f"first after {timings.first_token_seconds:.2f} s"]
     if speed := timings.tokens_per_second:
         parts.append(f"{speed:.1f} tokens/s")
         if isinstance(moved, Moved) and (limit := bandwidth.recorded()):
@@ -39,8 +42,8 @@ def full(chat: Chat, moved: Moved | str | None) -> list[str]:
     """Lines about the chat, the last answer, and the machine."""
     stats = chat.stats
     lines = [
-        f"answers: {stats.turns}, {stats.generated_tokens} tokens; "
-        f"context: {stats.context_used} of {stats.context_size} tokens; seed {stats.seed}"
+        f"answers: {stats.answers}, {stats.generated_tokens} tokens; "
+        f"context: {chat.context_used} of {chat.context_size} tokens; next seed {chat.options.seed}"
     ]
     if (last := stats.last) is None:
         return lines
@@ -50,8 +53,10 @@ def full(chat: Chat, moved: Moved | str | None) -> list[str]:
         f"last answer: {len(last.tokens)} tokens{speed}; first token after {timings.first_token_seconds:.2f} s, "
         f"{read} tokens read and {last.cached_tokens} kept from before"
     )
-    if last.speculation is not None and last.speculation.proposed:
-        lines.append(f"proposed: {last.speculation.proposed} tokens, {last.speculation.acceptance:.0%} accepted")
+    if (speculation := last.speculation) is not None:
+        rate = "" if speculation.acceptance is None else f", {speculation.acceptance:.0%} accepted"
+        why = f"; {speculation.reason}" if speculation.reason else ""
+        lines.append(f"proposed: {speculation.proposed} tokens{rate}{why}")
     if moved is not None and timings.tokens_per_second:
         lines += _limit(moved, timings.tokens_per_second)
     peak = human_bytes(timings.peak_memory_bytes)
@@ -62,19 +67,10 @@ def _limit(moved: Moved | str, speed: float) -> list[str]:
     """How far from the limit that memory's bandwidth sets; what is counted is said."""
     if isinstance(moved, str):
         return [f"bandwidth: {moved}"]
-    limit, used = bandwidth.recorded() or bandwidth.measure(), moved.total * speed  # an unwritable disk records none
+    limit, used = memory_bandwidth(), moved.total * speed
     parts = f"{human_bytes(moved.weights)} of weights and {human_bytes(moved.cache)} of cache"
     share = f"{human_bytes(used)}/s, {used / limit:.0%} of the {human_bytes(limit)}/s that this machine reads at"
     lines = [f"bandwidth: each token reads {parts}: {share}"]
     if used > limit:
         lines.append("  (more than memory gives: so small a model is read from the processor's own caches)")
     return lines
-
-
-def human_bytes(n: float) -> str:
-    """Three digits and a decimal unit: 1.23 GB."""
-    for unit in ("B", "kB", "MB"):
-        if n < 999.5:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} GB"

@@ -42,15 +42,6 @@ class Tail:
         if out:
             self._write(_BEGIN + out + _END)
 
-    def keep(self) -> None:
-        """The tail is final; what comes next begins on a new line."""
-        if self._lines:
-            self.draw(self._lines, keep=len(self._lines))
-
-    def forget(self) -> None:
-        """Something else has been written: the tail begins anew at the cursor, at the begin of a line."""
-        self._lines = []
-
     def _erased(self, columns: int, rows: int) -> str:
         """Go to the begin of the tail in a window that became wider or narrower, and erase from there.
 

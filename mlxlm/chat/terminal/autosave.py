@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -16,30 +17,30 @@ from mlxlm.errors import GenerationError, MlxlmError, os_errors_as
 KEPT = 50  # conversations that nobody gave a name; older ones are removed
 
 
-class Keeper:
+class Autosave:
     """Writes a chat to its file after every change: one that a person named, or a new one among the unnamed.
 
     All files are for their owner's eyes only. A file that can't be written is said once for every cause.
     """
 
     def __init__(
-        self, path: Path | None = None, *, named: bool = False, cached: bool = False, enabled: bool = True
+        self, path: Path | None = None, *, named: bool = False, cached: bool = False, unnamed: bool = False
     ):
-        """`path`: the file, None for a new one; `named`: a person chose it; `cached`: with the cache beside it, when
-        the chat ends; not `enabled`: nothing is kept."""
+        """`path`: the file, None for none yet; `named`: a person chose it; `cached`: with the cache beside it, when
+        the chat ends; `unnamed`: a conversation without a name is kept, too."""
         self.path = path
         self.named = named
         self._cached = cached
-        self._enabled = enabled
+        self._unnamed = unnamed
         self._problem = ""
 
     def keep(self, chat: Chat) -> None:
         """Write the conversation, once it has a message."""
-        if not self._enabled or self.path is None and not any(chat.branches.values()):
+        if self.path is None and not (self._unnamed and any(chat.branches.values())):
             return
         try:
             if self.path is None:
-                self.path = _unnamed()
+                self.path = _new_unnamed()
             self.save(chat, self.path)
             self._problem = ""
         except MlxlmError as error:
@@ -49,7 +50,7 @@ class Keeper:
 
     def finish(self, chat: Chat) -> None:
         """The chat ends: write the cache, where one is wanted."""
-        if self._cached and self.path is not None and self._enabled:
+        if self._cached and self.path is not None:
             try:
                 self.save(chat, self.path, cache=True)
             except MlxlmError as error:
@@ -65,18 +66,18 @@ class Keeper:
         if self.path is not None and not self.named and self.path != path:
             with suppress(OSError):
                 self.path.unlink()
-        self.path, self.named, self._cached, self._enabled = path, True, cached, True
+        self.path, self.named, self._cached = path, True, cached
 
     def begin(self) -> None:
-        """A new conversation begins: what was kept stays where it is."""
+        """A new conversation begins, without a name: what was kept stays where it is."""
         self.path, self.named, self._cached = None, False, False
 
     @property
     def goodbye(self) -> str | None:
-        """How to go on with this conversation another day; None if it isn't kept."""
-        if self.path is None or self._problem or not self._enabled:
+        """How to go on with this conversation another day, from any folder; None if it isn't kept."""
+        if self.path is None or self._problem:
             return None
-        return f"--session {self.path}" if self.named else "--continue"
+        return f"--session {shlex.quote(str(self.path.absolute()))}" if self.named else "--continue"
 
 
 def latest() -> Path:
@@ -87,7 +88,7 @@ def latest() -> Path:
     return found[-1]
 
 
-def _unnamed() -> Path:
+def _new_unnamed() -> Path:
     """A new file in a private folder, which loses its oldest ones. Raises MlxlmError if there is no place for it."""
     folder = _folder()
     with os_errors_as(GenerationError, "write", folder):

@@ -1,0 +1,32 @@
+"""Numbers as people read them: three digits and a unit."""
+
+from __future__ import annotations
+
+
+def human_bytes(n: float) -> str:
+    """Decimal units: 1234567890 -> 1.23 GB."""
+    return _scaled(n, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def human_count(n: float) -> str:
+    """1234567 -> 1.23M."""
+    return _scaled(n, ("", "k", "M", "B", "T"))
+
+
+def human_seconds(s: float) -> str:
+    """75 -> 1m15s."""
+    s = max(0, round(s))
+    if s < 60:
+        return f"{s}s"
+    minutes, seconds = divmod(s, 60)
+    if minutes < 60:
+        return f"{minutes}m{seconds:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def _scaled(n: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if abs(n) < 999.5:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g}{units[-1]}" if abs(n) < 999.5 else f"{n:.0f}{units[-1]}"

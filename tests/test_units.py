@@ -1,0 +1,22 @@
+"""Numbers as people read them."""
+
+import pytest
+
+from mlxlm.units import human_bytes, human_count, human_seconds
+
+
+@pytest.mark.parametrize(
+    ("n", "bytes", "count"),
+    [
+        (0, "0 B", "0"), (7, "7 B", "7"), (999, "999 B", "999"), (999.6, "1 kB", "1k"), (1234, "1.23 kB", "1.23k"),
+        (999_600, "1 MB", "1M"), (1_234_567_890, "1.23 GB", "1.23B"), (5.2e12, "5.2 TB", "5.2T"),
+        (3e18, "3000 PB", "3000000T"), (-1234, "-1.23 kB", "-1.23k"),
+    ],
+)  # fmt: skip
+def test_three_digits_and_a_unit(n, bytes, count):
+    assert (human_bytes(n), human_count(n)) == (bytes, count)
+
+
+def test_seconds():
+    said = [human_seconds(s) for s in (-1, 0.4, 59.6, 75, 3599.6, 7325)]
+    assert said == ["0s", "0s", "1m00s", "1m15s", "1h00m", "2h02m"]
