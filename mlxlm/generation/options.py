@@ -31,7 +31,7 @@ class SamplingOptions:
         likely by dry_multiplier * dry_base ** (length - dry_allowed_length), from that length on. A token whose text
         has one of `dry_breakers` in it ends a repetition; () or "" for none.
     json_schema, regex, choice: what the text must match as a whole (at most one of them): a JSON schema, as text or
-        as a dict; a regular expression, in which \\d is 0-9; one of these texts.
+        as a dict (or True, for any JSON); a regular expression, in which \\d is 0-9; one of these texts.
     temperature: 0 takes the likeliest token (greedy); 1 the model's own distribution.
     top_k: only the k likeliest tokens; 0 is off.
     typical_p: only the tokens of most typical surprise that hold this much probability together; 1 is off.
@@ -60,7 +60,7 @@ class SamplingOptions:
     dry_window: int = 1024
     dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    json_schema: str | Mapping[str, Any] | None = None
+    json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
     logprobs: int | None = None
@@ -74,7 +74,7 @@ class SamplingOptions:
         if self.dry_breakers == ("",):
             self._set("dry_breakers", ())
         self._set("logit_bias", _biases(self.logit_bias))
-        if isinstance(self.json_schema, Mapping):
+        if isinstance(self.json_schema, Mapping | bool):
             self._set("json_schema", _json_text(self.json_schema))
         problems = list(self._problems())
         if problems:
@@ -169,7 +169,7 @@ class SamplingOptions:
             yield f"{' and '.join(given)} can't both hold (only one of them)"
         if self.json_schema is not None:
             yield from _schema_problems(self.json_schema)
-        if self.regex is not None and (not isinstance(self.regex, str) or not self.regex):
+        if self.regex is not None and not (isinstance(self.regex, str) and self.regex and _is_utf8(self.regex)):
             yield f"regex is {self.regex!r} (a regular expression, such as [0-9]+)"
         problems = list(_text_problems("a choice", self.choice))
         yield from problems
@@ -211,6 +211,13 @@ def _text_problems(what: str, texts: Sequence[Any]) -> Iterator[str]:
         yield f"{what} is {wrong[0]!r} (a text)"
     elif "" in texts:
         yield f"{what} is empty (one character or more)"
+    elif wrong := [text for text in texts if not _is_utf8(text)]:
+        yield f"{what} is {wrong[0]!r} (characters that UTF-8 has)"
+
+
+def _is_utf8(text: str) -> bool:
+    """Bytes that a shell gives, and that are no UTF-8, are halves of surrogate pairs here."""
+    return text.encode("utf-8", "ignore").decode() == text
 
 
 def _size(text: Any) -> int:
@@ -252,7 +259,7 @@ def _number(value: Any, kind: type) -> Any:
         return value
 
 
-def _json_text(schema: Mapping[str, Any]) -> Any:
+def _json_text(schema: Mapping[str, Any] | bool) -> Any:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -262,16 +269,16 @@ def _json_text(schema: Mapping[str, Any]) -> Any:
 def _schema_problems(schema: Any) -> Iterator[str]:
     try:
         if not isinstance(schema, str):
-            raise ValueError("it holds what JSON doesn't have")
+            what = "it holds what JSON doesn't have" if isinstance(schema, Mapping) else f"it is {schema!r}"
+            raise ValueError(what)
         if len(schema) > LARGEST_SCHEMA:
             raise ValueError(f"it has more than {LARGEST_SCHEMA} characters")
         # Python takes more for JSON than the library, whose errors point into another text than this one.
         found = json.loads(schema, parse_constant=_finite, parse_float=_finite, parse_int=_finite)
         if not isinstance(found, dict | bool):
             raise ValueError("it is no object")
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        yield 'json_schema is not a JSON schema: it has half of a surrogate pair (such as {"type": "object"})'
+        if not _is_utf8(json.dumps(found, ensure_ascii=False)):
+            raise ValueError("it has half of a surrogate pair")
     except (ValueError, RecursionError) as error:
         yield f'json_schema is not a JSON schema: {error} (such as {{"type": "object"}})'
 

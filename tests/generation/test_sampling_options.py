@@ -59,10 +59,13 @@ def test_impossible_settings(setting):
         ({"regex": "a", "choice": "b"}, "regex and choice can't both hold"),
         ({"regex": "a", "stop": "b"}, "a stop string could cut what regex asks for"),
         ({"stop": ("",)}, "a stop string is empty"),
+        ({"choice": ("a", "\udcff")}, "a choice is '.udcff' .characters that UTF-8 has"),
+        ({"regex": "\udcff"}, "regex is '.udcff' "),
         ({"choice": (1, 2)}, r"a choice is 1 \(a text\)"),
         ({"dry_breakers": None}, r"a text of dry_breakers is None \(a text\)"),
         ({"logit_bias": None}, "logit_bias is None"),
         ({"logit_bias": ["5=1", "6=1", "5=-100"]}, "logit_bias has the token 5 twice"),
+        ({"json_schema": [1]}, r"not a JSON schema: it is \[1\]"),
         ({"json_schema": '{"type": NaN}'}, "it has NaN, which is no number"),
         ({"json_schema": '{"const": "\\ud83d"}'}, "it has half of a surrogate pair"),
     ],
@@ -81,6 +84,7 @@ def test_forms_a_setting_can_be_given_in():
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     assert json.loads(SamplingOptions(json_schema=schema).json_schema) == schema
     assert SamplingOptions(json_schema=schema).constraint == "json_schema"
+    assert SamplingOptions(json_schema=True).json_schema == "true"
     assert SamplingOptions().constraint is None
     assert SamplingOptions(dry_breakers="").dry_breakers == SamplingOptions(dry_breakers=[""]).dry_breakers == ()
 
