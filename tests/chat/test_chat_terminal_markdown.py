@@ -121,6 +121,38 @@ def strip_end(lines):
     return lines
 
 
+@pytest.mark.parametrize("start", ["\n\n", " \n", "# T\n\n"])
+def test_a_paragraph_higher_than_the_screen(start):
+    text = start + "word " * 200
+    assert streamed(text, 30, 8, random.Random(1)).lines == strip_end(rendered(text, 30))
+
+
+LONG_BLOCKS = [
+    "```python\n" + "".join(f'x = {i}  # """\n\n' for i in range(400)) + "```\n\nEnd",
+    "7. item\n" * 300 + "\nEnd",
+    "".join(f"- item {i}\n\n  - inner\n" for i in range(150)) + "\nEnd",
+    "".join(f"- item\n  ```\n  {i}\n  ```\n  more\n" for i in range(80)) + "\n1. one\n2. two",
+]
+
+
+@pytest.mark.parametrize("text", LONG_BLOCKS)
+def test_what_is_printed_of_a_long_block_is_not_rendered_again(monkeypatch, text):
+    most, lines = [0], markdown.Renderer.lines
+
+    def noted(self, block, *number):
+        most[0] = max(most[0], block.count("\n"))
+        return lines(self, block, *number)
+
+    monkeypatch.setattr(markdown.Renderer, "lines", noted)
+    now, seen = iter(range(10**9)), Seen(60, 12)
+    stream = MarkdownStream(Tail(seen.write, lambda: (60, 12)), lambda: (60, 12), clock=lambda: next(now))
+    for piece in re.split(r"(?<=\n)", text):
+        stream.push(piece)
+    stream.finish()
+    assert most[0] < 40
+    assert seen.lines == rendered(text)
+
+
 @given(text=st.text(max_size=60), columns=st.integers(2, 30))
 @settings(max_examples=60, deadline=None)
 def test_any_text_is_rendered_within_the_width_and_without_control_characters(text, columns):

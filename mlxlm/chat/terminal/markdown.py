@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_inline import emphasis
@@ -83,6 +84,30 @@ def is_open(text: str) -> bool:
     return mended(line) != line
 
 
+def without_beginning(text: str, cut: int, number: int | None = None) -> tuple[str, int, int | None] | None:
+    """A shorter source of the same last lines as `text`, one block whose lines before its character `cut` aren't needed
+    any more; with where `cut` is in it and the number of its first item, if it is a numbered list, as `number` is that
+    of `text` where that isn't what it says.
+
+    That is an open fence with what follows `cut`, or a list from the item around `cut` on; None for anything else.
+    """
+    block = next(iter(_parsed(text)), None)
+    if len(block_starts(text)) != 1 or block.type not in ("fence", "bullet_list_open", "ordered_list_open"):
+        return None
+    starts = list(accumulate((len(line) + 1 for line in text.split("\n")), initial=0))
+    if block.type == "fence":
+        first = text[starts[block.map[0]] : starts[block.map[0] + 1]]
+        inside = starts[block.map[0] + 1] < cut < starts[block.map[1] - 1]
+        return (first + text[cut:], len(first), None) if inside else None
+    items = [token.map[0] for token in _parsed(text) if token.type == "list_item_open" and token.level == 1]
+    item = max((i for i, line in enumerate(items) if starts[line] <= cut), default=0)
+    if not item:
+        return None
+    start = starts[items[item]]
+    first = int(block.attrs.get("start", 1)) if number is None else number
+    return text[start:], cut - start, first + item if block.type == "ordered_list_open" else None
+
+
 class Renderer:
     """Renders Markdown for a terminal of `columns`."""
 
@@ -97,9 +122,10 @@ class Renderer:
         light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
         self._theme = "ansi_light" if light else "ansi_dark"
 
-    def lines(self, text: str) -> list[str]:
-        """The lines of `text`, with colours, no wider than the terminal, without spaces at their ends."""
-        self._source = text.split("\n")
+    def lines(self, text: str, number: int | None = None) -> list[str]:
+        """The lines of `text`, with colours, no wider than the terminal, without spaces at their ends. `number`: what
+        a numbered list that it begins with begins with."""
+        self._source, self._number = text.split("\n"), number
         blocks = SyntaxTreeNode(_parsed(text)).children
         found = self._blocks(blocks, self.columns, outermost=True)
         for line in found:
@@ -157,7 +183,8 @@ class Renderer:
         return [part for line in lines for part in line.divide(_cuts(line.plain, max(width, _NARROWEST)))]
 
     def _list(self, node: SyntaxTreeNode, width: int) -> Iterator[Text]:
-        number = int(node.attrs.get("start", 1))
+        number = int(node.attrs.get("start", 1)) if self._number is None else self._number
+        self._number = None
         for i, item in enumerate(node.children):
             mark = "• " if node.type == "bullet_list" else f"{number + i}. "
             if i and self._is_apart(item):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mlxlm.chat.terminal import markdown
 from mlxlm.chat.terminal.output import printable
-from mlxlm.chat.terminal.tail import Tail
+from mlxlm.chat.terminal.tail import Tail, plain
 
 _FRAME = 1 / 30  # seconds between two drawings
 _SHARE = 0.1  # of the time at most is spent on drawing: it is taken from the answer's
@@ -32,6 +32,7 @@ class MarkdownStream:
         self._first = True  # it is the first one: no empty line above it
         self._cut = 0  # so many characters of it have their lines printed,
         self._above = 0  # which are so many lines
+        self._number: int | None = None  # of its first item, where items above it are not part of it any more
         self._next_frame = 0.0
 
     def push(self, text: str) -> None:
@@ -61,10 +62,12 @@ class MarkdownStream:
         if len(lines) - self._above > height:
             final += self._lines_that_stay(lines)
         self._tail.draw(final + lines[self._above :][-height:], keep=len(final))
+        if final:
+            self._shorten(lines)
 
     def _lines(self, block: str) -> list[str]:
         """The lines of the last block if `block` were its source."""
-        lines = self._renderer.lines(block)
+        lines = self._renderer.lines(block, self._number)
         return lines if self._first or not lines else ["", *lines]
 
     def _blocks_before(self, line: int | None) -> list[str]:
@@ -76,7 +79,7 @@ class MarkdownStream:
         final: list[str] = []
         for start, end in zip(starts, [*starts[1:], line], strict=True):
             final += self._lines("".join(source_lines[start:end]))[self._above :]
-            self._first, self._cut, self._above = False, 0, 0
+            self._first, self._cut, self._above, self._number = False, 0, 0, None
         self._source = "" if line is None else "".join(source_lines[line:])
         return final
 
@@ -89,6 +92,22 @@ class MarkdownStream:
         stay = lines[self._above : above]
         self._cut, self._above = cut, max(above, self._above)
         return stay
+
+    def _shorten(self, lines: list[str]) -> None:
+        """Let go of the source of lines that are printed, so that a frame costs no more the longer a block becomes.
+        Only where that can't be seen: what is still drawn stays the same but for colours, which code may lose that is
+        inside of a text of several lines."""
+        shorter = markdown.without_beginning(self._source, self._cut, self._number) if self._cut else None
+        if shorter is None:
+            return
+        before = self._source, self._cut, self._number
+        self._source, self._cut, self._number = shorter
+        new = self._lines(markdown.mended(self._source))
+        above = len(new) - len(lines) + self._above
+        if above >= 0 and plain(new[above:]) == plain(lines[self._above :]):
+            self._above = above
+        else:
+            self._source, self._cut, self._number = before
 
     def _settled(self, lines: list[str], cut: int) -> int:
         """How many of `lines`, the last block's, are there already without what follows its character `cut`."""

@@ -75,6 +75,11 @@ class Tail:
         return move + written
 
 
+def plain(lines: Sequence[str]) -> list[str]:
+    """The text of lines without its colours."""
+    return [_STYLES.sub("", line) for line in lines]
+
+
 def _width(line: str) -> int:
     """Columns of a line, its colours aside."""
     return cell_len(_STYLES.sub("", line))
