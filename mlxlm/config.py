@@ -197,7 +197,7 @@ class ModelConfig:
         return 3 * forward if training else forward
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Bytes that a token adds to the key-value cache, over all layers; those with a sliding window until it is full."""
+        """Bytes that a token adds to the key-value cache, over all layers; in those with a window until it is full."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
 
 

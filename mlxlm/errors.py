@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# In a class of a regular expression: what, beside ASCII's, a terminal obeys or some readers take for a line end.
+CONTROLS = "\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+
 _LONGEST = 2000  # characters of a message: a name out of a file can have millions
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mlxlm.errors import MlxlmError, os_errors_as
 
@@ -33,3 +34,41 @@ def read_bytes(path: Path, most: int, kind: type[MlxlmError]) -> bytes:
     if max(size, len(data)) > most:  # some files have more than they say
         raise kind(f"{path} has {max(size, len(data))} bytes, more than the {most} that are read")
     return data
+
+
+def decoded(content: bytes, name: str, kind: type[MlxlmError], hint: str, encoding: str = "utf-8") -> str:
+    """The text of `content`; utf-8-sig drops a byte order mark. Raises `kind` with `hint` for what is not UTF-8."""
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise kind(f"{name} is not UTF-8: {error.reason} at byte {error.start}", hint) from None
+
+
+def parsed_object(content: bytes, name: str, kind: type[MlxlmError], hint: str) -> dict[str, Any]:
+    """The JSON object in `content`, in UTF-8. Raises `kind` with `hint` for what is none, and for what readers of JSON
+    take differently: a name that is there twice, NaN, infinities, half a surrogate pair."""
+
+    def refuse(constant: str) -> None:
+        raise kind(f"{name} has {constant}, which is not a JSON value", hint)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = [key for key, _ in pairs]
+            raise kind(f"{name} has {json.dumps(next(n for n in names if names.count(n) > 1))} twice", hint)
+        return value
+
+    try:
+        text = decoded(content, name, kind, hint)
+        value = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise kind(f"{name} has half a surrogate pair", hint) from None
+    except json.JSONDecodeError as error:
+        raise kind(f"{name} is not JSON: {error.msg} at character {error.pos + 1}", hint) from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise kind(f"{name} can't be read: {error}", hint) from None
+    if not isinstance(value, dict):
+        raise kind(f"{name} is not a JSON object", hint)
+    return value

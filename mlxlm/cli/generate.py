@@ -17,6 +17,7 @@ from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
 from mlxlm.cli.waiting import waiting
 from mlxlm.errors import GenerationError
+from mlxlm.reading import decoded
 from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from mlxlm.generation import Context, GenerationOptions, LoadedModel, Result, TextStream
     from mlxlm.generation.requests import Encoded, Messages
     from mlxlm.generation.speculative import Speculation
-
-BATCH_SIZE = 32
 
 _EPILOG = """\b
 Examples:
@@ -63,7 +62,7 @@ _memory = partial(option, "Memory and speed")
     "--batch-size",
     type=click.IntRange(1),
     metavar="N",
-    help=f"With --jsonl or --samples: how many texts grow side by side.  [default: {BATCH_SIZE}]",
+    help="With --jsonl or --samples: how many texts grow side by side.  [default: 32]",
 )
 def generate(
     model: str,
@@ -106,21 +105,12 @@ def generate(
         raise click.UsageError("--logprobs needs --json or --jsonl")
     conversations = partial(_conversations, template, chat or template is not None)
     if jsonl is not None:
-        from mlxlm.cli.jsonl import Job, run
+        from mlxlm.cli.jsonl import run
 
-        job = Job(
-            source=jsonl,
-            options=options,
-            kv=kv,
-            chat=chat,
-            system=system,
-            samples=samples,
-            batch_size=batch_size or BATCH_SIZE,
-            ordered=ordered,
-            resume=resume,
-            verbose=verbose,
-        )
-        run(job, partial(load_model, model), conversations)
+        run(
+            jsonl, partial(load_model, model), conversations, options, kv, chat=chat, system=system, samples=samples,
+            batch_size=batch_size, ordered=ordered, resume=resume, verbose=verbose,
+        )  # fmt: skip
         return
     text = _prompt_text(prompt)
     loaded = load_model(model)
@@ -130,10 +120,11 @@ def generate(
     else:
         ids, end_ids = loaded.tokenizer.encode(text), loaded.end_ids
     if samples > 1:
-        from mlxlm.cli.samples import Samples, print_samples
+        from mlxlm.cli.samples import print_samples
+        from mlxlm.generation import Request
 
-        asked = Samples(ids, end_ids, options, kv, samples, batch_size or BATCH_SIZE, as_json, verbose)
-        print_samples(loaded, asked)
+        asked = Request(ids, options, end_ids)
+        print_samples(loaded, asked, samples, kv=kv, batch_size=batch_size, as_json=as_json, verbose=verbose)
         return
     context = _context(loaded, kv, prompt_cache)
     settings = {"context": context, "end_ids": end_ids, "speculation": speculation and speculation()}
@@ -157,11 +148,9 @@ def _prompt_text(prompt: str | None) -> str:
     if piped and (sys.stdin is None or prompt is None and sys.stdin.isatty()):
         raise click.UsageError("there is no prompt (try: --prompt TEXT, or pipe a text in)")
     if piped:
-        try:
-            prompt = re.sub(r"\r?\n\Z", "", sys.stdin.buffer.read().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            reason = f"{error.reason} at byte {error.start}"
-            raise GenerationError(f"standard input is not UTF-8: {reason}", "a text file in UTF-8") from None
+        piped_in = sys.stdin.buffer.read()
+        text = decoded(piped_in, "standard input", GenerationError, "a text file in UTF-8", "utf-8-sig")
+        prompt = re.sub(r"\r?\n\Z", "", text)
     if not prompt:
         raise GenerationError("the prompt is empty", "some text to continue")
     return prompt
@@ -236,16 +225,16 @@ def _print_text(stream: TextStream, beginning: str) -> None:
 
 
 def _print_json(stream: TextStream, loaded: LoadedModel) -> None:
-    from mlxlm.cli.jsonl import write_line
-    from mlxlm.generation.result_lines import line_of, whole_fields
+    from mlxlm.cli import render
+    from mlxlm.generation.result_lines import whole_fields
 
     for _ in stream:
         pass
-    write_line(line_of(whole_fields(stream.result, loaded.tokenizer)))
+    render.emit_json(whole_fields(stream.result, loaded.tokenizer))
 
 
 def _say_statistics(result: Result) -> None:
-    from mlxlm.cli.tally import say
+    from mlxlm.cli.render import say
 
     t = result.timings
     decode = f"{t.tokens_per_second:.1f} tokens/s" if t.tokens_per_second else "one token"
@@ -253,9 +242,10 @@ def _say_statistics(result: Result) -> None:
     say(
         f"prompt {result.prompt_tokens} tokens{kept}, {t.prompt_tokens_per_second:.1f} tokens/s; "
         f"first token after {t.first_token_seconds:.2f} s; answer {len(result.tokens)} tokens, {decode}; "
-        f"ended by {result.finish_reason}; seed {result.seed}; peak {human_bytes(t.peak_memory_bytes)}"
+        f"ended by {result.finish_reason}; seed {result.seed}; peak {human_bytes(t.peak_memory_bytes)}",
+        style="dim",
     )
     if (stats := result.speculation) is not None:
         rate = "" if stats.acceptance is None else f" ({stats.acceptance:.0%})"
         why = f"; {stats.reason}" if stats.reason else ""
-        say(f"{stats.accepted} of {stats.proposed} proposed tokens accepted{rate}{why}")
+        say(f"{stats.accepted} of {stats.proposed} proposed tokens accepted{rate}{why}", style="dim")

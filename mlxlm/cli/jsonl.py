@@ -7,20 +7,20 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm.cache import KVOptions
+from mlxlm.cli import render
 from mlxlm.cli.lines import Lines
-from mlxlm.cli.tally import Tally, progress, say
+from mlxlm.cli.tally import Tally, progress
 from mlxlm.errors import GenerationError, MlxlmError, os_errors_as
-
-if TYPE_CHECKING:
-    from mlxlm.cache import KVOptions
-    from mlxlm.generation import GenerationOptions, LoadedModel, Request
-    from mlxlm.generation.batch import Progress
-    from mlxlm.generation.requests import RequestReader, Row
+from mlxlm.files import json_line
+from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
+from mlxlm.generation.batch import BATCH_SIZE
+from mlxlm.generation.requests import LONGEST_LINE, BadRequest, RequestReader, Sample
+from mlxlm.generation.result_lines import ResultFile, bad_request_fields, has_failed, sample_fields
 
 # Seconds in which whoever writes many requests fills the pipe again, so that the first batch is a full one.
 _GATHERING = 0.02
@@ -28,71 +28,69 @@ _GATHERING = 0.02
 Write = Callable[[int, dict[str, Any]], None]  # the place of a result in the order of the requests, and its fields
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the command line asks for; `source` is a file's path, or - for standard input."""
+def run(
+    source: str,
+    load: Callable[[], LoadedModel],
+    conversations: Callable,
+    options: GenerationOptions,
+    kv: KVOptions,
+    *,
+    chat: bool,
+    system: str | None,
+    samples: int,
+    batch_size: int | None,
+    ordered: bool,
+    resume: str | None,
+    verbose: bool,
+) -> None:
+    """Serve every request of `source`, a file's path, or - for standard input. Raises GenerationError at the end if
+    some failed.
 
-    source: str
-    options: GenerationOptions
-    kv: KVOptions
-    chat: bool
-    system: str | None
-    samples: int
-    batch_size: int
-    ordered: bool
-    resume: str | None
-    verbose: bool
-
-
-def run(job: Job, load: Callable[[], LoadedModel], conversations: Callable) -> None:
-    """Serve every request of `job.source`. Raises GenerationError at the end if some failed.
-
-    `conversations(loaded)`: what encodes the messages of a request.
+    `conversations(loaded)`: what encodes the messages of a request. The others are what the command line asks for.
     """
-    tally = Tally(job.samples)
-    try:
-        _serve(job, load, conversations, tally)
-    except MlxlmError:
-        raise
-    except BaseException:
-        if job.resume is not None and tally.results:
-            say(f"what is done is in {job.resume}; the same command goes on from there")
-        raise
-    finally:
-        if job.verbose and tally.seconds:
-            say(tally.summary())
-    if tally.failed:
-        raise GenerationError(
-            f"{tally.failed} of {tally.results} results failed; the reason is in their lines",
-            "mend those requests, with a larger max_tokens where there is a complaint; "
-            f"then the same with --resume {job.resume or 'FILE'}",
-        )
-
-
-def _serve(job: Job, load: Callable[[], LoadedModel], conversations: Callable, tally: Tally) -> None:
-    from mlxlm.generation.requests import LONGEST_LINE, RequestReader
-    from mlxlm.generation.result_lines import ResultFile
-
-    with ExitStack() as stack:
-        descriptor = stack.enter_context(_opened(job.source))
-        file = None if job.resume is None else stack.enter_context(ResultFile(job.resume))
+    tally = Tally(samples)
+    with _told(tally, resume, verbose), ExitStack() as stack:
+        descriptor = stack.enter_context(_opened(source))
+        file = None if resume is None else stack.enter_context(ResultFile(resume))
         loaded = load()
         reader = RequestReader(
             loaded,
-            job.options,
+            options,
             conversations(loaded),
-            kv=job.kv,
-            samples=job.samples,
-            as_messages=job.chat,
-            system=job.system,
+            kv=kv,
+            samples=samples,
+            as_messages=chat,
+            system=system,
             **({"done": file.done} if file else {}),
         )
         tally.begin(_count_lines(descriptor))
         show = stack.enter_context(progress(tally))
-        write = write_line if file is None else file.write
+        write = render.write_line if file is None else file.write
         lines = Lines(descriptor, LONGEST_LINE)
-        server = _Server(lines, reader, _ordered(write) if job.ordered else _plain(write), tally, show)
-        server.serve(loaded, job)
+        server = _Server(lines, reader, _ordered(write) if ordered else _plain(write), tally, show)
+        server.serve(loaded, kv, batch_size or BATCH_SIZE)
+
+
+@contextmanager
+def _told(tally: Tally, resume: str | None, verbose: bool) -> Iterator[None]:
+    """At the end the person is told what has come of it."""
+    try:
+        yield
+    except MlxlmError:
+        raise
+    except BaseException:
+        if resume is not None and tally.results:
+            render.say(f"what is done is in {resume}; the same command goes on from there", style="dim")
+        raise
+    finally:
+        if verbose and tally.seconds:
+            render.say(tally.summary(), style="dim")
+    if tally.failed:
+        raise GenerationError(
+            f"{tally.failed} of {tally.results} results failed; the reason is in their lines",
+            "mend those requests, with a larger max_tokens where there is a complaint; "
+            f"then the same with --resume {resume or 'FILE'}",
+        )
 
 
 class _Server:
@@ -104,26 +102,21 @@ class _Server:
         self._write = write
         self._tally = tally
         self._show = show
-        self._running: dict[int, tuple[int, Row]] = {}  # by their number in the batch
+        self._running: dict[int, tuple[int, Sample]] = {}  # by their number in the batch
         self._places = 0
 
-    def serve(self, loaded: LoadedModel, job: Job) -> None:
+    def serve(self, loaded: LoadedModel, kv: KVOptions, batch_size: int) -> None:
         """Serve to the end of the lines."""
-        from mlxlm.generation import run_batch
-        from mlxlm.generation.result_lines import row_fields
-
-        batch = run_batch(
-            loaded, self._requests(), kv=job.kv, batch_size=job.batch_size, on_progress=self._note_progress
-        )
+        batch = run_batch(loaded, self._requests(), kv=kv, batch_size=batch_size, on_progress=self._note_progress)
         with closing(batch):
             for number, result in batch:
-                place, row = self._running.pop(number)
+                place, sample = self._running.pop(number)
                 if not isinstance(result, MlxlmError):
                     self._tally.peak_memory = max(self._tally.peak_memory, result.timings.peak_memory_bytes)
-                self._finish(place, row_fields(row, result, loaded.tokenizer))
+                self._finish(place, sample_fields(sample, result, loaded.tokenizer))
 
-    def _note_progress(self, progress: Progress) -> None:
-        self._tally.tokens = progress.tokens
+    def _note_progress(self, tokens: int) -> None:
+        self._tally.tokens = tokens
         self._show()
 
     def _requests(self) -> Iterator[Request | None]:
@@ -135,20 +128,17 @@ class _Server:
             else:
                 taken = self._lines.take(patience)
             if taken is not None:
-                for row in self._rows(*taken):
-                    self._running[number] = self._place(), row
+                for sample in self._samples(*taken):
+                    self._running[number] = self._place(), sample
                     number += 1
-                    yield row.request
+                    yield sample.request
             elif self._lines.ended:
                 return
             else:
                 patience = 0.0
                 yield None
 
-    def _rows(self, number: int, line: bytes) -> Iterator[Row]:
-        from mlxlm.generation.requests import BadRequest
-        from mlxlm.generation.result_lines import bad_request_fields
-
+    def _samples(self, number: int, line: bytes) -> Iterator[Sample]:
         if not line.strip():
             self._tally.expect(0)
             return
@@ -160,43 +150,31 @@ class _Server:
             return
         self._tally.expect(task.samples)
         self._tally.skipped += task.samples - len(task.todo)
-        yield from task.rows()
+        yield from task.wanted()
 
     def _place(self) -> int:
         self._places += 1
         return self._places - 1
 
     def _finish(self, place: int, fields: dict[str, Any]) -> None:
-        from mlxlm.generation.result_lines import has_failed
-
         self._tally.results += 1
         self._tally.failed += has_failed(fields)
         self._write(place, fields)
         self._show()
 
 
-def write_line(line: bytes) -> None:
-    """A line to standard output, in UTF-8 whatever the locale, at once."""
-    sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
-
-
 def _plain(write: Callable[[bytes], None]) -> Write:
-    from mlxlm.generation.result_lines import line_of
-
-    return lambda place, fields: write(line_of(fields))
+    return lambda place, fields: write(json_line(fields))
 
 
 def _ordered(write: Callable[[bytes], None]) -> Write:
     """Holds every result back until all those before it are written."""
-    from mlxlm.generation.result_lines import line_of
-
     held: dict[int, bytes] = {}
     following = 0
 
     def write_in_order(place: int, fields: dict[str, Any]) -> None:
         nonlocal following
-        held[place] = line_of(fields)
+        held[place] = json_line(fields)
         while following in held:
             write(held.pop(following))
             following += 1

@@ -176,14 +176,3 @@ def _say_once_after(seconds: float, label: str) -> Callable[[int], None]:
             say(label)
 
     return advance
-
-
-@contextmanager
-def spinner(label: str) -> Iterator[None]:
-    """A sign of life for work of unknown length. One plain line where stderr is not a terminal."""
-    if console.is_terminal:
-        with console.status(Text(label)):
-            yield
-    else:
-        say(label)
-        yield

@@ -111,11 +111,9 @@ def sampling_options(command: Callable | None = None, *, without: Collection[str
 def _schema_text(given: str) -> str:
     """JSON text, or the content of the file that has this name."""
     from mlxlm.generation.options import LARGEST_SCHEMA
-    from mlxlm.reading import read_bytes
+    from mlxlm.reading import decoded, read_bytes
 
     if given.lstrip().startswith("{") or given in ("true", "false"):
         return given
-    try:
-        return read_bytes(Path(given), LARGEST_SCHEMA, GenerationError).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise GenerationError(f"{given} is not UTF-8: {error.reason} at byte {error.start}", "a JSON file") from None
+    content = read_bytes(Path(given), LARGEST_SCHEMA, GenerationError)
+    return decoded(content, given, GenerationError, "a JSON file", "utf-8-sig")

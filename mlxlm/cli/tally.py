@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.progress import BarColumn, Progress, TextColumn
+
+from mlxlm.cli import render
 from mlxlm.units import human_bytes, human_seconds
 
 _SAY_EVERY = 60.0  # seconds between progress lines where stderr is not a terminal
@@ -66,11 +69,8 @@ def progress(tally: Tally) -> Iterator[Callable[[], None]]:
     if sys.stdout.isatty():
         yield lambda: None
         return
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    from mlxlm.cli.render import console
-
-    with Progress(BarColumn(), TextColumn("{task.description}", markup=False), console=console, transient=True) as bar:
+    columns = BarColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=render.console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda: bar.update(task, completed=tally.done, total=tally.expected, description=tally.line())
 
@@ -82,13 +82,6 @@ def _rare_lines(tally: Tally) -> Callable[[], None]:
         nonlocal said
         if time.monotonic() - said >= _SAY_EVERY:
             said = time.monotonic()
-            say(tally.line())
+            render.say(tally.line(), style="dim")
 
     return show
-
-
-def say(text: str) -> None:
-    """One line for the person; where stderr is no terminal, without a style whatever the environment asks for."""
-    from mlxlm.cli import render
-
-    render.say(text, style="dim" if sys.stderr.isatty() else None)

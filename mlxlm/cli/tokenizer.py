@@ -12,6 +12,7 @@ import click
 from mlxlm.cli import render
 from mlxlm.errors import TokenizerError
 from mlxlm.files import new_folder
+from mlxlm.reading import decoded
 from mlxlm.tokenizer import KINDS, load, report, train
 from mlxlm.units import human_bytes, human_count, human_seconds
 
@@ -58,11 +59,7 @@ def encode(path: str, text: str | None, as_json: bool, special: bool) -> None:
     """Print the token ids of a text."""
     loaded = load(path)
     if text is None:
-        data = _stdin().read()
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"stdin is not UTF-8 text at byte {error.start}", "text as UTF-8") from error
+        text = decoded(_stdin().read(), "stdin", TokenizerError, "text as UTF-8")
     ids = loaded.encode(text, add_special_tokens=special)
     if as_json:
         render.emit_json({"ids": ids, "count": len(ids)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from mlxlm.cli import render
 from mlxlm.cli.chart import line_chart
+from mlxlm.cli.waiting import waiting
 from mlxlm.train import Event, Finished, Run, Sample, Saved, Started, Step, Stopped, Validation, train
 from mlxlm.units import human_bytes, human_count, human_seconds
 
@@ -21,9 +23,11 @@ _PLAIN_EVERY = 10.0  # seconds between progress lines where stderr is not a term
 
 @contextmanager
 def phase(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A phase of the preparation: a bar over bytes, or a spinner."""
+    """A phase of the preparation: a bar over bytes, or a spinner; a line of it where stderr is not a terminal."""
     if total is None:
-        with render.spinner(label):
+        if not sys.stderr.isatty():
+            render.say(label)
+        with waiting(label):
             yield lambda _n: None
     else:
         with render.bytes_progress(label, total) as advance:

@@ -8,7 +8,7 @@
         print(result.text)
 """
 
-from mlxlm.generation.batch import Progress, Request, batch, run_batch
+from mlxlm.generation.batch import Request, batch, run_batch
 from mlxlm.generation.context import Context
 from mlxlm.generation.engine import tokens
 from mlxlm.generation.filters import filtered_logits
@@ -20,7 +20,7 @@ from mlxlm.generation.score import Score, score
 from mlxlm.generation.text import TextStream, generate, stream
 
 __all__ = [
-    "Chunk", "Context", "FinishReason", "GenerationOptions", "LoadedModel", "Progress", "Request", "Result", "Sampler",
+    "Chunk", "Context", "FinishReason", "GenerationOptions", "LoadedModel", "Request", "Result", "Sampler",
     "SamplingOptions", "Score", "TextStream", "Timings", "batch", "filtered_logits", "generate", "load", "run_batch",
     "score", "stream", "tokens",
 ]  # fmt: skip

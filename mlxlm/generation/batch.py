@@ -33,16 +33,10 @@ class Request:
     options: GenerationOptions
     end_ids: frozenset[int] | None = None
 
-
-@dataclass(frozen=True)
-class Progress:
-    """A batch so far. `prompt_tokens` were read (what prompts share counts once), `tokens` generated; `working`
-    requests have begun, `finished` have ended."""
-
-    prompt_tokens: int = 0
-    tokens: int = 0
-    working: int = 0
-    finished: int = 0
+    def sample(self, id: str, number: int) -> Request:
+        """Sample `number`, from 0, of what is asked for as `id`: with a seed derived from that of its options."""
+        seed = derived_seed(self.options.seed, id, number)
+        return replace(self, options=replace(self.options, seed=seed))
 
 
 def run_batch(
@@ -51,7 +45,7 @@ def run_batch(
     *,
     kv: KVOptions | None = None,
     batch_size: int = BATCH_SIZE,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[int, Result | MlxlmError]]:
     """The result of each of `requests`, with its number (from 0), as it ends; closing the generator is exact.
 
@@ -63,14 +57,15 @@ def run_batch(
     Requests are asked for as they are needed, some batches ahead. An iterable that has none for now, and may have
     later, gives None; it is asked again after the next step, or at once where no text is growing: then it should wait.
     A request that can't be served has its error as result, as soon as it was asked for.
+    `on_progress` is told how many tokens are generated, in all, as they are and as prompts are read.
     Raises GenerationError for a `batch_size` or a `kv` that can't work.
     """
     if not is_whole(batch_size, 1):
         raise GenerationError(f"batch_size is {batch_size!r}", "a positive whole number, such as 32")
     context = Context(loaded.model, kv)
     run = _Batch if loaded.batchable and batch_size > 1 else _OneByOne
-    waiting = _Waiting(requests, lambda request: _check(loaded, request.prompt, request.options, context.kv))
-    return run(loaded, context, waiting, batch_size, on_progress or (lambda progress: None)).run()
+    queue = _Queue(requests, lambda request: _check(loaded, request.prompt, request.options, context.kv))
+    return run(loaded, context, queue, batch_size, on_progress).run()
 
 
 def _check(loaded: LoadedModel, prompt: Sequence[int], options: GenerationOptions, kv: KVOptions) -> None:
@@ -100,7 +95,7 @@ def batch(
         raise GenerationError(f"samples is {samples!r}", "a positive whole number, such as 4")
     context = Context(loaded.model, kv)
     settings = GenerationOptions.of(("samples", "kv", "batch_size"), **options)
-    seed = draw_seed() if settings.seed is None else settings.seed
+    settings = settings if settings.seed is not None else replace(settings, seed=draw_seed())
     requests: list[Request] = []
     for number, prompt in enumerate(prompts, 1):
         try:
@@ -108,17 +103,24 @@ def batch(
             _check(loaded, ids, settings, context.kv)
         except MlxlmError as error:
             raise type(error)(f"prompt {number}: {error.message}", error.hint) from error
-        seeds = [derived_seed(seed, str(number), sample) for sample in range(samples)]
-        requests += [Request(ids, replace(settings, seed=seed)) for seed in seeds]
-    results: dict[int, Result] = {}
-    for index, result in run_batch(loaded, requests, kv=kv, batch_size=batch_size):
+        requests += [Request(ids, settings).sample(str(number), sample) for sample in range(samples)]
+    return list(in_order(run_batch(loaded, requests, kv=kv, batch_size=batch_size)))
+
+
+def in_order(results: Iterable[tuple[int, Result | MlxlmError]]) -> Iterator[Result]:
+    """Those of `run_batch` in the order of their requests. Raises the first error, as soon as it comes."""
+    held: dict[int, Result] = {}
+    following = 0
+    for index, result in results:
         if isinstance(result, MlxlmError):
             raise result
-        results[index] = result
-    return [results[index] for index in range(len(requests))]
+        held[index] = result
+        while following in held:
+            yield held.pop(following)
+            following += 1
 
 
-class _Waiting:
+class _Queue:
     """Requests that haven't begun, with their numbers."""
 
     def __init__(self, requests: Iterable[Request | None], check: Callable[[Request], None]):
@@ -183,54 +185,39 @@ class _Run:
         self,
         loaded: LoadedModel,
         context: Context,
-        waiting: _Waiting,
+        queue: _Queue,
         batch_size: int,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[int], None],
     ):
-        self._loaded, self._context, self._waiting, self._size = loaded, context, waiting, batch_size
+        self._loaded, self._context, self._queue, self._size = loaded, context, queue, batch_size
         self._on_progress = on_progress
-        self._progress = Progress()
+        self._tokens = 0
 
-    def _tell(self, **more: int) -> None:
-        now = self._progress
-        self._progress = replace(now, **{name: getattr(now, name) + n for name, n in more.items()})
-        self._on_progress(self._progress)
-
-    def _refused(self, most: int) -> Iterator[tuple[int, MlxlmError]]:
-        """Ask for requests until `most` wait; those among them that can't be served."""
-        for index, error in self._waiting.fill(most):
-            self._tell(finished=1)
-            yield index, error
+    def _tell(self, more: int = 0) -> None:
+        self._tokens += more
+        self._on_progress(self._tokens)
 
 
 class _OneByOne(_Run):
     """One request after another, over one context: what a prompt begins with like the one before isn't read again."""
 
     def run(self) -> Iterator[tuple[int, Result | MlxlmError]]:
-        while not self._waiting.over:
-            yield from self._refused(1)
-            for index, request in self._waiting.take(1):
-                self._tell(working=1)
+        while not self._queue.over:
+            yield from self._queue.fill(1)
+            for index, request in self._queue.take(1):
                 try:
                     result: Result | MlxlmError = self._text(request)
                 except MlxlmError as error:
                     result = error
-                self._tell(working=-1, finished=1)
                 yield index, result
 
     def _text(self, request: Request) -> Result:
-        def on_prefill(now: int) -> None:
-            nonlocal held
-            self._tell(prompt_tokens=now - (text.result.cached_tokens if held is None else held))
-            held = now
-
-        held: int | None = None
         text = TextStream(
             self._loaded, request.prompt, request.options,
-            context=self._context, end_ids=request.end_ids, on_prefill=on_prefill,
+            context=self._context, end_ids=request.end_ids, on_prefill=lambda held: self._tell(),
         )  # fmt: skip
         for _ in text:
-            self._tell(tokens=1)
+            self._tell(1)
         return text.result
 
 
@@ -239,15 +226,14 @@ class _Batch(_Run):
 
     def run(self) -> Iterator[tuple[int, Result | MlxlmError]]:
         rows = Rows(self._loaded.model, self._loaded.config.max_position_embeddings)
-        prefill = Prefill(self._context, lambda read: self._tell(prompt_tokens=read))
+        prefill = Prefill(self._context, lambda read: self._tell())
         mx.reset_peak_memory()
         with wired_memory():
-            while rows.live or not self._waiting.over:
-                yield from self._refused(self._size * _AHEAD)
+            while rows.live or not self._queue.over:
+                yield from self._queue.fill(self._size * _AHEAD)
                 begun = []
                 for index, text in self._next_texts(self._size - rows.live):
                     if isinstance(text, MlxlmError):
-                        self._tell(finished=1)
                         yield index, text
                     else:
                         text.start()
@@ -255,21 +241,20 @@ class _Batch(_Run):
                 if begun or not rows.mostly_used:
                     rows.compact()
                 if begun:
-                    self._tell(working=len(begun))
                     rows.join(prefill.read(begun))
                 if not rows.live:
                     continue
                 read, ended = rows.step()
-                self._tell(tokens=read, working=-len(ended), finished=len(ended))
+                self._tell(read)
                 for row in ended:
                     yield row.index, row.error or row.text.result()
 
     def _next_texts(self, free: int) -> Iterator[tuple[int, GrowingText | MlxlmError]]:
         """Requests that begin now, at most `free`. The caches of all other rows are copied for it, so that where more
         are waiting some begin at a time."""
-        if free < len(self._waiting) and free * 4 < self._size:
+        if free < len(self._queue) and free * 4 < self._size:
             return
-        for index, request in self._waiting.take(free):
+        for index, request in self._queue.take(free):
             try:
                 text = GrowingText(self._loaded, request.prompt, request.options, self._context.kv, request.end_ids)
             except MlxlmError as error:

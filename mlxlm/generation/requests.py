@@ -9,14 +9,15 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from mlxlm.cache import KVOptions, fingerprint
+from mlxlm.cache.options import is_whole
 from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation.batch import Request
 from mlxlm.generation.loaded import LoadedModel
-from mlxlm.generation.noise import derived_seed
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.reading import parsed_object
 
 LONGEST_LINE = 64 * 2**20  # bytes: far above any context, far below what memory holds
 
@@ -27,16 +28,17 @@ Encoded = tuple[list[int], frozenset[int]]  # ids, and the tokens that end the a
 _OWN_FIELDS = ("id", "prompt", "messages", "system", "samples")
 _OPTIONS = tuple(field.name for field in fields(GenerationOptions))
 _ROLES = ("system", "user", "assistant")
+_MESSAGE = '{"role": "user", "content": "Hello!"}'
 
 
 @dataclass(frozen=True)
-class Row:
-    """One text to generate: `sample` (from 0) of the `samples` that the request on line `line` asks for. `digest`: that
-    of Task."""
+class Sample:
+    """One text to generate: number `number` (from 0) of the `samples` that the request on line `line` asks for.
+    `digest`: that of Task."""
 
     id: Id
     line: int
-    sample: int
+    number: int
     samples: int
     request: Request
     digest: str
@@ -58,12 +60,10 @@ class Task:
     has_own_seed: bool
     digest: str
 
-    def rows(self) -> Iterator[Row]:
-        options = self.request.options
-        for sample in self.todo:
-            seed = options.seed if self.has_own_seed else derived_seed(options.seed, str(self.id), sample)
-            request = replace(self.request, options=replace(options, seed=seed))
-            yield Row(self.id, self.line, sample, self.samples, request, self.digest)
+    def wanted(self) -> Iterator[Sample]:
+        for number in self.todo:
+            request = self.request if self.has_own_seed else self.request.sample(str(self.id), number)
+            yield Sample(self.id, self.line, number, self.samples, request, self.digest)
 
 
 class BadRequest(GenerationError):
@@ -82,7 +82,7 @@ class RequestReader:
     have "id" (a string or a number; without one it is the number of its line), "system", "samples" and any
     field of GenerationOptions, which then counts instead of `defaults`. Ids are compared as texts.
 
-    A row's seed is `derived_seed(seed, id, sample)` with the seed of `defaults` (0 if it has none); a request
+    A sample's seed is `derived_seed(seed, id, sample)` with the seed of `defaults` (0 if it has none); a request
     with a seed of its own is drawn with that very seed, or if it asks for several samples, with those derived
     from it. So it depends on nothing but the request.
     """
@@ -100,7 +100,7 @@ class RequestReader:
         done: Callable[[Id, int], str | None] = lambda id, sample: None,
     ):
         """`kv`: how keys and values will be kept. `as_messages`: a prompt in text is asked as a message. `system`: of
-        conversations that name none. `done(id, sample)`: the digest of a row that isn't needed, as it is done.
+        conversations that name none. `done(id, sample)`: the digest of a sample that isn't needed, as it is done.
         `encode_messages` may raise any MlxlmError."""
         self._loaded = loaded
         made_with = (fingerprint(loaded.model), loaded.tokenizer.fingerprint, asdict(kv or KVOptions()))
@@ -118,7 +118,10 @@ class RequestReader:
         under its id is another request."""
         request_id: Id | None = None
         try:
-            value = _parsed(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+            if len(line) > LONGEST_LINE:
+                raise GenerationError(f"the line is longer than {LONGEST_LINE // 2**20} MiB", "a shorter prompt")
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            value = parsed_object(content, "the line", GenerationError, '{"prompt": "Once upon a time"}')
             request_id = _checked_id(value.get("id", number))
             self._remember(request_id, number)
             samples = _checked_samples(value.get("samples", self._samples))
@@ -168,7 +171,7 @@ class RequestReader:
         if (prompt is None) == (messages is None):
             raise GenerationError("a request has either a prompt or messages", '{"prompt": "Once upon a time"}')
         if system is not None and not isinstance(system, str):
-            raise GenerationError("system is not a text")
+            raise GenerationError("system is not a text", '"Be brief."')
         continued = messages is None and not self._as_messages
         if continued and (system is not None or self._system):
             raise GenerationError("a prompt that is continued has no system prompt", "messages, or --chat")
@@ -194,62 +197,30 @@ class RequestReader:
         return prompt  # whether the model has such tokens is checked by `run_batch`
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
-    if len(line) > LONGEST_LINE:
-        raise GenerationError(f"the line is longer than {LONGEST_LINE // 2**20} MiB", "a shorter prompt")
-    try:
-        value = json.loads(line.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
-        if b"\\u" in line:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise GenerationError(f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
-    except UnicodeEncodeError:
-        raise GenerationError("the line has half a surrogate pair", "whole characters") from None
-    except json.JSONDecodeError as error:
-        raise GenerationError(f"the line is not JSON: {error.msg} at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
-        raise GenerationError(f"the line can't be read: {error}") from None
-    if not isinstance(value, dict):
-        raise GenerationError("the line is not a JSON object", '{"prompt": "Once upon a time"}')
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise GenerationError(f"{name} is not a JSON value", "a number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise GenerationError(f"{json.dumps(next(n for n in names if names.count(n) > 1))} is there twice")
-    return value
-
-
 def _checked_id(value: Any) -> Id:
     if isinstance(value, bool) or not isinstance(value, Id) or isinstance(value, float) and not math.isfinite(value):
-        raise GenerationError("the id is neither a string nor a number")
+        raise GenerationError("the id is neither a string nor a number", "one, or none for the number of the line")
     return value
 
 
 def _checked_samples(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= 100_000:
-        raise GenerationError(f"samples is {value!r} (a whole number from 1 to 100000)")
+    if not is_whole(value, 1) or value > 100_000:
+        raise GenerationError(f"samples is {value!r}", "a whole number from 1 to 100000")
     return value
 
 
 def _checked_messages(messages: Any) -> Messages:
     if not isinstance(messages, list) or not messages:
-        raise GenerationError("messages is not a list of messages", '[{"role": "user", "content": "Hello!"}]')
+        raise GenerationError("messages is not a list of messages", f"[{_MESSAGE}]")
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise GenerationError(f"message {n} doesn't consist of a role and a content")
+            raise GenerationError(f"message {n} doesn't consist of a role and a content", _MESSAGE)
         if message["role"] not in _ROLES:
             raise GenerationError(f"message {n} has the role {message['role']!r}", "one of " + ", ".join(_ROLES))
         if not isinstance(message["content"], str):
-            raise GenerationError(f"the content of message {n} is not a text")
+            raise GenerationError(f"the content of message {n} is not a text", _MESSAGE)
     if messages[-1]["role"] != "user":
-        raise GenerationError("the last message is not the user's: there is nothing to answer")
+        raise GenerationError("the last message is not the user's: there is nothing to answer", f"{_MESSAGE} last")
     return messages
 
 
@@ -257,4 +228,4 @@ def _meant(unknown: list[str]) -> str:
     """What the writer of these names may have meant."""
     known = (*_OWN_FIELDS, *_OPTIONS)
     near = [m for name in unknown for m in difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)]
-    return ", ".join(near or known)
+    return ", ".join(near) or f"{', '.join(_OWN_FIELDS)}, or an option, such as max_tokens"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import math
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,20 +16,13 @@ from typing import Any, BinaryIO
 from mlxlm.errors import GenerationError, MlxlmError, describe, os_errors_as
 from mlxlm.files import replaced_file
 from mlxlm.generation.logprobs import TokenLogprobs
-from mlxlm.generation.requests import BadRequest, Id, Row
+from mlxlm.generation.requests import BadRequest, Id, Sample
 from mlxlm.generation.result import Result
 from mlxlm.platform import interrupts_held
+from mlxlm.reading import parsed_object
 from mlxlm.tokenizer import Tokenizer
 
-# Characters that JSON leaves as they are, and that some readers take for the end of a line or a terminal obeys.
-_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029]")
 _BEGINNING = b'{"id": '  # of every line here
-
-
-def line_of(value: dict[str, Any]) -> bytes:
-    """`value` as one line of JSON in UTF-8, with its line end."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode("utf-8") + b"\n"
 
 
 def result_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -59,12 +50,13 @@ def whole_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
     return told
 
 
-def row_fields(row: Row, result: Result | MlxlmError, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The result of a row, with the id of its request, where it asks for several the number of the sample, and the
+def sample_fields(sample: Sample, result: Result | MlxlmError, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The result of a sample, with the id of its request, where it asks for several the number of the sample, and the
     request's digest."""
-    head = {"id": row.id} | ({"sample": row.sample} if row.samples > 1 else {}) | {"request": row.digest}
+    number = {"sample": sample.number} if sample.samples > 1 else {}
+    head = {"id": sample.id} | number | {"request": sample.digest}
     if isinstance(result, MlxlmError):
-        return head | {"line": row.line, "error": describe(result)}
+        return head | {"line": sample.line, "error": describe(result)}
     return head | result_fields(result, tokenizer)
 
 
@@ -112,7 +104,7 @@ class ResultFile:
             raise
 
     def done(self, id: Id, sample: int) -> str | None:
-        """The digest of the request whose result the file had for this row when it was opened; None if it had none."""
+        """The digest of the request whose result for this sample the file had when it was opened; None for none."""
         return self._done.get((str(id), sample))
 
     def write(self, line: bytes) -> None:
@@ -189,9 +181,9 @@ class ResultFile:
 
     @staticmethod
     def _parsed(line: bytes) -> dict[str, Any] | None:
-        with suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            if isinstance(value, dict) and "id" in value and ("error" in value or _is_text(value)):
+        with suppress(GenerationError):
+            value = parsed_object(line, "the line", GenerationError, "a result")
+            if "id" in value and ("error" in value or _is_text(value)):
                 return value
         return None
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from mlxlm.errors import TokenizerError, os_errors_as
 from mlxlm.files import write_bytes
-from mlxlm.reading import read_bytes
+from mlxlm.reading import decoded, read_bytes
 from mlxlm.tokenizer import sentencepiece
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer
 
@@ -200,10 +200,7 @@ def _token_text(value: Any, path: Path, field: str) -> str | None:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        try:
-            return _read(path).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{path} is not UTF-8 text (byte {error.start})") from error
+        return decoded(_read(path), str(path), TokenizerError, "a template in UTF-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

@@ -37,7 +37,7 @@ def read(reader):
 
     def read(line, **settings):
         line = json.dumps(line) if isinstance(line, dict) else line
-        return list(reader(**settings).read(5, line if isinstance(line, bytes) else line.encode()).rows())
+        return list(reader(**settings).read(5, line if isinstance(line, bytes) else line.encode()).wanted())
 
     return read
 
@@ -57,7 +57,7 @@ def refused(read):
 
 def test_a_prompt(read, loaded):
     (row,) = read({"prompt": "The quick"})
-    assert (row.id, row.line, row.sample, row.samples) == (5, 5, 0, 1)
+    assert (row.id, row.line, row.number, row.samples) == (5, 5, 0, 1)
     assert row.request.prompt == loaded.tokenizer.encode("The quick")
     assert row.request.options == replace(DEFAULTS, seed=derived_seed(0, "5", 0))
     assert row.request.end_ids is None
@@ -116,7 +116,7 @@ def test_samples_that_are_done_are_left_out(read):
     digest = read({"id": "a", "prompt": "x"})[0].digest
     done = {("a", 0): digest, ("a", 2): digest}
     rows = read({"id": "a", "prompt": "x", "samples": 4}, done=lambda *row: done.get(row))
-    assert [(row.sample, row.samples) for row in rows] == [(1, 4), (3, 4)]
+    assert [(row.number, row.samples) for row in rows] == [(1, 4), (3, 4)]
     assert rows[1].request.options.seed == derived_seed(0, "a", 3)
     assert read({"id": "a", "prompt": "x"}, done=lambda *row: done.get(row)) == []
 
@@ -177,8 +177,8 @@ def test_ids_are_unique_as_texts(reader):
         ("[]", "the line is not a JSON object"),
         ("null", "the line is not a JSON object"),
         ('"text"', "the line is not a JSON object"),
-        ('{"prompt": "a", "top_p": NaN}', "NaN is not a JSON value"),
-        ('{"prompt": "a", "prompt": "b"}', '"prompt" is there twice'),
+        ('{"prompt": "a", "top_p": NaN}', "the line has NaN, which is not a JSON value"),
+        ('{"prompt": "a", "prompt": "b"}', 'the line has "prompt" twice'),
         ('{"prompt": "a", "seed": ' + "1" * 5000 + "}", "the line can't be read: Exceeds the limit"),
         ('{"prompt": ' + "[" * 100_000, "the line can't be read: maximum recursion depth"),
         ('{"prompt": "\\ud800"}', "the line has half a surrogate pair"),
@@ -190,7 +190,7 @@ def test_ids_are_unique_as_texts(reader):
 )
 def test_lines_without_an_id_that_can_be_read(refused, line, message):
     error = refused(line)
-    assert error.id is None and error.message.startswith(message)
+    assert error.id is None and error.message.startswith(message) and error.hint
 
 
 @pytest.mark.parametrize(
@@ -204,22 +204,22 @@ def test_lines_without_an_id_that_can_be_read(refused, line, message):
         ({"prompt": [1, True]}, "the prompt is no text", "a string"),
         ({"prompt": "x", "temprature": 1}, 'there is no field "temprature"', "temperature"),
         ({"prompt": "x", "Top-K": 1, "max_token": 2}, 'there is no field "Top-K", "max_token"', "top_k, max_tokens"),
-        ({"prompt": "x", "zzz": 1}, 'there is no field "zzz"', "id, prompt, messages, system, samples, temperature"),
+        ({"prompt": "x", "zzz": 1}, 'there is no field "zzz"', "id, prompt, messages, system, samples, or an option"),
         ({"prompt": "x", "temperature": -1}, "these settings can't work: temperature is -1", None),
         ({"prompt": "x", "temperature": "1", "top_p": 2}, "these settings can't work: temperature is '1'", None),
-        ({"prompt": "x", "samples": 0}, "samples is 0", None),
-        ({"prompt": "x", "samples": 1.0}, "samples is 1.0", None),
-        ({"prompt": "x", "samples": 10**12}, "samples is 1000000000000", None),
+        ({"prompt": "x", "samples": 0}, "samples is 0", "a whole number from 1"),
+        ({"prompt": "x", "samples": 1.0}, "samples is 1.0", "a whole number from 1"),
+        ({"prompt": "x", "samples": 10**12}, "samples is 1000000000000", "a whole number from 1"),
         ({"prompt": "x", "seed": -1}, "these settings can't work: seed is -1", None),
         ({"prompt": "x", "system": "s"}, "a prompt that is continued has no system prompt", "messages, or --chat"),
-        ({"messages": [], "system": 3}, "system is not a text", None),
+        ({"messages": [], "system": 3}, "system is not a text", '"Be brief."'),
         ({"messages": "hello"}, "messages is not a list of messages", '[{"role"'),
         ({"messages": []}, "messages is not a list of messages", '[{"role"'),
-        ({"messages": ["hello"]}, "message 1 doesn't consist of a role and a content", None),
-        ({"messages": [{"role": "user"}]}, "message 1 doesn't consist of a role and a content", None),
+        ({"messages": ["hello"]}, "message 1 doesn't consist of a role and a content", '{"role": "user"'),
+        ({"messages": [{"role": "user"}]}, "message 1 doesn't consist of a role and a content", '{"role": "user"'),
         ({"messages": [{"role": "bot", "content": ""}]}, "message 1 has the role 'bot'", "one of system, user"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "the content of message 1 is not a text", None),
-        ({"messages": [{"role": "system", "content": "a"}]}, "the last message is not the user's", None),
+        ({"messages": [{"role": "user", "content": [1]}]}, "the content of message 1 is not a text", '{"role": "user"'),
+        ({"messages": [{"role": "system", "content": "a"}]}, "the last message is not the user's", '{"role": "user"'),
     ],
 )  # fmt: skip
 def test_requests_that_cant_be_served(refused, fields, message, hint):
@@ -284,7 +284,7 @@ def test_no_value_does_worse_than_a_bad_request(loaded, value, prompt):
         task = reader.read(1, json.dumps({"prompt": prompt} | value).encode())
     except GenerationError:
         return
-    served(loaded, [row.request for _, row in zip(range(3), task.rows(), strict=False)])
+    served(loaded, [row.request for _, row in zip(range(3), task.wanted(), strict=False)])
 
 
 WHOLE = [f.name for f in GenerationOptions.__dataclass_fields__.values() if isinstance(f.default, int | float)]
@@ -299,7 +299,7 @@ def test_no_number_is_too_much(loaded, name, value):
         task = reader.read(1, json.dumps({"prompt": "a", **others, name: value}).encode())
     except GenerationError:
         return
-    served(loaded, [row.request for row in task.rows()])
+    served(loaded, [row.request for row in task.wanted()])
 
 
 def served(loaded, wanted):

@@ -8,17 +8,18 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlxlm.errors import GenerationError
+from mlxlm.files import json_line
 from mlxlm.generation import result_lines
-from mlxlm.generation.result_lines import ResultFile, line_of
+from mlxlm.generation.result_lines import ResultFile
 
 
 def line(id, sample=None, **fields):
     head = ({"id": id} if sample is None else {"id": id, "sample": sample}) | {"request": "012"}
-    return line_of(head | (fields or {"text": f"of {id}"}))
+    return json_line(head | (fields or {"text": f"of {id}"}))
 
 
 @pytest.fixture
@@ -34,12 +35,14 @@ def opened(out, *lines):
         return {(id, sample) for id in ("a", "b", "1", 1) for sample in range(3) if file.done(id, sample) == "012"}
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
+@given(st.text(st.characters()))
+@example("\u202e\u2066\ud800\x7f")
 def test_a_line_is_one_line_for_everyone(text):
-    content = line_of({"text": text})
+    content = json_line({"text": text})
     assert json.loads(content) == {"text": text}
     assert len(content.decode().splitlines()) == 1 and content.endswith(b"\n")
-    assert not any("\x7f" <= character <= "\x9f" for character in content.decode())
+    obeyed = (*range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+    assert not set(content.decode()) & set(map(chr, obeyed))
 
 
 def test_a_new_file(out):
@@ -167,9 +170,9 @@ def test_killed_at_any_instant(out):
     """A writer that dies by SIGKILL leaves a file that the next one continues."""
     script = (
         "import os, signal, sys\n"
-        "from mlxlm.generation.result_lines import ResultFile, line_of\n"
+        "from mlxlm.files import json_line\nfrom mlxlm.generation.result_lines import ResultFile\n"
         "file = ResultFile(sys.argv[1])\n"
-        "for n in range(100): file.write(line_of({'id': n, 'request': '0', 'text': 'x' * n}))\n"
+        "for n in range(100): file.write(json_line({'id': n, 'request': '0', 'text': 'x' * n}))\n"
         "os.write(file._descriptors[-1], b'{\"id\": 10')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
