@@ -18,6 +18,7 @@ from mlxlm.generation.batch import Request
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.reading import parsed_object
+from mlxlm.tokenizer.tokenizer import check_unicode
 
 LONGEST_LINE = 64 * 2**20  # bytes: far above any context, far below what memory holds
 
@@ -122,6 +123,8 @@ class RequestReader:
                 raise GenerationError(f"the line is longer than {LONGEST_LINE // 2**20} MiB", "a shorter prompt")
             content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             value = parsed_object(content, "the line", GenerationError, '{"prompt": "Once upon a time"}')
+            if b"\\u" in line:
+                check_unicode(json.dumps(value, ensure_ascii=False))
             request_id = _checked_id(value.get("id", number))
             self._remember(request_id, number)
             samples = _checked_samples(value.get("samples", self._samples))

@@ -181,7 +181,7 @@ def test_ids_are_unique_as_texts(reader):
         ('{"prompt": "a", "prompt": "b"}', 'the line has "prompt" twice'),
         ('{"prompt": "a", "seed": ' + "1" * 5000 + "}", "the line can't be read: Exceeds the limit"),
         ('{"prompt": ' + "[" * 100_000, "the line can't be read: maximum recursion depth"),
-        ('{"prompt": "\\ud800"}', "the line has half a surrogate pair"),
+        ('{"prompt": "\\ud800"}', "the text has a lone surrogate"),
         ('{"id": true, "prompt": "a"}', "the id is neither a string nor a number"),
         ('{"id": null, "prompt": "a"}', "the id is neither a string nor a number"),
         ('{"id": 1e999, "prompt": "a"}', "the id is neither a string nor a number"),
