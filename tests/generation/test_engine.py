@@ -4,6 +4,8 @@ import pytest
 
 from mlxlm._mlx import mx
 from mlxlm.generation import Context, tokens
+from mlxlm.generation import context as context_module
+from mlxlm.generation.engine import CLEAR_EVERY
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 
@@ -152,3 +154,12 @@ def test_greedy_tokens_equal_those_of_mlx_lm(loaded):
     generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), loaded.model, max_tokens=30)]
     assert list(tokens(Context(loaded.model), PROMPT, greedy, 30)) == theirs
+
+
+def test_freed_buffers_do_not_pile_up(loaded, monkeypatch):
+    monkeypatch.setattr(context_module, "FREED_BYTES", 1 << 20)
+    kept = []
+    for n, _ in enumerate(tokens(Context(loaded.model), PROMPT, greedy, 3 * CLEAR_EVERY), 1):
+        if n % CLEAR_EVERY == 0:
+            kept.append(mx.get_cache_memory())
+    assert max(kept) <= 2 << 20
