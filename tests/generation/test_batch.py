@@ -12,6 +12,7 @@ from mlxlm._mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation import GenerationOptions, Request, TextStream, batch, generate, run_batch
+from mlxlm.generation.batch import in_order
 from mlxlm.generation.context import shared
 from mlxlm.model import Decoder
 
@@ -215,6 +216,16 @@ def test_an_iterable_may_have_nothing_for_now(loaded, batch_size):
         given.append(index)
         assert len(result.tokens) == 3
     assert given == [0, 1]
+
+
+def test_results_in_the_order_of_their_requests():
+    drawn = []
+    source = ((drawn.append(n), (n, f"result {n}"))[1] for n in (0, 3, 1, 2))
+    ordered = in_order(source)
+    assert next(ordered) == "result 0" and drawn == [0]  # as soon as it can
+    assert list(ordered) == ["result 1", "result 2", "result 3"]
+    with pytest.raises(GenerationError, match="no"):
+        next(in_order([(1, GenerationError("no"))]))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
