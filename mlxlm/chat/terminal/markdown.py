@@ -97,8 +97,9 @@ def without_beginning(text: str, cut: int, number: int | None = None) -> tuple[s
     starts = list(accumulate((len(line) + 1 for line in text.split("\n")), initial=0))
     if block.type == "fence":
         first = text[starts[block.map[0]] : starts[block.map[0] + 1]]
-        inside = starts[block.map[0] + 1] < cut < starts[block.map[1] - 1]
-        return (first + text[cut:], len(first), None) if inside else None
+        end = len(text[:cut].rstrip("\n"))  # empty lines are seen once another one follows
+        inside = starts[block.map[0] + 1] < end and cut < starts[block.map[1] - 1]
+        return (first + text[end + 1 :], len(first) - 1, None) if inside else None
     items = [token.map[0] for token in _parsed(text) if token.type == "list_item_open" and token.level == 1]
     item = max((i for i, line in enumerate(items) if starts[line] <= cut), default=0)
     if not item:
@@ -175,7 +176,7 @@ class Renderer:
         name = language.split()[0] if language else "text"
         coloured = Syntax("", name, theme=self._theme, background_color="default").highlight(code)
         coloured.rstrip()
-        lines = list(coloured.split("\n", allow_blank=True)) if code else []
+        lines = list(coloured.split("\n", allow_blank=True)) if coloured else []
         if node.type == "fence":
             last = self._source[node.map[1] - 1].strip(" \t>")
             is_closed = node.map[1] - node.map[0] > 1 and last and not last.strip(node.markup[0])
