@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mlxlm.errors import GenerationError, MlxlmError
+from mlxlm.reading import parsed_object
 from mlxlm.tokenizer.tokenizer import check_unicode
 
 _ANY = object()
@@ -25,10 +25,7 @@ class Line:
     @classmethod
     def parsed(cls, path: Path, number: int, text: bytes) -> Line:
         where = f"{path}: line {number}"
-        try:
-            return cls(where, json.loads(text.decode("utf-8")))
-        except (ValueError, RecursionError) as error:  # deep nesting
-            raise GenerationError(f"{where} is not JSON: {error}", "the file up to the line before") from None
+        return cls(where, parsed_object(text, where, GenerationError, "the file up to the line before"))
 
     def inner(self, values: Any, name: str) -> Line:
         """An object inside this one."""

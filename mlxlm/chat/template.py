@@ -20,7 +20,7 @@ from mlxlm.chat.formats import FORMATS
 from mlxlm.chat.reasoning import opened_by
 from mlxlm.errors import TokenizerError
 from mlxlm.generation import LoadedModel
-from mlxlm.reading import read_bytes
+from mlxlm.reading import decoded, read_bytes
 from mlxlm.tokenizer import Tokenizer
 
 PLAIN, MODEL = "plain", "model"
@@ -86,10 +86,8 @@ def transcript(loaded: LoadedModel, template: str | None = None) -> Transcript:
 def _read_template(path: Path) -> str:
     if not path.exists():
         raise TokenizerError(f"there is no chat template {path}", f"one of {', '.join(NAMES)}, or a jinja file")
-    try:
-        return read_bytes(path, _LARGEST_TEMPLATE, TokenizerError).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not UTF-8: {error.reason} at byte {error.start}", "a text in UTF-8") from None
+    content = read_bytes(path, _LARGEST_TEMPLATE, TokenizerError)
+    return decoded(content, str(path), TokenizerError, "a text in UTF-8", "utf-8-sig")
 
 
 class PlainText:

@@ -10,7 +10,6 @@ and how many of its oldest turns the model no longer sees.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -21,6 +20,7 @@ from mlxlm.cache import KVOptions
 from mlxlm.chat.branches import MAIN, MOST_BRANCHES, Branches, Conversation, Turn, check_name
 from mlxlm.chat.lines import Line, shown
 from mlxlm.chat.overflow import Overflow, check_overflow
+from mlxlm.files import json_line
 from mlxlm.generation import FinishReason, GenerationOptions
 
 VERSION = 1
@@ -74,7 +74,7 @@ def encoded(session: Session) -> bytes:
     }
     if list(ends) != [MAIN] or ends[MAIN]["dropped"]:
         header |= {"branch": session.branches.name, "branches": ends}
-    return b"".join(_json_line(value) for value in (header, *lines))
+    return b"".join(json_line(value) for value in (header, *lines))
 
 
 def _answer_line(turn: Turn) -> dict[str, Any]:
@@ -86,15 +86,6 @@ def _answer_line(turn: Turn) -> dict[str, Any]:
 def not_default(options: Any, defaults: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from those of `defaults`."""
     return {name: value for name, value in vars(options).items() if value != getattr(defaults, name)}
-
-
-def _json_line(value: dict[str, Any]) -> bytes:
-    # A path or a setting from a shell can have what UTF-8 hasn't; escaped, JSON can.
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        return text.encode("utf-8") + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(value, allow_nan=False).encode("ascii") + b"\n"
 
 
 def decoded(content: bytes, path: Path) -> Session:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--overflow",
     type=click.Choice(["ask", "stop", "drop"]),
-    help="With a full context ask, stop, or drop the oldest turns.  [default: ask; stop where nobody can be asked]",
+    help="With a full context ask, stop, or drop the oldest turns.  [default: the session's; else ask, in a terminal]",
 )
 @click.option(
     "--think",

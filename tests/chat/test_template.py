@@ -106,6 +106,7 @@ def test_the_token_behind_an_answer_ends_it(tokens):
         ("{{ messages.append(1) }}", "failed: "),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: .*unsafe"),
         ("{{ 1 // 0 }}", "failed: .*zero"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "failed: .*recursion"),
     ],
 )
 def test_a_broken_template_is_one_line(tokens, template, message):
@@ -113,6 +114,12 @@ def test_a_broken_template_is_one_line(tokens, template, message):
     with pytest.raises(TokenizerError, match=message) as caught:
         ChatTemplate(tokens)
     assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_gives_nothing_says_so(tokens):
+    tokens.chat_template = "{# nothing #}"
+    with pytest.raises(TokenizerError, match="gives nothing for this conversation .try: another template"):
+        ChatTemplate(tokens).encode([Message("user", "?")])
 
 
 def test_without_a_template_the_text_goes_on(tokens):

@@ -224,8 +224,10 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
     [
         ([""], "line 1 is not JSON"),
         (["{" * 100_000], "line 1 is not JSON"),
-        (["[" * 100_000], "line 1 is not JSON"),
-        (["[]"], "line 1 is no JSON object"),
+        (["[" * 100_000], "line 1 can't be read: maximum recursion"),
+        (["[]"], "line 1 is not a JSON object"),
+        (['{"mlxlm_chat": 1, "mlxlm_chat": 1}'], "line 1 has .mlxlm_chat. twice"),
+        (['{"mlxlm_chat": 1, "x": NaN}'], "line 1 has NaN"),
         ([{"role": "user"}], "line 1 doesn't say that this is a chat .try: a file that a chat was saved to"),
         ([{**HEADER, "mlxlm_chat": 2}], "line 1 is of a chat's version 2 .try: version 1"),
         ([{**HEADER, "mlxlm_chat": "1"}], "line 1 has the mlxlm_chat '1' .try: a whole number"),
@@ -289,7 +291,7 @@ def test_files_that_cannot_be_read(loaded, file, tmp_path):
     with pytest.raises(GenerationError, match="not a regular file"):
         Chat.open(tmp_path, loaded)
     file.write_bytes(b"\xff\xfe{")
-    with pytest.raises(GenerationError, match="line 1 is not JSON"):
+    with pytest.raises(GenerationError, match="line 1 is not UTF-8"):
         Chat.open(file, loaded)
     with file.open("wb") as out:
         out.truncate(1 << 40)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from mlxlm.errors import GenerationError
+from mlxlm.reading import decoded
 
 BLOCK = '"""'
 _COMMAND = re.compile(r"/(system|edit)\s+")  # those that take a message
@@ -36,11 +37,8 @@ def piped_messages(source: TextIO | None) -> Iterator[str]:
     """The lines of a pipe, and its blocks as a whole. Raises GenerationError naming the line that can't be read."""
     held, begun = "", 0
     for number, line in enumerate(source.buffer if source else (), 1):
-        try:
-            text = line.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            problem = f"line {number} of standard input is not UTF-8: {error.reason}"
-            raise GenerationError(problem, "a text in UTF-8") from None
+        name = f"line {number} of standard input"
+        text = decoded(line, name, GenerationError, "a text in UTF-8").rstrip("\r\n")
         held, begun = (f"{held}\n{text}", begun) if held else (text, number)
         if not block_is_open(held):
             yield held

@@ -8,7 +8,9 @@ import shutil
 import sys
 import textwrap
 
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+from mlxlm.errors import CONTROLS
+
+_CONTROL_CHARACTERS = re.compile(f"[\\x00-\\x08\\x0b-\\x1f{CONTROLS}]")
 
 _FIRST_COLUMN = re.compile(r".*?\S {2,}")
 
