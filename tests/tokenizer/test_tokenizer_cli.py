@@ -76,7 +76,7 @@ def test_train_from_stdin(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        (("encode",), b"ab\xff", b"stdin is not UTF-8 text at byte 2"),
+        (("encode",), b"ab\xff", b"stdin is not UTF-8: invalid start byte at byte 2"),
         (("decode",), b"1 two 3", b"'two' is not a token id"),
         (("decode",), b"99999999999999", b"is not a token id"),
         (("info", "--text", "/dev/null"), b"", b"/dev/null is empty"),
