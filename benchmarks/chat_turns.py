@@ -57,7 +57,7 @@ def turns(path: Path, session: Path, history: int) -> dict[str, tuple[float, int
     chat.save(session, cache=True)
     say(chat, short, "second turn")
     say(mlxlm.Chat.open(session, loaded), short, "loaded with its cache")
-    session.with_name(f"{session.stem}.cache.safetensors").unlink()
+    session.with_name(f"{session.name}.cache.safetensors").unlink()
     say(mlxlm.Chat.open(session, loaded), short, "loaded without it")
     return found
 

@@ -150,8 +150,9 @@ def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     def generate(ids: list[int], held: int, n: int) -> Iterator:
         context = Context(model)
         if held:
-            fill(context.caches, model, path, held)
-            context.ids = list(range(held))  # whatever they are, the prompt begins with them
+            with context.changing() as read:
+                fill(context.caches, model, path, held)
+                read.extend(range(held))  # whatever they are, the prompt begins with them
         return tokens(context, [*range(held), *ids], lambda logits: mx.argmax(logits, axis=-1), n)
 
     return generate
