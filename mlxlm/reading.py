@@ -54,8 +54,9 @@ def parsed_object(content: bytes, name: str, kind: type[MlxlmError], hint: str) 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
-            names = [key for key, _ in pairs]
-            raise kind(f"{name} has {json.dumps(next(n for n in names if names.count(n) > 1))} twice", hint)
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise kind(f"{name} has {json.dumps(twice)} twice", hint)
         return value
 
     try:

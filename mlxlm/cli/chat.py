@@ -140,8 +140,10 @@ def _model_of(path: Path) -> str:
     from mlxlm.chat.session_files import OwnFiles
 
     name = OwnFiles().read(path).model
-    folder = platform.model_cache() / "--".join(["models", *name.partition("@")[0].split("/")])
-    if not os.path.exists(name) and not folder.exists():
+    repository, _, revision = name.partition("@")
+    folder = platform.model_cache() / "--".join(["models", *repository.split("/")])
+    cached = any((folder / kind / (revision or "main")).exists() for kind in ("refs", "snapshots"))
+    if not os.path.exists(name) and not cached:
         raise GenerationError(
             f"{path} is a chat with {name}, which isn't on this machine",
             f"mlxlm chat MODEL --session {shlex.quote(str(path))}, with {name} or another MODEL",

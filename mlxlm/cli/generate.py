@@ -94,6 +94,8 @@ def generate(
     _need("--jsonl", jsonl is not None, ordered=ordered, resume=resume)
     if resume in ("", "-"):
         raise click.UsageError("--resume takes the name of a file")
+    if prompt_cache == "":
+        raise click.UsageError("--prompt-cache takes the name of a file")
     if ordered and resume is not None:
         raise click.UsageError("either --ordered or --resume: what an interrupted run has left open comes at the end")
     _need("--chat or --jsonl", chat or jsonl is not None, system=system, template=template)

@@ -81,10 +81,10 @@ def has_failed(fields: dict[str, Any]) -> bool:
 
 
 class ResultFile:
-    """A file of results, whole after a crash at any instant but for its last line, which opening it again mends.
+    """A file of results, whole after a crash at any instant but for its last line, which the next run mends.
 
-    Opening reads what is there: results that are done stay as they are, those that failed are dropped, since they
-    are tried again, and so is a last line that was never finished. New lines are written behind them.
+    Opening reads what is there and changes nothing. With the first new line, results that failed are dropped, since
+    they are tried again, and so is a last line that was never finished. New lines are written behind what is done.
     """
 
     def __init__(self, path: Path | str):
@@ -98,7 +98,8 @@ class ResultFile:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._new = not self._path.exists()
                 self._open()
-                self._size = self._mend()
+                with self._path.open("rb") as file:
+                    self._lines: list[tuple[int, int, bool]] | None = list(self._read(file))
         except BaseException:
             self.close()
             raise
@@ -111,6 +112,9 @@ class ResultFile:
         """Append a line. Raises GenerationError if the disk refuses; the file then ends with the line before."""
         rest = memoryview(line)
         with os_errors_as(GenerationError, "write", self._path), interrupts_held():
+            if self._lines is not None:
+                self._size = self._mend(self._lines)
+                self._lines = None
             try:
                 while rest:
                     rest = rest[os.write(self._descriptors[-1], rest) :]
@@ -145,19 +149,15 @@ class ResultFile:
                 raise GenerationError(f"another process is writing {self._path}", "one process a file") from None
             # Some network drives have no locks.
 
-    def _mend(self) -> int:
+    def _mend(self, lines: list[tuple[int, int, bool]]) -> int:
         """Drop what failed and what was torn; return the size of what stays."""
-        with self._path.open("rb") as file:
-            kept, failed = [], False
-            for start, end, is_kept in self._read(file):
-                failed = failed or not is_kept
-                if is_kept:
-                    kept.append((start, end))
-            size = sum(end - start for start, end in kept)
-            if failed:
+        kept = [(start, end) for start, end, stays in lines if stays]
+        size = sum(end - start for start, end in kept)
+        if len(kept) < len(lines):
+            with self._path.open("rb") as file:
                 self._replace(file, kept)
-            elif size < os.fstat(file.fileno()).st_size:
-                os.ftruncate(self._descriptors[-1], size)
+        elif size < os.fstat(self._descriptors[-1]).st_size:
+            os.ftruncate(self._descriptors[-1], size)
         if size and os.pread(self._descriptors[-1], 1, size - 1) != b"\n":
             size += os.write(self._descriptors[-1], b"\n")
         return size

@@ -405,6 +405,19 @@ def test_a_session_of_a_model_that_is_not_here_and_its_escapes(model_folder, env
         assert b"\x1b]" not in written and b"\x07" not in written and b"\xc2\x9b" not in written
 
 
+def test_a_session_of_a_revision_that_is_not_here(environment, tmp_path):
+    """Another revision of the same repository doesn't count."""
+    (tmp_path / "models--x--y" / "refs").mkdir(parents=True)
+    (tmp_path / "models--x--y" / "refs" / "main").write_text("0" * 40)
+    session = tmp_path / "s.jsonl"
+    session.write_text(json.dumps({"mlxlm_chat": 1, "model": "x/y@refs/pr/7", "options": {"seed": 1}}) + "\n")
+    done = subprocess.run(
+        [*MLXLM, "chat", "--session", str(session), "-p", "x"],
+        env={**environment, "HF_HUB_CACHE": str(tmp_path)}, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1 and b"isn't on this machine" in done.stderr
+
+
 def test_one_question(model_folder, environment, tmp_path):
     once = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!")
     assert (once.returncode, once.stderr) == (0, b"")

@@ -60,6 +60,14 @@ def test_nothing_written_leaves_nothing(out, tmp_path):
     assert out.exists()
 
 
+def test_opening_changes_nothing(out):
+    """Whoever finds that other results were asked for loses none."""
+    before = line("a") + line("b", error="no") + line("c")[:-9]
+    out.write_bytes(before)
+    assert opened(out) == {("a", 0)}
+    assert out.read_bytes() == before
+
+
 def test_folders_are_made(tmp_path):
     out = tmp_path / "a" / "b" / "out.jsonl"
     opened(out, line("a"))
