@@ -25,7 +25,8 @@ class Line:
     @classmethod
     def parsed(cls, path: Path, number: int, text: bytes) -> Line:
         where = f"{path}: line {number}"
-        return cls(where, parsed_object(text, where, GenerationError, "the file up to the line before"))
+        hint = "a file that a chat was saved to" if number == 1 else "the file up to the line before"
+        return cls(where, parsed_object(text, where, GenerationError, hint))
 
     def inner(self, values: Any, name: str) -> Line:
         """An object inside this one."""

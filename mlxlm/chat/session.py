@@ -359,7 +359,8 @@ class Chat:
             result = answer.result
             if result.tokens:
                 self._branches.current = conversation.with_turn(turn_of(question, prompt, result, self._reader))
-                self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
+                if self._options.seed == result.seed:  # none was set meanwhile
+                    self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
                 self._answers += 1
                 self._generated += len(result.tokens)
                 self._last = result

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 @click.option(
     "--overflow",
     type=click.Choice(["ask", "stop", "drop"]),
-    help="With a full context ask, stop, or drop the oldest turns.  [default: the session's; else ask, in a terminal]",
+    help="With a full context ask, stop, or drop the oldest turns.  "
+    "[default: drop where the session does; else ask; stop where nobody can be asked]",
 )
 @click.option(
     "--think",

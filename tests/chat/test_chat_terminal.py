@@ -320,6 +320,21 @@ def test_a_full_context_is_cleared_when_asked(terminal):
     say(chat, "/tokens", "the model no longer sees it")
 
 
+def test_a_hang_up_while_the_chat_asks_ends_it(terminal):
+    chat = terminal("-n", "5")
+    say(chat, "word " * 300, "cut off")
+    for _ in range(2):
+        chat.send("word " * 500 + "\r")
+        chat.expect(r"cut off|Drop the oldest turns\? \[y/N\]")
+        if "Drop" in chat.after:
+            break
+        chat.expect(PROMPT)
+    chat.kill(signal.SIGHUP)
+    chat.expect(pexpect.EOF)
+    chat.close()
+    assert chat.exitstatus == 129
+
+
 def test_up_recalls_the_last_line_and_control_characters_are_replaced(terminal):
     chat = terminal("-n", "300", "--no-markdown")
     say(chat, "/stats", "answers: 0")

@@ -216,3 +216,8 @@ def test_without_colours_there_are_no_escapes(monkeypatch):
 def test_code_is_coloured_and_begins_where_the_line_does():
     (_, line, _) = markdown.Renderer(60).lines("```python\nreturn 1\n```")
     assert re.match(r"\x1b\[[0-9;]+mreturn\x1b", line)
+
+
+def test_a_backslash_at_the_end_waits_for_what_follows():
+    """It may become a line break, and isn't seen then."""
+    assert markdown.is_open("one\\") and markdown.is_open("one\\\n") and not markdown.is_open("one\\ two")

@@ -406,6 +406,9 @@ def test_options_can_be_changed_and_a_new_seed_begins_anew(loaded):
         chat.options = replace(chat.options, seed=seed, max_tokens=10)
         assert (say(chat, "Hello!") == first) is (seed == 5)
         assert (chat.stats.last.seed, chat.options.seed) == (seed, seed + 1)
+    for _ in chat.ask("Hello!"):
+        chat.options = replace(chat.options, seed=100)
+    assert chat.options.seed == 100  # set while an answer was under way
     assert Chat(loaded).options.seed is not None
     chat.options = replace(chat.options, seed=None)
     assert chat.options.seed not in (None, 6)  # a drawn one

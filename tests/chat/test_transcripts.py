@@ -225,7 +225,7 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
         ([""], "line 1 is not JSON"),
         (["{" * 100_000], "line 1 is not JSON"),
         (["[" * 100_000], "line 1 can't be read: maximum recursion"),
-        (["[]"], "line 1 is not a JSON object"),
+        (["[]"], "line 1 is not a JSON object .try: a file that a chat was saved to"),
         (['{"mlxlm_chat": 1, "mlxlm_chat": 1}'], "line 1 has .mlxlm_chat. twice"),
         (['{"mlxlm_chat": 1, "x": NaN}'], "line 1 has NaN"),
         ([{"role": "user"}], "line 1 doesn't say that this is a chat .try: a file that a chat was saved to"),

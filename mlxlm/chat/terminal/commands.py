@@ -137,7 +137,6 @@ def _show_messages(talk: Talk) -> None:
 def _model(talk: Talk, name: str) -> None:
     if not name:
         return _show(talk, "model")
-    say(f"loading {name} …")
     with raised_interrupts():
         loaded = talk.load(_expanded(name) if name.startswith("~") else name)
     talk.chat.loaded = loaded

@@ -30,10 +30,10 @@ class Editor:
     def __init__(self, talk, private: bool):
         """`talk`: the Talk whose words are completed; `private`: what is typed is not kept."""
         # Standard output may be a file while a person types: then the editor draws on standard error.
-        output = None if sys.stdout.isatty() else create_output(always_prefer_tty=True)
-        self._session = PromptSession(
+        self._output = None if sys.stdout.isatty() else create_output(always_prefer_tty=True)
+        self._session = self._waiting = PromptSession(
             history=InMemoryHistory() if private else _history(),
-            output=output,
+            output=self._output,
             multiline=True,
             key_bindings=_keys(),
             prompt_continuation=lambda width, _, wrapped: " " * width if wrapped else "… ".rjust(width),
@@ -47,11 +47,19 @@ class Editor:
     def read(self, prompt: StyleAndTextTuples, draft: str = "") -> str:
         """A message; `draft` is there to be edited. Raises EOFError for Ctrl-D and a terminal that is gone,
         KeyboardInterrupt for Ctrl-C."""
-        return self._session.prompt(prompt, default=draft)
+        return self._read(self._session, prompt, draft)
+
+    def ask(self, question: str) -> str:
+        """One line of answer, which no history keeps. Raises as `read` does."""
+        return self._read(PromptSession(output=self._output), question)
+
+    def _read(self, session: PromptSession, prompt: StyleAndTextTuples | str, draft: str = "") -> str:
+        self._waiting = session
+        return session.prompt(prompt, default=draft)
 
     def leave(self) -> None:
-        """Let `read`, if it is waiting, raise EOFError; to be called in a signal's handler."""
-        app = self._session.app
+        """Let `read` or `ask`, if one is waiting, raise EOFError; to be called in a signal's handler."""
+        app = self._waiting.app
 
         def end() -> None:
             if app.future is not None and not app.future.done():

@@ -176,11 +176,9 @@ class Talk:
             raise GenerationError(complaint, "a larger max_tokens" if reason == "length" else None)
 
     def _may_drop(self, full: ContextFull) -> bool:
-        from prompt_toolkit import prompt
-
         say(full.message)
         with suppress(EOFError, KeyboardInterrupt):
-            return prompt("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
+            return self._editor.ask("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
         return False
 
     def take(self, chat: Chat, path: Path) -> None:

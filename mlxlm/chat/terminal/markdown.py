@@ -76,10 +76,13 @@ def mended(text: str) -> str:
 
 
 def is_open(text: str) -> bool:
-    """Whether emphasis or a code span of the last paragraph may be closed by lines to come."""
+    """Whether lines to come may close emphasis or a code span of the last paragraph, or make its last backslash a line
+    break."""
     last = next(iter(_parsed(text)[-1:]), None)
     if last is None or last.type in ("fence", "code_block"):
         return False
+    if text.rstrip().endswith("\\"):
+        return True
     line = " ".join(text.rpartition("\n\n")[2].split()) + "x"
     return mended(line) != line
 
