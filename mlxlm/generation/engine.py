@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.generation.context import PREFILL_CHUNK, Context, clear_allocator, dispatched
 
-CLEAR_EVERY = 256  # tokens; the step in which caches grow and leave their old buffers to the allocator
+# Tokens; on a GPU the step in which caches grow. On a CPU as fast, and 9,000 tokens take 0.35 GB instead of 0.55.
+CLEAR_EVERY = 16 if ON_CPU else 256
 
 
 def tokens(
