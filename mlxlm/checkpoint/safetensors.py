@@ -154,13 +154,7 @@ def write_shards(
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_file(
-    path: Path,
-    tensors: Tensors,
-    finite: bool = False,
-    format: str = "mlx",
-    metadata: Mapping[str, str] | None = None,
-) -> None:
+def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str = "mlx") -> None:
     """One safetensors file, by `write_tensors`. It appears whole or not at all; one process may write it at a time.
 
     Raises as `write_tensors` does, and CheckpointError naming the file if the disk refuses.
@@ -169,7 +163,7 @@ def write_file(
     with os_errors_as(CheckpointError, "write", path):
         try:
             with partial.open("wb") as file:
-                write_tensors(file, path, tensors, finite, format, metadata)
+                write_tensors(file, path, tensors, finite, format)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

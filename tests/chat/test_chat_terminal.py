@@ -299,15 +299,20 @@ def test_a_hang_up_at_the_prompt(terminal, tmp_path, gone):
     assert len(messages_in(kept(tmp_path)[0])) == 2
 
 
-def test_a_full_context_is_cleared_when_asked(terminal):
-    chat = terminal("-n", "5")
+def fill(chat):
+    """Talk until the context is full and the chat asks what to do."""
     say(chat, "word " * 300, "cut off")
     for _ in range(2):
         chat.send("word " * 500 + "\r")
         chat.expect(r"cut off|Drop the oldest turns\? \[y/N\]")
         if "Drop" in chat.after:
-            break
+            return
         chat.expect(PROMPT)
+
+
+def test_a_full_context_is_cleared_when_asked(terminal):
+    chat = terminal("-n", "5")
+    fill(chat)
     chat.send("n\r")
     chat.expect("error: the conversation would have .* /set overflow drop")
     chat.expect(PROMPT)
@@ -322,13 +327,7 @@ def test_a_full_context_is_cleared_when_asked(terminal):
 
 def test_a_hang_up_while_the_chat_asks_ends_it(terminal):
     chat = terminal("-n", "5")
-    say(chat, "word " * 300, "cut off")
-    for _ in range(2):
-        chat.send("word " * 500 + "\r")
-        chat.expect(r"cut off|Drop the oldest turns\? \[y/N\]")
-        if "Drop" in chat.after:
-            break
-        chat.expect(PROMPT)
+    fill(chat)
     chat.kill(signal.SIGHUP)
     chat.expect(pexpect.EOF)
     chat.close()
