@@ -226,7 +226,7 @@ class _Batch(_Run):
 
     def run(self) -> Iterator[tuple[int, Result | MlxlmError]]:
         rows = Rows(self._loaded.model, self._loaded.config.max_position_embeddings)
-        prefill = Prefill(self._context, lambda read: self._tell())
+        prefill = Prefill(self._context, self._tell)
         mx.reset_peak_memory()
         with wired_memory():
             while rows.live or not self._queue.over:

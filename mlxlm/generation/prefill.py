@@ -19,8 +19,8 @@ class Prefill:
     What the last prompts had in common, a system prompt for example, is kept for the next ones.
     """
 
-    def __init__(self, context: Context, on_read: Callable[[int], None]):
-        """`context`: an empty one of the batch's model. `on_read(n)` is told of every n tokens that were read."""
+    def __init__(self, context: Context, on_read: Callable[[], None]):
+        """`context`: an empty one of the batch's model. `on_read` is called whenever some tokens were read."""
         self._prefix, self._on_read = context, on_read
 
     def read(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], list]]:
@@ -69,14 +69,7 @@ class Prefill:
             self._read_into(self._prefix, common[held:])
 
     def _read_into(self, context: Context, ids: list[int]) -> None:
-        before = len(context)
-
-        def told(held: int) -> None:
-            nonlocal before
-            self._on_read(held - before)
-            before = held
-
-        context.read(ids, PREFILL_CHUNK, told)
+        context.read(ids, on_prefill=lambda held: self._on_read())
 
     def _read_group(self, ids: Sequence[list[int]], start: int) -> list:
         """Caches with `ids`, of which the prefix holds the first `start`."""
@@ -98,7 +91,7 @@ class Prefill:
             # As in Context.read: the logits are never evaluated.
             self._prefix.model(part, cache=caches)
             evaluate(caches)
-            self._on_read(part.size - (sum(pads) if first == 0 else 0))
+            self._on_read()
         return caches
 
     def _read_alone(self, ids: list[int], start: int) -> list:

@@ -1,25 +1,12 @@
 """Prefill and decode: the same tokens as the plainest loop, and an exact account of the cache."""
 
 import pytest
+from plainest import PROMPT, greedy, naive
 
 from mlxlm._mlx import mx
 from mlxlm.generation import Context, tokens
 from mlxlm.generation import context as context_module
 from mlxlm.generation.engine import CLEAR_EVERY
-
-PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
-
-
-def greedy(logits):
-    return mx.argmax(logits, axis=-1)
-
-
-def naive(model, prompt, n):
-    """Greedy tokens, each from a forward pass over everything before it."""
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(model(mx.array([ids]))[0, -1].argmax().item())
-    return ids[len(prompt) :]
 
 
 class Counting:

@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plainest import PROMPT, greedy, naive
 
 from mlxlm._mlx import mx
 from mlxlm.cache import KVOptions, write_caches
@@ -17,20 +18,7 @@ from mlxlm.generation.drafts import NgramLookup
 from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
 
-PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 KINDS = [KVOptions(), KVOptions.of(size=16, keep=2), KVOptions.of(size=1000)]
-
-
-def greedy(logits):
-    return mx.argmax(logits, axis=-1)
-
-
-def naive(model, prompt, n):
-    """Greedy tokens, each from a forward pass over everything before it."""
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(model(mx.array([ids]))[0, -1].argmax().item())
-    return ids[len(prompt) :]
 
 
 def agrees(context):
