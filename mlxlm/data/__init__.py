@@ -1,6 +1,6 @@
 """Text into token shards, and shards into batches."""
 
-from mlxlm.data.batches import TrainBatches, validation_batches
+from mlxlm.data.batches import Batch, TrainBatches, validation_batches
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.manifest import Manifest, Split
 from mlxlm.data.prepare import prepare
@@ -9,6 +9,7 @@ from mlxlm.data.tokenize import CHAT_TEMPLATE
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "Batch",
     "Document",
     "Manifest",
     "Split",

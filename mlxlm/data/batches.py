@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.errors import DataError
+
+
+class Batch(NamedTuple):
+    """What one forward pass of training is given.
+
+    tokens: int32 [B, T + 1]: inputs are [:, :-1], targets [:, 1:].
+    segments: int32 [B, T], the number of the document that each input is of, rising along a row: attention stays
+        within a document. None: a row is one text.
+    weights: float32 [B, T], what each target counts (0: it isn't learned). None: each counts 1.
+    """
+
+    tokens: np.ndarray
+    segments: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 class TrainBatches:
@@ -39,8 +54,8 @@ class TrainBatches:
         self.windows = max(1, (len(data) - sequence_length) // sequence_length)
         self._offsets = min(sequence_length, len(data) - self.windows * sequence_length)
 
-    def batch(self, index: int) -> np.ndarray:
-        """int32 [batch_size, sequence_length + 1]: inputs are [:, :-1], targets [:, 1:]."""
+    def batch(self, index: int) -> Batch:
+        """Batch number `index`, of `batch_size` rows."""
         rows = np.empty((self._batch_size, self._length + 1), np.int32)
         first = index * self._batch_size
         row = 0
@@ -50,7 +65,7 @@ class TrainBatches:
             for start in self._starts(epoch, places):
                 rows[row] = self._data.slice(start, start + self._length + 1)
                 row += 1
-        return rows
+        return Batch(rows)
 
     def epoch_of(self, index: int) -> float:
         """How many epochs have been seen before batch `index`."""

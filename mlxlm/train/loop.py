@@ -108,7 +108,7 @@ class _Loop:
         """Step number `done`, from 1."""
         settings = self.settings
         first = (done - 1) * settings.accumulate
-        batch = np.stack([self.batches.batch(first + i) for i in range(settings.accumulate)])
+        batch = np.stack([self.batches.batch(first + i).tokens for i in range(settings.accumulate)])
         rate = settings.learning_rate_at(done - 1)
         with self.clock, platform.interrupts_held():
             loss, norm = self.step(batch, rate)

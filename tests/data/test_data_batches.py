@@ -29,7 +29,7 @@ class Counting:
 def test_an_epoch_predicts_every_target_at_most_once(n, batch_size, seed):
     batches = TrainBatches(Counting(n), batch_size, 10, seed)
     needed = -(-2 * batches.windows // batch_size)
-    rows = np.concatenate([batches.batch(i) for i in range(needed)])
+    rows = np.concatenate([batches.batch(i).tokens for i in range(needed)])
     assert rows.dtype == np.int32 and rows.shape[1] == 11
     assert (np.diff(rows, axis=1) == 1).all()
     for epoch in range(2):
@@ -44,26 +44,26 @@ def test_an_epoch_predicts_every_target_at_most_once(n, batch_size, seed):
 def test_epochs_differ_in_order_and_in_cuts():
     batches = TrainBatches(Counting(100_001), 10, 100, seed=0)
     per_epoch = -(-batches.windows // 10)
-    starts = [np.concatenate([batches.batch(e * per_epoch + i)[:, 0] for i in range(50)]) for e in range(3)]
+    starts = [np.concatenate([batches.batch(e * per_epoch + i).tokens[:, 0] for i in range(50)]) for e in range(3)]
     assert len({int(s[0] % 100) for s in starts}) > 1
     assert not np.array_equal(starts[0] // 100, starts[1] // 100)
     other = TrainBatches(Counting(100_001), 10, 100, seed=1)
-    assert not np.array_equal(other.batch(0), batches.batch(0))
+    assert not np.array_equal(other.batch(0).tokens, batches.batch(0).tokens)
 
 
 def test_a_batch_depends_on_nothing_but_its_index():
     first, second = (TrainBatches(Counting(5000), 8, 16, seed=5) for _ in range(2))
-    later = [second.batch(i) for i in (99, 3, 40)]
+    later = [second.batch(i).tokens for i in (99, 3, 40)]
     for i in range(100):
-        batch = first.batch(i)
+        batch = first.batch(i).tokens
         for j, expected in zip((99, 3, 40), later, strict=True):
             assert i != j or np.array_equal(batch, expected)
 
 
 def test_rows_do_not_depend_on_the_batch_size():
     small, large = TrainBatches(Counting(5000), 2, 16, seed=5), TrainBatches(Counting(5000), 6, 16, seed=5)
-    assert np.array_equal(np.concatenate([small.batch(i) for i in range(300)])[:600],
-                          np.concatenate([large.batch(i) for i in range(100)]))
+    assert np.array_equal(np.concatenate([small.batch(i).tokens for i in range(300)])[:600],
+                          np.concatenate([large.batch(i).tokens for i in range(100)]))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])
@@ -75,7 +75,7 @@ def test_permutation(n):
 
 def test_the_order_is_well_mixed():
     batches = TrainBatches(Counting(1_000_001), 100, 100, seed=0)
-    starts = np.concatenate([batches.batch(i)[:, 0] for i in range(50)]).astype(float)
+    starts = np.concatenate([batches.batch(i).tokens[:, 0] for i in range(50)]).astype(float)
     assert abs(np.corrcoef(starts[:-1], starts[1:])[0, 1]) < 0.05
     assert starts.mean() == pytest.approx(500_000, rel=0.05)
 
@@ -83,7 +83,7 @@ def test_the_order_is_well_mixed():
 def test_too_few_tokens_name_a_length_that_works():
     with pytest.raises(DataError, match="10 tokens, too few for sequences of 10 .*a sequence length of 9 or less"):
         TrainBatches(Counting(10), 1, 10, 0)
-    assert TrainBatches(Counting(10), 1, 9, 0).batch(7).tolist() == [list(range(10))]
+    assert TrainBatches(Counting(10), 1, 9, 0).batch(7).tokens.tolist() == [list(range(10))]
     with pytest.raises(DataError, match="more text"):
         TrainBatches(Counting(1), 1, 1, 0)
 
