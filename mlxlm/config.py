@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mlxlm import counting
 from mlxlm.config_problems import is_count, problems
 from mlxlm.errors import ConfigError
 from mlxlm.families import canonical, huggingface
@@ -159,29 +160,11 @@ class ModelConfig:
 
     def matmul_parameters(self) -> int:
         """Weights that each token is multiplied with: the layers' matrices and the output head."""
-        h, d = self.hidden_size, self.head_dim
-        attention = 2 * h * d * (self.num_attention_heads + self.num_key_value_heads)
-        feed_forward = (3 if self.mlp_gated else 2) * h * self.intermediate_size
-        return self.num_hidden_layers * (attention + feed_forward) + h * self.vocab_size
+        return counting.matmul_parameters(self)
 
     def parameter_count(self) -> int:
         """All parameters, counted once where embedding and head are tied."""
-        h, d, layers = self.hidden_size, self.head_dim, self.num_hidden_layers
-        queries, keys = d * self.num_attention_heads, d * self.num_key_value_heads
-        embedding = 0 if self.tie_word_embeddings else self.vocab_size * h
-        if self.positions == "learned":
-            embedding += (self.max_position_embeddings + self.position_offset) * h
-        norms = layers * (1 if self.shared_norm else 4 if self.norm_placement == "both" else 2)
-        norms = (norms + 1 + self.embedding_norm) * h * (2 if self.norm == "layer" else 1)
-        norms += layers * {None: 0, "head": 2 * d, "projection": queries + keys}[self.qk_norm]
-        biases = 0
-        if self.attention_bias:
-            biases += queries + 2 * keys
-        if self.attention_bias if self.attention_out_bias is None else self.attention_out_bias:
-            biases += h
-        if self.mlp_bias:
-            biases += (2 if self.mlp_gated else 1) * self.intermediate_size + h
-        return self.matmul_parameters() + embedding + norms + layers * biases
+        return sum(counting.parameters(self).values())
 
     def flops_per_token(self, context: int, training: bool = False) -> int:
         """Floating-point operations for one token that attends to `context` keys, 2 per multiply-add.
@@ -191,14 +174,12 @@ class ModelConfig:
         backward pass being twice the forward one (Kaplan et al. 2020, section 2.1). In training under a causal
         mask the mean context is half the sequence.
         """
-        windows = (self.window(layer) for layer in range(self.num_hidden_layers))
-        seen = sum(context if window is None else min(context, window) for window in windows)
-        forward = 2 * self.matmul_parameters() + 4 * self.num_attention_heads * self.head_dim * seen
+        forward = sum(counting.forward_flops(self, counting.keys_seen(self, context)).values())
         return 3 * forward if training else forward
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that a token adds to the key-value cache, over all layers; in those with a window until it is full."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
+        return counting.cached_values(self, 1) * bytes_per_value
 
 
 def preset_names() -> list[str]:
