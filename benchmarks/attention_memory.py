@@ -69,6 +69,7 @@ def step(path: str, length: int) -> dict:
     from mlxlm import kernels, platform
     from mlxlm._mlx import mx
     from mlxlm.config import ModelConfig
+    from mlxlm.data import Batch
     from mlxlm.model import Decoder, parts
     from mlxlm.train import TrainSettings
     from mlxlm.train.step import TrainStep
@@ -82,7 +83,7 @@ def step(path: str, length: int) -> dict:
     model.initialize(0)
     settings = TrainSettings(steps=10, learning_rate=1e-3, batch_size=1)
     train_step = TrainStep(model, settings)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, 1, length + 1))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
 
     def plain(queries, keys, values, scale, training):
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
@@ -90,10 +91,10 @@ def step(path: str, length: int) -> dict:
     if path == "plain":
         parts.attention = plain
     with kernels.using("auto" if path == "plain" else path):
-        mx.eval(train_step(tokens, 1e-3), train_step.state)
+        mx.eval(train_step([Batch(tokens)], 1e-3), train_step.state)
         mx.reset_peak_memory()
         start = time.perf_counter()
-        mx.eval(train_step(tokens, 1e-3), train_step.state)
+        mx.eval(train_step([Batch(tokens)], 1e-3), train_step.state)
     return {"peak_mb": mx.get_peak_memory() / 1e6, "seconds": time.perf_counter() - start}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from mlxlm import platform
 from mlxlm._mlx import mx
 from mlxlm.config import ModelConfig
+from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -58,11 +59,12 @@ def measure_step(config: ModelConfig, settings: TrainSettings, steps: int = 5) -
     model.initialize(0)
     step = TrainStep(model, settings)
     shape = (settings.accumulate, settings.batch_size, settings.sequence_length + 1)
-    batch = np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
+    batches = [Batch(micro) for micro in tokens]
     times = []
     for _ in range(steps + 2):
         start = time.perf_counter()
         with platform.interrupts_held():
-            mx.eval(step(batch, 0.0), step.state)
+            mx.eval(step(batches, 0.0), step.state)
         times.append(time.perf_counter() - start)
     return sorted(times[2:])[steps // 2]

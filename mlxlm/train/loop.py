@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 
-import numpy as np
-
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.data import TokenDataset, TrainBatches
@@ -108,10 +106,10 @@ class _Loop:
         """Step number `done`, from 1."""
         settings = self.settings
         first = (done - 1) * settings.accumulate
-        batch = np.stack([self.batches.batch(first + i).tokens for i in range(settings.accumulate)])
+        batches = [self.batches.batch(first + i) for i in range(settings.accumulate)]
         rate = settings.learning_rate_at(done - 1)
         with self.clock, platform.interrupts_held():
-            loss, norm = self.step(batch, rate)
+            loss, norm = self.step(batches, rate)
             mx.eval(loss, norm, self.step.state)
         loss, norm = loss.item(), norm.item()
         if problem := self.guard.problem(loss, norm):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mlxlm._mlx import mx, optim, tree_flatten, tree_map, tree_unflatten
-from mlxlm.kernels import cross_entropy
+from mlxlm.data import Batch
 from mlxlm.model import Decoder
+from mlxlm.train.loss import summed_loss
 from mlxlm.train.settings import TrainSettings
+
+
+Arrays = tuple[mx.array, mx.array | None, mx.array | None]  # of a Batch
 
 
 class TrainStep:
@@ -37,13 +40,14 @@ class TrainStep:
         mx.random.seed(settings.seed)
         self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
 
-    def __call__(self, batch: np.ndarray, learning_rate: float) -> tuple[mx.array, mx.array]:
-        """Update the model on int tokens `[accumulate, batch_size, T + 1]`.
+    def __call__(self, batches: Sequence[Batch], learning_rate: float) -> tuple[mx.array, mx.array]:
+        """Update the model on one batch after another, their gradients added: one step.
 
-        Returns the mean loss in nats per token and the gradient's norm before clipping, not evaluated:
-        evaluate them with `state`.
+        All steps have as many batches, of one shape. Returns the mean loss in nats per token, each counted by its
+        weight, and the gradient's norm before clipping; not evaluated: evaluate them with `state`.
         """
-        return self._step(mx.array(batch), mx.array(learning_rate, mx.float32))
+        arrays = [tuple(None if part is None else mx.array(part) for part in batch) for batch in batches]
+        return self._step(arrays, mx.array(learning_rate, mx.float32))
 
     @property
     def state(self) -> list[Any]:
@@ -65,19 +69,12 @@ class TrainStep:
         for optimizer, state in zip(self._optimizer.optimizers, loaded["states"], strict=True):
             optimizer.state.update(state)
 
-    def _update(self, batch: mx.array, learning_rate: mx.array) -> tuple[mx.array, mx.array]:
+    def _update(self, batches: list[Arrays], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
         parameters = self.model.trainable_parameters()
-        loss_and_gradient = mx.value_and_grad(self._summed_loss)
-        total, gradients = mx.array(0.0), None
-        for micro in batch:
-            if gradients is not None:  # one micro-batch's activations at a time: this one waits for the last
-                micro, total = mx.depends([micro, total], [g for _, g in tree_flatten(gradients)])
-            loss, gradient = loss_and_gradient(parameters, micro)
-            total = total + loss
-            gradients = gradient if gradients is None else tree_map(mx.add, gradients, gradient)
+        total, gradients = self._gradients(parameters, batches)
         # Sums over tokens, divided once: every token weighs the same, whichever part of a step it is in.
-        tokens = batch.shape[0] * batch.shape[1] * (batch.shape[2] - 1)
-        gradients = tree_map(lambda g: g / tokens, gradients)
+        count = sum(_count(tokens, weights) for tokens, _, weights in batches)
+        gradients = tree_map(lambda g: g / count, gradients)
         norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
         if self.settings.clip > 0:
             factor = mx.minimum(self.settings.clip / (norm + 1e-6), 1.0)
@@ -85,8 +82,25 @@ class TrainStep:
         self.model.update(parameters)
         self._optimizer.learning_rate = learning_rate
         self._optimizer.update(self.model, gradients)
-        return total / tokens, norm
+        return total / count, norm
 
-    def _summed_loss(self, parameters: dict, tokens: mx.array) -> mx.array:
+    def _gradients(self, parameters: dict, batches: list[Arrays]) -> tuple[mx.array, dict]:
+        """The loss over all `batches` and its gradients, summed over tokens."""
+        loss_and_gradient = mx.value_and_grad(self._loss)
+        total, gradients = mx.array(0.0), None
+        for tokens, segments, weights in batches:
+            if gradients is not None:  # one micro-batch's activations at a time: this one waits for the last
+                tokens, total = mx.depends([tokens, total], [g for _, g in tree_flatten(gradients)])
+            loss, gradient = loss_and_gradient(parameters, tokens, segments, weights)
+            total = total + loss
+            gradients = gradient if gradients is None else tree_map(mx.add, gradients, gradient)
+        return total, gradients
+
+    def _loss(self, parameters: dict, *batch: mx.array | None) -> mx.array:
         self.model.update(parameters)
-        return cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:]).sum()
+        return summed_loss(self.model, *batch)
+
+
+def _count(tokens: mx.array, weights: mx.array | None) -> mx.array:
+    """What the targets of a batch count together."""
+    return mx.array(float(tokens[:, 1:].size)) if weights is None else weights.sum()

@@ -9,6 +9,7 @@ import pytest
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.layout import best_checkpoint
+from mlxlm.data import Batch
 from mlxlm.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mlxlm.evaluate import Evaluation
 from mlxlm.tokenizer import load
@@ -144,7 +145,7 @@ def test_accumulation_equals_a_larger_batch(tiny_config):
         model.initialize(0)
         settings = TrainSettings(steps=5, learning_rate=1e-3, accumulate=shape[0], batch_size=shape[1])
         step = TrainStep(model, settings)
-        loss, norm = step(batch.reshape(shape), 1e-3)
+        loss, norm = step([Batch(rows) for rows in batch.reshape(shape)], 1e-3)
         found.append((loss.item(), norm.item(), np.array(model.model.norm.weight)))
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5)
@@ -157,7 +158,7 @@ def test_decay_is_on_matrices_only(tiny_config):
         model = Decoder(tiny_config)
         model.initialize(0)
         step = TrainStep(model, TrainSettings(steps=5, learning_rate=0.1, weight_decay=decay))
-        mx.eval(step(np.ones((1, 2, 9), np.int32), 0.1))
+        mx.eval(step([Batch(np.ones((2, 9), np.int32))], 0.1))
         return model
 
     with_decay, without = after(0.5), after(0.0)
@@ -178,13 +179,13 @@ def test_adamw_equals_torch(tiny_config):
     weight = torch.nn.Parameter(torch.tensor(np.array(model.layers[0].mlp.up_proj.weight)))
     optimizer = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
     step = TrainStep(model, TrainSettings(steps=9, learning_rate=1e-2, weight_decay=0.1, clip=0))
-    batch = np.random.default_rng(0).integers(0, 300, (1, 2, 17))
+    batch = np.random.default_rng(0).integers(0, 300, (2, 17))
     for _ in range(4):
-        gradient = mx.grad(step._summed_loss)(model.trainable_parameters(), mx.array(batch[0]))
+        gradient = mx.grad(step._loss)(model.trainable_parameters(), mx.array(batch))
         model.load_weights([], strict=False)
         weight.grad = torch.tensor(np.array(gradient["model"]["layers"][0]["mlp"]["up_proj"]["weight"]) / 32)
         optimizer.step()
-        mx.eval(step(batch, 1e-2), step.state)
+        mx.eval(step([Batch(batch)], 1e-2), step.state)
         np.testing.assert_allclose(
             np.array(model.layers[0].mlp.up_proj.weight), weight.detach().numpy(), atol=2e-5
         )
@@ -392,7 +393,7 @@ def test_accumulation_keeps_one_forward_pass_in_memory(tiny_config):
         model = Decoder(tiny_config)
         model.initialize(0)
         step = TrainStep(model, TrainSettings(steps=5, learning_rate=1e-3, accumulate=accumulate, batch_size=4))
-        batch = np.ones((accumulate, 4, 65), np.int32)
+        batch = [Batch(np.ones((4, 65), np.int32))] * accumulate
         mx.eval(step(batch, 1e-3), step.state)
         mx.reset_peak_memory()
         mx.eval(step(batch, 1e-3), step.state)
