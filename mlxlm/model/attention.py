@@ -35,8 +35,11 @@ class Attention(nn.Module):
         if config.positions == "alibi":
             self._slopes = alibi_slopes(self.heads) * (self.scale if config.alibi_scaled else 1.0)
 
-    def __call__(self, x: mx.array, cache=None) -> mx.array:
-        """x `[B, T, hidden]` -> `[B, T, hidden]`; the cache, if any, is advanced by T positions."""
+    def __call__(self, x: mx.array, cache=None, segments: mx.array | None = None) -> mx.array:
+        """x `[B, T, hidden]` -> `[B, T, hidden]`; the cache, if any, is advanced by T positions.
+
+        `segments` int `[B, T]`: a position sees those of its own number only; they go without a cache.
+        """
         B, T, _ = x.shape
 
         def split(y: mx.array, heads: int) -> mx.array:
@@ -55,8 +58,9 @@ class Attention(nn.Module):
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
             first = getattr(cache, "first", None)  # caches of mlx_lm have none
+        apart = {} if segments is None else {"segments": segments}
         out = attention(
             queries, keys, values, self.scale,
-            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, training=self.training,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, training=self.training, **apart,
         )  # fmt: skip
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))

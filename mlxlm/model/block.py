@@ -50,11 +50,16 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(dropout)
 
-    def __call__(self, stream: mx.array, update: mx.array | None, cache=None) -> tuple[mx.array, mx.array]:
-        """The stream and what the layer before adds to it -> the stream and what this one adds to it."""
+    def __call__(
+        self, stream: mx.array, update: mx.array | None, cache=None, segments: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """The stream and what the layer before adds to it -> the stream and what this one adds to it.
+
+        `segments`: see `Attention`.
+        """
         places = self.places
         stream, x = enter(self.get(places.before_attention), stream, update)
-        update = self._leave(self.self_attn(x, cache), places.after_attention)
+        update = self._leave(self.self_attn(x, cache, segments), places.after_attention)
         if self.parallel:
             x = x if places.before_mlp is None else self[places.before_mlp](stream)
             return stream, update + self._leave(self.mlp(x), places.after_mlp)

@@ -7,7 +7,7 @@ import math
 from mlxlm._mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block
-from mlxlm.model.embedding import Embedding, positions_of
+from mlxlm.model.embedding import Embedding, positions_of, positions_within
 from mlxlm.model.norms import enter, make_norm
 
 
@@ -26,21 +26,26 @@ class Backbone(nn.Module):
         self.layers = [Block(config, i, dropout) for i in range(layers)]
         self.norm = make_norm(config)
 
-    def embed(self, tokens: mx.array, offset: int | mx.array = 0) -> mx.array:
+    def embed(self, tokens: mx.array, offset: int | mx.array = 0, segments: mx.array | None = None) -> mx.array:
         """tokens int `[B, T]`, the first at position `offset`, or those of int `[B]` -> the stream before the first
-        layer."""
+        layer. With `segments` int `[B, T]` positions begin anew with each text of a row."""
         stream = self.embed_tokens(tokens)
         if self.multiplier != 1:
             stream = stream * self.multiplier
         if "embed_positions" in self:
-            positions = positions_of(offset, tokens.shape[1], self.longest)
+            if segments is None:
+                positions = positions_of(offset, tokens.shape[1], self.longest)
+            else:
+                positions = positions_within(segments)
             stream = stream + self.embed_positions(positions + self.position_offset)
         return self.embed_layernorm(stream) if "embed_layernorm" in self else stream
 
-    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
-        stream, update = self.embed(tokens, cache[0].offset if cache else 0), None
+    def __call__(self, tokens: mx.array, cache=None, *, segments: mx.array | None = None) -> mx.array:
+        if cache and segments is not None:
+            raise ValueError("segments are for several texts in a row, and a cache has one text a row")
+        stream, update = self.embed(tokens, cache[0].offset if cache else 0, segments), None
         for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            stream, update = layer(stream, update, layer_cache)
+            stream, update = layer(stream, update, layer_cache, segments)
         return self.leave(stream, update)
 
     def leave(self, stream: mx.array, update: mx.array | None) -> mx.array:
@@ -63,15 +68,24 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
-        """tokens int `[B, T]` -> logits `[B, T, V]`. A cache (one per layer) is advanced by T positions."""
-        return self.head(self.model(tokens, cache))
+    def __call__(self, tokens: mx.array, cache=None, *, segments: mx.array | None = None) -> mx.array:
+        """tokens int `[B, T]` -> logits `[B, T, V]`. A cache (one per layer) is advanced by T positions.
+
+        `segments` int `[B, T]`, rising along a row, numbers the texts that are one after another in it: none sees
+        another, and each begins at position 0. Raises ValueError for segments beside a cache.
+        """
+        return self.head(self.model(tokens, cache, segments=segments))
 
     def head(self, x: mx.array) -> mx.array:
         """Hidden states `[B, T, hidden]` after the last norm -> logits `[B, T, V]`."""
         tied = self.config.tie_word_embeddings
         logits = self.model.embed_tokens.as_linear(x) if tied else self.lm_head(x)
         return logits if self.cap is None else self.cap * mx.tanh(logits / self.cap)
+
+    @property
+    def head_weight(self) -> mx.array:
+        """The head's matrix `[V, hidden]`: the embedding where they are tied. Before quantization only."""
+        return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
 
     @property
     def layers(self) -> list[Block]:

@@ -47,3 +47,10 @@ def positions_of(first: int | mx.array, count: int, longest: int) -> mx.array:
         return mx.maximum(first[:, None] + mx.arange(count), 0)
     positions = mx.arange(first, first + count)
     return positions if first >= 0 else mx.maximum(positions, 0)
+
+
+def positions_within(segments: mx.array) -> mx.array:
+    """The position of each token in its own text, int `[B, T]`; `segments` `[B, T]` numbers the texts of a row."""
+    index = mx.arange(segments.shape[1])
+    begins = mx.concatenate([mx.ones_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], axis=1)
+    return index - mx.cummax(mx.where(begins, index, 0), axis=1)
