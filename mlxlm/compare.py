@@ -218,7 +218,7 @@ def _lockstep(a: Checkpoint, b: Checkpoint, windows, total: _Total, progress) ->
         flat = [_flat(state_a), _flat(state_b), targets.flatten()]
         for start in range(0, flat[2].size, piece):
             cut = slice(start, start + piece)
-            logits = [head(*(part[:, cut] for part in state))[0] for head, state in zip(heads, flat, strict=False)]
+            logits = [head(*_cut(state, cut))[0] for head, state in zip(heads, flat, strict=False)]
             total.add(*logits, flat[2][cut])
     _tell(progress, steps + 2, steps + 2)
     return errors
@@ -236,10 +236,13 @@ def _hidden(state: State) -> mx.array:
     return stream if update is None else stream + update
 
 
-def _flat(state: State) -> tuple[mx.array, mx.array]:
+def _flat(state: State) -> State:
     """`[B, T, hidden]` -> `[1, B·T, hidden]`: norm and head see each position by itself."""
-    stream, update = state
-    return stream.reshape(1, -1, stream.shape[-1]), update.reshape(1, -1, update.shape[-1])
+    return tuple(None if part is None else part.reshape(1, -1, part.shape[-1]) for part in state)
+
+
+def _cut(state: State, cut: slice) -> State:
+    return tuple(None if part is None else part[:, cut] for part in state)
 
 
 def _relative_error(states_a: list[State], states_b: list[State]) -> float:

@@ -18,8 +18,8 @@ _COUNTS = (
 )  # fmt: skip
 _CHOICES = {
     "norm": ("rms", "layer"),
-    "norm_placement": ("pre", "output", "both"),
-    "positions": ("rope", "learned", "alibi", "none"),
+    "norm_placement": ("pre", "post", "output", "both"),
+    "positions": ("rope", "learned", "sinusoidal", "alibi", "none"),
     "qk_norm": (None, "head", "projection"),
     "hidden_act": ACTIVATIONS,
     "model_type": tuple(FAMILIES),
@@ -110,7 +110,7 @@ def _combination_problems(c: Any) -> Iterator[str]:
     if c.positions == "rope":
         yield from _rotary_problems(c)
     rows = c.max_position_embeddings + c.position_offset
-    if c.positions == "learned" and rows > _MAX:
+    if c.positions in ("learned", "sinusoidal") and rows > _MAX:
         yield f"max_position_embeddings makes a table of {rows} rows, at most {_MAX} are possible"
     if c.parallel_residual and c.norm_placement != "pre":
         yield f"parallel_residual needs norm_placement pre, not {c.norm_placement}"

@@ -40,7 +40,8 @@ def _norms(c: ModelConfig) -> int:
     """Weights of all norms, with the biases of LayerNorms."""
     d = c.head_dim
     in_layer = 1 if c.shared_norm else 4 if c.norm_placement == "both" else 2
-    of_stream = (c.num_hidden_layers * in_layer + 1 + c.embedding_norm) * c.hidden_size
+    last = c.norm_placement != "post"  # there the last layer's own norm is the last one
+    of_stream = (c.num_hidden_layers * in_layer + last + c.embedding_norm) * c.hidden_size
     of_heads = {None: 0, "head": 2 * d, "projection": d * (c.num_attention_heads + c.num_key_value_heads)}[c.qk_norm]
     return of_stream * (2 if c.norm == "layer" else 1) + c.num_hidden_layers * of_heads
 

@@ -17,6 +17,7 @@ from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.difference import in_float32
 from mlxlm.errors import CheckpointError, TokenizerError
 from mlxlm.generation.engine import Context, tokens
+from mlxlm.model.norms import enter
 from mlxlm.stages import LAYERS, Stages
 
 # A peer may prefer another token where the two logits are this near, in standard deviations of the logits: float32
@@ -154,8 +155,7 @@ def _first_layer(written: Checkpoint, ids: list[int], theirs: list[list[float]])
     ours: list[Any] = []
 
     def keep(_index: int, state) -> None:
-        stream, update = state
-        ours.append(np.array((stream + update)[0, -1].astype(mx.float32)))
+        ours.append(np.array(enter(None, *state)[0][0, -1].astype(mx.float32)))
 
     stages = Stages(in_float32(written))
     inputs = mx.array([ids[:-1]])

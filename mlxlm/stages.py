@@ -14,7 +14,7 @@ from mlxlm.model.norms import enter, make_norm
 LAYERS = "model.layers"
 
 # What flows between two layers: the residual stream and what the layer before adds to it (None after the
-# embedding), both [B, T, hidden].
+# embedding, and where norms are on the stream), both [B, T, hidden].
 State = tuple[mx.array, mx.array | None]
 
 
@@ -60,12 +60,13 @@ class Stages:
         """The function from the state after the last block to logits `[B, T, V]`; it holds the head's weights."""
         decoder = Decoder(self.config, layers=0)
         load_part(decoder, self._outside, "", self.config.quantization)
-        return lambda stream, update: decoder.head(enter(decoder.model.norm, stream, update)[1])
+        return lambda stream, update: decoder.head(decoder.model.leave(stream, update))
 
     def leave(self) -> Callable[[mx.array, mx.array | None], mx.array]:
         """The function from the state after the last block to what the head reads, `[B, T, hidden]`."""
-        norm = make_norm(self.config)
-        load_part(norm, self._outside, "model.norm", self.config.quantization)
+        norm = None if self.config.norm_placement == "post" else make_norm(self.config)
+        if norm is not None:
+            load_part(norm, self._outside, "model.norm", self.config.quantization)
         return lambda stream, update: enter(norm, stream, update)[1]
 
     def logits(self, stream: mx.array, update: mx.array | None) -> mx.array:

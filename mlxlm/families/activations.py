@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "sigmoid")
 
 # Other names of the same functions. Source: transformers, activations.py
 _SYNONYMS = {

@@ -28,6 +28,8 @@ class Places:
 # "post attention" is the norm before the feed-forward in Llama, and that of attention's output in OLMo 2 and Gemma 2.
 _PLACES = {
     "pre": Places("input_layernorm", None, "post_attention_layernorm", None),
+    # On the stream, after the addition, or on what is added.
+    "post": Places(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "output": Places(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "both": Places(
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
@@ -43,7 +45,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dropout: float = 0.0):
         super().__init__()
         self.places = _SHARED if config.shared_norm else _PLACES[config.norm_placement]
-        self.parallel = config.parallel_residual
+        self.parallel, self.on_stream = config.parallel_residual, config.norm_placement == "post"
         for name in self.places.names:
             setattr(self, name, make_norm(config))
         self.self_attn = Attention(config, layer)
@@ -52,12 +54,17 @@ class Block(nn.Module):
 
     def __call__(
         self, stream: mx.array, update: mx.array | None, cache=None, segments: mx.array | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """The stream and what the layer before adds to it -> the stream and what this one adds to it.
+    ) -> tuple[mx.array, mx.array | None]:
+        """The stream and what the layer before adds to it -> the stream and what this one adds to it, None where
+        norms are on the stream, which then has it already.
 
         `segments`: see `Attention`.
         """
         places = self.places
+        if self.on_stream:  # (Vaswani et al. 2017, 3.1)
+            stream, x = enter(None, stream, update)
+            stream = self._join(stream, self.self_attn(x, cache, segments), places.after_attention)
+            return self._join(stream, self.mlp(stream), places.after_mlp), None
         stream, x = enter(self.get(places.before_attention), stream, update)
         update = self._leave(self.self_attn(x, cache, segments), places.after_attention)
         if self.parallel:
@@ -65,6 +72,10 @@ class Block(nn.Module):
             return stream, update + self._leave(self.mlp(x), places.after_mlp)
         stream, x = enter(self.get(places.before_mlp), stream, update)
         return stream, self._leave(self.mlp(x), places.after_mlp)
+
+    def _join(self, stream: mx.array, update: mx.array, norm: str) -> mx.array:
+        """The norm of the stream with a sublayer's output added."""
+        return self[norm].add(self.dropout(update), stream)[1]
 
     def _leave(self, update: mx.array, norm: str | None) -> mx.array:
         """What a sublayer adds to the stream."""

@@ -7,7 +7,7 @@ import math
 from mlxlm._mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block
-from mlxlm.model.embedding import Embedding, positions_of, positions_within
+from mlxlm.model.embedding import Embedding, Sinusoids, positions_of, positions_within
 from mlxlm.model.norms import enter, make_norm
 
 
@@ -21,10 +21,14 @@ class Backbone(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = Embedding(self.longest + self.position_offset, config.hidden_size)
+        elif config.positions == "sinusoidal":
+            self.embed_positions = Sinusoids(self.longest + self.position_offset, config.hidden_size)
         if config.embedding_norm:
             self.embed_layernorm = make_norm(config)
         self.layers = [Block(config, i, dropout) for i in range(layers)]
-        self.norm = make_norm(config)
+        if config.norm_placement != "post":  # there the last layer's output is a norm's
+            self.norm = make_norm(config)
+        self.dropout = nn.Dropout(dropout)
 
     def embed(self, tokens: mx.array, offset: int | mx.array = 0, segments: mx.array | None = None) -> mx.array:
         """tokens int `[B, T]`, the first at position `offset`, or those of int `[B]` -> the stream before the first
@@ -37,8 +41,8 @@ class Backbone(nn.Module):
                 positions = positions_of(offset, tokens.shape[1], self.longest)
             else:
                 positions = positions_within(segments)
-            stream = stream + self.embed_positions(positions + self.position_offset)
-        return self.embed_layernorm(stream) if "embed_layernorm" in self else stream
+            stream = stream + self.embed_positions(positions + self.position_offset).astype(stream.dtype)
+        return self.dropout(self.embed_layernorm(stream) if "embed_layernorm" in self else stream)
 
     def __call__(self, tokens: mx.array, cache=None, *, segments: mx.array | None = None) -> mx.array:
         if cache and segments is not None:
@@ -50,14 +54,16 @@ class Backbone(nn.Module):
 
     def leave(self, stream: mx.array, update: mx.array | None) -> mx.array:
         """The stream after the last layer, and what that adds to it -> hidden states `[B, T, hidden]`."""
-        return enter(self.norm, stream, update)[1]
+        return enter(self.get("norm"), stream, update)[1]
 
 
 class Decoder(nn.Module):
     """A decoder of any family, as its configuration assembles it (Llama's: Touvron et al. 2023). Parameter names are
     those of Hugging Face's Llama.
 
-    `dropout` applies to the output of each sublayer, in training mode only. `layers`: how many to make (None: all).
+    `dropout` applies to the embeddings with their positions and to the output of each sublayer (Vaswani et al. 2017,
+    5.4), in training mode only; attention's weights are left whole, so that no path has to have them in memory.
+    `layers`: how many to make (None: all).
     """
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0, layers: int | None = None):

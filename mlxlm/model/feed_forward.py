@@ -12,6 +12,7 @@ ACTIVATIONS = {
     "gelu_new": gelu_tanh,  # GPT-2's name for it
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": nn.relu,
+    "sigmoid": mx.sigmoid,
 }
 
 

@@ -37,7 +37,7 @@ def folds(config: ModelConfig) -> list[Fold]:
     attention = tuple(f"self_attn.{p}_proj" for p in "qkv")
     feed_forward = ("mlp.gate_proj", "mlp.up_proj") if config.mlp_gated else ("mlp.up_proj",)
     found = []
-    if config.norm_placement != "output":  # else they read the residual stream itself
+    if config.norm_placement in ("pre", "both"):  # else they read the residual stream itself
         second = "pre_feedforward_layernorm" if config.norm_placement == "both" else "post_attention_layernorm"
         if config.shared_norm:
             found.append(Fold("input_layernorm", attention + feed_forward))
