@@ -18,6 +18,7 @@ def attention(
     softcap: float | None = None,
     slopes: mx.array | None = None,
     first: mx.array | None = None,
+    segments: mx.array | None = None,
     training: bool = False,
 ) -> mx.array:
     """softmax(queries · keysᵀ · scale) · values, row t of T seeing the keys up to S - T + t.
@@ -31,20 +32,22 @@ def attention(
     c·tanh(score / c) (Gemma Team 2024, "Gemma 2"). `slopes` `[H]`: a head adds slope · (key's position - own
     position) to its scores (ALiBi, Press et al. 2021); they take no gradient. `first` int32 `[B]`: nothing before
     this index belongs to the text of a batch entry, and none of its rows sees it; a row that stands before it gives
-    finite values without a meaning. `training`: a gradient will be taken; without it, not every path has one.
+    finite values without a meaning. `segments` int32 `[B, T]`, rising along a row, where T = S: the text that each
+    position is of; a row sees its own text only. `training`: a gradient will be taken; without it, not every path
+    has one.
     Raises ValueError for arrays that don't fit together.
     """
     shape = keys.shape
     if shape != values.shape or not queries.dtype == keys.dtype == values.dtype:
         arrays = ", ".join(f"{x.shape} {x.dtype}" for x in (queries, keys, values))
         raise ValueError(f"attention needs keys and values of one shape, and one dtype: {arrays}")
-    options = {"window": window, "softcap": softcap, "slopes": slopes, "first": first}
+    options = {"window": window, "softcap": softcap, "slopes": slopes, "first": first, "segments": segments}
     decoding = queries.shape[2] <= MOST_DECODED
     if isinstance(keys, Quantized) or isinstance(values, Quantized):
         form = _form(keys, values)
         # On the CPU backend a quantized product takes as long for each row as dequantizing takes for all of a key head.
         shared = ON_CPU and queries.shape[1] * queries.shape[2] > keys.shape[1]
-        if decoding and not training and not shared:
+        if decoding and not training and not shared and segments is None:
             return _run(QUANTIZED, queries, *_arrays(keys, values), shape, scale, options, form)
         keys, values = (x.dequantized() if isinstance(x, Quantized) else x for x in (keys, values))
     operation = TRAINING if training else DECODE if decoding else PREFILL
@@ -77,7 +80,7 @@ def _run(operation: Operation, queries, keys, values, key_shape, scale, options,
     K, S = key_shape[1], key_shape[2]
     if queries.dtype not in DTYPE_NAMES:
         raise ValueError(f"attention takes float32, float16 or bfloat16, not {queries.dtype}")
-    window, softcap, slopes, first = options.values()
+    window, softcap, slopes, first, segments = options.values()
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, but a row sees at least itself (1)")
     if softcap is not None and not softcap > 0:
@@ -88,14 +91,17 @@ def _run(operation: Operation, queries, keys, values, key_shape, scale, options,
         slopes = slopes.astype(mx.float32)
     if first is not None and (first.shape != (B,) or first.dtype != mx.int32):
         raise ValueError(f"first is {first.dtype} {first.shape}, int32 ({B},) is needed")
+    if segments is not None and (segments.shape != (B, T) or T != S or segments.dtype != mx.int32):
+        needed = f"int32 {(B, S)} and as many queries are needed"
+        raise ValueError(f"segments are {segments.dtype} {segments.shape}, {needed}")
     if T > S or queries.size == 0:  # rows before the first key
         blind = mx.zeros_like(queries[:, :, : T - S] if S and queries.size else queries)
         if blind.shape == queries.shape:
             return blind
         out = _run(operation, queries[:, :, T - S :], keys, values, key_shape, scale, options, form)
         return mx.concatenate([blind, out], axis=2)
-    case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, window, softcap, slopes, first, **form)
+    case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, *options.values(), **form)
     path = operation.implementation(case)
-    if first is None:
-        return path(queries, keys, values, float(scale), window=window, softcap=softcap, slopes=slopes, **form)
-    return path(queries, keys, values, float(scale), window=window, softcap=softcap, slopes=slopes, first=first, **form)
+    # Kernels that lack these two don't know their names.
+    batched = {name: options[name] for name in ("first", "segments") if options[name] is not None}
+    return path(queries, keys, values, float(scale), window=window, softcap=softcap, slopes=slopes, **batched, **form)

@@ -13,7 +13,7 @@ from mlxlm.kernels.plain_attention import plain_attention, plain_quantized_atten
 
 MOST_DECODED = decode_attention.MAX_QUERIES  # query rows that count as decoding, in MLX as well
 LINEAR_MEMORY_FROM = 1024  # length from which the square of probabilities must not be in memory
-_FEATURES = ("window", "softcap", "slopes", "first")
+_FEATURES = ("window", "softcap", "slopes", "first", "segments")
 _DECODE_FEATURES = _FEATURES[:3]  # of the Metal kernels
 LENGTHS = (256, 4096)  # least and greatest length that are told apart
 
@@ -22,7 +22,9 @@ _FUSED_DECODE_ROWS = 32  # most rows · heads of a key head there
 _FUSED_PROMPT_DIMS = (64, 72, 80, 96, 128)
 
 
-def attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, first=None, **form: int) -> Case:
+def attention_case(
+    operation, dtype, D, H, K, T, S, window, softcap, slopes, first=None, segments=None, **form: int
+) -> Case:
     """The case of a call. Decoding counts T one by one and S up to a power of two; elsewhere T, which S is about,
     goes down to one, so that a case of 1,024 has no shorter length in it."""
     least, most = LENGTHS
@@ -30,7 +32,7 @@ def attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, fir
         S = max(least, min(most, 1 << (S - 1).bit_length()))
     else:
         T, S = max(least, min(most, 1 << T.bit_length() - 1)), None
-    given = window is not None, softcap is not None, slopes is not None, first is not None
+    given = tuple(x is not None for x in (window, softcap, slopes, first, segments))
     return _case(operation, dtype, D, H, K, T, S, given, **form)
 
 
@@ -42,9 +44,9 @@ def _case(operation, dtype, D, H, K, T, S, given, group_size=None, key_bits=None
     return Case(operation.name, dtype, tuple(sizes), tuple(sizes.values()), features)
 
 
-def _plain(queries, keys, values, scale, *, window=None, softcap=None, slopes=None, first=None):
+def _plain(queries, keys, values, scale, *, window=None, softcap=None, slopes=None, first=None, segments=None):
     """MLX's operations, which have neither soft cap nor slopes: `_lacks` keeps them away."""
-    return plain_attention(queries, keys, values, scale, window=window, first=first)
+    return plain_attention(queries, keys, values, scale, window=window, first=first, segments=segments)
 
 
 def _tiled(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):
@@ -54,7 +56,8 @@ def _tiled(queries, keys, values, scale, *, window=None, softcap=None, slopes=No
 def _lacks(path: str, case: Case) -> str | None:
     """Why a path can't serve a case of attention on plain keys and values."""
     decoding = case.operation == DECODE.name
-    has = {"mlx": ("window", "first"), "metal": _DECODE_FEATURES if decoding else ("window",)}.get(path, _FEATURES)
+    in_metal = _DECODE_FEATURES if decoding else ("window",)
+    has = {"mlx": ("window", "first", "segments"), "metal": in_metal}.get(path, _FEATURES)
     if special := [name for name in case.features if name not in has]:
         return f"it has no {' and no '.join(special)}"
     if path != "metal":
@@ -127,6 +130,7 @@ def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
     queries, keys, values = (mx.random.normal(s, key=k).astype(dtype) for s, k in zip(shapes, seeds, strict=True))
     given = {"window": S // 2, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}
     given["first"] = mx.arange(batch, dtype=mx.int32) + S // 4
+    given["segments"] = mx.broadcast_to(3 * mx.arange(S, dtype=mx.int32) // S, (batch, S))  # three texts
     options = {name: given[name] for name in case.features}
     return [queries.swapaxes(1, 2), keys[:, :, :S], values[:, :, :S], D**-0.5], options
 

@@ -29,16 +29,17 @@ def blockwise_attention(
     softcap: float | None = None,
     slopes: mx.array | None = None,
     first: mx.array | None = None,
+    segments: mx.array | None = None,
 ) -> mx.array:
     """`mlxlm.kernels.attention` for S >= T, with O(T) memory forward and backward. Returns `[B, H, T, D]`.
 
-    Products run in the inputs' dtype, the softmax and the sums over blocks in float32. `slopes` and `first` take no
-    gradient.
+    Products run in the inputs' dtype, the softmax and the sums over blocks in float32. `slopes`, `first` and
+    `segments` take no gradient.
     """
     B, H, T, D = queries.shape
     kv_heads = keys.shape[1]
     rows = queries.reshape(B, kv_heads, H // kv_heads, T, D)
-    given = {"slopes": None if slopes is None else slopes.reshape(kv_heads, -1), "first": first}
+    given = {"slopes": None if slopes is None else slopes.reshape(kv_heads, -1), "first": first, "segments": segments}
     given = {name: x for name, x in given.items() if x is not None}
     out, _ = _function(scale, window, softcap, tuple(given))(rows, keys, values, *given.values())
     return out.reshape(B, H, T, D)
@@ -65,9 +66,10 @@ def _function(scale: float, window: int | None, softcap: float | None, given: tu
 class _Scores:
     """Scores of queries `[B, K, G, T, D]` with keys `[B, K, S, D]`, one block of rows at a time."""
 
-    def __init__(self, queries, keys, scale, window, softcap, slopes=None, first=None):
+    def __init__(self, queries, keys, scale, window, softcap, slopes=None, first=None, segments=None):
         self.queries, self.keys = queries, keys
         self.scale, self.window, self.softcap, self.slopes, self.first = scale, window, softcap, slopes, first
+        self.segments = segments
         self.B, self.K, self.G, self.T, _ = queries.shape
         self.S = keys.shape[2]
 
@@ -103,7 +105,8 @@ class _Scores:
         """-inf where a row doesn't see a key, ALiBi's slope times distance where it does."""
         apart = distance(stop - start, seen - first)
         begins = None if self.first is None else self.first - first
-        bias = mx.where(visible(apart, self.window, begins), 0.0, -mx.inf)
+        of = None if self.segments is None else (self.segments[:, start:stop], self.segments[:, first:seen])
+        bias = mx.where(visible(apart, self.window, begins, of), 0.0, -mx.inf)
         if self.slopes is None:
             return mx.tile(bias, (self.G, 1))
         bias = bias[..., None, :, :] + self.slopes[:, :, None, None] * apart  # [.., K, G, rows, keys]

@@ -10,15 +10,24 @@ def distance(T: int, S: int) -> mx.array:
     return mx.arange(S)[None] - mx.arange(S - T, S)[:, None]
 
 
-def visible(apart: mx.array, window: int | None, first: mx.array | None = None) -> mx.array:
+def visible(
+    apart: mx.array,
+    window: int | None,
+    first: mx.array | None = None,
+    segments: tuple[mx.array, mx.array] | None = None,
+) -> mx.array:
     """Whether a row sees a key at this `distance`: its own and those before, with a window the last of these.
 
     `first` int `[B]`: the index of the first key that a batch entry has, the result being `[B, 1, T, S]`. Rows before
-    it see themselves: a row that sees nothing would be NaN.
+    it see themselves: a row that sees nothing would be NaN. `segments` int `[B, T]` and `[B, S]`: the texts that the
+    rows and the keys are of, the result being `[B, 1, T, S]` too; a row sees the keys of its own.
     """
     seen = apart <= 0
     if window is not None:
         seen = seen & (apart > -window)
+    if segments is not None:
+        rows, keys = segments
+        seen = seen & (rows[:, None, :, None] == keys[:, None, None, :])
     if first is None:
         return seen
     return seen & ((mx.arange(apart.shape[1]) >= first[:, None, None, None]) | (apart == 0))

@@ -10,20 +10,20 @@ _MANY_SCORES = 1 << 14  # of a decoded token: from here on `exp_nonpositive` is 
 _MIN_ROWS = 64  # least query rows per block on the CPU: below that the products are too small
 
 
-def plain_attention(queries, keys, values, scale, *, window=None, first=None):
+def plain_attention(queries, keys, values, scale, *, window=None, first=None, segments=None):
     """`mlxlm.kernels.attention` without soft cap and ALiBi, for S >= T. A gradient keeps all probabilities."""
     T, S = queries.shape[2], keys.shape[2]
     on_cpu = ON_CPU and queries.dtype == mx.float32
     if on_cpu and T > 1:
-        return _attention_cpu(queries, keys, values, scale, window, first)
+        return _attention_cpu(queries, keys, values, scale, window, first, segments)
     mask = "causal" if T > 1 else None
     if window is not None and (unseen := max(0, S - T - window + 1)):
         keys, values, S = keys[:, :, unseen:], values[:, :, unseen:], S - unseen
         first = None if first is None else mx.maximum(first - unseen, 0)
     if on_cpu and queries.size // queries.shape[3] * S >= _MANY_SCORES:
         return _decode_cpu(queries, keys, values, scale, first)
-    if first is not None or (window is not None and T > 1 and window < S):
-        mask = visible(distance(T, S), window, first)
+    if first is not None or segments is not None or (window is not None and T > 1 and window < S):
+        mask = visible(distance(T, S), window, first, None if segments is None else (segments, segments))
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
@@ -38,7 +38,7 @@ def _decode_cpu(queries, keys, values, scale, first):
     return ((e @ values) / mx.sum(e, axis=-1, keepdims=True)).reshape(B, H, 1, D)
 
 
-def _attention_cpu(queries, keys, values, scale, window, first):
+def _attention_cpu(queries, keys, values, scale, window, first, segments):
     """Blocks of query rows, each against the keys it can see: half the work of the whole square."""
     B, H, T, D = queries.shape
     kv_heads, S = keys.shape[1], keys.shape[2]
@@ -54,7 +54,8 @@ def _attention_cpu(queries, keys, values, scale, window, first):
         rows = queries[:, :, :, start:stop].reshape(B, kv_heads, groups * (stop - start), D)
         scores = rows @ keys[:, :, unseen:seen].swapaxes(-1, -2)
         here = None if first is None else first - unseen
-        mask = mx.where(visible(distance(stop - start, seen - unseen), window, here), 0.0, -mx.inf)
+        of = None if segments is None else (segments[:, start:stop], segments[:, unseen:seen])
+        mask = mx.where(visible(distance(stop - start, seen - unseen), window, here, of), 0.0, -mx.inf)
         probs = _masked_softmax(scores, mx.tile(mask, (groups, 1)))
         block = probs @ values[:, :, unseen:seen]
         out.append(block.reshape(B, kv_heads, groups, stop - start, D))

@@ -1,0 +1,129 @@
+"""Attention within documents: every path against each document computed alone, values and gradients."""
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.kernels import attention, blockwise, using
+from mlxlm.kernels.attention_paths import TRAINING, attention_case
+from mlxlm.kernels.blockwise import blockwise_attention
+from mlxlm.kernels.plain_attention import plain_attention
+
+BLOCKWISE, PLAIN = blockwise_attention, plain_attention
+
+
+def random(shape, seed):
+    return mx.array(np.random.default_rng(seed).normal(0, 1, shape).astype(np.float32))
+
+
+def alone(x, start, stop):
+    return oracle.as64(x)[:, :, start:stop]
+
+
+def documents(lengths):
+    """(start, stop) of each."""
+    ends = np.cumsum(lengths)
+    return list(zip(ends - lengths, ends, strict=True))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=2),
+    heads=st.sampled_from([(1, 1), (2, 1), (2, 3)]),
+    window=st.none() | st.integers(1, 40),
+    softcap=st.none() | st.just(3.0),
+    alibi=st.booleans(),
+    path=st.sampled_from([BLOCKWISE, PLAIN]),
+)
+def test_a_packed_row_is_each_document_alone(rows, heads, window, softcap, alibi, path):
+    """Forward and gradient, in float64 for each document, with windows, soft cap and ALiBi."""
+    K, G = heads
+    T = max(map(sum, rows))
+    rows = [[*lengths, T - sum(lengths)] if sum(lengths) < T else lengths for lengths in rows]
+    segments = mx.array(np.stack([np.repeat(np.arange(len(r)), r) for r in rows])).astype(mx.int32)
+    q, k, v = (random((len(rows), n, T, 8), i) for i, n in enumerate((K * G, K, K)))
+    g = random(q.shape, 3)
+    options = {"window": window}
+    if path is BLOCKWISE:
+        options |= {"softcap": softcap, "slopes": -(2.0 ** -mx.arange(1, K * G + 1)) if alibi else None}
+    before = blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS
+    blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS = 3000, 1
+    try:
+        (out,), grads = mx.vjp(lambda *x: path(*x, 0.4, segments=segments, **options), [q, k, v], [g])
+        mx.eval(out, grads)
+    finally:
+        blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS = before
+    for b, lengths in enumerate(rows):
+        for start, stop in documents(lengths):
+            parts = [alone(x[b : b + 1], start, stop) for x in (q, k, v)]
+            wanted, _ = oracle.attention(*parts, 0.4, *options.values())
+            np.testing.assert_allclose(alone(out[b : b + 1], start, stop), wanted, atol=2e-5)
+            if options.get("softcap") is None and options.get("slopes") is None:
+                gradient = oracle.attention_grad(*parts, 0.4, alone(g[b : b + 1], start, stop), window)
+                for found, exact in zip(grads, gradient, strict=True):
+                    np.testing.assert_allclose(alone(found[b : b + 1], start, stop), exact, atol=5e-5)
+
+
+def test_the_gradient_with_soft_cap_and_alibi_is_that_of_the_documents_alone(monkeypatch):
+    monkeypatch.setattr(blockwise, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 3000)
+    options = {"window": 9, "softcap": 2.0, "slopes": mx.array([-0.5, -0.25])}
+    q, k, v, g = (random((1, n, 40, 8), n + i) for i, n in enumerate((2, 1, 1, 2)))
+    lengths = np.array([7, 20, 1, 12])
+    segments = mx.array(np.repeat(np.arange(4), lengths)[None]).astype(mx.int32)
+    _, together = mx.vjp(lambda *x: blockwise_attention(*x, 0.6, segments=segments, **options), [q, k, v], [g])
+    for start, stop in documents(lengths):
+        parts = [x[:, :, start:stop] for x in (q, k, v, g)]
+        _, single = mx.vjp(lambda *x: blockwise_attention(*x, 0.6, **options), parts[:3], parts[3:])
+        for found, wanted in zip(together, single, strict=True):
+            np.testing.assert_allclose(np.array(found)[:, :, start:stop], np.array(wanted), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["auto", "mlx", "blockwise", "metal"])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_operation_in_every_mode(mode, training):
+    """Kernels that know no documents are passed over."""
+    q, k, v = (random((2, n, 12, 8), n) for n in (4, 2, 2))
+    segments = mx.array([[0] * 5 + [1] * 7, [0] * 12]).astype(mx.int32)
+    with using(mode):
+        out = attention(q, k, v, 0.3, segments=segments, training=training)
+    for b, lengths in enumerate(([5, 7], [12])):
+        for start, stop in documents(lengths):
+            wanted, _ = oracle.attention(*(alone(x[b : b + 1], start, stop) for x in (q, k, v)), 0.3)
+            np.testing.assert_allclose(alone(out[b : b + 1], start, stop), wanted, atol=1e-5)
+
+
+def test_metal_kernels_say_that_they_lack_documents():
+    case = attention_case(TRAINING, "float32", 64, 4, 2, 512, 512, None, None, None, None, mx.zeros((1, 512)))
+    assert "segments" in case.features
+    assert TRAINING.lacks("metal", case) == "it has no segments"
+    assert TRAINING.lacks("mlx", case) is None and TRAINING.lacks("blockwise", case) is None
+
+
+@pytest.mark.parametrize("segments", [mx.zeros((1, 5), mx.int32), mx.zeros((2, 6), mx.int32), mx.zeros((1, 6))])
+def test_segments_that_do_not_fit(segments):
+    q = random((1, 1, 6, 8), 0)
+    with pytest.raises(ValueError, match=r"segments are .*int32 \(1, 6\)"):
+        attention(q, q, q, 1.0, segments=segments)
+    k = random((1, 1, 9, 8), 0)
+    with pytest.raises(ValueError, match="as many queries"):
+        attention(q, k, k, 1.0, segments=mx.zeros((1, 6), mx.int32))
+
+
+def test_memory_stays_linear_in_the_length(monkeypatch):
+    monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 1 << 18)
+
+    def peak(T):
+        q, k, v = (random((1, 4, T, 16), i) for i in range(3))
+        segments = (mx.arange(T, dtype=mx.int32) // 100)[None]
+        mx.eval(q, k, v, segments)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        f = mx.grad(lambda *x: blockwise_attention(*x, 0.25, segments=segments).square().sum(), (0, 1, 2))
+        mx.eval(f(q, k, v))
+        return mx.get_peak_memory() - mx.get_active_memory()
+
+    assert peak(2048) < 5 * peak(512)
