@@ -12,7 +12,7 @@ from typing import Any
 from mlxlm import counting
 from mlxlm.config_problems import is_count, problems
 from mlxlm.errors import ConfigError
-from mlxlm.families import canonical, huggingface
+from mlxlm.families import canonical, huggingface, settled
 from mlxlm.reading import read_bytes
 from mlxlm.resources import resource
 
@@ -127,11 +127,13 @@ class ModelConfig:
         return cls.from_dict({**read_json(path), **changes}, source=f"preset {name}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Hugging Face's `config.json`, complete, so that other tools need no default of theirs.
+        """The `config.json` of what this is `settled` as, complete, so that other tools need no default of theirs."""
+        return huggingface(self.settled())
 
-        Raises ConfigError for a combination that the family has no fields for.
-        """
-        return huggingface(self)
+    def settled(self) -> ModelConfig:
+        """The same with a `model_type` that can say all of it, which other tools then open: its own if that can, else
+        another family's; "mlxlm" where none of Hugging Face's has the words, and then only mlxlm opens it."""
+        return settled(self)
 
     def with_changes(self, **changes: Any) -> ModelConfig:
         """A copy with other values, validated again."""

@@ -12,6 +12,7 @@ from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.difference import plain
 from mlxlm.errors import TokenizerError
+from mlxlm.families import only_ours
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def describe(checkpoint: Checkpoint) -> Description:
     exceptions = {name: entry for name, entry in plan.items() if isinstance(entry, Mapping | bool)}
     default = {name: entry for name, entry in plan.items() if name not in exceptions}
     tokenizer, warnings = _tokenizer(checkpoint)
+    if config is not None and (own := only_ours(config)):
+        warnings.append(own)
     unused = [name for name in exceptions if f"{name}.weight" not in checkpoint.tensors]
     if unused:
         warnings.append(f"the quantization names {unused[0]}, which has no weight (and {len(unused) - 1} more)")
@@ -157,14 +160,19 @@ def _attention(c: ModelConfig) -> str:
 
 def _norms(c: ModelConfig) -> str:
     kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[c.norm]
-    place = {"pre": "before", "output": "after", "both": "before and after"}[c.norm_placement]
+    place = {
+        "pre": "before each sublayer",
+        "post": "on the stream after each sublayer",
+        "output": "on each sublayer's output",
+        "both": "before and after each sublayer",
+    }[c.norm_placement]
     beside = ", both sublayers beside each other" if c.parallel_residual else ""
-    return f"{kind} {place} each sublayer{beside}, epsilon {c.rms_norm_eps:g}"
+    return f"{kind} {place}{beside}, epsilon {c.rms_norm_eps:g}"
 
 
 def _positions(c: ModelConfig) -> str:
     if c.positions != "rope":
-        return {"learned": "learned", "alibi": "ALiBi", "none": "none"}[c.positions]
+        return c.positions.replace("alibi", "ALiBi")
     text = f"rotary, base {c.rope_theta:g}"
     if c.partial_rotary_factor != 1:
         text += f", {100 * c.partial_rotary_factor:g} % of a head"

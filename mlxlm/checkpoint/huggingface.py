@@ -43,7 +43,7 @@ def write(
     CheckpointError naming the tensor that can't be read or has values that are not finite, and the file if the
     disk refuses.
     """
-    quantized = config.quantization is not None
+    config, quantized = config.settled(), config.quantization is not None
     kept = values if values.get("model_type") == config.model_type else {}
     dtype = _dtype(tensors)
     content = {

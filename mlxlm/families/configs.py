@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from mlxlm.families.activations import ACTIVATIONS, own_activation
 from mlxlm.families.catalog import FAMILIES
 from mlxlm.families.family import Family
 from mlxlm.families.names import layout, modules_of
+from mlxlm.families.own import OWN
 from mlxlm.families.rotary import lacks_rotary, read_rotary, write_rotary
 
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -93,6 +95,46 @@ def huggingface(config: Any) -> dict[str, Any]:
 
     Raises ConfigError for a field that the family has no word for: an OLMo 2 with ALiBi.
     """
+    values, lost = _said(config)
+    if lost:
+        raise ConfigError(f"the configuration of a {config.model_type} model can't say {', '.join(lost)}")
+    return values
+
+
+def unsaid(config: Any) -> list[str]:
+    """What the family of a ModelConfig has no word for, a phrase each: "positions 'sinusoidal'"."""
+    return _said(config)[1]
+
+
+def settled(config: Any) -> Any:
+    """The same ModelConfig as a model of a family that can say all of it: its own if that can, else the first of
+    FAMILIES, and if none can `OWN`, which has our own words for everything."""
+    others = [kind for kind in FAMILIES if kind not in (config.model_type, OWN)]
+    if config.model_type != OWN and not unsaid(config):
+        return config
+    for kind in others:
+        candidate = config.with_changes(model_type=kind)
+        with suppress(ConfigError):  # of a family that can't even be written so
+            if not unsaid(candidate):
+                return candidate
+    return config.with_changes(model_type=OWN)
+
+
+def only_ours(config: Any) -> str | None:
+    """That no tool but mlxlm opens a ModelConfig's files, and for want of which words; None where others do."""
+    if settled(config).model_type != OWN:
+        return None
+    lacks: dict[str, list[str]] = {}
+    for kind in FAMILIES:
+        with suppress(ConfigError):
+            lacks[kind] = unsaid(config.with_changes(model_type=kind))
+    del lacks[OWN]
+    nearest = min(lacks, key=lambda kind: len(lacks[kind]))
+    return f"only mlxlm opens this model: the nearest family, {nearest}, has no {', no '.join(lacks[nearest])}"
+
+
+def _said(config: Any) -> tuple[dict[str, Any], list[str]]:
+    """The `config.json` of a ModelConfig, and what is lost in it."""
     family = FAMILIES[config.model_type]
     values = {"architectures": [family.architecture], "model_type": family.model_type}
     for name in family.fields:
@@ -103,12 +145,11 @@ def huggingface(config: Any) -> dict[str, Any]:
     if config.quantization is not None:
         # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".
         values["quantization"] = values["quantization_config"] = _write_quantization(config)
+    if unsupported(values):
+        return values, [f"{unsupported(values)}"]
     again = type(config)(**canonical(values, "config.json"))
     lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
-    if lost:
-        unsaid = ", ".join(f"{name} {getattr(config, name)!r}" for name in lost)
-        raise ConfigError(f"the configuration of a {family.model_type} model can't say {unsaid}")
-    return values
+    return values, [f"{name} {getattr(config, name)!r}" for name in lost]
 
 
 def _read_quantization(quantization: Any, family: Family) -> Any:

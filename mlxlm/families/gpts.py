@@ -101,14 +101,14 @@ GPT_NEOX = Family(
 
 def _read_opt(values: Mapping[str, Any]) -> dict[str, Any]:
     biased = flag(values, "enable_bias", True)
-    return {"attention_bias": biased, "mlp_bias": biased}
+    placement = "pre" if flag(values, "do_layer_norm_before", True) else "post"
+    return {"attention_bias": biased, "mlp_bias": biased, "norm_placement": placement}
 
 
 def _lacks_opt(values: Mapping[str, Any]) -> str | None:
     width = values.get("hidden_size")
     return lacks_any(
         values,
-        do_layer_norm_before=True,
         _remove_final_layer_norm=False,
         layer_norm_elementwise_affine=True,
         word_embed_proj_dim=width,
@@ -124,7 +124,7 @@ OPT = Family(
     read=_read_opt,
     write=lambda config: {
         "enable_bias": config.attention_bias,
-        "do_layer_norm_before": True,
+        "do_layer_norm_before": config.norm_placement == "pre",
         "word_embed_proj_dim": config.hidden_size,
     },
     lacks=_lacks_opt,
@@ -139,6 +139,11 @@ OPT = Family(
         "fc1": "mlp.up_proj",
         "fc2": "mlp.down_proj",
     },
+    layer_of=lambda config: (
+        {"self_attn_layer_norm": "post_attention_layernorm", "final_layer_norm": "post_feedforward_layernorm"}
+        if config.norm_placement == "post"
+        else {}
+    ),
 )
 
 

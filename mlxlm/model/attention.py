@@ -58,9 +58,9 @@ class Attention(nn.Module):
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
             first = getattr(cache, "first", None)  # caches of mlx_lm have none
-        apart = {} if segments is None else {"segments": segments}
         out = attention(
             queries, keys, values, self.scale,
-            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, training=self.training, **apart,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, segments=segments,
+            training=self.training,
         )  # fmt: skip
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError
-from mlxlm.families import FAMILIES, canonical, huggingface, own_name, unsupported
+from mlxlm.families import FAMILIES, OWN, canonical, huggingface, own_name, unsaid, unsupported
 from mlxlm.quantization import plan_of
 
 # What decides in published configurations, and how many parameters these models have.
@@ -244,7 +244,7 @@ def test_windows_by_layer():
         ("gemma-2b", {"hidden_activation": "relu2"}, "hidden_act 'relu2'"),
         ("SmolLM2-135M", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 in a llama"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-        ("opt-125m", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
+        ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512"),
         ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512"),
         ("bloom-560m", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("SmolLM2-135M", {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
@@ -271,11 +271,45 @@ def test_errors_name_the_field_of_the_file():
 
 def test_what_a_family_has_no_word_for():
     config = read("SmolLM2-135M").with_changes(positions="alibi")
-    with pytest.raises(ConfigError, match="a llama model can't say .*positions 'alibi'"):
-        config.to_dict()
+    assert unsaid(config) == ["positions 'alibi'"]
+    with pytest.raises(ConfigError, match="a llama model can't say positions 'alibi'"):
+        huggingface(config)
+    values = config.to_dict()
+    assert values["model_type"] == "mlxlm" and values["positions"] == "alibi"
+    assert ModelConfig.from_dict(json.loads(json.dumps(values))) == config.with_changes(model_type="mlxlm")
     plan = {"bits": 4, "group_size": 64, "model.layers.0.self_attn.q_proj": False}
     with pytest.raises(ConfigError, match="qkv_proj joins .*, which are quantized differently"):
         read("Phi-3-mini-128k").with_changes(quantization=plan).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "llama"),
+        ({"sliding_window": 9}, "mistral"),
+        ({"qk_norm": "head"}, "qwen3"),
+        ({"qk_norm": "head", "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, "qwen3"),
+        ({"attention_bias": True, "attention_out_bias": False}, "qwen2"),
+        ({"partial_rotary_factor": 0.5}, "phi3"),
+        ({"qk_norm": "projection", "norm_placement": "output"}, "olmo2"),
+        ({"norm": "layer", "mlp_gated": False, "attention_bias": True, "mlp_bias": True}, "gpt_neox"),
+        (
+            {
+                "norm": "layer", "mlp_gated": False, "attention_bias": True, "mlp_bias": True, "positions": "learned",
+                "position_offset": 2, "norm_placement": "post",
+            },
+            "opt",
+        ),
+        ({"qk_norm": "head", "positions": "none"}, "mlxlm"),
+    ],
+)  # fmt: skip
+def test_the_family_is_what_the_configuration_is(changes, family):
+    config = ModelConfig(32, 2, 4, 128, 97, **changes)
+    found = config.settled()
+    assert found.model_type == family == config.to_dict()["model_type"]
+    assert found == config.with_changes(model_type=family) and found.settled() == found
+    # What goes back to a family's parts goes back to its format.
+    assert found.with_changes(model_type="mlxlm").settled().model_type == family
 
 
 def test_quantized_modules_have_the_names_of_the_decoder():
@@ -342,7 +376,7 @@ SCALINGS = [
 @st.composite
 def configs(draw):
     """A configuration of any family, by random values of the fields that the family has."""
-    family = draw(st.sampled_from(list(FAMILIES)))
+    family = draw(st.sampled_from([name for name in FAMILIES if name != OWN]))
     heads = draw(st.sampled_from([1, 2, 4]))
     choices = {
         "hidden_size": st.just(16 * heads), "num_hidden_layers": st.integers(1, 3), "vocab_size": st.integers(1, 99),
