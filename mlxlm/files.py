@@ -114,6 +114,8 @@ def _parent(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield
+        for folder in made:
+            _flush(folder.parent)
     except BaseException:
         for folder in made:
             with suppress(OSError):  # something else is in it by now
@@ -158,6 +160,7 @@ def replaced_file(path: Path, kind: type[MlxlmError] = CheckpointError) -> Itera
                 yield file
             _flush(partial)
             partial.replace(path)
+            _flush(path.parent)
         finally:
             partial.unlink(missing_ok=True)
 

@@ -142,6 +142,55 @@ def chip() -> str:
     return platform.processor() or platform.machine()
 
 
+def on_battery() -> bool | None:
+    """Whether this machine runs on its battery now; None where it has none, or none that can be seen."""
+    import psutil
+
+    try:
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    except OSError:  # a driver that is gone
+        return None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def heat() -> str | None:
+    """ "hot" where the machine slows down or is about to, "cool" well below that, "warm" between; None: unknown.
+
+    On macOS by the system's thermal pressure (`OSThermalNotification.h`): nominal is cool, moderate is warm, heavy and
+    beyond are hot. On Linux by the sensors that have a critical temperature: hot from 5 degrees below it, cool from 15.
+    """
+    if sys.platform == "darwin":
+        level = _thermal_pressure(ctypes.CDLL("/usr/lib/libSystem.dylib"))
+        return None if level is None else ("cool", "warm", "hot")[min(level, 2)]
+    import psutil
+
+    try:
+        found = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+    except OSError:  # a driver that is gone
+        return None
+    # Sensors that aren't connected show 0, -128 or 255, and limits of 0 or 65261.
+    distances = [
+        s.critical - s.current for sensors in found.values() for s in sensors if _sane(s.critical) and _sane(s.current)
+    ]
+    if not distances:
+        return None
+    return "hot" if min(distances) <= 5 else "warm" if min(distances) < 15 else "cool"
+
+
+def _sane(temperature: float | None) -> bool:
+    return temperature is not None and 1 <= temperature <= 150
+
+
+def _thermal_pressure(system: ctypes.CDLL) -> int | None:
+    """The level that `notifyutil -g com.apple.system.thermalpressurelevel` shows, by notify(3); None on a failure."""
+    token, level = ctypes.c_int(), ctypes.c_uint64()
+    if system.notify_register_check(b"com.apple.system.thermalpressurelevel", ctypes.byref(token)):
+        return None
+    failed = system.notify_get_state(token, ctypes.byref(level))
+    system.notify_cancel(token)
+    return None if failed else level.value
+
+
 def model_cache() -> Path:
     """The folder where downloaded models are kept: Hugging Face's cache."""
     if "HF_HUB_CACHE" in os.environ:

@@ -44,10 +44,15 @@ class Clock:
         return tokens * len(self._recent) / sum(self._recent) if self._recent else 0.0
 
     def left(self, steps: int) -> float:
-        """Seconds that `steps` more will take, with the validation and saving that went between them."""
+        """Seconds that `steps` more will take, with the validation, saving and rests that went between them."""
         if self._steps < 2:
             return self.seconds * steps
         return (time.perf_counter() - self._compiled) / (self._steps - 1) * steps
+
+    def skip(self, seconds: float) -> None:
+        """The last `seconds` were a pause, which says nothing about the time that is left."""
+        if self._steps:
+            self._compiled += seconds
 
 
 def measure_step(config: ModelConfig, settings: TrainSettings, steps: int = 5) -> float:

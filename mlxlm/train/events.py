@@ -1,4 +1,7 @@
-"""What happens in a run, as values: whoever drives the loop decides what to show."""
+"""What happens in a run, as values: whoever drives the loop decides what to show.
+
+Each is an entry of the run's log, too: its fields under the names they have here, see `mlxlm.train.log`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Started:
-    """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step."""
+    """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step. `flops_per_token`:
+    floating-point operations that training on one token takes, forward and backward."""
 
     step: int
     steps: int
     parameters: int
     tokens_per_step: int
     epochs: float
+    flops_per_token: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step. `loss` in nats per token; `memory` in bytes."""
+    """A finished step. `loss` in nats per token; `memory` in bytes; `seconds` spent in the run's steps so far, before
+    a resume too, without pauses and rests; `seconds_left` until the run's end by the clock on the wall, rests
+    included."""
 
     step: int
     steps: int
@@ -28,6 +35,7 @@ class Step:
     learning_rate: float
     gradient_norm: float
     tokens_per_second: float
+    seconds: float
     seconds_left: float
     memory: int
 
@@ -60,6 +68,50 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class NotSaved:
+    """A checkpoint that the disk did not take. Training goes on; it is tried again when there is room. `hint` says
+    what would help."""
+
+    step: int
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Paused:
+    """Nothing is computed until Resumed, or until a stop is asked for."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Slowed:
+    """From now on `duty` percent of the time is worked, until Resumed."""
+
+    step: int
+    reason: str
+    duty: float
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What Paused or Slowed the run, for `reason`, is over after `seconds`."""
+
+    step: int
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something beside the training does not work; the training goes on."""
+
+    step: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Stopped:
     """`should_stop` asked for it: everything up to `step` is saved."""
 
@@ -79,4 +131,6 @@ class Finished:
     path: Path
 
 
-Event = Started | Step | Validation | Sample | Saved | Stopped | Finished
+Event = (
+    Started | Step | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed | Warned | Stopped | Finished
+)

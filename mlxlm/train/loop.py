@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
@@ -16,22 +15,47 @@ from mlxlm.generation import LoadedModel, generate
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.clock import Clock
-from mlxlm.train.events import Event, Finished, Sample, Saved, Started, Step, Stopped, Validation
+from mlxlm.train.events import (
+    Event,
+    Finished,
+    Paused,
+    Resumed,
+    Sample,
+    Saved,
+    Started,
+    Step,
+    Stopped,
+    Validation,
+    Warned,
+)  # fmt: skip
 from mlxlm.train.guard import SpikeGuard
+from mlxlm.train.log import RunLog
 from mlxlm.train.plot import draw_losses
+from mlxlm.train.power import Pace, Power
 from mlxlm.train.run import Run
+from mlxlm.train.saving import Saver
 from mlxlm.train.step import TrainStep
+
+_ALWAYS = Power()  # works all the time
 
 
 def train(
-    run: Run, tokenizer: Tokenizer, *, resume: bool = False, should_stop: Callable[[], bool] = lambda: False
+    run: Run,
+    tokenizer: Tokenizer,
+    *,
+    resume: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+    power: Power = _ALWAYS,
 ) -> Iterator[Event]:
-    """Train `run` to its last step, yielding an Event for everything that happens.
+    """Train `run` to its last step, yielding an Event for everything that happens, which the log has by then.
 
     Runs with the same settings and data have the same weights to the bit on the same machine, however often
     they were interrupted and resumed. `resume` continues from the last checkpoint, or from the start if
-    there is none yet. `should_stop` is asked after each step; if it says yes, the state is saved and the
-    generator ends with Stopped.
+    there is none yet. `should_stop` is asked after each step and all the time in pauses; if it says yes, the state
+    is saved and the generator ends with Stopped. `power` says when to rest.
+
+    A checkpoint that the disk has no room for is put off (NotSaved). The one that a run ends with is waited for: the
+    run pauses until there is room, or until `should_stop` says yes.
 
     Raises TrainingError, naming the last good checkpoint, when a loss is not finite or has risen by
     `settings.spike`; the step that went wrong is never saved. Raises DataError or CheckpointError for data
@@ -41,8 +65,11 @@ def train(
         run.check_data()
         if run.checkpoints() and not resume:
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
+        log = RunLog(run.log_file)
         try:
-            yield from _Loop(run, tokenizer, resume).events(should_stop)
+            for event in _Loop(run, tokenizer, log, resume, Pace(power)).events(should_stop):
+                log.record(event)
+                yield event
         except MlxlmError:
             with suppress(MlxlmError):  # the first error counts
                 _draw(run)
@@ -53,8 +80,8 @@ def train(
 class _Loop:
     """The state of a run between its steps."""
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, resume: bool):
-        self.run, self.tokenizer, self.settings = run, tokenizer, run.settings
+    def __init__(self, run: Run, tokenizer: Tokenizer, log: RunLog, resume: bool, pace: Pace):
+        self.run, self.tokenizer, self.settings, self.pace = run, tokenizer, run.settings, pace
         self.model = Decoder(run.config, dropout=self.settings.dropout)
         self.model.initialize(self.settings.seed)
         self.step = TrainStep(self.model, self.settings)
@@ -70,34 +97,63 @@ class _Loop:
             self.data, self.settings.batch_size, self.settings.sequence_length, self.settings.seed
         )
         self.clock = Clock()
+        self.saver = Saver(run, self.step, log)
+        self.saver.saved = self.first
         if resume:
-            run.rewind_log(self.first)
+            log.rewind(self.first, validated=not self.owed)
 
     def events(self, should_stop: Callable[[], bool]) -> Iterator[Event]:
         settings = self.settings
-        epochs = self.batches.epoch_of(settings.steps * settings.accumulate)
-        parameters = self.model.num_parameters()
-        yield Started(self.first, settings.steps, parameters, settings.tokens_per_step, epochs)
+        yield self.started()
+        for missing in self.pace.missing():
+            yield Warned(self.first, missing)
         if self.owed:  # the run was stopped between a step and its validation
-            found = self.validate(self.first)
-            self.run.record_validation(self.first, found.loss)
-            yield found
+            yield from self.look_after(self.first, should_stop)
+        if self.first < settings.steps:
+            yield from self.rest(self.first, should_stop)
         for done in range(self.first + 1, settings.steps + 1):
-            yield self.advance(done)
-            if should_stop() and done < settings.steps:
-                yield self.save(done, None)
-                yield Stopped(done, self.run.path)
+            if should_stop():
+                yield from self.save(done - 1, None, until=lambda: False)
+                yield Stopped(done - 1, self.run.path)
                 return
-            found = self.validate(done) if self.due(done, settings.eval_every) else None
-            if found:
-                yield found
-            if self.due(done, settings.save_every) or (found and found.best):
-                yield self.save(done, found and found.loss)
-            if settings.sample_every and self.due(done, settings.sample_every):
-                yield self.sample(done)
+            yield self.advance(done)
+            if done < settings.steps:
+                yield from self.rest(done, should_stop)
+            if done == settings.steps or not should_stop():
+                yield from self.look_after(done, should_stop)
         seconds, rate = self.spent + self.clock.seconds, self.clock.rate(settings.tokens_per_step)
         best = self.best or {}
         yield Finished(settings.steps, seconds, rate, best.get("loss"), best.get("bits_per_byte"), self.run.path)
+
+    def started(self) -> Started:
+        settings = self.settings
+        epochs = self.batches.epoch_of(settings.steps * settings.accumulate)
+        # Under a causal mask a token sees half of the sequence, on average.
+        flops = self.run.config.flops_per_token(settings.sequence_length // 2, training=True)
+        parameters = self.model.num_parameters()
+        return Started(self.first, settings.steps, parameters, settings.tokens_per_step, epochs, flops)
+
+    def rest(self, done: int, should_stop: Callable[[], bool]) -> Iterator[Event]:
+        """What the power asks for between two steps."""
+        before = self.pace.paused
+        for event in self.pace.between_steps(done, should_stop):
+            if isinstance(event, Paused):  # it may end with an empty battery
+                yield from self.save(done, None)
+                mx.clear_cache()
+            yield event
+        self.clock.skip(self.pace.paused - before)
+
+    def look_after(self, done: int, should_stop: Callable[[], bool]) -> Iterator[Event]:
+        """What is due after step `done`: validation, sample, checkpoint."""
+        settings, found = self.settings, None
+        if self.due(done, settings.eval_every):
+            found = self.validate(done)
+            yield found
+        if done > self.first and settings.sample_every and self.due(done, settings.sample_every):
+            yield self.sample(done)
+        best = found is not None and found.best
+        if best or self.due(done, settings.save_every) or self.saver.overdue or self.saver.saved == done:
+            yield from self.save(done, found, until=should_stop if done == settings.steps else None)
 
     def due(self, done: int, every: int) -> bool:
         return done == self.settings.steps or (every > 0 and done % every == 0)
@@ -114,12 +170,11 @@ class _Loop:
         loss, norm = loss.item(), norm.item()
         if problem := self.guard.problem(loss, norm):
             raise self.failure(done, problem)
-        event = Step(
+        return Step(
             done, settings.steps, done * settings.tokens_per_step, loss, rate, norm,
-            self.clock.rate(settings.tokens_per_step), self.clock.left(settings.steps - done), memory_in_use(),
+            self.clock.rate(settings.tokens_per_step), self.spent + self.clock.seconds,
+            self.clock.left(settings.steps - done), memory_in_use(),
         )  # fmt: skip
-        self.run.log({"event": "step", **asdict(event)})
-        return event
 
     def validate(self, done: int) -> Validation:
         settings = self.settings
@@ -132,9 +187,7 @@ class _Loop:
         if better:
             self.best = {"step": done, "loss": found.loss, "bits_per_byte": found.bits_per_byte}
         tokens = done * settings.tokens_per_step
-        event = Validation(done, tokens, found.loss, found.perplexity, found.bits_per_byte, better)
-        self.run.log({"event": "validation", **asdict(event)})
-        return event
+        return Validation(done, tokens, found.loss, found.perplexity, found.bits_per_byte, better)
 
     def sample(self, done: int) -> Sample:
         """A text from the sample prompt, or from nothing but the token that begins texts."""
@@ -147,20 +200,35 @@ class _Loop:
             text = generate(loaded, prompt, **options).text
         finally:
             self.model.train()
-        event = Sample(done, settings.sample_prompt, text)
-        self.run.log({"event": "sample", **asdict(event)})
-        return event
+        return Sample(done, settings.sample_prompt, text)
 
-    def save(self, done: int, validation_loss: float | None) -> Saved:
+    def save(
+        self, done: int, found: Validation | None, until: Callable[[], bool] | None = None
+    ) -> Iterator[Event]:
+        """Save the state after step `done`, if it is not saved yet. With `until`, it must be saved: where the disk
+        does not take it, pause until it does, or until that says yes."""
+        known = {"validation_loss": found and found.loss, "best": self.best}
+        if self.saver.saved == done:
+            if found:
+                self.run.amend(done, known)
+            return
         state = {
             "step": done,
             "seconds": self.spent + self.clock.seconds,
-            "validation_loss": validation_loss,
-            "best": self.best,
+            **known,
             "healthy": self.guard.healthy,
             "guard": self.guard.state,
         }
-        return Saved(done, self.run.save(self.step, state))
+        event = self.saver.save(state)
+        yield event
+        if until is None or isinstance(event, Saved):
+            return
+        reason = f"there is no room for the last checkpoint: {event.hint}"
+        yield Paused(done, reason)
+        seconds = self.pace.wait(lambda: isinstance(self.saver.save(state), Saved), until)
+        if self.saver.saved != done:
+            raise CheckpointError(f"what was trained up to step {done} is not saved: {event.reason}", event.hint)
+        yield Resumed(done, reason, seconds)
 
     def failure(self, done: int, problem: str) -> TrainingError:
         good = self.run.last_good()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ from mlxlm.checkpoint.safetensors import check_file, load_weights, save_tensors,
 from mlxlm.config import ModelConfig, read_json
 from mlxlm.data.manifest import FILE as MANIFEST
 from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
-from mlxlm.files import new_folder, write_bytes, write_json
+from mlxlm.files import new_folder, write_json
+from mlxlm.report.entries import read_entries
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -109,28 +109,33 @@ class Run:
             yield
 
     def save(self, step: TrainStep, state: dict[str, Any]) -> Path:
-        """Write `checkpoints/step-N` for `state["step"]` = N and drop what is no longer kept.
-
-        The last `settings.keep`, the one with the lowest validation loss and the last good one stay.
-        """
+        """Write `checkpoints/step-N` for `state["step"]` = N and drop what is no longer kept."""
         target = self.path / "checkpoints" / f"step-{state['step']}"
         with new_folder(target) as folder:
             save_weights(folder, dict(tree_flatten(step.model.parameters())))
             save_tensors(folder / "optimizer.safetensors", step.save_state())
             write_json(folder / "state.json", {**state, "settings": self.settings.to_dict()})
-        kept = {best_checkpoint(self.path), self.last_good(), *self.checkpoints()[-self.settings.keep :]}
+        self.drop_outdated()
+        return target
+
+    def drop_outdated(self, coming: int = 0) -> None:
+        """Remove the checkpoints that are no longer kept once `coming` newer ones are there.
+
+        The last `settings.keep`, at least one, the one with the lowest validation loss and the last good one stay.
+        """
+        recent = self.checkpoints()[-max(1, self.settings.keep - coming) :]
+        kept = {best_checkpoint(self.path), self.last_good(), *recent}
         for checkpoint in self.checkpoints():
             if checkpoint not in kept:
                 doomed = checkpoint.with_name(f".{checkpoint.name}.old")
                 with os_errors_as(CheckpointError, "remove", checkpoint):
                     checkpoint.rename(doomed)  # so that a crash while deleting leaves no half checkpoint
                     shutil.rmtree(doomed)
-        return target
 
-    def record_validation(self, step: int, loss: float) -> None:
-        """Add the validation loss to a checkpoint that was saved before its validation."""
+    def amend(self, step: int, changes: dict[str, Any]) -> None:
+        """Change the state of a checkpoint that was saved before its validation."""
         path = self.path / "checkpoints" / f"step-{step}" / "state.json"
-        write_json(path, {**read_json(path), "validation_loss": loss})
+        write_json(path, {**read_json(path), **changes})
 
     def restore(self, step: TrainStep) -> dict[str, Any]:
         """Load the last checkpoint into `step`; returns its state, {} where the run has none yet.
@@ -169,29 +174,9 @@ class Run:
             )
         return state
 
-    def log(self, entry: dict[str, Any]) -> None:
-        """Append one object to log.jsonl."""
-        line = json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n"
-        with os_errors_as(CheckpointError, "write", self.log_file), self.log_file.open("a", encoding="utf-8") as file:
-            file.write(line)
-
     def read_log(self) -> list[dict[str, Any]]:
         """The logged objects; a last line cut off by a crash is left out."""
-        if not self.log_file.exists():
-            return []
-        entries = []
-        for line in self.log_file.read_text(encoding="utf-8").splitlines():
-            try:
-                entries.append(json.loads(line))
-            except ValueError:
-                continue
-        return entries
-
-    def rewind_log(self, step: int) -> None:
-        """Drop what was logged after `step`, so that a resumed run doesn't log it twice."""
-        kept = [json.dumps(e, ensure_ascii=False) + "\n" for e in self.read_log() if e.get("step", 0) <= step]
-        if self.log_file.exists():
-            write_bytes(self.log_file, "".join(kept).encode("utf-8"))
+        return list(read_entries(self.log_file))
 
 
 def _digest(data: Path) -> str:

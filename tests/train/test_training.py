@@ -79,7 +79,7 @@ def test_training_learns_and_the_run_is_a_model(new_run):
     model, config = load_model(run.path)
     assert config.vocab_size == 300 and model(mx.array([[1, 2, 3]])).shape == (1, 3, 300)
     assert (run.path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert {e["event"] for e in run.read_log()} == {"step", "validation"}
+    assert {e["event"] for e in run.read_log()} == {"started", "step", "validation", "saved", "finished"}
 
 
 def test_the_last_k_and_the_best_are_kept(new_run):
@@ -220,17 +220,8 @@ def test_a_damaged_checkpoint_is_named(new_run):
         load_model(run.path)
 
 
-def test_a_save_that_was_killed_leaves_the_last_checkpoint(new_run, monkeypatch):
+def test_a_save_that_was_killed_leaves_the_last_checkpoint(new_run):
     run = new_run("run", steps=10, save_every=5)
-
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("mlxlm.train.run.save_tensors", full_disk)
-    with pytest.raises(CheckpointError, match="cannot write .*step-5.*No space left.*free some disk space"):
-        finish(run)
-    assert run.checkpoints() == [] and not (run.path / "checkpoints").exists()
-    monkeypatch.undo()
     (run.path / "checkpoints/.step-5.1.partial").mkdir(parents=True)  # what kill -9 would leave
     assert isinstance(finish(run, resume=True)[-1], Finished)  # without a checkpoint, from the start
     assert {c.name for c in (run.path / "checkpoints").iterdir()} == {"step-5", "step-10"}
@@ -239,9 +230,8 @@ def test_a_save_that_was_killed_leaves_the_last_checkpoint(new_run, monkeypatch)
 def test_the_log_of_a_resumed_run_has_every_step_once(new_run):
     run = new_run("run", steps=20, save_every=5, eval_every=0)
     finish(run, stop_at=10)
-    run.log({"event": "step", "step": 11, "tokens": 1, "loss": 9.0, "learning_rate": 0.1})  # lost with the power
     with run.log_file.open("a") as file:
-        file.write('{"event": "st')
+        file.write('{"event": "step", "step": 11, "tokens": 1, "loss": 9.0}\n{"event": "st')  # lost with the power
     finish(run, resume=True)
     assert [e["step"] for e in run.read_log() if e["event"] == "step"] == list(range(1, 21))
 

@@ -1,0 +1,88 @@
+"""Checkpoints on a disk that may be full: one that does not fit is put off, and the training goes on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlxlm._mlx import tree_flatten
+from mlxlm.errors import CheckpointError
+from mlxlm.train.events import NotSaved, Saved
+from mlxlm.train.log import RunLog
+from mlxlm.train.run import Run
+from mlxlm.train.step import TrainStep
+from mlxlm.units import human_bytes
+
+_MARGIN = 16 << 20  # bytes left free beside a checkpoint: for the log, the pictures, and everybody else
+_AGAIN_AFTER = 60.0  # seconds
+
+
+def free_bytes(path: Path) -> int:
+    """What may still be written on the disk of `path`."""
+    return shutil.disk_usage(path).free
+
+
+class Saver:
+    """Saves `step`'s checkpoints into `run`, each after a look at the room on the disk.
+
+    Where there is not enough, checkpoints go first that this one would put out of `settings.keep` anyway; the last
+    complete one, the best and the last good one never do. `saved` is the last step that is saved.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        step: TrainStep,
+        log: RunLog,
+        *,
+        free: Callable[[Path], int] = free_bytes,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.saved: int | None = None
+        self._run, self._step, self._log, self._free, self._now = run, step, log, free, now
+        self._again_at: float | None = None
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a checkpoint was put off that should be tried again now."""
+        return self._again_at is not None and self._now() >= self._again_at
+
+    def save(self, state: dict[str, Any]) -> Saved | NotSaved:
+        """Write the checkpoint of step `state["step"]`, see `Run.save`; NotSaved where the disk does not take it.
+
+        Raises CheckpointError for what is no matter of the disk.
+        """
+        done = state["step"]
+        needed = checkpoint_bytes(self._step) + _MARGIN
+        if self._free(self._run.path) < needed:
+            self._run.drop_outdated(coming=1)
+        if (there := self._free(self._run.path)) < needed:
+            reason = f"a checkpoint needs {human_bytes(needed)}, {human_bytes(there)} of the disk are free"
+            return self._put_off(done, reason, f"free {human_bytes(needed - there)} on the disk of {self._run.path}")
+        try:
+            self._log.flush()
+            path = self._run.save(self._step, state)
+        except CheckpointError as error:
+            if not _by_the_disk(error):
+                raise
+            return self._put_off(done, error.message, error.hint or f"look after the disk of {self._run.path}")
+        self.saved, self._again_at = done, None
+        return Saved(done, path)
+
+    def _put_off(self, done: int, reason: str, hint: str) -> NotSaved:
+        self._again_at = self._now() + _AGAIN_AFTER
+        return NotSaved(done, reason, hint)
+
+
+def checkpoint_bytes(step: TrainStep) -> int:
+    """The size of a checkpoint, but for some kilobytes of names."""
+    arrays = [*(weight for _, weight in tree_flatten(step.model.parameters())), *step.save_state().values()]
+    return sum(array.nbytes for array in arrays)
+
+
+def _by_the_disk(error: BaseException) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) or cause is not None and _by_the_disk(cause)
