@@ -4,8 +4,10 @@ from mlxlm.data.batches import Batch, TrainBatches, validation_batches
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.manifest import Manifest, Split
 from mlxlm.data.prepare import prepare
-from mlxlm.data.sources import Document, documents, texts, total_bytes
+from mlxlm.data.sources import documents, texts, total_bytes
+from mlxlm.data.text import Document
 from mlxlm.data.tokenize import CHAT_TEMPLATE
+from mlxlm.data.weights import weighted
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -20,4 +22,5 @@ __all__ = [
     "texts",
     "total_bytes",
     "validation_batches",
+    "weighted",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlxlm.errors import DataError, os_errors_as
 
-VERSION = 1
+VERSION = 2
 FILE = "manifest.json"
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes per token, little-endian
@@ -22,15 +23,26 @@ def is_prepared(path: str | Path) -> bool:
 
 @dataclass
 class Shard:
-    """One file of tokens; beside it lies <stem>.idx.npy, the int64 offsets where documents start in it."""
+    """One file of tokens, with its sha256.
+
+    index: the file beside it of int64 offsets, rising, where documents start in it; the first can be above 0, since a
+        document may go on from the shard before.
+    mask: the sha256 of `mask_file`, one uint8 a token: 1 for a token to be learned as a target, 0 for one that is only
+        read (in a conversation, all but the assistant's words). None: there is no such file, all are to be learned.
+    """
 
     file: str
     tokens: int
     sha256: str
+    mask: str | None = None
 
     @property
     def index(self) -> str:
         return self.file.removesuffix(".bin") + ".idx.npy"
+
+    @property
+    def mask_file(self) -> str:
+        return self.file.removesuffix(".bin") + ".mask.bin"
 
 
 @dataclass
@@ -44,9 +56,44 @@ class Split:
 
 
 @dataclass
+class Part:
+    """Training text that is drawn from by one weight: a source with its own, or all sources together.
+
+    weight: the share of the training tokens that are drawn from it; those of all parts sum to 1.
+    """
+
+    name: str
+    weight: float
+    train: Split
+
+
+@dataclass
+class Duplicates:
+    """What was left out because it had been there before.
+
+    threshold: the least Jaccard similarity of a near-duplicate.
+    documents: how many documents were read; exact, near: how many of them were left out, repeated to the byte and not.
+    bytes: UTF-8 bytes of those.
+    """
+
+    threshold: float
+    documents: int = 0
+    exact: int = 0
+    near: int = 0
+    bytes: int = 0
+
+    @property
+    def share(self) -> float:
+        """Of the documents, those left out."""
+        return (self.exact + self.near) / self.documents if self.documents else 0.0
+
+
+@dataclass
 class Manifest:
     """split: how validation was chosen: "document" (whole documents), "tail" (the end of the text; for few
-    documents) or "given" (files named by the user)."""
+    documents), "given" (files named by the user), or "mixed": sources with weights are split each for itself, and these
+    were split differently.
+    parts: the training text, one part or more. Only `train` follows the weights; `validation` is of all sources."""
 
     fingerprint: str
     vocab_size: int
@@ -54,12 +101,22 @@ class Manifest:
     split: str
     chat_documents: int
     sources: list[str]
-    train: Split
+    parts: list[Part]
     validation: Split
+    duplicates: Duplicates | None = None
     version: int = VERSION
 
+    @property
+    def train(self) -> Split:
+        """All parts together, their shards in order."""
+        splits = [part.train for part in self.parts]
+        tokens, documents, size = (sum(getattr(s, name) for s in splits) for name in ("tokens", "documents", "bytes"))
+        return Split(tokens, documents, size, [shard for split in splits for shard in split.shards])
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields; "train" is for those who read the file: `read` sums the parts itself."""
+        train = {name: getattr(self.train, name) for name in ("tokens", "documents", "bytes")}
+        return {**asdict(self), "train": train}
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -85,8 +142,18 @@ class Manifest:
             split=reader.get("split", str),
             chat_documents=reader.count("chat_documents"),
             sources=reader.get("sources", list),
-            **{split: reader.split(split) for split in SPLITS},
+            parts=reader.parts(),
+            validation=reader.inner("validation").split(),
+            duplicates=reader.duplicates(),
         )
+
+
+def shares(weights: list[float]) -> list[float]:
+    """The weights divided by their sum. Raises ValueError where one of them is not a positive number."""
+    for weight in weights:
+        if not 0 < weight < math.inf:
+            raise ValueError(f"a weight is {weight}, it must be a positive number")
+    return [weight / math.fsum(weights) for weight in weights]
 
 
 class _Fields:
@@ -110,19 +177,49 @@ class _Fields:
             raise self.error(name, "is negative")
         return value
 
-    def split(self, name: str) -> Split:
-        part = _Fields(self._path, self._fields.get(name), f"{self._prefix}{name}.")
-        shards = [
-            _Fields(self._path, shard, f"{part._prefix}shards[{i}].").shard()
-            for i, shard in enumerate(part.get("shards", list))
+    def number(self, name: str) -> float:
+        value = self._fields.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise self.error(name, "is missing or not a positive number")
+        return float(value)
+
+    def inner(self, name: str) -> _Fields:
+        return _Fields(self._path, self._fields.get(name), f"{self._prefix}{name}.")
+
+    def rows(self, name: str) -> list[_Fields]:
+        rows = enumerate(self.get(name, list))
+        return [_Fields(self._path, row, f"{self._prefix}{name}[{i}].") for i, row in rows]
+
+    def parts(self) -> list[Part]:
+        rows = self.rows("parts")
+        try:
+            weights = shares([row.number("weight") for row in rows])
+        except ValueError as error:
+            raise self.error("parts", f"can't be weighted: {error}") from None
+        if not rows:
+            raise self.error("parts", "is empty")
+        return [
+            Part(row.get("name", str), weight, row.inner("train").split())
+            for row, weight in zip(rows, weights, strict=True)
         ]
-        split = Split(part.count("tokens"), part.count("documents"), part.count("bytes"), shards)
+
+    def duplicates(self) -> Duplicates | None:
+        if self._fields.get("duplicates") is None:
+            return None
+        found = self.inner("duplicates")
+        counts = (found.count(name) for name in ("documents", "exact", "near", "bytes"))
+        return Duplicates(found.number("threshold"), *counts)
+
+    def split(self) -> Split:
+        shards = [row.shard() for row in self.rows("shards")]
+        split = Split(self.count("tokens"), self.count("documents"), self.count("bytes"), shards)
         if sum(shard.tokens for shard in shards) != split.tokens:
-            raise part.error("tokens", "is not the sum of the shards' tokens")
+            raise self.error("tokens", "is not the sum of the shards' tokens")
         return split
 
     def shard(self) -> Shard:
-        shard = Shard(self.get("file", str), self.count("tokens"), self.get("sha256", str))
+        mask = None if self._fields.get("mask") is None else self.get("mask", str)
+        shard = Shard(self.get("file", str), self.count("tokens"), self.get("sha256", str), mask)
         if not shard.file or Path(shard.file).name != shard.file:
             raise self.error("file", "is not a plain file name")
         return shard

@@ -7,15 +7,17 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from mlxlm.data import manifest as manifests
-from mlxlm.data.manifest import Manifest
+from mlxlm.data.duplicates import DuplicateFilter
+from mlxlm.data.manifest import FILE, Manifest, Part, shares
 from mlxlm.data.shards import ShardWriter, Staging
-from mlxlm.data.sources import STDIN, Document, documents
+from mlxlm.data.sources import STDIN, documents
+from mlxlm.data.text import Document
 from mlxlm.data.tokenize import tokenize
 from mlxlm.errors import DataError
 from mlxlm.files import new_folder, write_json
@@ -29,6 +31,9 @@ def prepare(
     tokenizer: Tokenizer,
     out: str | Path,
     *,
+    weights: Sequence[float] | None = None,
+    text_column: str | None = None,
+    dedup: float | None = None,
     validation_fraction: float = 0.05,
     validation_paths: Sequence[str | Path] = (),
     seed: int = 0,
@@ -40,11 +45,17 @@ def prepare(
 
     `out` gets, for each split ("train", "validation"), <split>-00000.bin (little-endian uint16 where the
     vocabulary fits, else uint32; `shard_tokens` tokens each, the last one less) with <split>-00000.idx.npy
-    (int64 offsets of the documents that start in it), tokenizer/, and manifest.json. It appears complete or not at all:
-    the work is done in a hidden folder beside it. Memory: about a megabyte of text at a time, and the
-    document offsets of one shard.
+    (int64 offsets of the documents that start in it), where it has conversations <split>-00000.mask.bin (uint8, which
+    tokens are to be learned), tokenizer/, and manifest.json. It appears complete or not at all: the work is done in a
+    hidden folder beside it. Memory: a few megabytes of text at a time, and the document offsets of one shard.
 
-    Validation is `validation_paths` if given. Otherwise it is one document out of each
+    weights: for each of `paths` the share of training tokens to be drawn from it (their sum is taken as 1). Each then
+        becomes a part of the manifest, in shards of its own. None: one part, whose text is seen in equal measure.
+    text_column: see `documents`.
+    dedup: leave out documents that are as similar to an earlier one as this (Jaccard similarity, above 0 and at most
+        1), or the same; see `mlxlm.data.duplicates`, which also states the memory that it takes.
+
+    Validation is `validation_paths` if given. Otherwise it is, of each part, one document out of each
     1/`validation_fraction`, drawn by `seed`; with too few documents for that (20, or 1/fraction) the last
     `validation_fraction` of all tokens, from the start of a line. The first few documents wait on disk until
     that is decided.
@@ -54,19 +65,39 @@ def prepare(
     Raises DataError for unusable sources, sources without text, an `out` in use, and a disk that cannot be
     written.
     """
+    paths = list(paths)
     if not (validation_fraction == 0 or 1e-9 <= validation_fraction < 1):
         raise DataError(f"validation fraction {validation_fraction} is neither 0 nor from 1e-9 to 1", "0.05")
+    groups = [("all", 1.0, paths)] if weights is None else _weighted_groups(paths, weights)
+    unique = None if dedup is None else DuplicateFilter(dedup)
+    read = partial(documents, stdin=stdin, advance=progress, text_column=text_column)
+    fraction = None if validation_paths else validation_fraction
     with new_folder(out, DataError) as folder, ExitStack() as stack:
-        builder = _Builder(tokenizer, folder, shard_tokens, stack)
-        source = documents(paths, stdin=stdin, advance=progress)
+        builder = _Builder(tokenizer, folder, shard_tokens, stack, unique)
+        for name, weight, group in groups:
+            builder.add_part(name, weight, read(group), fraction, seed)
         if validation_paths:
-            split = "given"
-            builder.add(source, builder.train)
-            builder.add(documents(validation_paths, stdin=stdin, advance=progress), builder.validation)
-        else:
-            split = builder.add_and_split(source, validation_fraction, seed)
+            builder.add(read(validation_paths), builder.validation)
         tokenizer.save(folder / "tokenizer")
-        return builder.finish(split, [_source_name(path) for path in (*paths, *validation_paths)])
+        return builder.finish([_source_name(path) for path in (*paths, *validation_paths)])
+
+
+def _weighted_groups(
+    paths: list[str | Path], weights: Sequence[float]
+) -> list[tuple[str, float, list[str | Path]]]:
+    """Name, weight and paths of every part."""
+    if len(weights) != len(paths):
+        raise DataError(f"{len(paths)} sources have {len(weights)} weights", "one weight for each source")
+    try:
+        weights = shares(list(weights))
+    except ValueError as error:
+        raise DataError(str(error), "weights such as 0.7 and 0.3") from None
+    names: list[str] = []
+    for path in paths:
+        name = _source_name(path)
+        numbered = (f"{name} ({number})" for number in itertools.count(2))
+        names.append(name if name not in names else next(other for other in numbered if other not in names))
+    return [(name, weight, [path]) for name, weight, path in zip(names, weights, paths, strict=True)]
 
 
 def _source_name(path: str | Path) -> str:
@@ -77,25 +108,45 @@ def _source_name(path: str | Path) -> str:
 class _Builder:
     """Tokenizes documents into the shards of the two splits."""
 
-    def __init__(self, tokenizer: Tokenizer, folder: Path, shard_tokens: int, stack: ExitStack):
+    def __init__(
+        self, tokenizer: Tokenizer, folder: Path, shard_tokens: int, stack: ExitStack, unique: DuplicateFilter | None
+    ):
         self._tokenizer = tokenizer
         self._folder = folder
+        self._shard_tokens = shard_tokens
+        self._stack = stack
+        self._unique = unique
         self._dtype_name = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._dtype = np.dtype(self._dtype_name).newbyteorder("<")
         self._chat_documents = 0
-        self.train, self.validation = (
-            stack.enter_context(closing(ShardWriter(folder, split, self._dtype, shard_tokens)))
-            for split in manifests.SPLITS
-        )
+        self._parts: list[Part] = []
+        self._splits: set[str] = set()
+        self.validation = self._writer("validation", 0)
+
+    def add_part(self, name: str, weight: float, source: Iterable[Document], fraction: float | None, seed: int) -> None:
+        """Write `source` as a part: `fraction` of it for validation; None: all of it for training."""
+        train = self._writer("train", sum(len(part.train.shards) for part in self._parts))
+        if fraction is None:
+            self.add(source, train)
+            self._splits.add("given")
+        else:
+            self._splits.add(self._add_and_split(source, train, fraction, seed))
+        self._parts.append(Part(name, weight, train.finish()))
+        if not self._parts[-1].train.tokens:
+            raise DataError(f"nothing of {name} is left to train on", "a source with more text")
+
+    def _writer(self, split: str, first: int) -> ShardWriter:
+        writer = ShardWriter(self._folder, split, self._dtype, self._shard_tokens, first)
+        return self._stack.enter_context(closing(writer))
 
     def add(self, source: Iterable[Document], writer: ShardWriter) -> None:
         for chunk in tokenize(self._counted(source), self._tokenizer):
             writer.add(*chunk)
 
-    def add_and_split(self, source: Iterable[Document], fraction: float, seed: int) -> str:
+    def _add_and_split(self, source: Iterable[Document], train: ShardWriter, fraction: float, seed: int) -> str:
         """Write `source` to both splits; returns how, "document" or "tail"."""
         few = max(FEW_DOCUMENTS, math.ceil(1 / fraction)) if fraction else 0
-        writers = (self.validation if drawn else self.train for drawn in _drawn(fraction, seed))
+        writers = (self.validation if drawn else train for drawn in _drawn(fraction, seed))
         count = 0
         with closing(Staging(self._folder / "staging", self._dtype)) as staging:
             target: ShardWriter | Staging = staging
@@ -103,51 +154,53 @@ class _Builder:
                 count += chunk.starts_document
                 if chunk.starts_document and count >= few:
                     if target is staging:
-                        for _, ids, text_bytes in staging.documents():
-                            next(writers).add(ids, text_bytes, True)
+                        for _, ids, text_bytes, learned in staging.documents():
+                            next(writers).add(ids, text_bytes, True, learned)
                         staging.close()
                     target = next(writers)
                 target.add(*chunk)
             if target is not staging:
                 return "document"
-            self._split_tail(staging, fraction)
+            self._split_tail(staging, train, fraction)
             return "tail"
 
-    def finish(self, split: str, sources: list[str]) -> Manifest:
-        """Complete the shards, then the manifest."""
+    def finish(self, sources: list[str]) -> Manifest:
+        """Complete the shards of validation, then the manifest."""
         result = Manifest(
             fingerprint=self._tokenizer.fingerprint,
             vocab_size=self._tokenizer.vocab_size,
             dtype=self._dtype_name,
-            split=split,
+            split=self._splits.pop() if len(self._splits) == 1 else "mixed",
             chat_documents=self._chat_documents,
             sources=sources,
-            train=self.train.finish(),
+            parts=self._parts,
             validation=self.validation.finish(),
+            duplicates=self._unique and self._unique.found,
         )
-        write_json(self._folder / manifests.FILE, result.to_dict())
+        write_json(self._folder / FILE, result.to_dict())
         return result
 
     def _counted(self, source: Iterable[Document]) -> Iterator[Document]:
         document = None
-        for document in source:
+        for document in source if self._unique is None else self._unique(source):
             self._chat_documents += document.messages is not None
             yield document
         if document is None:
             raise DataError("there is no text in the sources", "files with some text")
 
-    def _split_tail(self, staging: Staging, fraction: float) -> None:
+    def _split_tail(self, staging: Staging, train: ShardWriter, fraction: float) -> None:
         cut = staging.tokens - max(1, round(fraction * staging.tokens))
-        for start, ids, text_bytes in staging.documents():
+        for start, ids, text_bytes, learned in staging.documents():
             if start + len(ids) <= cut:
-                self.train.add(ids, text_bytes, True)
+                train.add(ids, text_bytes, True, learned)
             elif start >= cut:
-                self.validation.add(ids, text_bytes, True)
+                self.validation.add(ids, text_bytes, True, learned)
             else:
                 at = self._line_start(ids, cut - start)
                 tail_bytes = min(text_bytes, self._text_bytes(ids[at:]))
-                self.train.add(ids[:at], text_bytes - tail_bytes, True)
-                self.validation.add(ids[at:], tail_bytes, True)
+                first, last = (None, None) if learned is None else (learned[:at], learned[at:])
+                train.add(ids[:at], text_bytes - tail_bytes, True, first)
+                self.validation.add(ids[at:], tail_bytes, True, last)
 
     def _line_start(self, ids: np.ndarray, near: int, reach: int = 4096) -> int:
         """The last start of a line in the `reach` tokens before `near`; `near` if there is none."""

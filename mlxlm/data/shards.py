@@ -14,22 +14,30 @@ from mlxlm.data.manifest import Shard, Split
 
 
 class ShardWriter:
-    """Writes one split as <split>-00000.bin, ... of exactly `shard_tokens` tokens each, the last one less."""
+    """Writes tokens as <split>-00000.bin, ... of exactly `shard_tokens` tokens each, the last one less.
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
+    `first` is the number of the first file. A shard with a token that is not to be learned gets a mask beside it.
+    """
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int, first: int = 0):
         self._folder = folder
         self._split = split
         self._dtype = dtype
         self._shard_tokens = shard_tokens
+        self._first = first
         self._result = Split()
         self._file: IO[bytes] | None = None
         self._hash = hashlib.sha256()
         self._starts = array("q")
         self._tokens = 0  # in the open shard
         self._starting = False  # a document whose first ids are still to come
+        self._mask: _Mask | None = None
 
-    def add(self, ids: np.ndarray, text_bytes: int, starts_document: bool) -> None:
-        """Append `ids` (1-D), which stand for `text_bytes` bytes of text."""
+    def add(self, ids: np.ndarray, text_bytes: int, starts_document: bool, learned: np.ndarray | None = None) -> None:
+        """Append `ids` (1-D), which stand for `text_bytes` bytes of text.
+
+        learned: uint8, for each whether it is to be learned as a target (1) or not (0); None: all are.
+        """
         self._result.bytes += text_bytes
         self._result.documents += starts_document
         self._starting |= starts_document
@@ -42,6 +50,11 @@ class ShardWriter:
             part = np.ascontiguousarray(ids[: self._shard_tokens - self._tokens], self._dtype)
             self._file.write(part.data)
             self._hash.update(part.data)
+            if learned is not None:
+                if self._mask is None:
+                    self._mask = _Mask(self._folder / self._result.shards[-1].mask_file)
+                self._mask.add(self._tokens, learned[: len(part)])
+                learned = learned[len(part) :]
             self._tokens += len(part)
             ids = ids[len(part) :]
             if self._tokens == self._shard_tokens:
@@ -54,12 +67,13 @@ class ShardWriter:
         return self._result
 
     def close(self) -> None:
-        """Let go of the open file, finished or not."""
-        if self._file is not None:
-            self._file.close()
+        """Let go of the open files, finished or not."""
+        for file in (self._file, self._mask):
+            if file is not None:
+                file.close()
 
     def _open(self) -> None:
-        name = f"{self._split}-{len(self._result.shards):05d}.bin"
+        name = f"{self._split}-{self._first + len(self._result.shards):05d}.bin"
         self._file = open(self._folder / name, "wb")  # noqa: SIM115 - open across calls, closed by close()
         self._hash = hashlib.sha256()
         self._starts = array("q")
@@ -73,8 +87,43 @@ class ShardWriter:
         self._result.tokens += self._tokens
         self._file.close()
         self._file = None
+        if self._mask is not None:
+            self._mask.fill(self._tokens)
+            shard.mask = self._mask.finish()
+            self._mask = None
         with open(self._folder / shard.index, "wb") as file:
             np.save(file, np.frombuffer(self._starts, "<i8"))
+
+
+class _Mask:
+    """The mask of one shard. What was not said is to be learned."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "wb")  # noqa: SIM115 - open across calls, closed by close()
+        self._hash = hashlib.sha256()
+        self._tokens = 0
+
+    def add(self, start: int, learned: np.ndarray) -> None:
+        """The tokens from `start` on: those between them and the ones before are to be learned."""
+        self.fill(start)
+        self._write(np.ascontiguousarray(learned, np.uint8))
+
+    def fill(self, stop: int) -> None:
+        while self._tokens < stop:
+            self._write(np.ones(min(1 << 16, stop - self._tokens), np.uint8))
+
+    def finish(self) -> str:
+        """Closes the file; returns its sha256."""
+        self.close()
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, learned: np.ndarray) -> None:
+        self._file.write(learned.data)
+        self._hash.update(learned.data)
+        self._tokens += len(learned)
 
 
 class Staging:
@@ -86,27 +135,40 @@ class Staging:
         self._file = open(path, "wb")  # noqa: SIM115 - open across calls, closed by close()
         self._starts: list[int] = []
         self._bytes: list[int] = []
+        self._mask = _Mask(path.with_suffix(".mask"))
+        self._masked: set[int] = set()  # documents with tokens that are not to be learned
         self.tokens = 0
 
-    def add(self, ids: np.ndarray, text_bytes: int, starts_document: bool) -> None:
+    def add(self, ids: np.ndarray, text_bytes: int, starts_document: bool, learned: np.ndarray | None = None) -> None:
+        """As ShardWriter's."""
         if starts_document:
             self._starts.append(self.tokens)
             self._bytes.append(0)
         self._file.write(np.ascontiguousarray(ids, self._dtype).data)
+        if learned is not None:
+            self._mask.add(self.tokens, learned)
+            self._masked.add(len(self._starts) - 1)
         self._bytes[-1] += text_bytes
         self.tokens += len(ids)
 
-    def documents(self) -> Iterator[tuple[int, np.ndarray, int]]:
-        """Every document: its offset, its ids (a view of the file) and its bytes of text."""
+    def documents(self) -> Iterator[tuple[int, np.ndarray, int, np.ndarray | None]]:
+        """Every document: its offset, its ids (a view of the file), its bytes of text, and which of it is learned."""
         if not self.tokens:
             return
         self._file.flush()
         ids = np.memmap(self._path, self._dtype, mode="r")
+        learned = None
+        if self._masked:
+            self._mask.fill(self.tokens)
+            self._mask.finish()
+            learned = np.memmap(self._path.with_suffix(".mask"), np.uint8, mode="r")
         ends = [*self._starts[1:], self.tokens]
-        for start, end, text_bytes in zip(self._starts, ends, self._bytes, strict=True):
-            yield start, ids[start:end], text_bytes
+        for i, (start, end, text_bytes) in enumerate(zip(self._starts, ends, self._bytes, strict=True)):
+            yield start, ids[start:end], text_bytes, learned[start:end] if i in self._masked else None
 
     def close(self) -> None:
-        """Delete the file."""
+        """Delete the files."""
         self._file.close()
+        self._mask.close()
         self._path.unlink(missing_ok=True)
+        self._path.with_suffix(".mask").unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlxlm.data.sources import Document
+from mlxlm.data.text import Document
 from mlxlm.errors import DataError
 from mlxlm.tokenizer import Tokenizer
 
@@ -22,11 +22,16 @@ BATCH = 1 << 18  # characters tokenized at once: some 50 ms of work, and 15 MB o
 
 
 class Chunk(NamedTuple):
-    """Ids of a part of a document, special tokens included; `text_bytes` are the text's UTF-8 bytes only."""
+    """Ids of a part of a document, special tokens included; `text_bytes` are the text's UTF-8 bytes only.
+
+    learned: for each id whether a model is to learn it (uint8), in a conversation the assistant's words with their
+    <|end|>; None: all are, it is a text.
+    """
 
     ids: np.ndarray
     text_bytes: int
     starts_document: bool
+    learned: np.ndarray | None = None
 
 
 class _Part(NamedTuple):
@@ -35,6 +40,7 @@ class _Part(NamedTuple):
     after: list[int]
     starts_document: bool = False
     continues: bool = False  # the text goes on where the part before stopped
+    learned: bool | None = None  # of text and `after`; None: not of a conversation
 
 
 def tokenize(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
@@ -66,11 +72,12 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
         for i, piece in enumerate(document.pieces):
             yield _Part([] if i else bos, piece, [], starts_document=i == 0, continues=i > 0)
     else:
-        yield _Part(bos, "", [], starts_document=True)
+        yield _Part(bos, "", [], starts_document=True, learned=False)
         for role, content in document.messages:
             end = _control_id(tokenizer, "end", document.where)
-            yield _Part([_role_id(tokenizer, role, document.where)], content, [end])
-    yield _Part([], "", eos)
+            role_id = _role_id(tokenizer, role, document.where)
+            yield _Part([role_id], content, [end], learned=role == "assistant")
+    yield _Part([], "", eos, learned=None if document.messages is None else False)
 
 
 def _role_id(tokenizer: Tokenizer, role: str, where: str) -> int:
@@ -90,8 +97,9 @@ def _control_id(tokenizer: Tokenizer, name: str, where: str) -> int:
 def _encode(batch: list[_Part], tokenizer: Tokenizer) -> Iterator[Chunk]:
     encoded = tokenizer.encode_batch([part.text for part in batch], continues=[part.continues for part in batch])
     for part, ids in zip(batch, encoded, strict=True):
-        yield Chunk(
-            np.array([*part.before, *ids, *part.after], np.uint32),
-            len(part.text.encode("utf-8")),
-            part.starts_document,
-        )
+        ids = np.array([*part.before, *ids, *part.after], np.uint32)
+        learned = None
+        if part.learned is not None:
+            learned = np.full(len(ids), part.learned, np.uint8)
+            learned[: len(part.before)] = 0
+        yield Chunk(ids, len(part.text.encode("utf-8")), part.starts_document, learned)

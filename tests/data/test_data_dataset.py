@@ -52,18 +52,22 @@ def test_shards_that_were_cut_or_lost(prepared):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2 is not known"),
+        ({"version": 1}, "version 1 is not known"),
         ({"version": None}, "field 'version'"),
         ({"dtype": "float32"}, "dtype 'float32'"),
         ({"vocab_size": -1}, "field 'vocab_size' is negative"),
         ({"vocab_size": True}, "field 'vocab_size'"),
         ({"fingerprint": 3}, "field 'fingerprint'"),
-        ({"train": []}, "train is not a JSON object"),
-        ({"train": {"tokens": 1, "documents": 1, "bytes": 1, "shards": []}}, "field 'train.tokens' is not the sum"),
+        ({"validation": []}, "validation is not a JSON object"),
+        ({"parts": []}, "field 'parts' is empty"),
+        ({"parts": [{"name": "a", "weight": 0, "train": {}}]}, "field 'parts' can't be weighted: a weight is 0.0"),
+        ({"parts": [{"name": "a", "weight": "1"}]}, r"field 'parts\[0\].weight' is missing or not a"),
+        ({"validation": {"tokens": 1, "documents": 1, "bytes": 1, "shards": []}}, "'validation.tokens' is not the sum"),
         (
-            {"train": {"tokens": 1, "documents": 1, "bytes": 1, "shards": [{"file": "../x", "tokens": 1}]}},
-            r"field 'train.shards\[0\].sha256' is missing",
+            {"validation": {"tokens": 1, "documents": 1, "bytes": 1, "shards": [{"file": "x", "tokens": 1}]}},
+            r"field 'validation.shards\[0\].sha256' is missing",
         ),
+        ({"duplicates": {"documents": -1, "threshold": 0.8}}, "field 'duplicates.documents' is negative"),
     ],
 )
 def test_malformed_manifests_name_the_field(prepared, change, message):
@@ -84,7 +88,7 @@ def test_manifests_that_are_not_json_objects(prepared, content):
 def test_shards_stay_in_their_folder(prepared, name):
     path = prepared / "manifest.json"
     content = json.loads(path.read_text())
-    content["train"]["shards"][0]["file"] = name
+    content["parts"][0]["train"]["shards"][0]["file"] = name
     path.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"field 'train.shards\[0\].file' is not a plain file name"):
+    with pytest.raises(DataError, match=r"field 'parts\[0\].train.shards\[0\].file' is not a plain file name"):
         TokenDataset.open(prepared, "train")

@@ -87,7 +87,7 @@ def documents_of(folder, split):
     """Documents of a split, cut by its index files."""
     starts, offset = [], 0
     manifest = json.loads((folder / "manifest.json").read_text())
-    for shard in manifest[split]["shards"]:
+    for shard in (manifest["parts"][0]["train"] if split == "train" else manifest[split])["shards"]:
         index = np.load(folder / shard["file"].replace(".bin", ".idx.npy"))
         assert index.dtype == np.int64
         starts += (index + offset).tolist()

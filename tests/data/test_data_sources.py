@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import documents, texts, total_bytes
-from mlxlm.data.sources import PIECE
+from mlxlm.data.text import PIECE
 from mlxlm.errors import DataError
 
 

@@ -1,0 +1,57 @@
+"""Folders that Hugging Face's `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mlxlm.errors import DataError
+from mlxlm.reading import parsed_object, read_bytes
+
+_LARGEST = 1 << 26  # bytes of state.json, which names the files of data
+_AGAIN = "dataset.flatten_indices().save_to_disk(...)"
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """The arrow files with the rows of a saved dataset, in order; None if `folder` is none.
+
+    Raises DataError, naming the file, for a damaged folder and for one of several splits: which of them to train on
+    is not for us to guess.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        return _only_split(folder)
+    if not ((folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()):
+        return None
+    path = folder / "state.json"
+    state = _object(path)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise DataError(f"{folder} was saved with an order of rows of its own", _AGAIN)
+    files = state.get("_data_files")
+    if not isinstance(files, list):
+        raise DataError(f"{path}: field '_data_files' is not a list", "saving the dataset again")
+    return [folder / _file_name(file, path) for file in files]
+
+
+def _only_split(folder: Path) -> list[Path]:
+    path = folder / "dataset_dict.json"
+    splits = _object(path).get("splits")
+    if not (isinstance(splits, list) and splits and all(isinstance(s, str) and Path(s).name == s for s in splits)):
+        raise DataError(f"{path}: field 'splits' is not a list of folder names", "saving the dataset again")
+    if len(splits) > 1:
+        hint = f"one of them, such as {folder / splits[0]}"
+        raise DataError(f"{folder} has the splits {', '.join(splits)}", hint)
+    files = saved_files(folder / splits[0])
+    if files is None:
+        raise DataError(f"{folder / splits[0]} is not a saved dataset: it has no state.json", "saving the dataset again")
+    return files
+
+
+def _file_name(file: Any, path: Path) -> str:
+    name = file.get("filename") if isinstance(file, dict) else None
+    if not isinstance(name, str) or not name or Path(name).name != name:
+        raise DataError(f"{path}: field '_data_files' has no plain file name in {file!r}", "saving the dataset again")
+    return name
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return parsed_object(read_bytes(path, _LARGEST, DataError), str(path), DataError, "saving the dataset again")
