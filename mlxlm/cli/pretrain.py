@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.parts import configured, set_option
 
 # Options that are fields of TrainSettings, left to its defaults where not given.
 _SETTINGS = (
@@ -24,7 +25,7 @@ _SETTINGS = (
     ("--beta1", float, "AdamW's average of gradients."),
     ("--beta2", float, "AdamW's average of squared gradients."),
     ("--clip", float, "Largest global norm of the gradient; 0: none."),
-    ("--dropout", float, "Dropout after each sublayer."),
+    ("--dropout", float, "Dropout of embeddings and of each sublayer's output."),
     ("--seed", int, "Weights, order of the data, dropout."),
     ("--eval-every", int, "Steps between validations; 0: at the end only."),
     ("--eval-tokens", int, "Most tokens per validation."),
@@ -52,6 +53,7 @@ def _setting_options(command):
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run; no other option.")
 @click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
+@set_option
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
 @click.option("--vocab-size", type=int, help="Of the tokenizer to train (default: the preset's).")
 @click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]")
@@ -97,6 +99,9 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
     _no_idle_options(options, data)
     file, preset = options["config"], options["preset"] or "1m"
     config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
+    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag, _, _ in _SETTINGS}
+    decided = {**flags, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
+    config = configured(config, options["parts"], decided)
     names = ["steps", *(flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SETTINGS)]
     settings = {name: options[name] for name in names if options[name] is not None}
     settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))

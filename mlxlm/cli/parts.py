@@ -1,0 +1,33 @@
+"""`--set NAME=VALUE`: a decoder's parts from the command line, the same for all commands that make one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from mlxlm.cli import render
+
+if TYPE_CHECKING:
+    from mlxlm.config import ModelConfig
+
+
+def set_option(command):
+    """Adds `--set`, the parameter `parts`."""
+    text = "A part of the model, such as positions=alibi, norm=layer, feed_forward=geglu. Can be repeated."
+    return click.option("--set", "parts", multiple=True, metavar="NAME=VALUE", help=text)(command)
+
+
+def configured(config: ModelConfig, parts: Sequence[str], decided: Mapping[str, str]) -> ModelConfig:
+    """`config` with the parts that `--set` gave; says so where no other tool will open such a model.
+
+    decided: parts that another option of the command decides, and which. Raises ConfigError.
+    """
+    from mlxlm.families import only_ours
+    from mlxlm.parts import parse, with_parts
+
+    config = with_parts(config, parse(parts), decided)
+    if parts and (note := only_ours(config)):
+        render.say(note, style="yellow")
+    return config
