@@ -12,10 +12,18 @@ from mlxlm.cli.tokenizer import SOURCES_HELP
 from mlxlm.units import human_bytes, human_seconds
 
 
-@click.command(epilog=SOURCES_HELP)
+@click.command(epilog=f"{SOURCES_HELP} With SOURCE=WEIGHT, training draws that share of its tokens from each.")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCES...")
 @click.option("--tokenizer", "tokenizer_path", required=True, metavar="PATH", help="Tokenizer folder or file.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for the shards.")
+@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
+@click.option(
+    "--dedup",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SIMILARITY",
+    help="Leave out documents that repeat an earlier one, or whose runs of five words are as similar as this "
+    "(Jaccard; such as 0.8). About 1 kB of memory for each document.",
+)
 @click.option(
     "--validation-fraction",
     type=click.FloatRange(0, 1, max_open=True),
@@ -30,6 +38,8 @@ def prepare(
     sources: tuple[str, ...],
     tokenizer_path: str,
     out: Path,
+    text_column: str | None,
+    dedup: float | None,
     validation_fraction: float,
     validation: tuple[str, ...],
     seed: int,
@@ -37,13 +47,14 @@ def prepare(
 ) -> None:
     """Turn text into memory-mapped token shards for `mlxlm pretrain`.
 
-    Rows of .jsonl files are {"text": "..."}, or conversations {"messages": [{"role": "user", "content": "..."},
-    ...]}. Works in bounded memory; the folder appears complete or not at all.
+    Rows of .jsonl files and of tables are {"text": "..."}, or conversations {"messages": [{"role": "user", "content":
+    "..."}, ...]}. Works in bounded memory; the folder appears complete or not at all.
     """
     from mlxlm.data import prepare as prepare_data
-    from mlxlm.data import total_bytes
+    from mlxlm.data import total_bytes, weighted
     from mlxlm.tokenizer import load
 
+    sources, weights = weighted(sources)
     tokenizer = load(tokenizer_path)
     started = time.perf_counter()
     with render.bytes_progress("Preparing", total_bytes([*sources, *validation])) as advance:
@@ -51,6 +62,9 @@ def prepare(
             sources,
             tokenizer,
             out,
+            weights=weights,
+            text_column=text_column,
+            dedup=dedup,
             validation_fraction=validation_fraction,
             validation_paths=validation,
             seed=seed,
@@ -58,10 +72,16 @@ def prepare(
             stdin=click.get_binary_stream("stdin"),
         )
     seconds = time.perf_counter() - started
+    if manifest.duplicates is not None:
+        found = manifest.duplicates
+        counts = f"{found.exact} exact and {found.near} near duplicates of {found.documents} documents"
+        render.say(f"left out {counts} ({found.share:.1%}, {human_bytes(found.bytes)})")
     if as_json:
         render.emit_json(manifest.to_dict())
         return
     splits = {"train": manifest.train, "validation": manifest.validation}
+    if len(manifest.parts) > 1:
+        splits = {f"train: {p.name}, {p.weight:.1%}": p.train for p in manifest.parts} | splits
     rows = [(name, s.tokens, s.documents, human_bytes(s.bytes)) for name, s in splits.items()]
     render.print_result(render.table(rows, ("split", "tokens", "documents", "text")))
     speed = human_bytes((manifest.train.bytes + manifest.validation.bytes) / seconds)

@@ -57,6 +57,7 @@ def _setting_options(command):
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
 @click.option("--vocab-size", type=int, help="Of the tokenizer to train (default: the preset's).")
 @click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]")
+@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
 @click.option("--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated.")
 @click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
 @click.option("--steps", type=int, help="How long to train, in steps,")
@@ -64,7 +65,10 @@ def _setting_options(command):
 @click.option("--minutes", type=float, help="or in minutes.")
 @_setting_options
 def pretrain(data, out, resume, **options: Any) -> None:
-    """Train a model from scratch on DATA: text files, folders, .jsonl, - for stdin, or prepared shards.
+    """Train a model from scratch on DATA: text, .jsonl, .parquet and .arrow files, folders, - for stdin, or prepared
+    shards.
+
+    With DATA of the form PATH=WEIGHT, that share of the tokens is drawn from each.
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
@@ -92,10 +96,12 @@ def _only_resume(data: tuple[str, ...], out: Path | None, options: dict[str, Any
 def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
+    from mlxlm.data import weighted
     from mlxlm.train import start_run
 
     if not data or out is None:
         raise click.UsageError("give DATA and --out RUN, or --resume RUN")
+    data, weights = weighted(data)
     _no_idle_options(options, data)
     file, preset = options["config"], options["preset"] or "1m"
     config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
@@ -110,6 +116,8 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
         out,
         data,
         config,
+        weights=weights,
+        text_column=options["text_column"],
         tokenizer=options["tokenizer"],
         kind=options["kind"] or "byte-level",
         vocab_size=options["vocab_size"],
@@ -135,6 +143,7 @@ def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
         (has_tokenizer, ["vocab_size", "kind"], f"{own} has its own"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
+        (prepared, ["text_column"], "prepared data is read already"),
         (not options["sample_every"], ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
         (options["schedule"] != "wsd", ["decay_fraction"], "--schedule wsd is not given"),
     ):

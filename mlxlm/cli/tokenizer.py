@@ -16,7 +16,10 @@ from mlxlm.reading import decoded
 from mlxlm.tokenizer import KINDS, load, report, train
 from mlxlm.units import human_bytes, human_count, human_seconds
 
-SOURCES_HELP = "Sources: text files, .jsonl files, both also as .gz or .zst, folders of them, or - for stdin."
+SOURCES_HELP = (
+    "Sources: text files, .jsonl files, both also as .gz or .zst, .parquet and .arrow files (pip install "
+    "'mlxlm[data]'), folders of them, folders of Hugging Face's save_to_disk, or - for stdin."
+)
 
 
 @click.group()
@@ -32,8 +35,9 @@ def tokenizer() -> None:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--vocab-size", type=click.IntRange(min=1), required=True, help="Tokens, special ones included.")
 @click.option("--kind", type=click.Choice(KINDS), default=KINDS[0], show_default=True, help="Kind of BPE.")
+@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for its files.")
-def train_command(files: tuple[str, ...], vocab_size: int, kind: str, out: Path) -> None:
+def train_command(files: tuple[str, ...], vocab_size: int, kind: str, text_column: str | None, out: Path) -> None:
     """Learn a vocabulary from text.
 
     byte-level is the kind of GPT-2 and Llama 3, sentencepiece (BPE with byte fallback) that of Llama 2.
@@ -43,7 +47,8 @@ def train_command(files: tuple[str, ...], vocab_size: int, kind: str, out: Path)
     started = time.perf_counter()
     with new_folder(out, TokenizerError) as folder:
         with render.bytes_progress("Training", total_bytes(files)) as advance:
-            trained = train(texts(files, stdin=_stdin(), advance=advance), vocab_size, kind)
+            source = texts(files, stdin=_stdin(), advance=advance, text_column=text_column)
+            trained = train(source, vocab_size, kind)
         trained.save(folder)
     seconds = human_seconds(time.perf_counter() - started)
     render.say(f"trained a {kind} tokenizer of {trained.vocab_size} tokens in {seconds}")

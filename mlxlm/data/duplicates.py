@@ -82,7 +82,7 @@ class _Held:
         if self._size > _HELD:
             with os_errors_as(DataError, "write", "a temporary file"):
                 if self._file is None:
-                    self._file = self._stack.enter_context(TemporaryFile())
+                    self._file = self._stack.enter_context(TemporaryFile())  # noqa: SIM115
                 for held in self._pieces:
                     content = held.encode("utf-8")
                     self._file.write(len(content).to_bytes(4, "little") + content)

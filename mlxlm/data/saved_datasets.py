@@ -42,7 +42,7 @@ def _only_split(folder: Path) -> list[Path]:
         raise DataError(f"{folder} has the splits {', '.join(splits)}", hint)
     files = saved_files(folder / splits[0])
     if files is None:
-        raise DataError(f"{folder / splits[0]} is not a saved dataset: it has no state.json", "saving the dataset again")
+        raise DataError(f"{folder / splits[0]} is no saved dataset: it has no state.json", "saving the dataset again")
     return files
 
 

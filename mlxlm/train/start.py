@@ -39,6 +39,8 @@ def start_run(
     sources: Sequence[str | Path],
     config: ModelConfig,
     *,
+    weights: Sequence[float] | None = None,
+    text_column: str | None = None,
     tokenizer: str | Path | None = None,
     kind: str = "byte-level",
     vocab_size: int | None = None,
@@ -53,6 +55,8 @@ def start_run(
     """Make the run `out` that trains `config` on `sources`.
 
     sources: what `mlxlm.data.documents` takes, or one folder made by `mlxlm.data.prepare`.
+    weights: for each of the sources the share of the tokens to be drawn from it; None: each as long as it is.
+    text_column: of tables and JSON lines, see `mlxlm.data.documents`.
     tokenizer: a folder or file; None takes the prepared data's, or trains one of `kind` with `vocab_size`
         tokens (default: the configuration's) on the sources.
     minutes, tokens: how long to train, instead of `settings["steps"]`; by default 20 tokens a parameter.
@@ -75,11 +79,13 @@ def start_run(
     prepared = _prepared(sources)
     if prepared and validation:
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
+    if prepared and weights:
+        raise DataError(f"{prepared} is prepared already, with its own weights", "mlxlm prepare PATH=WEIGHT ...")
     if STDIN in map(str, sources) and tokenizer is None:
         raise DataError("stdin can be read only once, so it can't train a tokenizer too", "--tokenizer PATH, or a file")
     vocab_size = config.vocab_size if vocab_size is None else vocab_size
     config = _fitted(config, draft, {"vocab_size": vocab_size})
-    words = _tokenizer(prepared or sources, tokenizer, kind, vocab_size, phase)
+    words = _tokenizer(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
     config = _fitted(config, draft, {"vocab_size": words.vocab_size, **ids})
     with os_errors_as(CheckpointError, "write", out):
@@ -90,8 +96,8 @@ def start_run(
         if not prepared:
             with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
                 prepare(
-                    sources, words, data, validation_paths=validation, validation_fraction=validation_fraction,
-                    seed=draft.seed, progress=advance, stdin=stdin,
+                    sources, words, data, weights=weights, text_column=text_column, validation_paths=validation,
+                    validation_fraction=validation_fraction, seed=draft.seed, progress=advance, stdin=stdin,
                 )  # fmt: skip
         manifest = Manifest.read(data)
         _check_data(manifest, words, draft.sequence_length, data)
@@ -140,14 +146,19 @@ def _prepared(sources: Sequence[str | Path]) -> Path | None:
 
 
 def _tokenizer(
-    sources: Path | Sequence[str | Path], path: str | Path | None, kind: str, vocab_size: int, phase: Phase
+    sources: Path | Sequence[str | Path],
+    path: str | Path | None,
+    kind: str,
+    vocab_size: int,
+    text_column: str | None,
+    phase: Phase,
 ) -> Tokenizer:
     if path is not None:
         return load(path)
     if isinstance(sources, Path):
         return load(sources / "tokenizer")
     with phase(f"training a {kind} tokenizer of {vocab_size} tokens", total_bytes(sources)) as advance:
-        return train(texts(sources, advance=advance), vocab_size, kind)
+        return train(texts(sources, advance=advance, text_column=text_column), vocab_size, kind)
 
 
 def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any]) -> ModelConfig:
