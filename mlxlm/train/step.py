@@ -9,8 +9,8 @@ from mlxlm._mlx import mx, optim, tree_flatten, tree_map, tree_unflatten
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train.loss import summed_loss
+from mlxlm.train.ranks import Ranks
 from mlxlm.train.settings import TrainSettings
-
 
 Arrays = tuple[mx.array, mx.array | None, mx.array | None]  # of a Batch
 
@@ -22,8 +22,8 @@ class TrainStep:
     and GPT-3 do the same).
     """
 
-    def __init__(self, model: Decoder, settings: TrainSettings):
-        self.model, self.settings = model, settings
+    def __init__(self, model: Decoder, settings: TrainSettings, ranks: Ranks | None = None):
+        self.model, self.settings, self.ranks = model, settings, ranks or Ranks.alone()
 
         def adamw(decay: float) -> optim.AdamW:
             return optim.AdamW(
@@ -39,15 +39,34 @@ class TrainStep:
         self._optimizer.init(model.trainable_parameters())
         mx.random.seed(settings.seed)
         self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
+        if self.ranks.size > 1:
+            self._own_sums = mx.compile(self._sums, inputs=[model.state, mx.random.state], outputs=mx.random.state)
+            self._use_sums = mx.compile(self._use, inputs=self.state, outputs=self.state)
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> tuple[mx.array, mx.array]:
         """Update the model on one batch after another, their gradients added: one step.
 
         All steps have as many batches, of one shape. Returns the mean loss in nats per token, each counted by its
         weight, and the gradient's norm before clipping; not evaluated: evaluate them with `state`.
+
+        With several ranks each gives its own batches, and the sums are over those of all. Raises RankLost, and leaves
+        `state` as it was, if one is lost.
         """
         arrays = [tuple(None if part is None else mx.array(part) for part in batch) for batch in batches]
-        return self._step(arrays, mx.array(learning_rate, mx.float32))
+        rate = mx.array(learning_rate, mx.float32)
+        if self.ranks.size == 1:
+            return self._step(arrays, rate)
+        key = mx.random.state[0]
+        following, *keys = mx.random.split(key, 1 + self.ranks.size)
+        mx.random.state[0] = keys[self.ranks.rank]  # each rank drops out elements of its own
+        try:
+            # Out of the compiled graph: no weight is touched before all sums have come.
+            sums = self.ranks.summed(self._own_sums(arrays))
+        except BaseException:
+            mx.random.state[0] = key
+            raise
+        mx.random.state[0] = following
+        return self._use_sums(sums, rate)
 
     @property
     def state(self) -> list[Any]:
@@ -70,19 +89,28 @@ class TrainStep:
             optimizer.state.update(state)
 
     def _update(self, batches: list[Arrays], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
+        return self._use(self._sums(batches), learning_rate)
+
+    def _sums(self, batches: list[Arrays]) -> dict[str, Any]:
+        """Over the tokens of `batches`: their gradients, loss and count."""
         parameters = self.model.trainable_parameters()
         total, gradients = self._gradients(parameters, batches)
-        # Sums over tokens, divided once: every token weighs the same, whichever part of a step it is in.
+        self.model.update(parameters)
         count = sum(_count(tokens, weights) for tokens, _, weights in batches)
-        gradients = tree_map(lambda g: g / count, gradients)
+        return {"gradients": gradients, "loss": total, "count": count}
+
+    def _use(self, sums: dict[str, Any], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
+        """Update the model; what `_sums` gave is divided once: every token weighs the same, whichever part of a step
+        and whichever rank it is in."""
+        count = sums["count"]
+        gradients = tree_map(lambda g: g / count, sums["gradients"])
         norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
         if self.settings.clip > 0:
             factor = mx.minimum(self.settings.clip / (norm + 1e-6), 1.0)
             gradients = tree_map(lambda g: g * factor, gradients)
-        self.model.update(parameters)
         self._optimizer.learning_rate = learning_rate
         self._optimizer.update(self.model, gradients)
-        return total / count, norm
+        return sums["loss"] / count, norm
 
     def _gradients(self, parameters: dict, batches: list[Arrays]) -> tuple[mx.array, dict]:
         """The loss over all `batches` and its gradients, summed over tokens."""
