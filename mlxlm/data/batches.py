@@ -8,7 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mlxlm.data.dataset import TokenDataset
+from mlxlm.data.mixture import Mixture
+from mlxlm.data.packing import BestFit, Concatenated, Packing
 from mlxlm.errors import DataError
+
+PACKINGS = {"concatenate": Concatenated, "best-fit": BestFit}
 
 
 class Batch(NamedTuple):
@@ -26,84 +30,83 @@ class Batch(NamedTuple):
 
 
 class TrainBatches:
-    """Shuffled windows of `sequence_length` + 1 tokens, epoch after epoch, without end.
+    """Batches of rows of `sequence_length` + 1 tokens, epoch after epoch, without end.
 
-    Batch `index` is a pure function of (data, batch_size, sequence_length, seed, index): a resumed run needs
-    no state but its step. Windows of one epoch overlap in a single token, the last target of one being the
-    first input of the next, so that no target comes twice in an epoch. Each epoch cuts at other places: its
-    windows start at a random offset below `sequence_length`; at most 2 `sequence_length` tokens are left out
-    at the ends.
+    Batch `index` is a pure function of the arguments and `index`: a resumed run needs no state but its step. A part of
+    the data that has a weight of its own gives its share of the rows (see `Mixture`), and goes through its own epochs.
+    With `ranks`, several take turns at the batches of one: batch i of rank r is batch i · ranks + r of a single one.
+
+    packing: "concatenate" (windows of all text in a row) or "best-fit" (rows begin with a document, see `BestFit`).
+    document_mask: batches say which document each token is of.
+    answers_only: batches weigh what is to be learned of conversations: see `TokenDataset.learned`.
 
     Attributes:
-        windows: number of windows in an epoch.
+        rows: how many rows an epoch of all parts has.
+        cropped: the share of the drawn text that an epoch leaves out, because it doesn't fit into rows.
 
-    Raises DataError if the data has fewer than `sequence_length` + 1 tokens.
+    Raises DataError if the data, or a part of it, doesn't fill one row.
     """
 
-    def __init__(self, data: TokenDataset, batch_size: int, sequence_length: int, seed: int):
-        if len(data) < sequence_length + 1:
-            at_most = len(data) - 1
-            raise DataError(
-                f"the {data.split} data has {len(data)} tokens, too few for sequences of {sequence_length}",
-                f"a sequence length of {at_most} or less, or more text" if at_most > 0 else "more text",
-            )
-        self._data = data
-        self._batch_size = batch_size
-        self._length = sequence_length
-        self._seed = seed
-        self.windows = max(1, (len(data) - sequence_length) // sequence_length)
-        self._offsets = min(sequence_length, len(data) - self.windows * sequence_length)
+    def __init__(
+        self,
+        data: TokenDataset,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+        *,
+        packing: str = "concatenate",
+        document_mask: bool = False,
+        answers_only: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        self._batch_size, self._length = batch_size, sequence_length
+        self._document_mask, self._answers_only = document_mask, answers_only
+        self._rank, self._ranks = rank, ranks
+        self._parts = data.parts
+        pack = PACKINGS[packing]
+        self._packings: list[Packing] = [
+            pack(part.data, sequence_length + 1, seed, source) for source, part in enumerate(self._parts)
+        ]
+        self._mixture = Mixture([part.weight for part in self._parts], seed)
+        self.rows = sum(p.rows for p in self._packings)
+        shares = self._mixture.counts / self._mixture.counts.sum()
+        self.cropped = float(sum(share * p.cropped for share, p in zip(shares, self._packings, strict=True)))
 
     def batch(self, index: int) -> Batch:
         """Batch number `index`, of `batch_size` rows."""
-        rows = np.empty((self._batch_size, self._length + 1), np.int32)
-        first = index * self._batch_size
-        row = 0
-        while row < self._batch_size:
-            epoch, place = divmod(first + row, self.windows)
-            places = np.arange(place, min(self.windows, place + self._batch_size - row))
-            for start in self._starts(epoch, places):
-                rows[row] = self._data.slice(start, start + self._length + 1)
-                row += 1
-        return Batch(rows)
+        shape = self._batch_size, self._length
+        tokens = np.empty((shape[0], shape[1] + 1), np.int32)
+        segments = np.empty(shape, np.int32) if self._document_mask else None
+        weights = np.empty(shape, np.float32) if self._answers_only else None
+        first = (index * self._ranks + self._rank) * self._batch_size
+        for i in range(self._batch_size):
+            source, row = self._mixture.place(first + i)
+            data, spans = self._parts[source].data, self._packings[source].spans(row)
+            tokens[i] = np.concatenate([data.slice(*span) for span in spans])
+            if segments is not None:
+                segments[i] = _numbered([data.segments(*span) for span in spans])[:-1]
+            if weights is not None:
+                weights[i] = np.concatenate([data.learned(*span) for span in spans])[1:]
+        return Batch(tokens, segments, weights)
+
+    def epochs(self, index: int) -> dict[str, float]:
+        """How many epochs of each part have been seen before batch `index`."""
+        seen = self._mixture.rows_before(index * self._ranks * self._batch_size)
+        return {part.name: int(n) / p.rows for part, p, n in zip(self._parts, self._packings, seen, strict=True)}
 
     def epoch_of(self, index: int) -> float:
-        """How many epochs have been seen before batch `index`."""
-        return index * self._batch_size / self.windows
-
-    def _starts(self, epoch: int, places: np.ndarray) -> list[int]:
-        keys = np.random.SeedSequence([self._seed, epoch]).generate_state(_ROUNDS + 1, np.uint64)
-        offset = int(keys[-1]) % self._offsets
-        return [offset + int(w) * self._length for w in _permuted(places, self.windows, keys[:_ROUNDS])]
+        """How many epochs have been seen before batch `index`: rows of all parts, by the rows that they have."""
+        return index * self._ranks * self._batch_size / self.rows
 
 
-_ROUNDS = 4
-
-
-def _permuted(places: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """A keyed pseudo-random permutation of range(n), evaluated at `places` only: no table of n entries.
-
-    A balanced Feistel network over the next even power of two, applied again to values that fall outside
-    (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
-    """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    values = places.astype(np.uint64)
-    outside = np.ones(len(values), bool)
-    while outside.any():
-        left, right = values[outside] >> half, values[outside] & mask
-        for key in keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
-        values[outside] = left << half | right
-        outside = values >= n
-    return values
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood, 2014): every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _numbered(segments: list[np.ndarray]) -> np.ndarray:
+    """Documents numbered along a row: each span begins another."""
+    numbers, first = [], 0
+    for of_span in segments:
+        numbers.append(of_span + first)
+        first = numbers[-1][-1] + 1
+    return np.concatenate(numbers)
 
 
 def validation_batches(
@@ -119,7 +122,7 @@ def validation_batches(
     """
     if len(data) < 2:
         raise DataError(
-            f"the {data.split} data has {len(data)} tokens, too few to predict any",
+            f"{data.name} has {len(data)} tokens, too few to predict any",
             "more text, or a larger validation fraction",
         )
     windows = -(-(len(data) - 1) // sequence_length)

@@ -4,17 +4,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import TrainBatches, validation_batches
-from mlxlm.data.batches import _permuted
+from mlxlm.data.dataset import Part
+from mlxlm.data.permutation import permuted
 from mlxlm.errors import DataError
 
 
 class Counting:
     """Tokens 0, 1, 2, ...: a token tells where it stood."""
 
-    split = "train"
+    name = "the train data"
 
     def __init__(self, n):
         self._ids = np.arange(n, dtype=np.uint32)
+        self.parts = [Part("train", 1.0, self)]
 
     def __len__(self):
         return len(self._ids)
@@ -28,22 +30,22 @@ class Counting:
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_an_epoch_predicts_every_target_at_most_once(n, batch_size, seed):
     batches = TrainBatches(Counting(n), batch_size, 10, seed)
-    needed = -(-2 * batches.windows // batch_size)
+    needed = -(-2 * batches.rows // batch_size)
     rows = np.concatenate([batches.batch(i).tokens for i in range(needed)])
     assert rows.dtype == np.int32 and rows.shape[1] == 11
     assert (np.diff(rows, axis=1) == 1).all()
     for epoch in range(2):
-        part = rows[epoch * batches.windows : (epoch + 1) * batches.windows, 1:]
+        part = rows[epoch * batches.rows : (epoch + 1) * batches.rows, 1:]
         assert len(np.unique(part)) == part.size
         assert part.size >= n - 1 - 20 or n < 31
         assert len(np.unique(part[:, 0] % 10)) == 1  # one grid of windows
     assert batches.epoch_of(0) == 0
-    assert batches.epoch_of(needed) == pytest.approx(needed * batch_size / batches.windows)
+    assert batches.epoch_of(needed) == pytest.approx(needed * batch_size / batches.rows)
 
 
 def test_epochs_differ_in_order_and_in_cuts():
     batches = TrainBatches(Counting(100_001), 10, 100, seed=0)
-    per_epoch = -(-batches.windows // 10)
+    per_epoch = -(-batches.rows // 10)
     starts = [np.concatenate([batches.batch(e * per_epoch + i).tokens[:, 0] for i in range(50)]) for e in range(3)]
     assert len({int(s[0] % 100) for s in starts}) > 1
     assert not np.array_equal(starts[0] // 100, starts[1] // 100)
@@ -69,7 +71,7 @@ def test_rows_do_not_depend_on_the_batch_size():
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])
 def test_permutation(n):
     keys = np.arange(4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    values = _permuted(np.arange(n), n, keys)
+    values = permuted(np.arange(n), n, keys)
     assert sorted(values.tolist()) == list(range(n))
 
 
