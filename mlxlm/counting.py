@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # The parts of a decoder's parameters, in the order in which a token meets them. `head` is 0 where it is tied to the
 # embedding: no parameter is counted twice.
 PARTS = ("embedding", "positions", "query", "key", "value", "output", "feed_forward", "norms", "biases", "head")
-_MATRICES = ("query", "key", "value", "output", "feed_forward")  # that every token is multiplied with, in each layer
+MATRICES = ("query", "key", "value", "output", "feed_forward")  # that every token is multiplied with, in each layer
 
 
 def parameters(c: ModelConfig) -> dict[str, int]:
@@ -57,7 +57,7 @@ def _biases(c: ModelConfig) -> int:
 def matmul_parameters(c: ModelConfig) -> int:
     """Weights that each token is multiplied with: the layers' matrices and the output head, tied or not."""
     found = parameters(c)
-    return sum(found[part] for part in _MATRICES) + c.hidden_size * c.vocab_size
+    return sum(found[part] for part in MATRICES) + c.hidden_size * c.vocab_size
 
 
 def forward_flops(c: ModelConfig, keys_seen: float) -> dict[str, float]:

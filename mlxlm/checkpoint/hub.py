@@ -37,6 +37,14 @@ def download(id: str) -> Path:
     )
 
 
+def download_config(id: str) -> Path:
+    """The file with a model's configuration, without its weights. Raises CheckpointError as `download` does."""
+    folder = _snapshot(id, ["config.json"])
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{id} has no config.json", "one of its files by its path, if it has GGUF files")
+    return folder / "config.json"
+
+
 def _snapshot(id: str, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors

@@ -1,0 +1,87 @@
+"""Floating-point operations of training, by part, and how their shares move with the length of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlxlm import counting
+from mlxlm.config import ModelConfig
+from mlxlm.plan import textbook
+from mlxlm.plan.training import Training
+
+FLOP_PARTS = ("projections", "scores", "scores_values", "output", "feed_forward", "head")
+ATTENTION_PARTS = ("scores", "scores_values")  # the work that grows with the square of the length
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations for one token of a sequence, 2 for each multiply-add; products alone are counted.
+
+    forward: by part, every token's row of scores having as many keys as the sequence has tokens (or as the layer's
+    window): the convention of the literature, and what is computed where nothing skips the hidden half. causal: the
+    two attention parts with only the keys that a token sees. backward: twice the forward pass (one product for the
+    gradient of each factor). recomputed: the layers' forward pass once more, where they are recomputed.
+    rule: 6 for each parameter, 8 with recomputation.
+    """
+
+    forward: dict[str, float]
+    causal: float
+    recomputed: float
+    rule: float
+    tokens_per_step: int
+
+    @property
+    def forward_total(self) -> float:
+        return sum(self.forward.values())
+
+    @property
+    def attention(self) -> float:
+        """Of the forward pass: scores, and scores times values."""
+        return sum(self.forward[part] for part in ATTENTION_PARTS)
+
+    @property
+    def backward(self) -> float:
+        return 2 * self.forward_total
+
+    @property
+    def per_token(self) -> float:
+        """Forward, backward, and what is recomputed."""
+        return self.forward_total + self.backward + self.recomputed
+
+    @property
+    def per_step(self) -> float:
+        return self.per_token * self.tokens_per_step
+
+
+def flops_of(config: ModelConfig, training: Training) -> Flops:
+    """What training on one token of a sequence takes."""
+    length = training.sequence_length
+    forward = counting.forward_flops(config, counting.keys_seen(config, length))
+    seen = counting.forward_flops(config, counting.mean_keys_seen(config, length))
+    return Flops(
+        forward=forward,
+        causal=sum(seen[part] for part in ATTENTION_PARTS),
+        recomputed=sum(forward.values()) - forward["head"] if training.recompute else 0.0,
+        rule=textbook.training_flops(config.parameter_count(), 1, training.recompute),
+        tokens_per_step=training.tokens_per_step,
+    )
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Shares of the forward operations by part, at each length; `total` is operations for the whole sequence."""
+
+    lengths: tuple[int, ...]
+    shares: tuple[dict[str, float], ...]
+    total: tuple[float, ...]
+
+
+def trend(config: ModelConfig, lengths: Sequence[int] = tuple(1 << n for n in range(9, 18))) -> Trend:
+    """How the forward pass divides into its parts for texts from 512 to 131,072 tokens, the full square counted."""
+    found = [counting.forward_flops(config, counting.keys_seen(config, length)) for length in lengths]
+    totals = [sum(parts.values()) for parts in found]
+    shares = tuple(
+        {name: part / total for name, part in parts.items()} for parts, total in zip(found, totals, strict=True)
+    )
+    return Trend(tuple(lengths), shares, tuple(n * total for n, total in zip(lengths, totals, strict=True)))

@@ -1,0 +1,148 @@
+"""Memory of mlxlm's own training step, by what holds it.
+
+A step has two heights: during the backward pass, when the activations are there and the gradients come; and during
+the update, when the gradients are all there and the optimizer makes new values beside the old. The higher one is the
+peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxlm import counting
+from mlxlm.config import ModelConfig
+from mlxlm.plan.training import DTYPES, Training
+
+_STATES = {"adamw": 2, "muon": 1, "lion": 1}  # numbers beside each weight; adafactor's are sums over rows and columns
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes. `layer`: activations that one layer keeps for its gradient; `activations`: of all layers and what
+    surrounds them; `logits`: of the head and the loss; `transient`: gradients of activations, and in the update new
+    values beside old ones. `total` is the peak: the higher of `backward` and `update`."""
+
+    weights: int
+    compute_copy: int
+    optimizer: int
+    ema: int
+    gradients: int
+    layer: int
+    activations: int
+    logits: int
+    transient: int
+    update_transient: int
+
+    @property
+    def states(self) -> int:
+        """What stays from step to step."""
+        return self.weights + self.optimizer + self.ema
+
+    @property
+    def backward(self) -> int:
+        return self.states + self.compute_copy + self.gradients + self.activations + self.logits + self.transient
+
+    @property
+    def update(self) -> int:
+        return self.states + self.gradients + self.update_transient
+
+    @property
+    def total(self) -> int:
+        return max(self.backward, self.update)
+
+    def parts(self) -> dict[str, int]:
+        """What the peak consists of."""
+        held = {"weights": self.weights, "optimizer": self.optimizer, "averaged weights": self.ema}
+        held["gradients"] = self.gradients
+        if self.update > self.backward:
+            held["the update's new values"] = self.update_transient
+        else:
+            held |= {
+                "weights in half precision": self.compute_copy,
+                "activations": self.activations,
+                "logits": self.logits,
+                "gradients of activations": self.transient,
+            }
+        return {name: size for name, size in held.items() if size}
+
+
+def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
+    """What a step of `mlxlm pretrain` holds at its peak."""
+    count, size = config.parameter_count(), DTYPES[training.dtype]
+    tokens = training.batch_size * training.sequence_length
+    layer = tokens * layer_bytes(config, training)
+    kept = tokens * size * 2 * config.hidden_size if training.recompute else layer
+    layers = config.num_hidden_layers * kept + (layer if training.recompute else 0)
+    logits = logits_bytes(config, training)
+    return TrainingMemory(
+        weights=4 * count,
+        compute_copy=0 if training.dtype == "float32" else size * count,
+        optimizer=optimizer_bytes(config, training.optimizer),
+        ema=4 * count if training.ema else 0,
+        gradients=4 * count * (2 if training.accumulate > 1 else 1),
+        layer=layer,
+        activations=layers + tokens * size * 2 * config.hidden_size,
+        logits=logits,
+        transient=layer if training.recompute else layers,
+        update_transient=3 * 4 * count,
+    )
+
+
+def layer_bytes(config: ModelConfig, training: Training) -> int:
+    """Activations that one layer keeps for each token until its gradient is taken.
+
+    The stream and its norm before either sublayer; queries, keys, values and attention's result; what the softmax
+    leaves; gate, up and their product.
+    """
+    size, hidden = DTYPES[training.dtype], config.hidden_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    inner = (3 if config.mlp_gated else 2) * config.intermediate_size
+    norms = 6 if config.norm_placement == "both" else 4
+    numbers = norms * hidden + 2 * queries + 2 * keys + inner
+    return size * numbers + _softmax_bytes(config, training)
+
+
+def _softmax_bytes(config: ModelConfig, training: Training) -> int:
+    """Of one token in the mean over layers: its row of probabilities, or its log-sum-exp."""
+    heads = config.num_attention_heads
+    if training.path != "plain":
+        return 4 * heads
+    # Four blocks of rows, each as wide as its last row: 5/8 of the square.
+    seen = counting.keys_seen(config, training.sequence_length) / config.num_hidden_layers
+    return round(DTYPES[training.dtype] * heads * 0.625 * seen)
+
+
+def logits_bytes(config: ModelConfig, training: Training) -> int:
+    """The head's results at the loss, in float32: logits, their exponentials, the probabilities; with chunks those of
+    one chunk, and the gradients of the hidden states and of the head, which are made beside the loss."""
+    rows = training.batch_size * training.sequence_length
+    chunk = min(training.loss_chunk or rows, rows)
+    logits = 4 * 3 * chunk * config.vocab_size
+    if not training.loss_chunk:
+        return logits
+    return logits + 4 * config.hidden_size * (rows + config.vocab_size)
+
+
+def optimizer_bytes(config: ModelConfig, optimizer: str) -> int:
+    """What an optimizer keeps, in float32: AdamW two averages, Lion one, Muon one for the layers' matrices and
+    AdamW's two for the rest; Adafactor one number for each row and column of a matrix, and one for each number that is
+    in none."""
+    found = counting.parameters(config)
+    count = sum(found.values())
+    matrices = sum(found[part] for part in counting.MATRICES)
+    if optimizer == "muon":
+        return 4 * (matrices + 2 * (count - matrices))
+    if optimizer == "adafactor":
+        return 4 * _factors(config, found)
+    return 4 * _STATES[optimizer] * count
+
+
+def _factors(config: ModelConfig, found: dict[str, int]) -> int:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    layer = 2 * (queries + hidden) + 2 * (keys + hidden) + (3 if config.mlp_gated else 2) * (inner + hidden)
+    tables = [found[part] // hidden for part in ("embedding", "positions", "head") if found[part]]
+    vectors = found["norms"] + found["biases"]
+    return config.num_hidden_layers * layer + sum(rows + hidden for rows in tables) + vectors

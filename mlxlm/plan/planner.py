@@ -1,0 +1,165 @@
+"""The plan: what a model, its training and its use come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlxlm import counting
+from mlxlm.config import ModelConfig
+from mlxlm.plan import textbook
+from mlxlm.plan.advice import Change, Fits, cheapest, fits
+from mlxlm.plan.corpus import Corpus, corpus_of
+from mlxlm.plan.disk import Disk, disk_of
+from mlxlm.plan.duration import Duration, duration_of, measured_duration
+from mlxlm.plan.flops import Flops, Trend, flops_of, trend
+from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory
+from mlxlm.plan.machines import Machine, find
+from mlxlm.plan.memory import TrainingMemory, training_memory
+from mlxlm.plan.models import find_config
+from mlxlm.plan.training import Training
+
+
+@dataclass(frozen=True)
+class Plan:
+    """parameters: by part. tokens: what it is trained on, `optimal_tokens` unless said; corpus: the text that was
+    named, `epochs` passes over which that is. memory: of mlxlm's own training step. fits, change: what the machine has
+    room for, and the cheapest change that makes training fit, None where its memory isn't known or nothing has to
+    change. measured: bytes of a probe's peak. textbook: what the literature's short formulas say."""
+
+    config: ModelConfig
+    training: Training
+    serving: Serving
+    parameters: dict[str, int]
+    flops: Flops
+    trend: Trend
+    memory: TrainingMemory
+    inference: InferenceMemory
+    tokens: float
+    optimal_tokens: float
+    corpus: Corpus | None
+    duration: Duration
+    disk: Disk
+    fits: Fits | None
+    change: Change | None
+    textbook: dict[str, float]
+    measured: int | None = None
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(self.parameters.values())
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the text."""
+        return None if self.corpus is None or not self.corpus.tokens else self.tokens / self.corpus.tokens
+
+    def probed(self, seconds_per_step: float, peak_memory: int) -> Plan:
+        """The same with the time and the memory that a step was measured to take on this plan's machine."""
+        measured = measured_duration(self.flops, self.tokens, self.duration.machine, seconds_per_step)
+        return replace(self, duration=measured, measured=peak_memory)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON has it: bytes, seconds, counts."""
+        memory, inference, flops, duration = self.memory, self.inference, self.flops, self.duration
+        return {
+            "config": self.config.to_dict(),
+            "parameters": {**self.parameters, "total": self.parameter_count},
+            "training": self.training.to_dict(),
+            "flops": {
+                **asdict(flops), "forward_total": flops.forward_total, "attention": flops.attention,
+                "backward": flops.backward, "per_token": flops.per_token, "per_step": flops.per_step,
+                "total": flops.per_token * self.tokens,
+            },
+            "trend": [
+                {"length": length, "flops": total, "shares": shares}
+                for length, total, shares in zip(self.trend.lengths, self.trend.total, self.trend.shares, strict=True)
+            ],
+            "memory": {**asdict(memory), "backward": memory.backward, "update": memory.update, "total": memory.total},
+            "measured_memory": self.measured,
+            "serving": asdict(self.serving),
+            "inference": {**asdict(inference), "total": inference.total},
+            "tokens": self.tokens,
+            "optimal_tokens": self.optimal_tokens,
+            "corpus": None if self.corpus is None else {**asdict(self.corpus), "epochs": self.epochs},
+            "duration": {
+                **asdict(duration), "seconds": duration.seconds, "tokens_per_second": duration.tokens_per_second,
+            },
+            "disk": {**asdict(self.disk), "total": self.disk.total},
+            "fits": None if self.fits is None else asdict(self.fits),
+            "change": self.change and {
+                "text": self.change.text, "cost": self.change.cost, "needed": self.change.needed,
+            },
+            "textbook": self.textbook,
+        }  # fmt: skip
+
+
+def plan(
+    model: ModelConfig | Path | str,
+    *,
+    training: Training | None = None,
+    serving: Serving | None = None,
+    tokens: float | None = None,
+    data: Sequence[str | Path] = (),
+    machine: Machine | str = "here",
+    devices: int = 1,
+    utilisation: float | None = None,
+    **changes: Any,
+) -> Plan:
+    """What a model, its training and its use come to, before anything is computed.
+
+    model: a configuration, a preset, a published model, a path or a hub id: see `find_config`.
+    training, serving: how it is trained and used. `changes`: fields of either, instead or beside (`batch_size=8`,
+        `bits=4`).
+    tokens: to train on (None: 20 for each parameter). data: text or prepared shards to say epochs of.
+    machine: a name of `mlxlm.plan.MACHINES`, a Machine, or "here", whose speed is measured in a third of a second.
+    utilisation: the share of the machine's speed that training reaches (None: 0.4 is assumed).
+
+    Raises ConfigError, CheckpointError or DataError for what can't be planned.
+    """
+    config = find_config(model)
+    own = {name: changes.pop(name) for name in list(changes) if name in Serving.__dataclass_fields__}
+    serving = replace(serving or Serving(), **own)
+    training = replace(training or Training(), **changes)
+    machine = find(machine) if isinstance(machine, str) else machine
+    count = config.parameter_count()
+    corpus = corpus_of(data, config.vocab_size) if data else None
+    optimal = textbook.compute_optimal_tokens(count)
+    tokens = optimal if tokens is None else tokens
+    flops = flops_of(config, training)
+    memory = machine.memory
+    return Plan(
+        config=config,
+        training=training,
+        serving=serving,
+        parameters=counting.parameters(config),
+        flops=flops,
+        trend=trend(config),
+        memory=training_memory(config, training),
+        inference=inference_memory(config, serving),
+        tokens=tokens,
+        optimal_tokens=optimal,
+        corpus=corpus,
+        duration=duration_of(flops, tokens, machine, devices, utilisation),
+        disk=disk_of(config, training, corpus.tokens if corpus else tokens),
+        fits=None if memory is None else fits(config, training, serving, memory),
+        change=None if memory is None else cheapest(config, training, memory),
+        textbook=_textbook(config, training, tokens),
+    )
+
+
+def _textbook(config: ModelConfig, training: Training, tokens: float) -> dict[str, float]:
+    """The short formulas' figures for this model and batch, in parameters, operations and bytes."""
+    h, layers, a = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    b, s, count = training.batch_size, training.sequence_length, config.parameter_count()
+    return {
+        "dense_parameters": textbook.dense_parameters(h, layers),
+        "inference_bytes": textbook.inference_bytes(count),
+        "training_bytes": sum(textbook.training_bytes(count).values()),
+        "activation_bytes": textbook.activation_bytes(b, s, h, a, layers),
+        "cache_bytes": textbook.cache_bytes(b, h, layers, s, 0),
+        "forward_flops": textbook.forward_flops(b, s, h, layers, config.vocab_size),
+        "training_flops": textbook.training_flops(count, tokens, training.recompute),
+    }

@@ -1,0 +1,60 @@
+"""How a model would be trained, as far as work and memory depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxlm.errors import ConfigError
+
+OPTIMIZERS = ("adamw", "muon", "lion", "adafactor")
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
+ATTENTION = ("plain", "blockwise", "fused")
+LINEAR_FROM = 1024  # length from which training's attention keeps no probabilities: see kernels/attention_paths.py
+
+
+@dataclass(frozen=True)
+class Training:
+    """Fields as in `mlxlm.train.TrainSettings`. `dtype`: of the products and activations; weights, gradients and
+    optimizer are float32. `attention`: "plain" keeps the probabilities `[B, H, T, T]` for the gradient, "blockwise"
+    and "fused" compute them again (None: plain below 1,024 tokens, blockwise from there on, as training chooses).
+    `loss_chunk`: rows of logits that exist at a time, 0 for all of them.
+
+    Raises ConfigError naming every field that can't work.
+    """
+
+    batch_size: int = 16
+    sequence_length: int = 256
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    ema: bool = False
+    dtype: str = "float32"
+    recompute: bool = False
+    attention: str | None = None
+    loss_chunk: int = 0
+
+    def __post_init__(self) -> None:
+        if found := list(self._problems()):
+            raise ConfigError("this training can't be planned: " + "; ".join(found))
+
+    def _problems(self) -> Iterator[str]:
+        for name, least in (("batch_size", 1), ("sequence_length", 1), ("accumulate", 1), ("loss_chunk", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**40:
+                yield f"{name} is {value!r}, it must be a whole number from {least} up"
+        for name, allowed in (("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("attention", (None, *ATTENTION))):
+            if getattr(self, name) not in allowed:
+                yield f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(filter(None, allowed))}"
+
+    @property
+    def path(self) -> str:
+        """Of attention."""
+        return self.attention or ("plain" if self.sequence_length < LINEAR_FROM else "blockwise")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length * self.accumulate
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
