@@ -6,7 +6,7 @@ graphs built on a vectorised `exp`.
 """
 
 from mlxlm.kernels.attention import attention
-from mlxlm.kernels.cross_entropy import cross_entropy
+from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from mlxlm.kernels.dispatch import using
 from mlxlm.kernels.gelu import gelu, gelu_tanh
 from mlxlm.kernels.quantized import Quantized
@@ -20,6 +20,7 @@ __all__ = [
     "cross_entropy",
     "gelu",
     "gelu_tanh",
+    "linear_cross_entropy",
     "rms_norm",
     "swiglu",
     "using",

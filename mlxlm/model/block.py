@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from mlxlm._mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.model.attention import Attention
+from mlxlm.model.dropout import Dropout
 from mlxlm.model.feed_forward import FeedForward
 from mlxlm.model.norms import enter, make_norm
 
@@ -50,7 +51,7 @@ class Block(nn.Module):
             setattr(self, name, make_norm(config))
         self.self_attn = Attention(config, layer)
         self.mlp = FeedForward(config)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def __call__(
         self, stream: mx.array, update: mx.array | None, cache=None, segments: mx.array | None = None

@@ -7,15 +7,21 @@ import math
 from mlxlm._mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block
+from mlxlm.model.dropout import Dropout
 from mlxlm.model.embedding import Embedding, Sinusoids, positions_of, positions_within
 from mlxlm.model.norms import enter, make_norm
+from mlxlm.model.recompute import recomputed
 
 
 class Backbone(nn.Module):
-    """Embedding, layers and the last norm: tokens `[B, T]` -> hidden states `[B, T, hidden]`."""
+    """Embedding, layers and the last norm: tokens `[B, T]` -> hidden states `[B, T, hidden]`.
+
+    `recompute`: in training mode, keep of each layer its inputs only and compute the rest again for the gradient.
+    """
 
     def __init__(self, config: ModelConfig, dropout: float, layers: int):
         super().__init__()
+        self.recompute = False
         self.multiplier = float(config.embedding_multiplier)
         self.longest, self.position_offset = config.max_position_embeddings, config.position_offset
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -28,7 +34,7 @@ class Backbone(nn.Module):
         self.layers = [Block(config, i, dropout) for i in range(layers)]
         if config.norm_placement != "post":  # there the last layer's output is a norm's
             self.norm = make_norm(config)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def embed(self, tokens: mx.array, offset: int | mx.array = 0, segments: mx.array | None = None) -> mx.array:
         """tokens int `[B, T]`, the first at position `offset`, or those of int `[B]` -> the stream before the first
@@ -48,6 +54,10 @@ class Backbone(nn.Module):
         if cache and segments is not None:
             raise ValueError("segments are for several texts in a row, and a cache has one text a row")
         stream, update = self.embed(tokens, cache[0].offset if cache else 0, segments), None
+        if self.recompute and self.training and not cache:
+            for layer in self.layers:
+                stream, update = recomputed(layer, stream, update, segments)
+            return self.leave(stream, update)
         for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             stream, update = layer(stream, update, layer_cache, segments)
         return self.leave(stream, update)

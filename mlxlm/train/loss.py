@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxlm._mlx import mx
-from mlxlm.kernels import cross_entropy
+from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 
 
@@ -14,6 +14,9 @@ def summed_loss(
 
     tokens int `[B, T + 1]`, segments int `[B, T]`, weights float32 `[B, T]`: see `mlxlm.data.Batch`.
     """
-    within = {} if segments is None else {"segments": segments}
-    losses = cross_entropy(model(tokens[:, :-1], **within), tokens[:, 1:])
-    return (losses if weights is None else losses * weights).sum()
+    hidden = model.model(tokens[:, :-1], segments=segments)
+    flat = None if weights is None else weights.flatten()
+    return linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]), model.head_weight, tokens[:, 1:].flatten(), flat,
+        softcap=model.cap, training=True,
+    )  # fmt: skip

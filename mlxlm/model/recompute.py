@@ -1,0 +1,50 @@
+"""Layers whose activations are computed again for the gradient instead of being kept (Chen et al. 2016, "Training
+Deep Nets with Sublinear Memory Cost")."""
+
+from __future__ import annotations
+
+from mlxlm._mlx import mx, tree_flatten, tree_unflatten
+from mlxlm.model.block import Block
+
+
+def recomputed(
+    layer: Block, stream: mx.array, update: mx.array | None, segments: mx.array | None
+) -> tuple[mx.array, mx.array | None]:
+    """`layer(stream, update, None, segments)`, of which only inputs and outputs stay in memory until the gradient.
+
+    Why not `mx.checkpoint`: the second pass would draw other dropout masks than the first, and need not wait until
+    the gradient reaches the layer; here it does, so that one layer's activations exist at a time.
+    """
+    key = mx.random.randint(0, 1 << 31, (2,), dtype=mx.uint32) if layer.dropout.active else None
+    names, weights = zip(*tree_flatten(layer.trainable_parameters()), strict=True)
+    inputs = [stream] if update is None else [stream, update]
+    fixed = [x for x in (segments, key) if x is not None]
+
+    def forward(differentiable: list[mx.array], others: list[mx.array]) -> list[mx.array]:
+        others = list(others)
+        before = layer.trainable_parameters()
+        layer.update(tree_unflatten(list(zip(names, differentiable, strict=False))))
+        where = None if segments is None else others.pop(0)
+        layer.dropout.begin(others[0] if others else None)
+        arrays = differentiable[len(names) :]
+        out = layer(arrays[0], arrays[1] if len(arrays) > 1 else None, None, where)
+        layer.dropout.begin(None)
+        layer.update(before)
+        return [x for x in out if x is not None]
+
+    count = len(names) + len(inputs)
+
+    @mx.custom_function
+    def run(*arrays):
+        return tuple(forward(list(arrays[:count]), list(arrays[count:])))
+
+    @run.vjp
+    def run_vjp(primals, cotangents, _outputs):
+        cotangents = list(cotangents) if isinstance(cotangents, tuple | list) else [cotangents]
+        primals = mx.depends(list(primals), cotangents)
+        others = primals[count:]
+        _, gradients = mx.vjp(lambda *xs: forward(list(xs), others), primals[:count], cotangents)
+        return (*gradients, *(mx.zeros_like(x) for x in others))
+
+    out = run(*weights, *inputs, *fixed)
+    return out if len(out) == 2 else (out[0], None)
