@@ -1,6 +1,7 @@
 """Text into token shards, and shards into batches."""
 
-from mlxlm.data.batches import Batch, TrainBatches, validation_batches
+from mlxlm.data.background import read_ahead
+from mlxlm.data.batches import PACKINGS, Batch, TrainBatches, validation_batches
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.manifest import Manifest, Split
 from mlxlm.data.prepare import prepare
@@ -11,6 +12,7 @@ from mlxlm.data.weights import weighted
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "PACKINGS",
     "Batch",
     "Document",
     "Manifest",
@@ -19,6 +21,7 @@ __all__ = [
     "TrainBatches",
     "documents",
     "prepare",
+    "read_ahead",
     "texts",
     "total_bytes",
     "validation_batches",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mlxlm.data import PACKINGS
 from mlxlm.errors import ConfigError
 
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -21,6 +22,9 @@ class TrainSettings:
     batch_size: int = 16
     sequence_length: int = 256
     accumulate: int = 1
+    packing: str = "concatenate"  # leaves nothing out; "best-fit" crops documents, and begins every row with one
+    document_mask: bool = False  # attention stays within a document
+    answers_only: bool = False  # of conversations the assistant's words alone are learned: for tuning
     schedule: str = "cosine"
     warmup_steps: int | None = None  # None: 5% of the steps, at most 500
     final_learning_rate: float = 0.1  # as a fraction of learning_rate
@@ -118,6 +122,11 @@ def _problems(s: TrainSettings) -> Iterator[str]:
     for name in ("beta1", "beta2", "dropout"):
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) < 1:
             yield f"{name} is {getattr(s, name)!r}, it must be at least 0 and below 1"
+    if s.packing not in tuple(PACKINGS):
+        yield f"packing is {s.packing!r}, it must be one of {', '.join(PACKINGS)}"
+    for name in ("document_mask", "answers_only"):
+        if not isinstance(getattr(s, name), bool):
+            yield f"{name} is {getattr(s, name)!r}, it must be true or false"
     if s.schedule not in SCHEDULES:
         yield f"schedule is {s.schedule!r}, it must be one of {', '.join(SCHEDULES)}"
     if whole(s.steps, 1) and whole(s.warmup_steps, 0) and s.warmup_steps >= s.steps > 1:
