@@ -1,0 +1,134 @@
+"""What the planner counts, beside the arrays, the operations and the caches of real models."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm import counting
+from mlxlm.config import ModelConfig
+from mlxlm.errors import ConfigError
+
+PARTS = {
+    "embed_tokens": "embedding", "embed_positions": "positions", "q_proj": "query", "k_proj": "key",
+    "v_proj": "value", "o_proj": "output", "gate_proj": "feed_forward", "up_proj": "feed_forward",
+    "down_proj": "feed_forward", "lm_head": "head",
+}  # fmt: skip
+
+
+@st.composite
+def configs(draw):
+    """Any decoder that can be assembled, small."""
+    kv = draw(st.sampled_from([1, 2, 3]))
+    parallel = draw(st.booleans())
+    return ModelConfig(
+        hidden_size=draw(st.sampled_from([12, 24])),
+        num_hidden_layers=draw(st.integers(1, 3)),
+        num_attention_heads=kv * draw(st.sampled_from([1, 2, 4])),
+        num_key_value_heads=kv,
+        head_dim=draw(st.sampled_from([4, 6, 10])),
+        intermediate_size=draw(st.integers(1, 40)),
+        vocab_size=draw(st.integers(2, 60)),
+        max_position_embeddings=draw(st.integers(1, 30)),
+        attention_bias=draw(st.booleans()),
+        attention_out_bias=draw(st.sampled_from([None, True, False])),
+        mlp_bias=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()),
+        norm=draw(st.sampled_from(["rms", "layer"])),
+        norm_placement="pre" if parallel else draw(st.sampled_from(["pre", "post", "output", "both"])),
+        parallel_residual=parallel,
+        shared_norm=parallel and draw(st.booleans()),
+        positions=draw(st.sampled_from(["rope", "learned", "sinusoidal", "alibi", "none"])),
+        position_offset=draw(st.sampled_from([0, 2])),
+        qk_norm=draw(st.sampled_from([None, "head", "projection"])),
+        mlp_gated=draw(st.booleans()),
+        embedding_norm=draw(st.booleans()),
+        sliding_window=draw(st.sampled_from([None, 3])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs())
+def test_parameters_by_part_are_those_of_the_arrays(config):
+    from mlxlm._mlx import tree_flatten
+    from mlxlm.model import Decoder
+
+    found = dict.fromkeys(counting.PARTS, 0)
+    for name, array in tree_flatten(Decoder(config).parameters()):
+        *_, module, kind = name.split(".")
+        part = "norms" if module not in PARTS else "biases" if kind == "bias" else PARTS[module]
+        found[part] += array.size
+    assert counting.parameters(config) == found
+    assert config.parameter_count() == sum(found.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(configs(), st.integers(1, 9))
+def test_operations_are_those_of_the_products(config, context):
+    """Each weight of a matrix once, and H·D·context numbers twice, 2 operations each."""
+    products = sum(counting.parameters(config)[part] for part in counting.MATRICES) + config.hidden_size * (
+        config.vocab_size
+    )
+    seen = min(context, config.sliding_window or context)
+    scores = 2 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
+    assert config.flops_per_token(context) == 2 * products + 2 * scores
+    assert config.flops_per_token(context, training=True) == 3 * config.flops_per_token(context)
+
+
+@given(st.integers(1, 40), st.sampled_from([None, 1, 3, 64]))
+def test_keys_that_a_causal_row_sees(length, window):
+    config = ModelConfig(8, 2, 2, 8, 8, sliding_window=window)
+    by_row = [min(row, window or row) for row in range(1, length + 1)]
+    assert counting.mean_keys_seen(config, length) == pytest.approx(2 * sum(by_row) / length)
+
+
+@pytest.mark.parametrize("name", ["0.3m", "1m"])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_a_cache_is_as_large_as_planned(name, bits):
+    from mlxlm._mlx import ON_CPU, mx
+    from mlxlm.cache import KVOptions, make_cache
+    from mlxlm.model import Decoder
+    from mlxlm.plan.inference import Serving, cache_bytes
+
+    config = ModelConfig.preset(name)
+    model = Decoder(config)
+    cache = make_cache(model, KVOptions(key_bits=bits, value_bits=bits))
+    mx.eval(model(mx.zeros((2, 20), mx.int32), cache))
+    held = sum(
+        array.nbytes // array.shape[2] * 20 for layer in cache for side in (layer._keys, layer._values)
+        for array in side.arrays
+    )  # fmt: skip
+    if bits is None:
+        assert held == cache_bytes(config, Serving(texts=2, context=20, kv_bits=32))
+    elif ON_CPU:  # in float32 there, with scales and biases of 32 bits
+        values = counting.cached_values(config, 20) * 2
+        assert held - values // 32 * 4 == cache_bytes(config, Serving(texts=2, context=20, kv_bits=bits))
+
+
+def test_a_window_bounds_the_cache():
+    from mlxlm.plan.inference import Serving, cache_bytes
+
+    config = ModelConfig(64, 4, 4, 128, 100, sliding_window=10, layer_types=["sliding_attention", "full_attention"] * 2)
+    assert cache_bytes(config, Serving(context=100)) == 2 * 64 * 2 * (2 * 10 + 2 * 100)
+    with pytest.raises(ConfigError, match="a cache of head dim 16 can't be quantized"):
+        cache_bytes(config, Serving(context=100, kv_bits=4))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_weights_are_as_large_as_planned(bits):
+    """Beside the arrays of MLX's own quantization of the whole model."""
+    from mlxlm._mlx import mx, nn, tree_flatten
+    from mlxlm.model import Decoder
+    from mlxlm.plan.inference import weight_bytes
+
+    config = ModelConfig.preset("0.3m").with_changes(intermediate_size=200, tie_word_embeddings=False, mlp_bias=True)
+    model = Decoder(config)
+    model.apply(lambda x: x.astype(mx.bfloat16))
+    divides = {64: lambda width: width % 64 == 0, 32: lambda width: width % 64 and width % 32 == 0}
+    for size, fits in divides.items():
+        nn.quantize(
+            model, size, bits,
+            class_predicate=lambda _name, module, fits=fits: hasattr(module, "to_quantized")
+            and fits(module.weight.shape[-1]),
+        )  # fmt: skip
+    assert weight_bytes(config, bits) == sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert weight_bytes(config, 16) == 2 * config.parameter_count()
