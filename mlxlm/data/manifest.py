@@ -114,9 +114,12 @@ class Manifest:
         return Split(tokens, documents, size, [shard for split in splits for shard in split.shards])
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields; "train" is for those who read the file: `read` sums the parts itself."""
-        train = {name: getattr(self.train, name) for name in ("tokens", "documents", "bytes")}
-        return {**asdict(self), "train": train}
+        """The fields; "train" and the duplicates' "share" are for those who read the file: `read` reckons them itself."""
+        fields = asdict(self)
+        fields["train"] = {name: getattr(self.train, name) for name in ("tokens", "documents", "bytes")}
+        if self.duplicates is not None:
+            fields["duplicates"]["share"] = self.duplicates.share
+        return fields
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
