@@ -11,8 +11,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Started:
-    """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step. `flops_per_token`:
-    floating-point operations that training on one token takes, forward and backward."""
+    """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step, `epochs_of` each
+    part that has a weight. `flops_per_token`: floating-point operations that training on one token takes, forward and
+    backward. `cropped`: the share of the text that an epoch leaves out, since it doesn't fit into rows."""
 
     step: int
     steps: int
@@ -20,6 +21,8 @@ class Started:
     tokens_per_step: int
     epochs: float
     flops_per_token: int
+    epochs_of: dict[str, float]
+    cropped: float
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,14 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """An error ended the run in step `step`. It is logged only: what drives the loop gets the error itself."""
+
+    step: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last step is done and saved. `tokens_per_second` is 0 where nothing was left to do."""
 
@@ -132,5 +143,6 @@ class Finished:
 
 
 Event = (
-    Started | Step | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed | Warned | Stopped | Finished
-)
+    Started | Step | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed | Warned | Stopped | Failed
+    | Finished
+)  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.data import TokenDataset, TrainBatches
+from mlxlm.data import Batch, TokenDataset, TrainBatches, read_ahead
 from mlxlm.errors import CheckpointError, MlxlmError, TrainingError
 from mlxlm.evaluate import evaluate
 from mlxlm.generation import LoadedModel, generate
@@ -17,7 +17,9 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.clock import Clock
 from mlxlm.train.events import (
     Event,
+    Failed,
     Finished,
+    NotSaved,
     Paused,
     Resumed,
     Sample,
@@ -30,11 +32,12 @@ from mlxlm.train.events import (
 )  # fmt: skip
 from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.log import RunLog
-from mlxlm.train.plot import draw_losses
+from mlxlm.train.plot import draw_run
 from mlxlm.train.power import Pace, Power
 from mlxlm.train.run import Run
 from mlxlm.train.saving import Saver
 from mlxlm.train.step import TrainStep
+from mlxlm.train.trackers import Trackers, check_trackers
 
 _ALWAYS = Power()  # works all the time
 
@@ -46,35 +49,46 @@ def train(
     resume: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
     power: Power = _ALWAYS,
+    tensorboard: bool = False,
+    wandb: str | None = None,
 ) -> Iterator[Event]:
     """Train `run` to its last step, yielding an Event for everything that happens, which the log has by then.
 
     Runs with the same settings and data have the same weights to the bit on the same machine, however often
     they were interrupted and resumed. `resume` continues from the last checkpoint, or from the start if
     there is none yet. `should_stop` is asked after each step and all the time in pauses; if it says yes, the state
-    is saved and the generator ends with Stopped. `power` says when to rest.
+    is saved and the generator ends with Stopped. `power` says when to rest. `tensorboard` and `wandb`, a project, say
+    where else the events go: see `trackers`.
 
     A checkpoint that the disk has no room for is put off (NotSaved). The one that a run ends with is waited for: the
     run pauses until there is room, or until `should_stop` says yes.
 
     Raises TrainingError, naming the last good checkpoint, when a loss is not finite or has risen by
     `settings.spike`; the step that went wrong is never saved. Raises DataError or CheckpointError for data
-    or a run that can't be used.
+    or a run that can't be used, PlatformError for a tracker's library that is missing.
     """
+    check_trackers(tensorboard, wandb)
     with run.locked():
         run.check_data()
         if run.checkpoints() and not resume:
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
         log = RunLog(run.log_file)
+        loop = _Loop(run, tokenizer, log, resume, Pace(power))
+        with closing(Trackers(run, loop.first, tensorboard, wandb)) as trackers:
+            try:
+                for event in loop.events(should_stop):
+                    for told in (event, *trackers.record(event)):
+                        log.record(told)
+                        yield told
+            except MlxlmError as error:
+                log.record(Failed(loop.at, error.message))
+                with suppress(MlxlmError):  # the first error counts
+                    draw_run(run)
+                raise
         try:
-            for event in _Loop(run, tokenizer, log, resume, Pace(power)).events(should_stop):
-                log.record(event)
-                yield event
-        except MlxlmError:
-            with suppress(MlxlmError):  # the first error counts
-                _draw(run)
-            raise
-        _draw(run)
+            draw_run(run)
+        except MlxlmError as error:
+            yield Warned(loop.at, error.message)
 
 
 class _Loop:
@@ -87,6 +101,7 @@ class _Loop:
         self.step = TrainStep(self.model, self.settings)
         state = run.restore(self.step) if resume else {}
         self.first: int = state.get("step", 0)
+        self.at = self.first  # the step that is done, or in work
         self.guard = SpikeGuard(self.settings.spike, state.get("guard"))
         self.best: dict | None = state.get("best")
         self.spent: float = state.get("seconds", 0.0)
@@ -94,8 +109,10 @@ class _Loop:
         self.data = TokenDataset.open(run.data, "train")
         self.held_out = TokenDataset.open(run.data, "validation")
         self.batches = TrainBatches(
-            self.data, self.settings.batch_size, self.settings.sequence_length, self.settings.seed
-        )
+            self.data, self.settings.batch_size, self.settings.sequence_length, self.settings.seed,
+            packing=self.settings.packing, document_mask=self.settings.document_mask,
+            answers_only=self.settings.answers_only,
+        )  # fmt: skip
         self.clock = Clock()
         self.saver = Saver(run, self.step, log)
         self.saver.saved = self.first
@@ -111,27 +128,32 @@ class _Loop:
             yield from self.look_after(self.first, should_stop)
         if self.first < settings.steps:
             yield from self.rest(self.first, should_stop)
-        for done in range(self.first + 1, settings.steps + 1):
-            if should_stop():
-                yield from self.save(done - 1, None, until=lambda: False)
-                yield Stopped(done - 1, self.run.path)
-                return
-            yield self.advance(done)
-            if done < settings.steps:
-                yield from self.rest(done, should_stop)
-            if done == settings.steps or not should_stop():
-                yield from self.look_after(done, should_stop)
+        steps = range(self.first + 1, settings.steps + 1)
+        with closing(read_ahead(self.read, steps)) as read:
+            for done in steps:
+                if should_stop():
+                    yield from self.save(done - 1, None, until=lambda: False)
+                    yield Stopped(done - 1, self.run.path)
+                    return
+                yield self.advance(done, next(read))
+                if done < settings.steps:
+                    yield from self.rest(done, should_stop)
+                if done == settings.steps or not should_stop():
+                    yield from self.look_after(done, should_stop)
         seconds, rate = self.spent + self.clock.seconds, self.clock.rate(settings.tokens_per_step)
         best = self.best or {}
         yield Finished(settings.steps, seconds, rate, best.get("loss"), best.get("bits_per_byte"), self.run.path)
 
     def started(self) -> Started:
         settings = self.settings
-        epochs = self.batches.epoch_of(settings.steps * settings.accumulate)
+        seen = settings.steps * settings.accumulate
+        epochs, by_source = self.batches.epoch_of(seen), self.batches.epochs(seen)
         # Under a causal mask a token sees half of the sequence, on average.
         flops = self.run.config.flops_per_token(settings.sequence_length // 2, training=True)
-        parameters = self.model.num_parameters()
-        return Started(self.first, settings.steps, parameters, settings.tokens_per_step, epochs, flops)
+        return Started(
+            self.first, settings.steps, self.model.num_parameters(), settings.tokens_per_step, epochs, flops,
+            by_source, self.batches.cropped,
+        )  # fmt: skip
 
     def rest(self, done: int, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """What the power asks for between two steps."""
@@ -158,11 +180,14 @@ class _Loop:
     def due(self, done: int, every: int) -> bool:
         return done == self.settings.steps or (every > 0 and done % every == 0)
 
-    def advance(self, done: int) -> Step:
+    def read(self, done: int) -> list[Batch]:
+        """The batches of step number `done`, from 1."""
+        accumulate = self.settings.accumulate
+        return [self.batches.batch((done - 1) * accumulate + i) for i in range(accumulate)]
+
+    def advance(self, done: int, batches: list[Batch]) -> Step:
         """Step number `done`, from 1."""
-        settings = self.settings
-        first = (done - 1) * settings.accumulate
-        batches = [self.batches.batch(first + i) for i in range(settings.accumulate)]
+        settings, self.at = self.settings, done
         rate = settings.learning_rate_at(done - 1)
         with self.clock, platform.interrupts_held():
             loss, norm = self.step(batches, rate)
@@ -219,16 +244,23 @@ class _Loop:
             "healthy": self.guard.healthy,
             "guard": self.guard.state,
         }
-        event = self.saver.save(state)
-        yield event
-        if until is None or isinstance(event, Saved):
+        tries = [self.saver.save(state)]
+        yield tries[0]
+        if until is None or isinstance(tries[0], Saved):
             return
-        reason = f"there is no room for the last checkpoint: {event.hint}"
+
+        def saved() -> bool:
+            tries.append(self.saver.save(state))
+            return isinstance(tries[-1], Saved)
+
+        reason = f"there is no room for the last checkpoint: {tries[0].hint}"
         yield Paused(done, reason)
-        seconds = self.pace.wait(lambda: isinstance(self.saver.save(state), Saved), until)
-        if self.saver.saved != done:
-            raise CheckpointError(f"what was trained up to step {done} is not saved: {event.reason}", event.hint)
+        seconds = self.pace.wait(saved, until)
+        if isinstance(tries[-1], NotSaved):
+            problem = f"what was trained up to step {done} is not saved: {tries[-1].reason}"
+            raise CheckpointError(problem, tries[-1].hint)
         yield Resumed(done, reason, seconds)
+        yield tries[-1]
 
     def failure(self, done: int, problem: str) -> TrainingError:
         good = self.run.last_good()
@@ -246,9 +278,3 @@ def sample_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 def memory_in_use() -> int:
     """Bytes: MLX's peak on a GPU, this process's on a CPU."""
     return platform.process_memory() if ON_CPU else mx.get_peak_memory()
-
-
-def _draw(run: Run) -> None:
-    entries = run.read_log()
-    if any(e["event"] == "step" for e in entries):
-        draw_losses(entries, run.path / "loss.png")

@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.files import write_bytes
+from mlxlm.train.run import Run
+
+
+def draw_run(run: Run) -> None:
+    """Write `loss.png` into the run, if a step was logged. Raises CheckpointError if the disk refuses."""
+    entries = run.read_log()
+    if any(entry["event"] == "step" for entry in entries):
+        draw_losses(entries, run.path / "loss.png")
 
 
 def draw_losses(entries: list[dict[str, Any]], path: Path) -> None:

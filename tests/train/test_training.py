@@ -1,10 +1,10 @@
 """Runs: bit-equal resume, stopping, failing safely, learning."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from training_runs import QUICK, contents, finish
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import load_model
@@ -13,43 +13,8 @@ from mlxlm.data import Batch
 from mlxlm.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mlxlm.evaluate import Evaluation
 from mlxlm.tokenizer import load
-from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validation, start_run, train
+from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validation, start_run
 from mlxlm.train.step import TrainStep
-
-QUICK = {"steps": 20, "batch_size": 4, "sequence_length": 32, "learning_rate": 3e-3, "save_every": 10, "eval_every": 10}
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory, tiny_tokenizer) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer.save(folder)
-    return folder
-
-
-@pytest.fixture
-def new_run(tmp_path, text_file, tiny_config, tokenizer_folder):
-    def make(name: str, **settings) -> Run:
-        values = {**QUICK, **settings}
-        return start_run(tmp_path / name, [text_file], tiny_config, tokenizer=tokenizer_folder, settings=values)
-
-    return make
-
-
-def finish(run: Run, resume: bool = False, stop_at: int | None = None) -> list:
-    events = []
-    for event in train(
-        run, load(run.path), resume=resume, should_stop=lambda: stop_at is not None and _steps(events) >= stop_at
-    ):
-        events.append(event)
-    return events
-
-
-def _steps(events) -> int:
-    return max((getattr(e, "step", 0) for e in events), default=0)
-
-
-def contents(checkpoint: Path) -> dict[str, bytes]:
-    return {name: (checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
 
 @pytest.mark.parametrize("changes", [{"dropout": 0.1, "accumulate": 2}, {"schedule": "wsd", "save_every": 7}])

@@ -1,0 +1,240 @@
+"""Checkpoints on a full disk, and what a power cut can't take."""
+
+import errno
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+from training_runs import contents, finish
+
+from mlxlm.errors import CheckpointError
+from mlxlm.model import Decoder
+from mlxlm.tokenizer import load
+from mlxlm.train import Finished, NotSaved, Paused, Resumed, Saved, Step, Stopped, train
+from mlxlm.train.power import Pace
+from mlxlm.train.saving import Saver, checkpoint_bytes
+from mlxlm.train.step import TrainStep
+
+ROOM = 1 << 30
+
+
+class Disk:
+    """What runs see of the disk and the clock: `free` bytes, and `seconds`, of which a step takes 10."""
+
+    def __init__(self, monkeypatch, free=ROOM):
+        self.free, self.seconds = free, 0.0
+        saver = partial(Saver, free=lambda path: self.free, now=lambda: self.seconds)
+        monkeypatch.setattr("mlxlm.train.loop.Saver", saver)
+        monkeypatch.setattr("mlxlm.train.loop.Pace", partial(Pace, now=lambda: self.seconds, sleep=self._sleep))
+
+    def _sleep(self, seconds):
+        self.seconds += seconds
+        self.on_sleep()
+
+    def on_sleep(self):
+        pass
+
+    def drive(self, run, at=lambda event: None, should_stop=lambda: False, **options):
+        """All events of a run; `at` is called with each."""
+        events = []
+        for event in train(run, load(run.path), should_stop=should_stop, **options):
+            self.seconds += 10 * isinstance(event, Step)
+            at(event)
+            events.append(event)
+        return events
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+def of_kind(events, *kinds):
+    return [(type(e), e.step) for e in events if isinstance(e, kinds)]
+
+
+def test_the_size_of_a_checkpoint_is_known_before(new_run):
+    run = new_run("run", steps=2)
+    step = TrainStep(Decoder(run.config), run.settings)
+    finish(run)
+    [folder] = run.checkpoints()
+    written = sum(f.stat().st_size for f in folder.iterdir())
+    assert checkpoint_bytes(step) <= written <= checkpoint_bytes(step) + 20_000
+
+
+def test_without_room_training_goes_on_and_saves_when_there_is_some(new_run, disk):
+    run, whole = new_run("run", steps=30, save_every=5, eval_every=0), new_run("whole", steps=30)
+    finish(whole)
+
+    def at(event):
+        if event.step == 7:
+            disk.free = 1000
+        if event.step == 13:
+            disk.free = ROOM
+
+    events = disk.drive(run, at)
+    # Put off at step 10; a minute is 6 steps.
+    assert of_kind(events, Saved, NotSaved) == [(Saved, 5), (NotSaved, 10), (Saved, 15), (Saved, 20), (Saved, 25),
+                                                (Saved, 30)]  # fmt: skip
+    [event] = [e for e in events if isinstance(e, NotSaved)]
+    assert "a checkpoint needs 17" in event.reason and "1 kB of the disk are free" in event.reason
+    assert event.hint.startswith("free 17") and str(run.path) in event.hint
+    assert contents(whole.path / "checkpoints/step-30") == contents(run.path / "checkpoints/step-30")
+    assert [e["step"] for e in run.read_log() if e["event"] == "not_saved"] == [10]
+
+
+def test_what_was_put_off_is_tried_again_after_a_minute(new_run, disk):
+    run = new_run("run", steps=30, save_every=10, eval_every=0)
+
+    def at(event):
+        disk.free = 0 if 5 < event.step < 18 else ROOM
+
+    assert of_kind(disk.drive(run, at), Saved, NotSaved) == [
+        (NotSaved, 10), (NotSaved, 16), (Saved, 20), (Saved, 30),
+    ]  # fmt: skip
+
+
+def test_a_disk_that_fills_up_while_saving_kills_neither_the_run_nor_the_checkpoint_before(new_run, disk, monkeypatch):
+    run, whole = new_run("run", steps=15, save_every=5, eval_every=0), new_run("whole", steps=15)
+    finish(whole)
+    from mlxlm.train import run as runs
+
+    real = runs.save_tensors
+
+    def full(path, tensors):
+        if path.parent.name.startswith(".step-10."):
+            path.write_bytes(b"half a file")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, tensors)
+
+    monkeypatch.setattr(runs, "save_tensors", full)
+    found = []
+
+    def at(event):
+        if event.step == 10 and isinstance(event, NotSaved):
+            found.extend(p.name for p in (run.path / "checkpoints").iterdir())
+
+    events = disk.drive(run, at)
+    assert of_kind(events, Saved, NotSaved) == [(Saved, 5), (NotSaved, 10), (Saved, 15)]
+    assert found == ["step-5"]  # whole, and nothing half beside it
+    [event] = [e for e in events if isinstance(e, NotSaved)]
+    assert "No space left on device" in event.reason and "disk space" in event.hint
+    assert contents(whole.path / "checkpoints/step-15") == contents(run.path / "checkpoints/step-15")
+
+
+def test_the_last_checkpoint_is_waited_for(new_run, disk):
+    run = new_run("run", steps=4, save_every=0, eval_every=0)
+
+    def at(event):
+        if event.step == 2:
+            disk.free = 0
+
+    disk.on_sleep = lambda: setattr(disk, "free", ROOM if disk.seconds > 3600 else 0)
+    events = disk.drive(run, at)
+    assert [type(e) for e in events[-5:]] == [NotSaved, Paused, Resumed, Saved, Finished]
+    assert "no room for the last checkpoint" in events[-4].reason and 3500 < events[-3].seconds < 3700
+    assert [c.name for c in run.checkpoints()] == ["step-4"]
+
+
+def test_a_wait_for_room_can_be_given_up(new_run, disk):
+    run = new_run("run", steps=4, save_every=2, eval_every=0)
+
+    def at(event):
+        if event.step == 3:
+            disk.free = 0
+
+    with pytest.raises(CheckpointError, match="up to step 4 is not saved: a checkpoint needs .*free 1"):
+        disk.drive(run, at, should_stop=lambda: disk.seconds > 100)
+    assert [c.name for c in run.checkpoints()] == ["step-2"]
+    assert run.read_log()[-1]["event"] == "failed"
+    disk.free = ROOM
+    assert isinstance(finish(run, resume=True)[-1], Finished)
+
+
+def test_a_stop_without_room_waits_for_it(new_run, disk):
+    run = new_run("run", steps=9, eval_every=0)
+    disk.free = 0
+    disk.on_sleep = lambda: setattr(disk, "free", ROOM if disk.seconds > 500 else 0)
+    events = disk.drive(run, should_stop=lambda: disk.seconds >= 40)
+    assert [type(e) for e in events[-5:]] == [NotSaved, Paused, Resumed, Saved, Stopped]
+    assert events[-1].step == 4 and run.checkpoints()[-1].name == "step-4"
+
+
+def test_room_is_made_by_what_this_checkpoint_puts_out_anyway(new_run, monkeypatch):
+    """Three are there with keep 3; the oldest goes before the fourth is written, and no other does."""
+    run = new_run("run", steps=8, save_every=2, eval_every=0, keep=3)
+    finish(run, stop_at=6)
+    assert [c.name for c in run.checkpoints()] == ["step-2", "step-4", "step-6"]
+    step = TrainStep(Decoder(run.config), run.settings)
+    there = []
+
+    def free(path):
+        there.append([c.name for c in run.checkpoints()])
+        return ROOM if len(there[-1]) < 3 else 0
+
+    saver = Saver(run, step, Log(), free=free)
+    state = {"step": 8, "healthy": True, "validation_loss": None}
+    assert isinstance(saver.save(state), Saved)
+    assert there == [["step-2", "step-4", "step-6"], ["step-4", "step-6"]]
+    assert [c.name for c in run.checkpoints()] == ["step-4", "step-6", "step-8"]
+
+
+def test_the_only_checkpoint_stays_where_there_is_no_room(new_run):
+    run = new_run("run", steps=4, keep=1)
+    finish(run, stop_at=2)
+    saver = Saver(run, TrainStep(Decoder(run.config), run.settings), Log(), free=lambda path: 0)
+    assert isinstance(saver.save({"step": 3, "healthy": True, "validation_loss": None}), NotSaved)
+    assert [c.name for c in run.checkpoints()] == ["step-2"]
+
+
+class Log:
+    def flush(self):
+        pass
+
+
+def test_an_error_that_is_none_of_the_disk_is_one(new_run, disk, monkeypatch):
+    run = new_run("run", steps=4)
+
+    def broken(*_):
+        raise CheckpointError("the weights are not finite")
+
+    monkeypatch.setattr("mlxlm.train.run.save_weights", broken)
+    with pytest.raises(CheckpointError, match="not finite"):
+        disk.drive(run)
+
+
+def test_nothing_of_a_checkpoint_is_lost_with_the_power(new_run, monkeypatch):
+    """Each file and folder is flushed to the disk before the name appears, the name itself after, the log before."""
+    run = new_run("run", steps=2)
+    happened = []
+    fsync, rename, mkdir = os.fsync, Path.replace, Path.mkdir
+
+    def flushed(descriptor):
+        happened.append(("flush", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(path, target):
+        happened.append(("rename", str(path), str(target)))
+        return rename(path, target)
+
+    def made(path, *args, **kwargs):
+        happened.append(("mkdir", str(path)))
+        mkdir(path, *args, **kwargs)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("file names of descriptors are in /proc")
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", renamed)
+    monkeypatch.setattr(Path, "mkdir", made)
+    finish(run)
+    target = run.path / "checkpoints" / "step-2"
+    [at] = [i for i, h in enumerate(happened) if h[0] == "rename" and h[2] == str(target)]
+    partial_folder = happened[at][1]
+    before = {h[1] for h in happened[:at] if h[0] == "flush"}
+    for file in target.iterdir():
+        assert f"{partial_folder}/{file.name}" in before
+    assert {partial_folder, str(run.log_file)} <= before
+    after = [h[1] for h in happened[at:] if h[0] == "flush"]
+    assert str(target.parent) in after and str(run.path) in after  # the folder `checkpoints` is new, too
+

@@ -1,0 +1,24 @@
+"""What tests of training share: quick settings, a run driven to its end, what its checkpoints contain."""
+
+from pathlib import Path
+
+from mlxlm.tokenizer import load
+from mlxlm.train import Run, train
+
+QUICK = {"steps": 20, "batch_size": 4, "sequence_length": 32, "learning_rate": 3e-3, "save_every": 10, "eval_every": 10}
+
+
+def finish(run: Run, resume: bool = False, stop_at: int | None = None, **options) -> list:
+    """All events of training `run` to its end, or until a stop is asked for at step `stop_at`."""
+    events = []
+
+    def should_stop() -> bool:
+        return stop_at is not None and max((e.step for e in events), default=0) >= stop_at
+
+    for event in train(run, load(run.path), resume=resume, should_stop=should_stop, **options):
+        events.append(event)
+    return events
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    return {name: (checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
