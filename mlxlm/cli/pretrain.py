@@ -10,41 +10,9 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.parts import configured, set_option
-
-# Options that are fields of TrainSettings, left to its defaults where not given.
-_SETTINGS = (
-    ("--batch-size", int, "Sequences per forward pass."),
-    ("--sequence-length", int, "Tokens per sequence (default: the preset's context, at most 512)."),
-    ("--accumulate", int, "Forward passes per step, their gradients added."),
-    ("--learning-rate", float, "Peak learning rate (default: by model size)."),
-    ("--schedule", click.Choice(["cosine", "wsd", "constant"]), "Learning rate after the warmup."),
-    ("--warmup-steps", int, "Steps to the peak learning rate (default: 5%, at most 500)."),
-    ("--final-learning-rate", float, "At the end, as a fraction of the peak."),
-    ("--decay-fraction", float, "wsd: the share of steps that decay."),
-    ("--weight-decay", float, "Decoupled, on matrices only."),
-    ("--beta1", float, "AdamW's average of gradients."),
-    ("--beta2", float, "AdamW's average of squared gradients."),
-    ("--clip", float, "Largest global norm of the gradient; 0: none."),
-    ("--dropout", float, "Dropout of embeddings and of each sublayer's output."),
-    ("--seed", int, "Weights, order of the data, dropout."),
-    ("--eval-every", int, "Steps between validations; 0: at the end only."),
-    ("--eval-tokens", int, "Most tokens per validation."),
-    ("--save-every", int, "Steps between checkpoints; 0: at the end and the best only."),
-    ("--keep", int, "How many of the last checkpoints stay (the best always does)."),
-    ("--sample-every", int, "Steps between sample texts; 0: none."),
-    ("--sample-prompt", str, "What samples begin with."),
-    ("--sample-tokens", int, "Length of a sample."),
-    ("--spike", float, "Stop when the loss has risen by this many nats; 0: never."),
-)
-
+from mlxlm.cli.run_options import FLAGS, no_idle_options, only_resume, setting_options, settings_of
 
 _LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more than a small model learns from them
-
-
-def _setting_options(command):
-    for flag, kind, text in reversed(_SETTINGS):
-        command = click.option(flag, type=kind, default=None, help=text)(command)
-    return command
 
 
 @click.command()
@@ -63,7 +31,7 @@ def _setting_options(command):
 @click.option("--steps", type=int, help="How long to train, in steps,")
 @click.option("--tokens", type=float, help="in tokens (such as 2e7; default: 20 per parameter),")
 @click.option("--minutes", type=float, help="or in minutes.")
-@_setting_options
+@setting_options()
 def pretrain(data, out, resume, **options: Any) -> None:
     """Train a model from scratch on DATA: text, .jsonl, .parquet and .arrow files, folders, - for stdin, or prepared
     shards.
@@ -77,20 +45,13 @@ def pretrain(data, out, resume, **options: Any) -> None:
     from mlxlm.train import Run
 
     if resume is not None:
-        _only_resume(data, out, options)
+        only_resume(data, out, options=options)
         run = Run.open(resume)
     else:
         run = _new_run(data, out, options)
     ending = run_training(run, load(run.path), resume=resume is not None)
     describe_end(ending, run)
     render.result(str(run.path))
-
-
-def _only_resume(data: tuple[str, ...], out: Path | None, options: dict[str, Any]) -> None:
-    context = click.get_current_context()
-    given = [n for n in options if context.get_parameter_source(n) is click.core.ParameterSource.COMMANDLINE]
-    if data or out or given:
-        raise click.UsageError("--resume takes the run's own data and settings: give nothing else")
 
 
 def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
@@ -105,11 +66,9 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
     _no_idle_options(options, data)
     file, preset = options["config"], options["preset"] or "1m"
     config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
-    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag, _, _ in _SETTINGS}
-    decided = {**flags, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
+    decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
     config = configured(config, options["parts"], decided)
-    names = ["steps", *(flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SETTINGS)]
-    settings = {name: options[name] for name in names if options[name] is not None}
+    settings = settings_of(options)
     settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
     fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
     return start_run(
@@ -138,15 +97,11 @@ def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
     prepared = any(map(is_prepared, data))
     own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     has_tokenizer = prepared or options["tokenizer"]
-    for idle, names, reason in (
+    no_idle_options(
+        options,
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
         (has_tokenizer, ["vocab_size", "kind"], f"{own} has its own"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
         (prepared, ["text_column"], "prepared data is read already"),
-        (not options["sample_every"], ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
-        (options["schedule"] != "wsd", ["decay_fraction"], "--schedule wsd is not given"),
-    ):
-        given = [f"--{name.replace('_', '-')}" for name in names if options[name] not in (None, ())]
-        if idle and given:
-            raise click.UsageError(f"{' and '.join(given)} would have no effect: {reason}")
+    )

@@ -1,0 +1,81 @@
+"""The options of commands that train, and what they have in common: settings, --resume, and no idle options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import click
+
+# Options that are fields of TrainSettings, left to its defaults where not given.
+SETTINGS = (
+    ("--batch-size", int, "Sequences per forward pass."),
+    ("--sequence-length", int, "Tokens per sequence (default: the preset's context, at most 512)."),
+    ("--accumulate", int, "Forward passes per step, their gradients added."),
+    ("--packing", click.Choice(["concatenate", "best-fit"]), "Rows cut from the text, or begun with a document each."),
+    ("--document-mask", bool, "Tokens see their own document only."),
+    ("--learning-rate", float, "Peak learning rate (default: by model size)."),
+    ("--schedule", click.Choice(["cosine", "wsd", "constant"]), "Learning rate after the warmup."),
+    ("--warmup-steps", int, "Steps to the peak learning rate (default: 5%, at most 500)."),
+    ("--final-learning-rate", float, "At the end, as a fraction of the peak."),
+    ("--decay-fraction", float, "wsd: the share of steps that decay."),
+    ("--weight-decay", float, "Decoupled, on matrices only."),
+    ("--beta1", float, "AdamW's average of gradients."),
+    ("--beta2", float, "AdamW's average of squared gradients."),
+    ("--clip", float, "Largest global norm of the gradient; 0: none."),
+    ("--dropout", float, "Dropout of embeddings and of each sublayer's output."),
+    ("--seed", int, "Weights, order of the data, dropout."),
+    ("--eval-every", int, "Steps between validations; 0: at the end only."),
+    ("--eval-tokens", int, "Most tokens per validation."),
+    ("--save-every", int, "Steps between checkpoints; 0: at the end and the best only."),
+    ("--keep", int, "How many of the last checkpoints stay (the best always does)."),
+    ("--sample-every", int, "Steps between sample texts; 0: none."),
+    ("--sample-prompt", str, "What samples begin with."),
+    ("--sample-tokens", int, "Length of a sample."),
+    ("--spike", float, "Stop when the loss has risen by this many nats; 0: never."),
+)
+FLAGS = {flag.removeprefix("--").replace("-", "_"): flag for flag, _, _ in SETTINGS}  # by the setting's name
+
+
+def setting_options(without: Collection[str] = (), texts: Mapping[str, str] | None = None) -> Callable:
+    """Adds the options of SETTINGS to a command: those of names in `without` not, and those in `texts` with this help
+    instead of their own."""
+    texts = texts or {}
+
+    def added(command):
+        for flag, kind, text in reversed(SETTINGS):
+            name = flag.removeprefix("--").replace("-", "_")
+            if name not in without:
+                form = {"is_flag": True} if kind is bool else {"type": kind}
+                command = click.option(flag, default=None, help=texts.get(name, text), **form)(command)
+        return command
+
+    return added
+
+
+def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of TrainSettings that were given, `steps` among them."""
+    return {name: options[name] for name in ("steps", *FLAGS) if options.get(name) is not None}
+
+
+def only_resume(*arguments: Any, options: Iterable[str]) -> None:
+    """Raise a UsageError if any of the `arguments`, or one of these options, was given beside --resume."""
+    context = click.get_current_context()
+    given = [n for n in options if context.get_parameter_source(n) is click.core.ParameterSource.COMMANDLINE]
+    if any(arguments) or given:
+        raise click.UsageError("--resume takes the run's own data and settings: give nothing else")
+
+
+def no_idle_options(options: Mapping[str, Any], *rules: tuple[Any, Collection[str], str]) -> None:
+    """Raise a UsageError for an option that would have no effect beside the others.
+
+    rules: where the first is true, the options of these names have none, for this reason; those of settings are known.
+    """
+    for idle, names, reason in (
+        *rules,
+        (not options["sample_every"], ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
+        (options["schedule"] != "wsd", ["decay_fraction"], "--schedule wsd is not given"),
+    ):
+        given = [f"--{name.replace('_', '-')}" for name in names if options[name] not in (None, ())]
+        if idle and given:
+            raise click.UsageError(f"{' and '.join(given)} would have no effect: {reason}")
