@@ -110,7 +110,7 @@ def _progress() -> Iterator[Callable[[Event], None]]:
                 bar.update(task, total=event.steps, completed=event.step)
                 render.say(
                     f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
-                    f"of {event.tokens_per_step:,} tokens, {event.epochs:.1f} passes over the training text"
+                    f"of {event.tokens_per_step:,} tokens, {_passes(event)}"
                 )
             elif isinstance(event, Step):
                 facts = _facts(event)
@@ -129,6 +129,14 @@ def _progress() -> Iterator[Callable[[Event], None]]:
                 bar.update(task, facts=f"saved {event.path.name}")
 
         yield show
+
+
+def _passes(event: Started) -> str:
+    """How often the text is seen, and how much of it isn't: more than the ends of windows, which are below 1%."""
+    cropped = f"; each leaves out {event.cropped:.0%}, which fits into no row" if event.cropped >= 0.01 else ""
+    if len(event.epochs_of) == 1:
+        return f"{event.epochs:.1f} passes over the training text{cropped}"
+    return "passes over " + ", ".join(f"{name} {n:.1f}" for name, n in event.epochs_of.items()) + cropped
 
 
 def _facts(event: Step) -> str:
