@@ -1,0 +1,242 @@
+"""Every part of the decoder, in every combination: against float64 numpy, itself in pieces, and training."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy_decoder import LONGEST, VOCABULARY, architectures, decoder
+
+from mlxlm._mlx import mx, optim, tree_flatten
+from mlxlm.cache import make_cache
+from mlxlm.checkpoint.huggingface import write
+from mlxlm.checkpoint.load import load_model
+from mlxlm.checkpoint.tensors import of_array
+from mlxlm.config import ModelConfig
+from mlxlm.errors import GenerationError
+from mlxlm.model import Decoder
+from mlxlm.model.embedding import Sinusoids
+from mlxlm.model.norms import LayerNorm, RMSNorm
+
+TEXT = np.random.default_rng(1).integers(0, VOCABULARY, (2, LONGEST - 4))
+
+
+def with_weights(config, seed=0):
+    """A decoder in which every parameter matters, and its weights in float64."""
+    model, rng = Decoder(config), np.random.default_rng(seed)
+    weights = {}
+    for name, value in tree_flatten(model.parameters()):
+        spread = 0.3 if value.ndim == 1 else value.shape[-1] ** -0.5
+        centre = 0.8 if value.ndim == 1 and name.endswith("weight") else 0.0
+        weights[name] = rng.normal(centre, spread, value.shape).astype(np.float32)
+    model.load_weights([(name, mx.array(value)) for name, value in weights.items()])
+    model.eval()
+    return model, {name: value.astype(np.float64) for name, value in weights.items()}
+
+
+def assert_near(found, wanted, relative=1e-5):
+    found = np.array(found)
+    assert np.isfinite(found).all()
+    assert np.abs(found - wanted).max() <= relative * np.abs(wanted).max()
+
+
+@st.composite
+def texts_in_rows(draw):
+    """Numbers of texts, rising along each row; None for one text a row."""
+    rows = [draw(st.lists(st.booleans(), min_size=TEXT.shape[1], max_size=TEXT.shape[1])) for _ in TEXT]
+    return draw(st.none() | st.just(np.cumsum(rows, axis=1)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(architectures(), texts_in_rows())
+def test_logits_equal_numpy(config, segments):
+    model, weights = with_weights(config)
+    given_ = {} if segments is None else {"segments": mx.array(segments, mx.int32)}
+    assert_near(model(mx.array(TEXT), **given_), decoder(weights, config, TEXT, segments))
+
+
+@settings(max_examples=60, deadline=None)
+@given(architectures(), texts_in_rows(), st.integers(0, 9))
+def test_gradients_equal_finite_differences(config, segments, seed):
+    """Along a random direction of all parameters, in float64 by numpy: how the loss of the next token changes."""
+    model, weights = with_weights(config)
+    model.train()
+    given_ = {} if segments is None else {"segments": mx.array(segments, mx.int32)}
+    rows, columns = np.indices(TEXT.shape)
+    targets = np.roll(TEXT, -1, axis=1)
+
+    def loss(parameters):
+        model.update(parameters)
+        logits = model(mx.array(TEXT), **given_)
+        picked = mx.take_along_axis(logits, mx.array(targets)[..., None], axis=-1)[..., 0]
+        return (mx.logsumexp(logits, axis=-1) - picked).sum()
+
+    gradients = dict(tree_flatten(mx.grad(loss)(model.trainable_parameters())))
+    assert gradients.keys() == weights.keys()
+    rng = np.random.default_rng(seed)
+    direction = {name: rng.normal(size=value.shape) for name, value in weights.items()}
+    slope = sum((np.array(gradients[name], np.float64) * direction[name]).sum() for name in weights)
+
+    def at(step):
+        logits = decoder({name: w + step * direction[name] for name, w in weights.items()}, config, TEXT, segments)
+        return (np.log(np.exp(logits).sum(-1)) - logits[rows, columns, targets]).sum()
+
+    size = np.sqrt(sum((np.array(g, np.float64) ** 2).sum() for g in gradients.values()))
+    differences = [(at(step) - at(-step)) / (2 * step) for step in (1e-6, 1e-7)]
+    # relu has kinks: where the two steps disagree one lies between, and neither is a derivative.
+    if abs(differences[0] - differences[1]) < 1e-4 * size:
+        assert abs(slope - differences[0]) <= 5e-4 * size
+
+
+cuts = st.lists(st.integers(1, TEXT.shape[1] - 1), max_size=4, unique=True).map(sorted)
+
+
+def in_pieces(model, tokens, ends, cache):
+    parts = [model(mx.array(tokens[:, a:b]), cache) for a, b in zip([0, *ends], [*ends, None], strict=True)]
+    return mx.concatenate(parts, axis=1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(architectures(), cuts)
+def test_pieces_by_the_cache_are_the_whole(config, ends):
+    model, _ = with_weights(config)
+    text, cache = TEXT[:1], make_cache(model)
+    for layer in cache:
+        layer.reach = text.shape[1]
+    whole = np.array(model(mx.array(text)))
+    if (config.rope_scaling or {}).get("rope_type") == "dynamic" and text.shape[1] > config.max_position_embeddings:
+        return  # keys in a cache keep the base that they had
+    assert_near(in_pieces(model, text, ends, cache), whole, 2e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(architectures(), st.integers(1, TEXT.shape[1] - 1), cuts)
+def test_texts_of_different_lengths_side_by_side(config, pad, ends):
+    model, _ = with_weights(config)
+    if not model.batchable:
+        return
+    text, cache = TEXT.copy(), make_cache(model)
+    text[1, pad:], ends = TEXT[1, : TEXT.shape[1] - pad], [end for end in ends if end > pad]
+    for layer in cache:
+        layer.pad_next([0, pad])
+    found = np.array(in_pieces(model, text, ends, cache))
+    assert_near(found[0], np.array(model(mx.array(text[:1])))[0], 2e-5)
+    assert_near(found[1, pad:], np.array(model(mx.array(text[1:, pad:])))[0], 2e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(architectures())
+def test_a_few_steps_lower_the_loss_of_a_batch(config):
+    model = Decoder(config, dropout=0.1)
+    model.initialize(0)
+    model.train()
+    optimizer = optim.Adam(learning_rate=3e-3)
+    tokens, targets = mx.array(TEXT), mx.array(np.roll(TEXT, -1, axis=1))
+
+    def loss(parameters):
+        model.update(parameters)
+        logits = model(tokens)
+        picked = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return (mx.logsumexp(logits, axis=-1) - picked).mean()
+
+    losses = []
+    for _ in range(20):
+        value, gradients = mx.value_and_grad(loss)(model.trainable_parameters())
+        optimizer.update(model, gradients)
+        mx.eval(value, model.parameters(), optimizer.state)
+        losses.append(value.item())
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-3:]) < losses[0] - 0.1
+    assert all(np.isfinite(np.array(value)).all() for _, value in tree_flatten(model.parameters()))
+
+
+@settings(max_examples=50, deadline=None)
+@given(config=architectures())
+def test_a_folder_holds_all_of_it(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model, weights = with_weights(config)
+    write(folder, {}, config, {name: of_array(value) for name, value in tree_flatten(model.parameters())}, None)
+    again, found = load_model(folder)
+    assert found == config.settled()
+    assert found.with_changes(model_type="llama") == config
+    assert json.loads((folder / "config.json").read_text())["model_type"] == found.model_type
+    assert mx.array_equal(again(mx.array(TEXT)), model(mx.array(TEXT)))
+
+
+def test_the_textbook_numbers_of_norms():
+    row = mx.array([[100.0, 200.0, 100.0, 0.0]])
+    np.testing.assert_allclose(np.array(LayerNorm(4, 1e-5)(row))[0], [0, 1.41, 0, -1.41], atol=5e-3)
+    np.testing.assert_allclose(np.array(RMSNorm(4, 1e-5)(row))[0], [0.82, 1.63, 0.82, 0], atol=5e-3)
+
+
+def test_sinusoidal_positions_of_the_paper():
+    table = np.array(Sinusoids(9000, 512)(mx.array([0, 1, 8999])))
+    assert table[0, :4].tolist() == [0, 1, 0, 1]
+    np.testing.assert_allclose(table[1, :2], [np.sin(1), np.cos(1)], atol=1e-7)
+    assert abs(table[2, 256] - np.sin(8999 / 10000**0.5)) < 1e-7
+    assert abs(table[2, 511] - np.cos(8999 / 10000 ** (510 / 512))) < 1e-7
+    odd = np.array(Sinusoids(5, 3)(mx.array([2])))[0]
+    np.testing.assert_allclose(odd, [np.sin(2), np.cos(2), np.sin(2 / 10000 ** (2 / 3))], atol=1e-7)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+def test_positions_end_with_their_table(positions):
+    model = Decoder(ModelConfig(16, 1, 2, 16, 31, max_position_embeddings=8, positions=positions))
+    cache = make_cache(model)
+    model(mx.zeros((1, 8), mx.int32), cache)
+    with pytest.raises(GenerationError, match="position 9 is beyond the 8 that the model has"):
+        model(mx.zeros((1, 1), mx.int32), cache)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal", "alibi", "none"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_texts_in_one_row_are_as_if_alone(positions, window):
+    model, _ = with_weights(ModelConfig(16, 2, 2, 16, VOCABULARY, positions=positions, sliding_window=window))
+    row = mx.array(TEXT[:1])
+    segments = mx.array([[0] * 5 + [1] * 1 + [7] * (row.shape[1] - 6)], mx.int32)
+    found = np.array(model(row, segments=segments))
+    for part in (slice(0, 5), slice(5, 6), slice(6, None)):
+        assert_near(found[:, part], np.array(model(row[:, part])), 2e-5)
+    with pytest.raises(ValueError, match="segments"):
+        model(row, make_cache(model), segments=segments)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_a_product_with_its_weight(tied):
+    model, weights = with_weights(ModelConfig(16, 1, 2, 16, VOCABULARY, tie_word_embeddings=tied))
+    hidden = model.model(mx.array(TEXT))
+    assert_near(model.head(hidden), np.array(hidden, np.float64) @ np.array(model.head_weight, np.float64).T)
+
+
+def test_dropout_is_of_embeddings_and_of_what_sublayers_add():
+    model = Decoder(ModelConfig(16, 1, 2, 16, VOCABULARY), dropout=0.5)
+    model.initialize(0)
+    tokens = mx.array(TEXT)
+    model.train()
+    kept = np.array(model.model.embed(tokens)) / np.array(model.model.embed_tokens(tokens))
+    assert set(np.round(kept, 5).flatten()) == {0.0, 2.0} and 0.3 < (kept > 0).mean() < 0.7
+    model.layers[0].dropout.eval()
+    model.model.dropout.eval()
+    assert mx.array_equal(model(tokens), model(tokens))  # attention's weights and the head have none
+    model.layers[0].dropout.train()
+    assert not mx.array_equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "output", "both"])
+def test_a_deep_decoder_starts_sane(placement):
+    """Twelve layers: logits of a fresh model say little, and every layer's gradient is of one order of magnitude."""
+    model = Decoder(ModelConfig(64, 12, 4, 128, VOCABULARY, norm_placement=placement, norm="layer"))
+    model.initialize(0)
+    logits = model(mx.array(TEXT))
+    assert mx.std(logits).item() < 1
+
+    def loss(parameters):
+        model.update(parameters)
+        logits = model(mx.array(TEXT))
+        return (mx.logsumexp(logits, axis=-1) - logits[..., 5]).mean()
+
+    gradients = mx.grad(loss)(model.trainable_parameters())["model"]["layers"]
+    for module, projection in (("self_attn", "v_proj"), ("mlp", "down_proj")):
+        sizes = [mx.linalg.norm(layer[module][projection]["weight"]).item() for layer in gradients]
+        assert max(sizes) < 15 * min(sizes), (module, sizes)

@@ -1,0 +1,223 @@
+"""A whole decoder in float64 numpy, written from the papers, one line of algebra after another; and a strategy that
+draws configurations of every part that the decoder has."""
+
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from mlxlm.config import ModelConfig
+
+
+def norm(x, weights, name, c):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), by whether there is a bias."""
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    if bias is not None:
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt(x.var(-1, keepdims=True) + c.rms_norm_eps) * weight + bias
+    offset = c.norm_unit_offset and "_norm" not in name.rpartition(".")[2]  # those of queries and keys have none
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * (weight + offset)
+
+
+def linear(x, weights, name):
+    y = x @ weights[f"{name}.weight"].T
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def frequencies(c, length):
+    """Radians per position of each pair of dimensions, and the factor of rotated queries and keys."""
+    dims, scaling, longest = c.rotary_dims, c.rope_scaling or {"rope_type": "default"}, c.max_position_embeddings
+    pairs, base, kind = np.arange(dims // 2), c.rope_theta, scaling["rope_type"]
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if kind == "dynamic" and length > longest:  # the base grows with the text
+        base *= (factor * length / longest - factor + 1) ** (dims / (dims - 2))
+    plain = base ** (-2.0 * pairs / dims)
+    if kind == "linear":  # Chen et al. 2023: positions are divided
+        return plain / factor, 1.0
+    if kind == "llama3":
+        share = (original * plain / (2 * math.pi) - scaling["low_freq_factor"]) / (
+            scaling["high_freq_factor"] - scaling["low_freq_factor"]
+        )
+        share = np.clip(share, 0, 1)
+        return plain * share + plain / factor * (1 - share), 1.0
+    if kind == "yarn":  # Peng et al. 2023, section 3.2 and 3.4: a ramp over the pairs' numbers
+
+        def pair(turns):
+            return dims * math.log(original / (2 * math.pi * turns)) / (2 * math.log(base))
+
+        low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), dims - 1)
+        ramp = np.clip((pairs - low) / (high - low or 0.001), 0, 1)
+        return plain / factor * ramp + plain * (1 - ramp), 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    if kind == "longrope":  # Ding et al. 2024
+        ratio = longest / original
+        grown = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+        return plain / np.array(scaling["long_factor" if length > original else "short_factor"]), grown
+    return plain, 1.0
+
+
+def rotated(x, positions, c, length):
+    """x `[B, H, T, D]`: pair i is a complex number of dimensions i and i + dims / 2 (Su et al. 2021)."""
+    turn, size = frequencies(c, length)
+    half, dims = c.rotary_dims // 2, c.rotary_dims
+    z = (x[..., :half] + 1j * x[..., half:dims]) * size * np.exp(1j * positions[:, None, :, None] * turn)
+    return np.concatenate([z.real, z.imag, x[..., dims:]], axis=-1)
+
+
+def slopes(heads):
+    """Press et al. 2021: a geometric series from 2^(-8/n); in between, every other one of twice as many."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (i + 1) / heads) for i in range(heads)]
+    power = 2 ** int(math.log2(heads))
+    return slopes(power) + slopes(2 * power)[::2][: heads - power]
+
+
+def attention(x, weights, name, c, layer, positions, segments):
+    B, T, _ = x.shape
+    H, K, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    q, k, v = (linear(x, weights, f"{name}.{p}_proj") for p in "qkv")
+    if c.qk_norm == "projection":
+        q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
+    q, k, v = (y.reshape(B, T, -1, D).transpose(0, 2, 1, 3) for y in (q, k, v))
+    if c.qk_norm == "head":
+        q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
+    if c.positions == "rope":
+        q, k = rotated(q, positions, c, T), rotated(k, positions, c, T)
+    out = np.zeros((B, H, T, D))
+    scale = 1 / math.sqrt(c.query_pre_attn_scalar or D)
+    back = np.arange(T)[:, None] - np.arange(T)  # how far a key is behind its row
+    seen = (back >= 0) & (back < (c.window(layer) or T))
+    for b in range(B):
+        for h in range(H):
+            group = h // (H // K)
+            scores = scale * q[b, h] @ k[b, group].T
+            if c.attn_logit_softcapping:
+                scores = c.attn_logit_softcapping * np.tanh(scores / c.attn_logit_softcapping)
+            if c.positions == "alibi":
+                scores = scores - slopes(H)[h] * (scale if c.alibi_scaled else 1) * back
+            e = np.exp(np.where(seen & (segments[b][None] == segments[b][:, None]), scores, -np.inf))
+            out[b, h] = e / e.sum(-1, keepdims=True) @ v[b, group]
+    return linear(out.transpose(0, 2, 1, 3).reshape(B, T, H * D), weights, f"{name}.o_proj")
+
+
+def activation(x, name):
+    if name in ("silu", "sigmoid"):
+        sigmoid = 1 / (1 + np.exp(-x))
+        return x * sigmoid if name == "silu" else sigmoid
+    if name == "relu":
+        return np.maximum(x, 0)
+    if name == "gelu":
+        return x * np.vectorize(lambda z: 0.5 * (1 + math.erf(z / math.sqrt(2))))(x)
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def feed_forward(x, weights, name, c):
+    inner = linear(x, weights, f"{name}.up_proj")
+    if c.mlp_gated:
+        inner = activation(linear(x, weights, f"{name}.gate_proj"), c.hidden_act) * inner
+    else:
+        inner = activation(inner, c.hidden_act)
+    return linear(inner, weights, f"{name}.down_proj")
+
+
+def sinusoids(position, size):
+    """Vaswani et al. 2017, section 3.5."""
+    angles = [position / 10000 ** (2 * (i // 2) / size) for i in range(size)]
+    return [math.cos(a) if i % 2 else math.sin(a) for i, a in enumerate(angles)]
+
+
+def decoder(weights, c, tokens, segments=None):
+    """Logits `[B, T, V]` of int `[B, T]`; `weights` by the decoder's own names."""
+    B, T = tokens.shape
+    segments = np.zeros((B, T), int) if segments is None else segments
+    own = np.array([[t - list(row).index(row[t]) for t in range(T)] for row in segments])  # in each text
+    x = weights["model.embed_tokens.weight"][tokens] * c.embedding_multiplier
+    if c.positions == "learned":
+        x = x + weights["model.embed_positions.weight"][own + c.position_offset]
+    if c.positions == "sinusoidal":
+        x = x + np.array([[sinusoids(p + c.position_offset, c.hidden_size) for p in row] for row in own])
+    if c.embedding_norm:
+        x = norm(x, weights, "model.embed_layernorm", c)
+    whole = np.broadcast_to(np.arange(T), (B, T))
+    for layer in range(c.num_hidden_layers):
+        name = f"model.layers.{layer}"
+
+        def attend(y, name=name, layer=layer):
+            return attention(y, weights, f"{name}.self_attn", c, layer, whole, segments)
+
+        def feed(y, name=name):
+            return feed_forward(y, weights, f"{name}.mlp", c)
+
+        def normed(y, which, name=name):
+            return norm(y, weights, f"{name}.{which}_layernorm", c)
+
+        if c.parallel_residual:
+            first = normed(x, "input")
+            x = x + attend(first) + feed(first if c.shared_norm else normed(x, "post_attention"))
+        elif c.norm_placement == "pre":
+            x = x + attend(normed(x, "input"))
+            x = x + feed(normed(x, "post_attention"))
+        elif c.norm_placement == "post":
+            x = normed(x + attend(x), "post_attention")
+            x = normed(x + feed(x), "post_feedforward")
+        elif c.norm_placement == "output":
+            x = x + normed(attend(x), "post_attention")
+            x = x + normed(feed(x), "post_feedforward")
+        else:
+            x = x + normed(attend(normed(x, "input")), "post_attention")
+            x = x + normed(feed(normed(x, "pre_feedforward")), "post_feedforward")
+    if c.norm_placement != "post":
+        x = norm(x, weights, "model.norm", c)
+    logits = x @ weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"].T
+    cap = c.final_logit_softcapping
+    return cap * np.tanh(logits / cap) if cap else logits
+
+
+LONGEST = 16
+VOCABULARY = 31
+
+
+@st.composite
+def scalings(draw, pairs):
+    kinds = ["linear", "llama3", "yarn", "longrope"] + ["dynamic"] * (pairs > 1)
+    kind, factors = draw(st.sampled_from(kinds)), st.lists(st.floats(0.5, 8), min_size=pairs, max_size=pairs)
+    original = {"original_max_position_embeddings": draw(st.sampled_from([6, 12, LONGEST]))}
+    if kind == "longrope":
+        return {"rope_type": kind, "short_factor": draw(factors), "long_factor": draw(factors), **original}
+    scaling = {"rope_type": kind, "factor": draw(st.sampled_from([1.0, 2.0, 4.0]))}
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return scaling | (original if kind in ("llama3", "yarn") else {})
+
+
+@st.composite
+def architectures(draw):
+    """Any decoder that can be: small, and every part drawn by itself."""
+    flags, heads = st.booleans(), draw(st.sampled_from([2, 3, 4, 6, 1]))
+    layers, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([8, 4, 2]))
+    placement = draw(st.sampled_from(["pre", "pre", "post", "output", "both"]))
+    parallel, rms = placement == "pre" and draw(flags), draw(flags)
+    positions = draw(st.sampled_from(["rope", "rope", "learned", "sinusoidal", "alibi", "none"]))
+    rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))
+    share = draw(st.sampled_from([0.5, 1.0])) if head_dim > 2 else 1.0
+    kinds = st.sampled_from(["full_attention", "sliding_attention"])
+    return ModelConfig(
+        hidden_size=draw(st.sampled_from([16, 17, 24])), num_hidden_layers=layers,
+        num_attention_heads=heads, head_dim=head_dim,
+        num_key_value_heads=draw(st.sampled_from([n for n in range(1, 7) if heads % n == 0])),
+        intermediate_size=draw(st.integers(16, 40)), vocab_size=VOCABULARY,
+        max_position_embeddings=draw(st.sampled_from([8, LONGEST])) if rope else LONGEST,
+        rms_norm_eps=draw(st.sampled_from([1e-5, 1e-3])),
+        rope_theta=draw(st.sampled_from([100.0, 10_000.0])), attention_bias=draw(flags), mlp_bias=draw(flags),
+        tie_word_embeddings=draw(flags), norm="rms" if rms else "layer", norm_unit_offset=rms and draw(flags),
+        hidden_act=draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu", "sigmoid"])),
+        norm_placement=placement, parallel_residual=parallel, shared_norm=parallel and draw(flags),
+        positions=positions, position_offset=draw(st.integers(0, 2)) if positions in ("learned", "sinusoidal") else 0,
+        partial_rotary_factor=share if rope else 1.0,
+        rope_scaling=draw(st.none() | scalings(int(head_dim * share) // 2)) if rope else None,
+        sliding_window=window, qk_norm=draw(st.sampled_from([None, "head", "projection"])),
+        layer_types=window and draw(st.none() | st.lists(kinds, min_size=layers, max_size=layers)),
+        alibi_scaled=positions == "alibi" and draw(flags), attention_out_bias=draw(st.none() | flags),
+        attn_logit_softcapping=draw(st.none() | st.just(2.0)), final_logit_softcapping=draw(st.none() | st.just(3.0)),
+        query_pre_attn_scalar=draw(st.none() | st.just(5.0)), mlp_gated=draw(flags), embedding_norm=draw(flags),
+        embedding_multiplier=draw(st.sampled_from([1.0, 4.0])),
+    )  # fmt: skip
