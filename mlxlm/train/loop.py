@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.data import Batch, TokenDataset, TrainBatches, read_ahead
+from mlxlm.data import Batch, TokenDataset, read_ahead
 from mlxlm.errors import CheckpointError, MlxlmError, TrainingError
 from mlxlm.evaluate import evaluate
 from mlxlm.generation import LoadedModel, generate
@@ -30,10 +31,13 @@ from mlxlm.train.events import (
     Validation,
     Warned,
 )  # fmt: skip
+from mlxlm.train.feed import Feed
+from mlxlm.train.follow import share_state
 from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.log import RunLog
 from mlxlm.train.plot import draw_run
 from mlxlm.train.power import Pace, Power
+from mlxlm.train.ranks import RankLost, Ranks
 from mlxlm.train.run import Run
 from mlxlm.train.saving import Saver
 from mlxlm.train.step import TrainStep
@@ -51,6 +55,7 @@ def train(
     power: Power = _ALWAYS,
     tensorboard: bool = False,
     wandb: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[Event]:
     """Train `run` to its last step, yielding an Event for everything that happens, which the log has by then.
 
@@ -58,25 +63,28 @@ def train(
     they were interrupted and resumed. `resume` continues from the last checkpoint, or from the start if
     there is none yet. `should_stop` is asked after each step and all the time in pauses; if it says yes, the state
     is saved and the generator ends with Stopped. `power` says when to rest. `tensorboard` and `wandb`, a project, say
-    where else the events go: see `trackers`.
+    where else the events go: see `trackers`. `ranks`: where other processes take part by `follow`, this one's; it is
+    rank 0, and alone writes files.
 
     A checkpoint that the disk has no room for is put off (NotSaved). The one that a run ends with is waited for: the
     run pauses until there is room, or until `should_stop` says yes.
 
     Raises TrainingError, naming the last good checkpoint, when a loss is not finite or has risen by
     `settings.spike`; the step that went wrong is never saved. Raises DataError or CheckpointError for data
-    or a run that can't be used, PlatformError for a tracker's library that is missing.
+    or a run that can't be used, PlatformError for a tracker's library that is missing. When another rank is lost, what
+    was trained is saved, then a TrainingError says so.
     """
     check_trackers(tensorboard, wandb)
+    ranks = ranks or Ranks.alone()
     with run.locked():
         run.check_data()
         if run.checkpoints() and not resume:
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
         log = RunLog(run.log_file)
-        loop = _Loop(run, tokenizer, log, resume, Pace(power))
+        loop = _Loop(run, tokenizer, log, resume, _pace(power, ranks), ranks)
         with closing(Trackers(run, loop.first, tensorboard, wandb)) as trackers:
             try:
-                for event in loop.events(should_stop):
+                for event in loop.events(lambda: should_stop() or any(ranks.told("stop"))):
                     for told in (event, *trackers.record(event)):
                         log.record(told)
                         yield told
@@ -94,11 +102,11 @@ def train(
 class _Loop:
     """The state of a run between its steps."""
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, log: RunLog, resume: bool, pace: Pace):
-        self.run, self.tokenizer, self.settings, self.pace = run, tokenizer, run.settings, pace
+    def __init__(self, run: Run, tokenizer: Tokenizer, log: RunLog, resume: bool, pace: Pace, ranks: Ranks):
+        self.run, self.tokenizer, self.settings, self.pace, self.ranks = run, tokenizer, run.settings, pace, ranks
         self.model = Decoder(run.config, dropout=self.settings.dropout)
         self.model.initialize(self.settings.seed)
-        self.step = TrainStep(self.model, self.settings)
+        self.step = TrainStep(self.model, self.settings, ranks)
         state = run.restore(self.step) if resume else {}
         self.first: int = state.get("step", 0)
         self.at = self.first  # the step that is done, or in work
@@ -106,18 +114,16 @@ class _Loop:
         self.best: dict | None = state.get("best")
         self.spent: float = state.get("seconds", 0.0)
         self.owed = self.due(self.first, self.settings.eval_every) and state.get("validation_loss", 0) is None
-        self.data = TokenDataset.open(run.data, "train")
+        self.feed = Feed(run, ranks)
         self.held_out = TokenDataset.open(run.data, "validation")
-        self.batches = TrainBatches(
-            self.data, self.settings.batch_size, self.settings.sequence_length, self.settings.seed,
-            packing=self.settings.packing, document_mask=self.settings.document_mask,
-            answers_only=self.settings.answers_only,
-        )  # fmt: skip
         self.clock = Clock()
         self.saver = Saver(run, self.step, log)
         self.saver.saved = self.first
         if resume:
             log.rewind(self.first, validated=not self.owed)
+        ranks.rescue = self.rescued
+        ranks.share({**run.announcement(), "step": self.first})
+        share_state(self.step, ranks)
 
     def events(self, should_stop: Callable[[], bool]) -> Iterator[Event]:
         settings = self.settings
@@ -129,13 +135,17 @@ class _Loop:
         if self.first < settings.steps:
             yield from self.rest(self.first, should_stop)
         steps = range(self.first + 1, settings.steps + 1)
-        with closing(read_ahead(self.read, steps)) as read:
+        with closing(read_ahead(self.feed.read, steps)) as read:
             for done in steps:
                 if should_stop():
                     yield from self.save(done - 1, None, until=lambda: False)
                     yield Stopped(done - 1, self.run.path)
                     return
-                yield self.advance(done, next(read))
+                try:
+                    yield self.advance(done, next(read))
+                except RankLost as lost:  # in the middle of the step, which has changed nothing yet
+                    yield from self.save(done - 1, None)
+                    raise self.deserted(lost) from None
                 if done < settings.steps:
                     yield from self.rest(done, should_stop)
                 if done == settings.steps or not should_stop():
@@ -146,13 +156,12 @@ class _Loop:
 
     def started(self) -> Started:
         settings = self.settings
-        seen = settings.steps * settings.accumulate
-        epochs, by_source = self.batches.epoch_of(seen), self.batches.epochs(seen)
+        epochs, by_source = self.feed.epoch_of(settings.steps), self.feed.epochs(settings.steps)
         # Under a causal mask a token sees half of the sequence, on average.
         flops = self.run.config.flops_per_token(settings.sequence_length // 2, training=True)
         return Started(
             self.first, settings.steps, self.model.num_parameters(), settings.tokens_per_step, epochs, flops,
-            by_source, self.batches.cropped,
+            by_source, self.feed.cropped,
         )  # fmt: skip
 
     def rest(self, done: int, should_stop: Callable[[], bool]) -> Iterator[Event]:
@@ -180,15 +189,11 @@ class _Loop:
     def due(self, done: int, every: int) -> bool:
         return done == self.settings.steps or (every > 0 and done % every == 0)
 
-    def read(self, done: int) -> list[Batch]:
-        """The batches of step number `done`, from 1."""
-        accumulate = self.settings.accumulate
-        return [self.batches.batch((done - 1) * accumulate + i) for i in range(accumulate)]
-
     def advance(self, done: int, batches: list[Batch]) -> Step:
         """Step number `done`, from 1."""
         settings, self.at = self.settings, done
         rate = settings.learning_rate_at(done - 1)
+        self.ranks.share(done)  # the others take part in this step
         with self.clock, platform.interrupts_held():
             loss, norm = self.step(batches, rate)
             mx.eval(loss, norm, self.step.state)
@@ -262,11 +267,36 @@ class _Loop:
         yield Resumed(done, reason, seconds)
         yield tries[-1]
 
+    def rescued(self, lost: RankLost) -> TrainingError:
+        """As `events` does, from another thread, while the one of `events` waits for ever."""
+        with suppress(MlxlmError):
+            list(self.save(self.at - 1, None))
+        return self.deserted(lost)
+
+    def deserted(self, lost: RankLost) -> TrainingError:
+        saved = f"step {self.saver.saved} is saved" if self.saver.saved else "nothing is saved yet"
+        problem = f"stopped in step {self.at}: {lost.message}; {saved}"
+        return TrainingError(problem, f"mlxlm pretrain --resume {shlex.quote(str(self.run.path))}")
+
     def failure(self, done: int, problem: str) -> TrainingError:
         good = self.run.last_good()
         where = f"the last good checkpoint is {good}" if good else "there is no good checkpoint yet"
         hint = f"a new run with a lower --learning-rate than {self.settings.learning_rate:g} or more --warmup-steps"
         return TrainingError(f"stopped at step {done}: {problem}; {where}", hint)
+
+
+def _pace(power: Power, ranks: Ranks) -> Pace:
+    """One for all ranks: what one machine asks for, all do."""
+
+    def on_battery() -> bool | None:
+        known = [x for x in (platform.on_battery(), *ranks.told("on_battery")) if x is not None]
+        return any(known) if known else None
+
+    def heat() -> str | None:
+        known = [platform.heat(), *ranks.told("heat")]
+        return next((level for level in ("hot", "warm", "cool") if level in known), None)
+
+    return Pace(power, on_battery=on_battery, heat=heat)
 
 
 def sample_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -40,7 +40,7 @@ class _Link:
 
     def send(self, message: Any) -> None:
         """Raises OSError."""
-        line = b"\n" if message is None else json.dumps(message).encode() + b"\n"
+        line = json.dumps(message).encode() + b"\n"
         with self._lock:
             self.socket.sendall(line)
 
@@ -53,21 +53,30 @@ class _Link:
         *lines, self._rest = (self._rest + received).split(b"\n")
         if len(self._rest) > _LONGEST:
             raise ConnectionResetError
-        return [json.loads(line) for line in lines if line]
+        return [json.loads(line) for line in lines]
 
 
 class Pulse:
-    """Watches the links of this process and carries what rank 0 has to say to all.
+    """Watches the links of this process, carries what rank 0 has to say to all, and the facts of each to all.
 
     links: connected sockets and the rank at the other end of each; together those of all processes connect them all.
     patience: seconds of silence after which a process is held to be lost.
+    facts: asked each second, from the pulse's thread, for what the others should know of this process.
     on_lost: called with what happened, again each second until `leave`.
     """
 
     def __init__(
-        self, rank: int, links: list[tuple[socket.socket, int]], patience: float, on_lost: Callable[[str], None]
+        self,
+        rank: int,
+        links: list[tuple[socket.socket, int]],
+        patience: float,
+        facts: Callable[[], dict[str, Any]],
+        on_lost: Callable[[str], None],
     ):
         self.rank, self.patience = rank, patience
+        self.told: dict[int, dict[str, Any]] = {}  # the facts of the others
+        self._facts, self._beats = facts, 0
+        self._heard: dict[int, int] = {}
         self._links = [_Link(connection, other, patience) for connection, other in links]
         self._on_lost = on_lost
         self._changed = threading.Condition()
@@ -113,7 +122,8 @@ class Pulse:
         while not self._left:
             if time.monotonic() - spoken >= beat:
                 spoken = time.monotonic()
-                self._send(None)
+                self._beats += 1
+                self._send({"from": self.rank, "beat": self._beats, "facts": self._facts()})
                 if self._problem is not None:
                     self._on_lost(self._problem)
             open_links = [link for link in self._links if not link.done]
@@ -137,6 +147,11 @@ class Pulse:
                 link.done = True
             elif "lost" in message:
                 self._lose(message["lost"], source=link)
+            elif "beat" in message:
+                if message["from"] != self.rank and message["beat"] > self._heard.get(message["from"], 0):
+                    self._heard[message["from"]] = message["beat"]
+                    self.told[message["from"]] = message["facts"]
+                    self._send(message, source=link)
             elif message["number"] > self._newest:
                 self._send(message, source=link)
                 with self._changed:

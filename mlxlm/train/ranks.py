@@ -57,13 +57,16 @@ class Ranks:
     """This process and the others that train with it.
 
     rank: its number, from 0. size: how many there are.
+    facts: gives what the others should know of this process; asked each second, from another thread.
     rescue: what makes the error that is shown, from the loss of a rank; a loop puts here what saves its state first.
 
-    A context: leaving it in order tells the others so; leaving it by an error cuts the connection to them.
+    A context. Rank 0 that leaves it ends the run for all, whatever the reason: `share` gives None on the others. Where
+    another rank leaves it by an error, it is lost for the others.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None):
         self.rank, self.size = rank, size
+        self.facts: Callable[[], dict[str, Any]] = dict
         self.rescue: Callable[[RankLost], MlxlmError] = lambda lost: lost
         self._group = group
         self._pulse: Pulse | None = None
@@ -120,25 +123,24 @@ class Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _where: TracebackType | None) -> None:
         if self._pulse is not None:
-            self._pulse.leave(orderly=kind is None)
+            if self.rank == 0:
+                self._pulse.say(None)
+            self._pulse.leave(orderly=self.rank == 0 or kind is None)
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes files and speaks: rank 0."""
         return self.rank == 0
 
-    def share_of(self, count: int) -> range:
-        """Which of a step's `count` batches are this rank's: every `size`-th.
-
-        Raises PlatformError if the ranks can't have equally many.
-        """
+    def share_of(self, count: int) -> int:
+        """How many of a step's `count` batches each rank takes. Raises PlatformError where they can't take the same."""
         if count % self.size:
             fitting = [n for n in range(1, count + 1) if count % n == 0]
             raise PlatformError(
                 f"a step of this run has {count} batches, which {self.size} processes can't share equally",
-                f"{' or '.join(map(str, fitting))} processes",
+                f"{' or '.join(map(str, fitting))} of them",
             )
-        return range(self.rank, count, self.size)
+        return count // self.size
 
     def summed(self, tree: Any) -> Any:
         """The sums over all ranks of a tree of arrays, the same to the bit on each rank; evaluated if there are others.
@@ -163,13 +165,6 @@ class Ranks:
 
         return self._exchanged(tree, bits)
 
-    def agree(self, asked: bool) -> bool:
-        """Whether any rank asks: the same answer on all. Raises RankLost."""
-        if self.size == 1:
-            return asked
-        with self._together():
-            return mx.distributed.all_sum(mx.array(int(asked)), group=self._group).item() > 0
-
     def share(self, value: Any = None) -> Any:
         """Rank 0's `value`, of JSON's types, on every rank: the others wait for it, using no core. Raises RankLost."""
         if self._pulse is None:
@@ -178,6 +173,11 @@ class Ranks:
             self._pulse.say(value)
             return value
         return self._pulse.hear()
+
+    def told(self, name: str) -> list[Any]:
+        """The fact `name` of each of the other ranks that has told it, at most some seconds old."""
+        others = self._pulse.told.values() if self._pulse is not None else ()
+        return [facts[name] for facts in list(others) if name in facts]
 
     def _exchanged(self, tree: Any, prepared: Callable[[mx.array], mx.array]) -> Any:
         flat = sorted(tree_flatten(tree), key=lambda item: str(item[1].dtype))
@@ -255,7 +255,7 @@ class Ranks:
         if server is not None:
             with server:
                 links += pulse.accept(server, secret, peers, patience)
-        self._pulse = Pulse(self.rank, links, patience, self._lost)
+        self._pulse = Pulse(self.rank, links, patience, lambda: self.facts(), self._lost)
 
     def _gather(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         row = json.dumps(card).encode().ljust(_CARD)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm._mlx import mx
 from mlxlm.checkpoint.layout import RUN_FILE, best_checkpoint, is_run, list_checkpoints, step_of
 from mlxlm.checkpoint.safetensors import check_file, load_weights, save_tensors, save_weights
 from mlxlm.config import ModelConfig, read_json
@@ -78,6 +78,23 @@ class Run:
             raise ConfigError(f"{path / RUN_FILE}: it needs settings, data and data_digest") from None
         return cls(path, config, TrainSettings.from_dict(settings, str(path / RUN_FILE)), data, digest)
 
+    def announcement(self) -> dict[str, Any]:
+        """What a process elsewhere needs to train along: JSON's types, the data by its absolute path."""
+        return {
+            "path": str(self.path.resolve()),
+            "config": self.config.to_dict(),
+            "settings": self.settings.to_dict(),
+            "data": str(self.data.resolve()),
+            "data_digest": self.data_digest,
+        }
+
+    @classmethod
+    def announced(cls, values: dict[str, Any]) -> Run:
+        """The run of an `announcement`; its folder need not be here, its data must be."""
+        settings = TrainSettings.from_dict(values["settings"], "the run")
+        config = ModelConfig.from_dict(values["config"], "the run")
+        return cls(Path(values["path"]), config, settings, Path(values["data"]), values["data_digest"])
+
     @property
     def log_file(self) -> Path:
         return self.path / "log.jsonl"
@@ -112,7 +129,7 @@ class Run:
         """Write `checkpoints/step-N` for `state["step"]` = N and drop what is no longer kept."""
         target = self.path / "checkpoints" / f"step-{state['step']}"
         with new_folder(target) as folder:
-            save_weights(folder, dict(tree_flatten(step.model.parameters())))
+            save_weights(folder, step.weights())
             save_tensors(folder / "optimizer.safetensors", step.save_state())
             write_json(folder / "state.json", {**state, "settings": self.settings.to_dict()})
         self.drop_outdated()
@@ -162,8 +179,7 @@ class Run:
             changed = [k for k, v in self.settings.to_dict().items() if state["settings"].get(k) != v]
             if state["step"] != step_of(folder):
                 raise ValueError(f"state.json is of step {state['step']}")
-            step.model.load_weights(list(load_weights(folder).items()))
-            step.load_state(mx.load(str(optimizer)))
+            step.load(load_weights(folder), mx.load(str(optimizer)))
             mx.eval(step.state)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{folder} does not fit this run: {error}") from None
