@@ -45,6 +45,7 @@ class Trackers:
         if tensorboard:
             self._openers["TensorBoard"] = lambda: _TensorBoard(run, first)
         if wandb is not None:
+            _identity(run, wandb)
             self._openers["Weights & Biases"] = lambda: _WeightsAndBiases(run, wandb)
 
     def record(self, event: Event) -> Iterator[Warned]:
@@ -86,6 +87,18 @@ def _numbers(event: Event) -> dict[str, float]:
     return {}
 
 
+def _identity(run: Run, project: str) -> dict[str, Any]:
+    """Which W&B run it is. Raises CheckpointError for one of another project."""
+    file = run.path / _WANDB_FILE
+    if not file.exists():
+        write_json(file, {"id": secrets.token_hex(4), "project": project})
+    known = read_json(file)
+    if not isinstance(known.get("id"), str) or known.get("project") != project:
+        there = known.get("project")
+        raise CheckpointError(f"{run.path} is in the W&B project {there}, not in {project}", f"--wandb {there}")
+    return known
+
+
 class _TensorBoard:
     """Event files in the run's folder `tensorboard`, one for each time the run was started."""
 
@@ -116,12 +129,7 @@ class _WeightsAndBiases:
     def __init__(self, run: Run, project: str):
         import wandb
 
-        file = run.path / _WANDB_FILE
-        known = read_json(file) if file.exists() else {"id": secrets.token_hex(4), "project": project}
-        if known.get("project") != project:
-            raise CheckpointError(f"{run.path} is in the W&B project {known.get('project')}", "--wandb with that name")
-        if not file.exists():
-            write_json(file, known)
+        known = _identity(run, project)
         quiet = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=_WANDB_SECONDS)
         config = {"settings": run.settings.to_dict(), "model": run.config.to_dict()}
         self._run: Any = wandb.init(

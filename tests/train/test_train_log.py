@@ -1,0 +1,116 @@
+"""log.jsonl: what is written, on a full disk too, and what is read back after a crash."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxlm.errors import CheckpointError
+from mlxlm.report.entries import read_entries
+from mlxlm.train import NotSaved, Sample, Saved, Step, Validation
+from mlxlm.train.log import RunLog
+
+
+def step(n):
+    return Step(n, 10, n * 100, 3.5, 1e-3, 0.5, 1000.0, n * 0.1, 2.0, 10**6)
+
+
+def test_an_entry_has_the_event_s_name_and_fields(tmp_path):
+    log = RunLog(tmp_path / "log.jsonl")
+    odd = "a\u2028b\x85\ud800 </script>\n"
+    for event in (step(1), Sample(1, "", odd), NotSaved(1, "full", "free 3 GB"), Saved(1, tmp_path),
+                  Validation(1, 100, 800.0, float("inf"), 9.0, True)):  # fmt: skip
+        log.record(event)
+    lines = log.path.read_text(encoding="utf-8").split("\n")
+    assert len(lines) == 6 and lines[-1] == ""
+    entries = list(read_entries(log.path))
+    assert [e["event"] for e in entries] == ["step", "sample", "not_saved", "saved", "validation"]
+    assert entries[0] == {"event": "step", "step": 1, "steps": 10, "tokens": 100, "loss": 3.5, "learning_rate": 1e-3,
+                          "gradient_norm": 0.5, "tokens_per_second": 1000.0, "seconds": 0.1, "seconds_left": 2.0,
+                          "memory": 10**6}  # fmt: skip
+    assert entries[1]["text"] == odd and entries[1]["time"].endswith("+00:00")
+    assert "path" not in entries[3] and entries[4]["perplexity"] is None
+
+
+class FullFile:
+    """A file that takes `room` more bytes."""
+
+    def __init__(self, file, disk):
+        self.file, self.disk = file, disk
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def tell(self):
+        return self.file.tell()
+
+    def truncate(self, size):
+        self.file.truncate(size)
+
+    def write(self, data):
+        if self.disk["room"] == 0:
+            raise OSError(self.disk["error"], "refused")
+        taken = data[: self.disk["room"]]
+        self.disk["room"] -= len(taken)
+        return self.file.write(taken)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_lines_wait_for_room(tmp_path, monkeypatch, number):
+    log, disk = RunLog(tmp_path / "log.jsonl"), {"room": 10**6, "error": number}
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *args, **kwargs: FullFile(real(path, *args, **kwargs), disk))
+    log.record(step(1))
+    disk["room"] = 25  # of a line
+    log.record(step(2))
+    disk["room"] = 0
+    log.record(step(3))
+    monkeypatch.undo()
+    assert [e["step"] for e in read_entries(log.path)] == [1] and log.path.read_bytes().endswith(b"}\n")
+    log.record(step(4))
+    assert [e["step"] for e in read_entries(log.path)] == [1, 2, 3, 4]
+
+
+def test_another_error_is_one(tmp_path):
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(CheckpointError, match="cannot write .*log.jsonl"):
+        RunLog(tmp_path / "log.jsonl").record(step(1))
+
+
+def test_rewinding_keeps_what_is_before_the_checkpoint(tmp_path):
+    log = RunLog(tmp_path / "log.jsonl")
+    log.rewind(5, validated=True)  # a run that was killed before its first line
+    assert not log.path.exists()
+    for n in (1, 2, 3):
+        log.record(step(n))
+        log.record(Validation(n, n, 1.0, 2.7, 1.0, True))
+    with log.path.open("ab") as file:
+        file.write(b"\0\0\0" + b'{"event": "st')
+    log.rewind(2, validated=False)
+    assert [(e["event"], e["step"]) for e in read_entries(log.path)] == [
+        ("step", 1), ("validation", 1), ("step", 2),
+    ]  # fmt: skip
+    log.record(Validation(2, 2, 1.0, 2.7, 1.0, True))
+    log.rewind(2, validated=True)
+    assert [e["event"] for e in read_entries(log.path)][-1] == "validation"
+
+
+def test_lines_that_are_no_entries(tmp_path):
+    path = tmp_path / "log.jsonl"
+    good = {"event": "step", "step": 3}
+    lines = [b"", b"null", b"[1]", b'{"event": 3, "step": 1}', b'{"event": "step", "step": "1"}', b'{"step": 1}',
+             b'{"event": "step", "step": -1}', b"\xff\xfe", b"[" * 100_000, json.dumps(good).encode()]  # fmt: skip
+    path.write_bytes(b"\n".join(lines))
+    assert list(read_entries(path)) == [good]
+    assert list(read_entries(tmp_path / "none.jsonl")) == []
+
+
+def test_a_line_without_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxlm.report.entries._LONGEST", 1000)
+    (tmp_path / "log.jsonl").write_bytes(b"x" * 2000)
+    with pytest.raises(CheckpointError, match="a line of more than"):
+        list(read_entries(tmp_path / "log.jsonl"))
