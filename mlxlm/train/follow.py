@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 from mlxlm import platform
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm._mlx import mx
 from mlxlm.data import read_ahead
 from mlxlm.errors import DataError
 from mlxlm.model import Decoder
@@ -50,11 +50,10 @@ def share_state(step: TrainStep, ranks: Ranks) -> None:
     """Give all ranks the weights and the optimizer of rank 0, to the bit."""
     if ranks.size == 1:
         return
-    arrays = {"weights": dict(tree_flatten(step.model.parameters())), "state": step.save_state()}
+    arrays = {"weights": step.weights(), "state": step.save_state()}
     names = [(part, name) for part, values in arrays.items() for name in values]
     received = dict(zip(names, ranks.broadcast([arrays[part][name] for part, name in names]), strict=True))
-    step.model.load_weights([(name, received[part, name]) for part, name in names if part == "weights"])
-    step.load_state({name: received[part, name] for part, name in names if part == "state"})
+    step.load(*({name: received[part, name] for name in values} for part, values in arrays.items()))
     mx.eval(step.state)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxlm._mlx import tree_flatten
 from mlxlm.errors import CheckpointError
 from mlxlm.train.events import NotSaved, Saved
 from mlxlm.train.log import RunLog
@@ -79,7 +78,7 @@ class Saver:
 
 def checkpoint_bytes(step: TrainStep) -> int:
     """The size of a checkpoint, but for some kilobytes of names."""
-    arrays = [*(weight for _, weight in tree_flatten(step.model.parameters())), *step.save_state().values()]
+    arrays = [*step.weights().values(), *step.save_state().values()]
     return sum(array.nbytes for array in arrays)
 
 

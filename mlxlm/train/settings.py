@@ -9,8 +9,11 @@ from typing import Any
 
 from mlxlm.data import PACKINGS
 from mlxlm.errors import ConfigError
+from mlxlm.train import schedules
+from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS
+from mlxlm.train.schedules import SCHEDULES
 
-SCHEDULES = ("cosine", "wsd", "constant")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -25,15 +28,19 @@ class TrainSettings:
     packing: str = "concatenate"  # leaves nothing out; "best-fit" crops documents, and begins every row with one
     document_mask: bool = False  # attention stays within a document
     answers_only: bool = False  # of conversations the assistant's words alone are learned: for tuning
+    optimizer: str = "adamw"
     schedule: str = "cosine"
     warmup_steps: int | None = None  # None: 5% of the steps, at most 500
     final_learning_rate: float = 0.1  # as a fraction of learning_rate
     decay_fraction: float = 0.2  # the share of the steps that wsd spends decaying (Hu et al. 2024, MiniCPM)
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95  # 0.999 averages over longer than a short run lasts (Brown et al. 2020, appendix B)
+    weight_decay: float | None = None  # this and the betas: None takes the optimizer's, see `optimizers.DEFAULTS`
+    beta1: float | None = None
+    beta2: float | None = None
     clip: float = 1.0  # global norm of the gradient; 0 leaves it as it is
     dropout: float = 0.0
+    ema: float = 0.0  # decay of the averaged weights, which are evaluated and saved as the model; 0: none
+    dtype: str = "float32"  # of products and activations; the weights are float32 in any case
+    recompute: bool = False  # activations of a layer are made twice, not kept: less memory for a third more time
     seed: int = 0
     eval_every: int = 250
     eval_tokens: int = 131_072
@@ -47,6 +54,9 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.warmup_steps is None and isinstance(self.steps, int):
             object.__setattr__(self, "warmup_steps", min(500, self.steps // 20))
+        for name in ("weight_decay", "beta1", "beta2"):
+            if getattr(self, name) is None and self.optimizer in OPTIMIZERS:
+                object.__setattr__(self, name, getattr(DEFAULTS[self.optimizer], name))
         problems = list(_problems(self))
         if problems:
             raise ConfigError("these training settings can't work: " + "; ".join(problems))
@@ -70,31 +80,11 @@ class TrainSettings:
         return self.batch_size * self.sequence_length * self.accumulate
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of step `step` (0-based): linear warmup, then the schedule.
-
-        cosine: down to `final_learning_rate` at the last step (Loshchilov & Hutter 2017). wsd: constant,
-        then linear down to it over the last `decay_fraction` of the steps.
-        """
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
-        done = (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps)
-        if self.schedule == "constant":
-            remaining = 1.0
-        elif self.schedule == "cosine":
-            remaining = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-        else:
-            start = max(self.warmup_steps, round(self.steps * (1 - self.decay_fraction)))
-            remaining = min(1.0, (self.steps - 1 - step) / max(1, self.steps - 1 - start))
-        return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * remaining)
-
-
-def default_learning_rate(parameters: int) -> float:
-    """A peak learning rate for AdamW by model size: 6e-4 · (N / 125M)^-0.39, at most 0.01.
-
-    The power law runs near GPT-3's rates from 125M to 1.3B parameters (Brown et al. 2020, table 2.1), and
-    through 6e-3 at 0.4M parameters, where 1e-2 did no better on a megabyte of plays.
-    """
-    return min(0.01, 6e-4 * (parameters / 125e6) ** -0.39)
+        """The learning rate of step `step` (0-based), see `schedules.learning_rate`."""
+        return schedules.learning_rate(
+            step, self.steps, self.learning_rate, schedule=self.schedule, warmup=self.warmup_steps,
+            final=self.final_learning_rate, decay_fraction=self.decay_fraction,
+        )  # fmt: skip
 
 
 def _problems(s: TrainSettings) -> Iterator[str]:
@@ -112,22 +102,28 @@ def _problems(s: TrainSettings) -> Iterator[str]:
     for name in ("warmup_steps", "eval_every", "save_every", "sample_every", "seed"):
         if not whole(getattr(s, name), 0):
             yield f"{name} is {getattr(s, name)!r}, it must be a whole number from 0 up"
-    for name in ("learning_rate", "weight_decay", "clip", "spike"):
+    for name, choices in (
+        ("packing", tuple(PACKINGS)), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("dtype", DTYPES)
+    ):  # fmt: skip
+        if getattr(s, name) not in choices:
+            yield f"{name} is {getattr(s, name)!r}, it must be one of {', '.join(choices)}"
+    of_optimizer = ("weight_decay", "beta1", "beta2") if s.optimizer in OPTIMIZERS else ()
+    for name in ("learning_rate", *of_optimizer[:1], "clip", "spike"):
         value = getattr(s, name)
         if not number(value) or value < 0 or (name == "learning_rate" and value == 0):
             yield f"{name} is {value!r}, it must be a positive number"
     for name in ("final_learning_rate", "decay_fraction"):
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) <= 1:
             yield f"{name} is {getattr(s, name)!r}, it must be between 0 and 1"
-    for name in ("beta1", "beta2", "dropout"):
+    if of_optimizer and DEFAULTS[s.optimizer].beta2 is None:
+        of_optimizer = of_optimizer[:2]
+        if s.beta2 is not None:
+            yield f"beta2 is {s.beta2!r}, but {s.optimizer} has no beta2: leave it out"
+    for name in (*of_optimizer[1:], "dropout", "ema"):
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) < 1:
             yield f"{name} is {getattr(s, name)!r}, it must be at least 0 and below 1"
-    if s.packing not in tuple(PACKINGS):
-        yield f"packing is {s.packing!r}, it must be one of {', '.join(PACKINGS)}"
-    for name in ("document_mask", "answers_only"):
+    for name in ("document_mask", "answers_only", "recompute"):
         if not isinstance(getattr(s, name), bool):
             yield f"{name} is {getattr(s, name)!r}, it must be true or false"
-    if s.schedule not in SCHEDULES:
-        yield f"schedule is {s.schedule!r}, it must be one of {', '.join(SCHEDULES)}"
     if whole(s.steps, 1) and whole(s.warmup_steps, 0) and s.warmup_steps >= s.steps > 1:
         yield f"warmup_steps {s.warmup_steps} leaves nothing of {s.steps} steps (at most {s.steps - 1})"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mlxlm import platform
+from mlxlm._mlx import ON_CPU
 from mlxlm.config import ModelConfig, preset_names
 from mlxlm.data import CHAT_TEMPLATE, Manifest, prepare, texts, total_bytes
 from mlxlm.data.manifest import is_prepared
@@ -19,8 +20,9 @@ from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.files import check_free
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.clock import measure_step
+from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.run import Run
-from mlxlm.train.settings import TrainSettings, default_learning_rate
+from mlxlm.train.settings import TrainSettings
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla", table 3)
 # Of the time given in minutes, this share is left for validation, saving and a machine that slows down.
@@ -75,6 +77,10 @@ def start_run(
     check_free(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
     values = dict(settings or {})
     length = _length_of_training(minutes, tokens, values.get("steps"))
+    values.setdefault("dtype", "float32" if ON_CPU else "bfloat16")
+    if ON_CPU and values["dtype"] != "float32":
+        hint = "float32, the default on a CPU"
+        raise ConfigError(f"a CPU computes {values['dtype']} products many times slower than float32", hint)
     draft = TrainSettings(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or 1})
     prepared = _prepared(sources)
     if prepared and validation:
@@ -106,7 +112,7 @@ def start_run(
             config = config.with_changes(eos_token_id=[words.eos_id, words.special_tokens["<|end|>"]])
         # Without conversations in the text there are no roles to speak of: such a model continues texts.
         words.chat_template = CHAT_TEMPLATE if manifest.chat_documents else None
-        values.setdefault("learning_rate", default_learning_rate(config.parameter_count()))
+        values.setdefault("learning_rate", default_learning_rate(config.parameter_count(), draft.optimizer))
         with phase("timing a training step", None) if minutes else nullcontext():
             values["steps"] = length(config, draft)
         return Run.create(out, config, TrainSettings(**values), words, data, adopt=not prepared)

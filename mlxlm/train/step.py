@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from mlxlm._mlx import mx, optim, tree_flatten, tree_map, tree_unflatten
+from mlxlm._mlx import mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
+from mlxlm.train.averaging import averaged
 from mlxlm.train.loss import summed_loss
+from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.ranks import Ranks
 from mlxlm.train.settings import TrainSettings
 
@@ -16,27 +19,21 @@ Arrays = tuple[mx.array, mx.array | None, mx.array | None]  # of a Batch
 
 
 class TrainStep:
-    """AdamW (Loshchilov & Hutter 2019) on a model, its state owned here.
+    """Gradients of a model and what an optimizer makes of them; all that a step changes is owned here.
 
-    Decay applies to matrices only: pulling norms and biases to zero has no regularising effect (nanoGPT
-    and GPT-3 do the same).
+    The weights are float32. With `settings.dtype` "bfloat16" they are rounded for each forward pass, whose products
+    and activations are in it; the loss, the sums of gradients, their norm and the update stay float32.
+
+    With `settings.ema`, an average of the weights goes along: what is evaluated, and a checkpoint's model.
     """
 
     def __init__(self, model: Decoder, settings: TrainSettings, ranks: Ranks | None = None):
         self.model, self.settings, self.ranks = model, settings, ranks or Ranks.alone()
-
-        def adamw(decay: float) -> optim.AdamW:
-            return optim.AdamW(
-                settings.learning_rate,
-                betas=(settings.beta1, settings.beta2),
-                weight_decay=decay,
-                bias_correction=True,
-            )
-
-        self._optimizer = optim.MultiOptimizer(
-            [adamw(settings.weight_decay), adamw(0.0)], [lambda _name, weight: weight.ndim >= 2]
-        )
+        self._dtype = getattr(mx, settings.dtype)
+        model.model.recompute = settings.recompute
+        self._optimizer = make_optimizer(settings)
         self._optimizer.init(model.trainable_parameters())
+        self._averages = {name: mx.array(weight) for name, weight in self._raw().items()} if settings.ema else {}
         mx.random.seed(settings.seed)
         self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
         if self.ranks.size > 1:
@@ -58,35 +55,57 @@ class TrainStep:
             return self._step(arrays, rate)
         key = mx.random.state[0]
         following, *keys = mx.random.split(key, 1 + self.ranks.size)
-        mx.random.state[0] = keys[self.ranks.rank]  # each rank drops out elements of its own
+        _set_key(keys[self.ranks.rank])  # each rank drops out elements of its own
         try:
             # Out of the compiled graph: no weight is touched before all sums have come.
             sums = self.ranks.summed(self._own_sums(arrays))
         except BaseException:
-            mx.random.state[0] = key
+            _set_key(key)
             raise
-        mx.random.state[0] = following
+        _set_key(following)
         return self._use_sums(sums, rate)
 
     @property
     def state(self) -> list[Any]:
-        """Everything that a step changes: weights, optimizer, random state."""
-        return [self.model.state, [o.state for o in self._optimizer.optimizers], mx.random.state]
+        """Everything that a step changes: weights, optimizer, averages, random state."""
+        optimizers = [o.state for o in self._optimizer.optimizers]
+        return [self.model.state, optimizers, self._averages, mx.random.state]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights, where there are any."""
+        raw = self._raw()
+        self.model.load_weights(list(self.weights().items()))
+        try:
+            yield
+        finally:
+            self.model.load_weights(list(raw.items()))
+
+    def weights(self) -> dict[str, mx.array]:
+        """What the model is worth now, float32 by name: the averaged weights, or the only ones."""
+        return dict(self._averages) or self._raw()
 
     def save_state(self) -> dict[str, mx.array]:
-        """Optimizer and random state as named arrays."""
-        return dict(sorted([*tree_flatten(self._optimizer.state), ("random", mx.random.state[0])]))
+        """All that is to be kept beside `weights`, as named arrays: optimizer, random state and, where `weights` are
+        averages, what they are averages of."""
+        raw = {f"weights.{name}": weight for name, weight in self._raw().items()} if self._averages else {}
+        return dict(sorted([*tree_flatten(self._optimizer.state), *raw.items(), ("random", mx.random.state[0])]))
 
-    def load_state(self, arrays: dict[str, mx.array]) -> None:
-        """Continue from what `save_state` gave. Raises ValueError if the names or shapes differ."""
-        wanted = {name: value.shape for name, value in self.save_state().items()}
-        if wanted != {name: value.shape for name, value in arrays.items()}:
-            raise ValueError("the optimizer state is of another model")
-        high, low = arrays["random"].tolist()
-        mx.random.seed(high << 32 | low)  # the seed is the key, in two halves
-        loaded = tree_unflatten([(k, v) for k, v in arrays.items() if k != "random"])
-        for optimizer, state in zip(self._optimizer.optimizers, loaded["states"], strict=True):
-            optimizer.state.update(state)
+    def load(self, weights: dict[str, mx.array], state: dict[str, mx.array]) -> None:
+        """Continue from what `weights` and `save_state` gave. Raises ValueError if names or shapes differ."""
+        for given, own in ((weights, self.weights()), (state, self.save_state())):
+            if {n: x.shape for n, x in given.items()} != {n: x.shape for n, x in own.items()}:
+                raise ValueError("the weights or the optimizer's state are of another model")
+        raw = {n.removeprefix("weights."): x for n, x in state.items() if n.startswith("weights.")}
+        self.model.load_weights(list((raw or weights).items()))
+        self._averages.update(weights if self._averages else {})
+        _set_key(state["random"])
+        loaded = tree_unflatten([(n, x) for n, x in state.items() if n.startswith("states.")])
+        for optimizer, values in zip(self._optimizer.optimizers, loaded["states"], strict=True):
+            optimizer.state.update(values)
+
+    def _raw(self) -> dict[str, mx.array]:
+        return dict(tree_flatten(self.model.trainable_parameters()))
 
     def _update(self, batches: list[Arrays], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
         return self._use(self._sums(batches), learning_rate)
@@ -110,6 +129,8 @@ class TrainStep:
             gradients = tree_map(lambda g: g * factor, gradients)
         self._optimizer.learning_rate = learning_rate
         self._optimizer.update(self.model, gradients)
+        step = self._optimizer.optimizers[0].step
+        self._averages.update(averaged(self._averages, self._raw(), self.settings.ema, step))
         return sums["loss"] / count, norm
 
     def _gradients(self, parameters: dict, batches: list[Arrays]) -> tuple[mx.array, dict]:
@@ -125,8 +146,14 @@ class TrainStep:
         return total, gradients
 
     def _loss(self, parameters: dict, *batch: mx.array | None) -> mx.array:
-        self.model.update(parameters)
+        self.model.update(tree_map(lambda weight: weight.astype(self._dtype), parameters))
         return summed_loss(self.model, *batch)
+
+
+def _set_key(key: mx.array) -> None:
+    """Make `key` the state of MLX's global random numbers."""
+    high, low = key.tolist()
+    mx.random.seed(high << 32 | low)  # the seed is the key, in two halves
 
 
 def _count(tokens: mx.array, weights: mx.array | None) -> mx.array:

@@ -221,7 +221,7 @@ def test_schedules():
         ({"steps": 0}, "steps is 0"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"batch_size": 0, "dropout": 1.0}, "batch_size is 0.*dropout is 1.0"),
-        ({"schedule": "linear"}, "schedule is 'linear'.*cosine, wsd, constant"),
+        ({"schedule": "sine"}, "schedule is 'sine'.*cosine, linear, constant, wsd"),
         ({"warmup_steps": 100}, "warmup_steps 100 leaves nothing of 50 steps"),
     ],
 )

@@ -1,0 +1,98 @@
+"""The optimizers: MLX's own, which weights each of them moves, and what they do by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mlxlm._mlx import mx, optim
+
+if TYPE_CHECKING:
+    from mlxlm.train.settings import TrainSettings
+
+_MUON_MOMENTUM = 0.95  # of Jordan et al. 2024 and of Moonshot 2025
+_MATCHED_RMS = 0.2  # of an AdamW update, usually between 0.2 and 0.4 (Liu et al. 2025, 2.2)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """weight_decay is decoupled. beta1 and beta2: averages of the gradient and of what it is divided by; beta2 None:
+    there is none to choose. rate: the peak learning rate as a multiple of AdamW's; or `fixed_rate`, for every size."""
+
+    weight_decay: float
+    beta1: float
+    beta2: float | None
+    rate: float = 1.0
+    fixed_rate: float | None = None
+
+
+DEFAULTS = {
+    # 0.1 and 0.95 are GPT-3's: 0.999 averages over longer than a short run lasts (Brown et al. 2020, appendix B).
+    "adamw": Defaults(0.1, 0.9, 0.95),
+    # Its updates are as large as AdamW's, so that rate and decay carry over (Liu et al. 2025, 2.2); betas of the rest.
+    "muon": Defaults(0.1, 0.9, 0.95),
+    # A sign is larger than an AdamW update: 3 to 10 times less rate, as much more decay (Chen et al. 2023, 5).
+    "lion": Defaults(0.5, 0.95, 0.98, rate=0.2),
+    # Rates are relative to the size of a weight: 0.01 at most (Shazeer & Stern 2018, 8); no momentum, no decay: T5's.
+    "adafactor": Defaults(0.0, 0.0, None, fixed_rate=0.01),
+}
+OPTIMIZERS = tuple(DEFAULTS)
+
+
+def default_learning_rate(parameters: int, optimizer: str = "adamw") -> float:
+    """A peak learning rate by model size, for AdamW 6e-4 · (N / 125M)^-0.39, at most 0.01.
+
+    The power law runs near GPT-3's rates from 125M to 1.3B parameters (Brown et al. 2020, table 2.1), and
+    through 6e-3 at 0.4M parameters, where 1e-2 did no better on a megabyte of plays.
+    """
+    defaults = DEFAULTS[optimizer]
+    return defaults.fixed_rate or defaults.rate * min(0.01, 6e-4 * (parameters / 125e6) ** -0.39)
+
+
+def make_optimizer(settings: TrainSettings) -> optim.MultiOptimizer:
+    """The optimizer that the settings name, for the weights of a `Decoder`, by their names.
+
+    Decay applies to matrices only: pulling norms and biases to zero has no regularising effect (nanoGPT and GPT-3 do
+    the same). Muon moves the matrices of the layers; embeddings, head and vectors are AdamW's (Jordan et al. 2024).
+    """
+    kinds = {"adamw": _adamw, "muon": _adamw, "lion": _lion, "adafactor": _adafactor}
+    make = kinds[settings.optimizer]
+    optimizers = [make(settings, settings.weight_decay), make(settings, 0.0)]
+    filters = [lambda _name, weight: weight.ndim >= 2]
+    if settings.optimizer == "muon":
+        optimizers.insert(0, Muon(settings.learning_rate, settings.weight_decay))
+        filters.insert(0, lambda name, weight: weight.ndim >= 2 and ".layers." in name)
+    return optim.MultiOptimizer(optimizers, filters)
+
+
+class Muon(optim.Muon):
+    """MLX's Muon (Jordan et al. 2024), with decoupled weight decay and updates as large as AdamW's.
+
+    An orthogonal `[r, c]` matrix has the root mean square 1 / sqrt(max(r, c)); times 0.2 · sqrt(max(r, c)), every
+    matrix moves by 0.2 of the learning rate, like AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", 2.2).
+    MLX's class scales by the shape only, and adds the decay to the gradient, which orthogonalisation undoes.
+    """
+
+    def __init__(self, learning_rate: float, weight_decay: float):
+        super().__init__(learning_rate, momentum=_MUON_MOMENTUM, weight_decay=0.0)
+        self.decoupled_decay = weight_decay
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict) -> mx.array:
+        rows, columns = parameter.shape
+        moved = super().apply_single(gradient, mx.zeros_like(parameter), state)
+        scale = _MATCHED_RMS * max(rows, columns) ** 0.5 / max(1, rows / columns) ** 0.5
+        return parameter * (1 - self.learning_rate * self.decoupled_decay) + scale * moved
+
+
+def _adamw(settings: TrainSettings, decay: float) -> optim.Optimizer:
+    betas = (settings.beta1, settings.beta2)
+    return optim.AdamW(settings.learning_rate, betas=betas, weight_decay=decay, bias_correction=True)
+
+
+def _lion(settings: TrainSettings, decay: float) -> optim.Optimizer:
+    return optim.Lion(settings.learning_rate, betas=(settings.beta1, settings.beta2), weight_decay=decay)
+
+
+def _adafactor(settings: TrainSettings, decay: float) -> optim.Optimizer:
+    momentum = settings.beta1 or None
+    return optim.Adafactor(settings.learning_rate, beta_1=momentum, weight_decay=decay, relative_step=False)
