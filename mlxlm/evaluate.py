@@ -26,25 +26,35 @@ class Evaluation:
 
 
 def evaluate(
-    model, data: TokenDataset, sequence_length: int, batch_size: int = 8, max_tokens: int | None = None
+    model,
+    data: TokenDataset,
+    sequence_length: int,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    *,
+    document_mask: bool = False,
+    answers_only: bool = False,
 ) -> Evaluation:
     """Predict each token of `data` once, in windows of `sequence_length`; or `max_tokens` of them, in windows
-    spread evenly over it.
+    spread evenly over it. `document_mask` and `answers_only`: see `mlxlm.data.validation_batches`.
 
     Bits per byte = loss / ln 2 · (tokens / bytes of all of `data`): unlike a loss per token it can be compared
-    between tokenizers. Special tokens count as tokens and have no bytes. The model is left in the mode it
-    was in.
+    between tokenizers. Special tokens count as tokens and have no bytes; of conversations only the answers count. The
+    model is left in the mode it was in.
     """
     training = model.training
     model.eval()
     total, count = 0.0, 0.0
+    form = {"document_mask": document_mask, "answers_only": answers_only}
     try:
-        for tokens, mask in validation_batches(data, batch_size, sequence_length, max_tokens):
-            inputs, targets = mx.array(tokens[:, :-1]), mx.array(tokens[:, 1:])
+        for tokens, segments, weights in validation_batches(data, batch_size, sequence_length, max_tokens, **form):
+            within = {} if segments is None else {"segments": mx.array(segments)}
             with platform.interrupts_held():
-                total += (cross_entropy(model(inputs), targets) * mx.array(mask)).sum().item()
-            count += float(mask.sum())
+                losses = cross_entropy(model(mx.array(tokens[:, :-1]), **within), mx.array(tokens[:, 1:]))
+                total += (losses * mx.array(weights)).sum().item()
+            count += float(weights.sum())
     finally:
         model.train(training)
     loss = total / count
-    return Evaluation(loss, loss / math.log(2) * len(data) / data.bytes, int(count))
+    tokens = data.targets() if answers_only else len(data)
+    return Evaluation(loss, loss / math.log(2) * tokens / data.bytes, int(count))

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.mixture import Mixture
-from mlxlm.data.packing import BestFit, Concatenated, Packing
+from mlxlm.data.packing import BestFit, Concatenated, Packing, Span
 from mlxlm.errors import DataError
 
 PACKINGS = {"concatenate": Concatenated, "best-fit": BestFit}
@@ -110,36 +110,65 @@ def _numbered(segments: list[np.ndarray]) -> np.ndarray:
 
 
 def validation_batches(
-    data: TokenDataset, batch_size: int, sequence_length: int, max_tokens: int | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """One pass in order: (tokens int32 [B, T+1], mask float32 [B, T]), every batch of the same shape.
+    data: TokenDataset,
+    batch_size: int,
+    sequence_length: int,
+    max_tokens: int | None = None,
+    *,
+    document_mask: bool = False,
+    answers_only: bool = False,
+) -> Iterator[Batch]:
+    """One pass in order, every batch of the same shape, padded with tokens 0 of weight 0.
 
-    Every target (token 1, 2, ... of the data) has mask 1 exactly once; the padding of the last batch is
-    token 0 with mask 0. With `max_tokens`, only as many windows as hold so many targets (at least one),
-    spread evenly over the data.
+    Rows are windows: every target (token 1, 2, ... of the data) has weight 1 exactly once. With `answers_only` they
+    are conversations, as many in a row as fit whole, each from its start and cropped to a row; what counts is what is
+    to be learned, see `TokenDataset.learned`. With `max_tokens`, only as many rows as hold so many targets (at least
+    one), spread evenly over the data. `document_mask`: see `TrainBatches`.
 
-    Raises DataError if the data has fewer than two tokens.
+    Raises DataError if the data has fewer than two tokens, or none in it to be learned.
     """
     if len(data) < 2:
         raise DataError(
             f"{data.name} has {len(data)} tokens, too few to predict any",
             "more text, or a larger validation fraction",
         )
-    windows = -(-(len(data) - 1) // sequence_length)
-    count = windows if max_tokens is None else max(1, min(windows, max_tokens // sequence_length))
-    chosen = [i * windows // count for i in range(count)]
-    return _batched_windows(data, batch_size, sequence_length, chosen)
+    if answers_only and not data.targets():
+        raise DataError(f"{data.name} has no answers", "conversations with messages of the assistant")
+    rows = _whole_documents(data, sequence_length) if answers_only else range(0, len(data) - 1, sequence_length)
+    count = len(rows) if max_tokens is None else max(1, min(len(rows), max_tokens // sequence_length))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
+    if not answers_only:
+        chosen = [[(start, min(start + sequence_length + 1, len(data)))] for start in chosen]
+    return _padded(data, chosen, (batch_size, sequence_length), document_mask, answers_only)
 
 
-def _batched_windows(
-    data: TokenDataset, batch_size: int, length: int, windows: list[int]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for first in range(0, len(windows), batch_size):
-        tokens = np.zeros((batch_size, length + 1), np.int32)
-        mask = np.zeros((batch_size, length), np.float32)
-        for row, window in enumerate(windows[first : first + batch_size]):
-            start = window * length
-            n = min(length, len(data) - 1 - start)
-            tokens[row, : n + 1] = data.slice(start, start + n + 1)
-            mask[row, :n] = 1
-        yield tokens, mask
+def _padded(
+    data: TokenDataset, rows: list[list[Span]], shape: tuple[int, int], document_mask: bool, answers_only: bool
+) -> Iterator[Batch]:
+    for first in range(0, len(rows), shape[0]):
+        tokens = np.zeros((shape[0], shape[1] + 1), np.int32)
+        segments = np.zeros(shape, np.int32) if document_mask else None
+        weights = np.zeros(shape, np.float32)
+        for row, spans in enumerate(rows[first : first + shape[0]]):
+            n = sum(stop - start for start, stop in spans)
+            tokens[row, :n] = np.concatenate([data.slice(*span) for span in spans])
+            weights[row, : n - 1] = np.concatenate([data.learned(*s) for s in spans])[1:] if answers_only else 1
+            if segments is not None:
+                numbers = _numbered([data.segments(*span) for span in spans])
+                segments[row] = numbers[-1] + 1  # padding is of no document
+                segments[row, :n] = numbers[: shape[1]]
+        yield Batch(tokens, segments, weights)
+
+
+def _whole_documents(data: TokenDataset, length: int) -> list[list[Span]]:
+    """Rows of at most `length` + 1 tokens: documents in order, a longer one cropped."""
+    rows: list[list[Span]] = []
+    room = 0
+    starts, stops = data.starts.bounds(np.arange(len(data.starts)))
+    for start, stop in zip(starts.tolist(), np.minimum(stops, starts + length + 1).tolist(), strict=True):
+        if stop - start > room:
+            rows.append([])
+            room = length + 1
+        rows[-1].append((start, stop))
+        room -= stop - start
+    return rows

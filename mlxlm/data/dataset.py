@@ -90,6 +90,11 @@ class TokenDataset:
         conversation is only read."""
         return _joined([s.learned(first, last) for s, first, last in self._within(start, stop)], np.dtype(np.uint8))
 
+    def targets(self) -> int:
+        """How many of all tokens are to be learned."""
+        spans = [(start, min(start + _CHECKED, len(self))) for start in range(0, len(self), _CHECKED)]
+        return sum(int(np.count_nonzero(self.learned(*span))) for span in spans)
+
     def segments(self, start: int, stop: int) -> np.ndarray:
         """The document that each of the tokens [start, stop) is of, int32, the first one's number being 0."""
         begins = np.zeros(stop - start, np.int32)

@@ -14,6 +14,9 @@ from mlxlm.errors import DataError
 CHAPTER = 1 << 15  # documents that are fitted together
 
 
+Span = tuple[int, int]  # the tokens [start, stop)
+
+
 class Packing(Protocol):
     """An endless sequence of rows of one length, epoch after epoch, as a function of (data, length, seed).
 
@@ -24,8 +27,8 @@ class Packing(Protocol):
     rows: int
     cropped: float
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
-        """The ranges [start, stop) of tokens that row number `row` consists of."""
+    def spans(self, row: int) -> list[Span]:
+        """What row number `row` consists of."""
         ...
 
 
@@ -53,7 +56,7 @@ class Concatenated:
         self._offsets = min(step, len(data) - self.rows * step)
         self._keys = lru_cache(maxsize=2)(lambda epoch: keys_of(seed, epoch, source))  # a batch may see two epochs
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
+    def spans(self, row: int) -> list[Span]:
         epoch, place = divmod(row, self.rows)
         keys, offset = self._keys(epoch)
         window = int(permuted(np.array([place]), self.rows, keys)[0])
@@ -85,7 +88,7 @@ class BestFit:
         self.rows = self._chapters * self._rows
         self.cropped = 1 - self._rows * length / int((first.stops - first.starts).sum())
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
+    def spans(self, row: int) -> list[Span]:
         epoch, place = divmod(row, self.rows)
         chapter, place = divmod(place, self._rows)
         packed = self._packed(epoch, chapter)
@@ -113,7 +116,7 @@ class _Packed(NamedTuple):
     ends: np.ndarray
     order: np.ndarray
 
-    def spans(self, place: int, room: int) -> list[tuple[int, int]]:
+    def spans(self, place: int, room: int) -> list[Span]:
         row = self.order[place]
         found = []
         for i in self.members[self.ends[row - 1] if row else 0 : self.ends[row]]:

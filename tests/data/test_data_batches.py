@@ -99,10 +99,10 @@ def test_too_few_tokens_name_a_length_that_works():
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_validation_predicts_every_target_once(n, batch_size, length, limit):
     seen = []
-    for tokens, mask in validation_batches(Counting(n), batch_size, length, limit):
+    for tokens, segments, mask in validation_batches(Counting(n), batch_size, length, limit):
         assert tokens.shape == (batch_size, length + 1) and tokens.dtype == np.int32
         assert mask.shape == (batch_size, length) and mask.dtype == np.float32
-        assert mask.any()
+        assert mask.any() and segments is None
         real = mask == 1
         assert (tokens[:, 1:][real] == tokens[:, :-1][real] + 1).all()
         assert (tokens[:, 1:][mask == 0] == 0).all()
