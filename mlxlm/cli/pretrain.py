@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.machine_options import machine_options, taken
 from mlxlm.cli.parts import configured, set_option
 from mlxlm.cli.run_options import FLAGS, no_idle_options, only_resume, setting_options, settings_of
 
@@ -18,7 +19,7 @@ _LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more 
 @click.command()
 @click.argument("data", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
-@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run; no other option.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run, as it began.")
 @click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
 @set_option
@@ -32,6 +33,7 @@ _LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more 
 @click.option("--tokens", type=float, help="in tokens (such as 2e7; default: 20 per parameter),")
 @click.option("--minutes", type=float, help="or in minutes.")
 @setting_options()
+@machine_options
 def pretrain(data, out, resume, **options: Any) -> None:
     """Train a model from scratch on DATA: text, .jsonl, .parquet and .arrow files, folders, - for stdin, or prepared
     shards.
@@ -44,12 +46,15 @@ def pretrain(data, out, resume, **options: Any) -> None:
     from mlxlm.tokenizer import load
     from mlxlm.train import Run
 
+    going = taken(options)
     if resume is not None:
         only_resume(data, out, options=options)
         run = Run.open(resume)
     else:
+        if options["minutes"]:  # by the clock on the wall, of which the duty leaves a share
+            options["minutes"] *= going["power"].duty / 100
         run = _new_run(data, out, options)
-    ending = run_training(run, load(run.path), resume=resume is not None)
+    ending = run_training(run, load(run.path), resume=resume is not None, **going)
     describe_end(ending, run)
     render.result(str(run.path))
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -60,11 +61,11 @@ class StopRequest:
         render.say(f"\n{name}: finishing this step and saving (again to stop at once)")
 
 
-def run_training(run: Run, tokenizer, resume: bool = False) -> Finished | Stopped:
-    """Train and show it; returns how it ended."""
+def run_training(run: Run, tokenizer, resume: bool = False, **options: Any) -> Finished | Stopped:
+    """Train and show it; `options` are those of `mlxlm.train.train`. Returns how it ended."""
     ending: Finished | Stopped | None = None
     with StopRequest().listening() as stop, _progress() as show:
-        for event in train(run, tokenizer, resume=resume, should_stop=stop):
+        for event in train(run, tokenizer, resume=resume, should_stop=stop, **options):
             show(event)
             if isinstance(event, Finished | Stopped):
                 ending = event
