@@ -65,10 +65,15 @@ def linear_cross_entropy(
     chunks in float32.
     """
     weights = mx.ones(targets.shape) if weights is None else weights.astype(mx.float32)
-    rows = chunk or max(_LEAST_ROWS, _CHUNK_BYTES // (4 * weight.shape[0]))
+    rows = chunk or chunk_rows(weight.shape[0])
     function = _with_gradients if training else _without_gradients
     out = function(rows, softcap)(hidden, weight, targets, weights)
     return out[0] if training else out
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows of a chunk where nobody says how many."""
+    return max(_LEAST_ROWS, _CHUNK_BYTES // (4 * vocab_size))
 
 
 @cache

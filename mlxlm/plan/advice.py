@@ -111,8 +111,8 @@ def cheapest(config: ModelConfig, training: Training, memory: int) -> Change | N
 def _changes(training: Training) -> Iterator[tuple[str, str, Callable[[Training], Training]]]:
     """(what, its cost, the change), the cheapest first."""
     length = training.sequence_length
-    if not training.loss_chunk:
-        yield "--loss-chunk 1024", "no time to speak of", lambda t: replace(t, loss_chunk=1024)
+    if training.loss_chunk == 0:
+        yield "the loss in chunks", "no time to speak of", lambda t: replace(t, loss_chunk=None)
     if training.batch_size > 1:
         for batch in _halves(training.batch_size):
             times = training.accumulate * -(-training.batch_size // batch)
@@ -123,7 +123,7 @@ def _changes(training: Training) -> Iterator[tuple[str, str, Callable[[Training]
     if not training.recompute:
         yield "--recompute", "a third more operations", lambda t: replace(t, recompute=True)
     if training.ema:
-        yield "no --ema", "the last weights instead of their average", lambda t: replace(t, ema=False)
+        yield "no --ema", "the last weights instead of their average", lambda t: replace(t, ema=0.0)
     if training.optimizer == "adamw":
         yield "--optimizer lion", "other learning rates", lambda t: replace(t, optimizer="lion")
     if training.optimizer != "adafactor":

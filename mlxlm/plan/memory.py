@@ -116,10 +116,9 @@ def _softmax_bytes(config: ModelConfig, training: Training) -> int:
 def logits_bytes(config: ModelConfig, training: Training) -> int:
     """The head's results at the loss, in float32: logits, their exponentials, the probabilities; with chunks those of
     one chunk, and the gradients of the hidden states and of the head, which are made beside the loss."""
-    rows = training.batch_size * training.sequence_length
-    chunk = min(training.loss_chunk or rows, rows)
+    rows, chunk = training.batch_size * training.sequence_length, training.loss_rows(config.vocab_size)
     logits = 4 * 3 * chunk * config.vocab_size
-    if not training.loss_chunk:
+    if chunk == rows:
         return logits
     return logits + 4 * config.hidden_size * (rows + config.vocab_size)
 

@@ -1,9 +1,9 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
-from mlxlm.train.clock import measure_step
 from mlxlm.train.events import (
     Event,
     Finished,
+    Forecast,
     NotSaved,
     Paused,
     Resumed,
@@ -19,11 +19,14 @@ from mlxlm.train.events import (
 from mlxlm.train.loop import train
 from mlxlm.train.plot import draw_losses
 from mlxlm.train.power import Power
+from mlxlm.train.probing import Probe, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import start_run
+from mlxlm.train.trackers import check_trackers
 
 __all__ = [
-    "Event", "Finished", "NotSaved", "Paused", "Power", "Resumed", "Run", "Sample", "Saved", "Slowed", "Started",
-    "Step", "Stopped", "TrainSettings", "Validation", "Warned", "draw_losses", "measure_step", "start_run", "train",
+    "Event", "Finished", "Forecast", "NotSaved", "Paused", "Power", "Probe", "Resumed", "Run", "Sample", "Saved",
+    "Slowed", "Started", "Step", "Stopped", "TrainSettings", "Validation", "Warned", "check_trackers", "draw_losses",
+    "probe", "start_run", "train",
 ]  # fmt: skip

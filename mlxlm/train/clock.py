@@ -5,16 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-import numpy as np
-
-from mlxlm import platform
-from mlxlm._mlx import mx
-from mlxlm.config import ModelConfig
-from mlxlm.data import Batch
-from mlxlm.model import Decoder
-from mlxlm.train.settings import TrainSettings
-from mlxlm.train.step import TrainStep
-
 
 class Clock:
     """Seconds spent in steps; the first step, which compiles, is kept apart from the rates.
@@ -53,23 +43,3 @@ class Clock:
         """The last `seconds` were a pause, which says nothing about the time that is left."""
         if self._steps:
             self._compiled += seconds
-
-
-def measure_step(config: ModelConfig, settings: TrainSettings, steps: int = 5) -> float:
-    """Seconds of one training step here: the median of `steps`, on random tokens and throwaway weights.
-
-    Two steps before them, which compile and warm up, are not counted.
-    """
-    model = Decoder(config, dropout=settings.dropout)
-    model.initialize(0)
-    step = TrainStep(model, settings)
-    shape = (settings.accumulate, settings.batch_size, settings.sequence_length + 1)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
-    batches = [Batch(micro) for micro in tokens]
-    times = []
-    for _ in range(steps + 2):
-        start = time.perf_counter()
-        with platform.interrupts_held():
-            mx.eval(step(batches, 0.0), step.state)
-        times.append(time.perf_counter() - start)
-    return sorted(times[2:])[steps // 2]

@@ -10,6 +10,17 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What a probe on this machine says of a run before it begins: seconds in its `steps`, seconds with validation, and
+    MLX's peak of memory in bytes."""
+
+    steps: int
+    step_seconds: float
+    seconds: float
+    memory: int
+
+
+@dataclass(frozen=True)
 class Started:
     """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step, `epochs_of` each
     part that has a weight. `flops_per_token`: floating-point operations that training on one token takes, forward and
@@ -132,17 +143,19 @@ class Failed:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last step is done and saved. `tokens_per_second` is 0 where nothing was left to do."""
+    """The last step is done and saved. `tokens_per_second` is 0 where nothing was left to do. `memory`: MLX's peak in
+    bytes since the run began or was resumed."""
 
     step: int
     seconds: float
     tokens_per_second: float
     best_loss: float | None
     bits_per_byte: float | None
+    memory: int
     path: Path
 
 
 Event = (
-    Started | Step | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed | Warned | Stopped | Failed
-    | Finished
+    Forecast | Started | Step | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed | Warned | Stopped
+    | Failed | Finished
 )  # fmt: skip

@@ -104,6 +104,7 @@ class _Loop:
 
     def __init__(self, run: Run, tokenizer: Tokenizer, log: RunLog, resume: bool, pace: Pace, ranks: Ranks):
         self.run, self.tokenizer, self.settings, self.pace, self.ranks = run, tokenizer, run.settings, pace, ranks
+        mx.reset_peak_memory()
         self.model = Decoder(run.config, dropout=self.settings.dropout)
         self.model.initialize(self.settings.seed)
         self.step = TrainStep(self.model, self.settings, ranks)
@@ -152,7 +153,8 @@ class _Loop:
                     yield from self.look_after(done, should_stop)
         seconds, rate = self.spent + self.clock.seconds, self.clock.rate(settings.tokens_per_step)
         best = self.best or {}
-        yield Finished(settings.steps, seconds, rate, best.get("loss"), best.get("bits_per_byte"), self.run.path)
+        bits, peak = best.get("bits_per_byte"), mx.get_peak_memory()
+        yield Finished(settings.steps, seconds, rate, best.get("loss"), bits, peak, self.run.path)
 
     def started(self) -> Started:
         settings = self.settings
@@ -208,9 +210,11 @@ class _Loop:
 
     def validate(self, done: int) -> Validation:
         settings = self.settings
-        found = evaluate(
-            self.model, self.held_out, settings.sequence_length, settings.batch_size, settings.eval_tokens
-        )
+        with self.step.averaged():
+            found = evaluate(
+                self.model, self.held_out, settings.sequence_length, settings.batch_size, settings.eval_tokens,
+                document_mask=settings.document_mask, answers_only=settings.answers_only,
+            )  # fmt: skip
         if not math.isfinite(found.loss):
             raise self.failure(done, f"the validation loss is {found.loss}")
         better = self.best is None or found.loss < self.best["loss"]
@@ -227,7 +231,8 @@ class _Loop:
         self.model.eval()
         try:
             options = {"max_tokens": settings.sample_tokens, "temperature": 0.8, "seed": settings.seed}
-            text = generate(loaded, prompt, **options).text
+            with self.step.averaged():
+                text = generate(loaded, prompt, **options).text
         finally:
             self.model.train()
         return Sample(done, settings.sample_prompt, text)

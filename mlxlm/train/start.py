@@ -12,19 +12,22 @@ from typing import IO, Any
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU
-from mlxlm.config import ModelConfig, preset_names
-from mlxlm.data import CHAT_TEMPLATE, Manifest, prepare, texts, total_bytes
+from mlxlm.config import ModelConfig
+from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, prepare, texts, total_bytes
 from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import STDIN
 from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.files import check_free
+from mlxlm.plan import Training, cheapest, training_memory
+from mlxlm.plan.textbook import compute_optimal_tokens
 from mlxlm.tokenizer import Tokenizer, load, train
-from mlxlm.train.clock import measure_step
+from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate
+from mlxlm.train.probing import LEAST_STEPS, Probe, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
+from mlxlm.units import human_bytes
 
-TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla", table 3)
 # Of the time given in minutes, this share is left for validation, saving and a machine that slows down.
 _OVERHEAD = 0.12
 
@@ -62,7 +65,8 @@ def start_run(
     tokenizer: a folder or file; None takes the prepared data's, or trains one of `kind` with `vocab_size`
         tokens (default: the configuration's) on the sources.
     minutes, tokens: how long to train, instead of `settings["steps"]`; by default 20 tokens a parameter.
-        Minutes are turned into steps by timing some steps here.
+        Minutes are turned into steps by a probe. A run of 100 steps or more is probed too, and the log begins with
+        the Forecast.
     settings: fields of TrainSettings; the learning rate defaults by model size.
     phase: called with a label and a total in bytes (or None) for each phase that takes a while; the context
         it returns yields a function to be called with the bytes done.
@@ -76,13 +80,13 @@ def start_run(
     out = Path(out)
     check_free(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
     values = dict(settings or {})
-    length = _length_of_training(minutes, tokens, values.get("steps"))
+    length = length_of_training(minutes, tokens, values.get("steps"))
     values.setdefault("dtype", "float32" if ON_CPU else "bfloat16")
     if ON_CPU and values["dtype"] != "float32":
         hint = "float32, the default on a CPU"
         raise ConfigError(f"a CPU computes {values['dtype']} products many times slower than float32", hint)
     draft = TrainSettings(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or 1})
-    prepared = _prepared(sources)
+    prepared = prepared_source(sources)
     if prepared and validation:
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
     if prepared and weights:
@@ -91,7 +95,7 @@ def start_run(
         raise DataError("stdin can be read only once, so it can't train a tokenizer too", "--tokenizer PATH, or a file")
     vocab_size = config.vocab_size if vocab_size is None else vocab_size
     config = _fitted(config, draft, {"vocab_size": vocab_size})
-    words = _tokenizer(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
+    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
     config = _fitted(config, draft, {"vocab_size": words.vocab_size, **ids})
     with os_errors_as(CheckpointError, "write", out):
@@ -113,16 +117,23 @@ def start_run(
         # Without conversations in the text there are no roles to speak of: such a model continues texts.
         words.chat_template = CHAT_TEMPLATE if manifest.chat_documents else None
         values.setdefault("learning_rate", default_learning_rate(config.parameter_count(), draft.optimizer))
-        with phase("timing a training step", None) if minutes else nullcontext():
-            values["steps"] = length(config, draft)
-        return Run.create(out, config, TrainSettings(**values), words, data, adopt=not prepared)
+        found, steps = None, None if minutes else length(config, draft, None)
+        if minutes or steps >= LEAST_STEPS:
+            with phase("trying three training steps", None):
+                found = probe(config, draft, TokenDataset.open(data, "validation"))
+        values["steps"] = steps or length(config, draft, found)
+        settled = TrainSettings(**values)
+        run = Run.create(out, config, settled, words, data, adopt=not prepared)
+        if found is not None:
+            RunLog(run.log_file).record(found.forecast(settled, manifest.validation.tokens))
+        return run
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def _length_of_training(
+def length_of_training(
     minutes: float | None, tokens: float | None, steps: int | None
-) -> Callable[[ModelConfig, TrainSettings], int]:
+) -> Callable[[ModelConfig, TrainSettings, Probe | None], int]:
     """How many steps, as a function of what is trained."""
     given = {"minutes": minutes, "tokens": tokens, "steps": steps}
     chosen = [name for name, value in given.items() if value is not None]
@@ -132,18 +143,18 @@ def _length_of_training(
         if not (isinstance(given[name], int | float) and 0 < given[name] < float("inf")):
             raise ConfigError(f"{name} is {given[name]!r}, it must be a positive number")
 
-    def length(config: ModelConfig, draft: TrainSettings) -> int:
+    def length(config: ModelConfig, draft: TrainSettings, found: Probe | None) -> int:
         if steps is not None:
             return steps
         if minutes is not None:
-            return max(1, int(minutes * 60 * (1 - _OVERHEAD) / measure_step(config, draft)))
-        budget = TOKENS_PER_PARAMETER * config.parameter_count() if tokens is None else int(tokens)
+            return max(1, int(minutes * 60 * (1 - _OVERHEAD) / found.step))
+        budget = compute_optimal_tokens(config.parameter_count()) if tokens is None else int(tokens)
         return max(1, -(-budget // draft.tokens_per_step))
 
     return length
 
 
-def _prepared(sources: Sequence[str | Path]) -> Path | None:
+def prepared_source(sources: Sequence[str | Path]) -> Path | None:
     folders = [Path(s) for s in sources if is_prepared(s)]
     if folders and len(sources) > 1:
         hint = "it alone, or text files"
@@ -151,7 +162,7 @@ def _prepared(sources: Sequence[str | Path]) -> Path | None:
     return folders[0] if folders else None
 
 
-def _tokenizer(
+def tokenizer_for(
     sources: Path | Sequence[str | Path],
     path: str | Path | None,
     kind: str,
@@ -168,19 +179,16 @@ def _tokenizer(
 
 
 def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any]) -> ModelConfig:
-    """The configuration to train, if this machine has the memory for it.
-
-    At least 16 bytes a parameter (weights, gradients, AdamW's two averages) and the logits of one forward
-    pass with their gradient, in float32.
-    """
+    """The configuration to train, if this machine has the memory for it, by `mlxlm.plan`."""
     length = settings.sequence_length
     config = config.with_changes(max_position_embeddings=length, quantization=None, **changes)
-    logits = 8 * settings.batch_size * length * config.vocab_size
-    needed, there = 16 * config.parameter_count() + logits, platform.total_memory()
-    if needed > there:
-        fitting = [n for n in preset_names() if 16 * ModelConfig.preset(n).parameter_count() + logits < there / 2]
-        hint = f"a smaller batch, or preset {fitting[-1]}" if fitting else "a smaller batch"
-        raise ConfigError(f"training this takes at least {needed / 1e9:.0f} GB, there are {there / 1e9:.0f} GB", hint)
+    training, there = Training.of(settings), platform.total_memory()
+    if (needed := training_memory(config, training).total) > there:
+        change = cheapest(config, training, there)
+        hint = f"{change.text}: {human_bytes(change.needed)}" if change else "a smaller model"
+        raise ConfigError(
+            f"training this takes about {human_bytes(needed)} of memory, there are {human_bytes(there)}", hint
+        )
     return config
 
 

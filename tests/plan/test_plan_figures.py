@@ -140,7 +140,7 @@ def test_forward_operations_by_part(name, length, shares):
 
 
 def test_the_trend_in_length():
-    """Scores overtake everything, sooner in small models: the head has 27 % of Qwen2-0.5B's work at 512 tokens and
+    """Scores overtake everything, sooner in small models: the head has 26 % of Qwen2-0.5B's work at 512 tokens and
     less than 1 % of Llama-3 405B's."""
     found = {name: trend(find_config(name), [512, 4096, 32768]) for name in ("qwen2-0.5b", "llama-7b", "llama3-405b")}
     attention = {name: [shares["scores"] + shares["scores_values"] for shares in t.shares] for name, t in found.items()}
@@ -149,5 +149,5 @@ def test_the_trend_in_length():
     for i in range(3):
         assert attention["qwen2-0.5b"][i] > attention["llama-7b"][i] > attention["llama3-405b"][i]
     assert round(attention["qwen2-0.5b"][2], 2) == 0.74 and round(attention["llama3-405b"][2], 2) == 0.25
-    assert round(found["qwen2-0.5b"].shares[0]["head"], 2) == 0.27
+    assert round(found["qwen2-0.5b"].shares[0]["head"], 2) == 0.26
     assert found["llama3-405b"].shares[0]["head"] < 0.01
