@@ -50,10 +50,10 @@ def share_state(step: TrainStep, ranks: Ranks) -> None:
     """Give all ranks the weights and the optimizer of rank 0, to the bit."""
     if ranks.size == 1:
         return
-    arrays = {"weights": step.weights(), "state": step.save_state()}
-    names = [(part, name) for part, values in arrays.items() for name in values]
-    received = dict(zip(names, ranks.broadcast([arrays[part][name] for part, name in names]), strict=True))
-    step.load(*({name: received[part, name] for name in values} for part, values in arrays.items()))
+    weights, state = step.weights(), step.save_state()
+    received = ranks.broadcast([*weights.values(), *state.values()])
+    first, rest = received[: len(weights)], received[len(weights) :]
+    step.load(dict(zip(weights, first, strict=True)), dict(zip(state, rest, strict=True)))
     mx.eval(step.state)
 
 
