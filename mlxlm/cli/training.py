@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
@@ -11,13 +12,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.live import Live
+from rich.text import Text
 
+from mlxlm.chat.terminal.output import printable
 from mlxlm.cli import render
 from mlxlm.cli.chart import line_chart
+from mlxlm.cli.training_figures import Figures
 from mlxlm.cli.waiting import waiting
-from mlxlm.train import Event, Finished, Run, Sample, Saved, Started, Step, Stopped, Validation, train
-from mlxlm.units import human_bytes, human_count, human_seconds
+from mlxlm.plan.machines import measure_matmul
+from mlxlm.train import (
+    Event,
+    Finished,
+    NotSaved,
+    Paused,
+    Resumed,
+    Run,
+    Sample,
+    Slowed,
+    Started,
+    Step,
+    Stopped,
+    Validation,
+    Warned,
+    train,
+)
+from mlxlm.units import human_count, human_seconds
 
 _PLAIN_EVERY = 10.0  # seconds between progress lines where stderr is not a terminal
 
@@ -64,7 +84,8 @@ class StopRequest:
 def run_training(run: Run, tokenizer, resume: bool = False, **options: Any) -> Finished | Stopped:
     """Train and show it; `options` are those of `mlxlm.train.train`. Returns how it ended."""
     ending: Finished | Stopped | None = None
-    with StopRequest().listening() as stop, _progress() as show:
+    ranks = options["ranks"].size if "ranks" in options else 1
+    with StopRequest().listening() as stop, _shown(ranks) as show:
         for event in train(run, tokenizer, resume=resume, should_stop=stop, **options):
             show(event)
             if isinstance(event, Finished | Stopped):
@@ -97,39 +118,66 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Event], None]]:
-    """Yields `show(event)`: a live line in a terminal, a line every ten seconds elsewhere."""
-    live = render.console.is_terminal
-    columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(16), TextColumn("{task.fields[facts]}")
-    with Progress(*columns, console=render.console, disable=not live, transient=True) as bar:
-        task = bar.add_task("", total=None, facts="compiling the first step")
-        last = 0.0
+def _shown(ranks: int) -> Iterator[Callable[[Event], None]]:
+    """Yields `show(event)`: live lines in a terminal, as wide as it is at the moment; elsewhere a line every ten
+    seconds. What should stay is said in both."""
+    if not render.console.is_terminal:
+        yield _Plain().show
+        return
+    # What fewer seconds find is lower. The products are of random numbers: before the run sets its seed.
+    figures = Figures(peak=measure_matmul(seconds=0.1) * 1e9 * ranks)
+
+    def view() -> Text:
+        return Text("\n".join(figures.lines(render.console.width - 1)), no_wrap=True, overflow="crop")
+
+    with Live(get_renderable=view, console=render.console, refresh_per_second=4, transient=True):
 
         def show(event: Event) -> None:
-            nonlocal last
-            if isinstance(event, Started):
-                bar.update(task, total=event.steps, completed=event.step)
-                render.say(
-                    f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
-                    f"of {event.tokens_per_step:,} tokens, {_passes(event)}"
-                )
-            elif isinstance(event, Step):
-                facts = _facts(event)
-                bar.update(task, completed=event.step, facts=facts)
-                if not live and (time.monotonic() - last > _PLAIN_EVERY or event.step == event.steps):
-                    last = time.monotonic()
-                    render.say(f"step {event.step}/{event.steps} {facts}")
-            elif isinstance(event, Validation):
-                render.say(
-                    f"step {event.step}: validation {event.loss:.4f} nats per token, perplexity "
-                    f"{event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte{' (best)' if event.best else ''}"
-                )
-            elif isinstance(event, Sample):
-                render.say(f"step {event.step}: {event.prompt}{event.text}", style="dim")
-            elif isinstance(event, Saved) and live:
-                bar.update(task, facts=f"saved {event.path.name}")
+            figures.take(event)
+            _tell(event)
 
         yield show
+
+
+class _Plain:
+    """Lines for a file or a pipe."""
+
+    def __init__(self) -> None:
+        self._figures, self._last = Figures(), -math.inf
+
+    def show(self, event: Event) -> None:
+        self._figures.take(event)
+        _tell(event)
+        if isinstance(event, Step) and (time.monotonic() - self._last > _PLAIN_EVERY or event.step == event.steps):
+            self._last = time.monotonic()
+            render.say(f"step {event.step}/{event.steps} {'  '.join(self._figures.facts())}")
+
+
+def _tell(event: Event) -> None:
+    """A line about what is worth one."""
+    at = f"step {event.step}: " if hasattr(event, "step") else ""
+    if isinstance(event, Started):
+        render.say(
+            f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
+            f"of {event.tokens_per_step:,} tokens, {_passes(event)}"
+        )
+    elif isinstance(event, Validation):
+        render.say(
+            f"{at}validation {event.loss:.4f} nats per token, perplexity "
+            f"{event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte{' (best)' if event.best else ''}"
+        )
+    elif isinstance(event, Sample):
+        render.say(f"{at}{printable(event.prompt + event.text)}", style="dim")
+    elif isinstance(event, NotSaved):
+        render.say(f"{at}not saved: {event.reason}; training goes on (try: {event.hint})", style="yellow")
+    elif isinstance(event, Paused):
+        render.say(f"{at}paused: {event.reason}", style="yellow")
+    elif isinstance(event, Slowed):
+        render.say(f"{at}working {event.duty:g}% of the time: {event.reason}", style="yellow")
+    elif isinstance(event, Resumed):
+        render.say(f"{at}going on after {human_seconds(event.seconds)}: no longer {event.reason}")
+    elif isinstance(event, Warned):
+        render.say(f"warning: {event.message}", style="yellow")
 
 
 def _passes(event: Started) -> str:
@@ -138,11 +186,3 @@ def _passes(event: Started) -> str:
     if len(event.epochs_of) == 1:
         return f"{event.epochs:.1f} passes over the training text{cropped}"
     return "passes over " + ", ".join(f"{name} {n:.1f}" for name, n in event.epochs_of.items()) + cropped
-
-
-def _facts(event: Step) -> str:
-    speed = f"{event.tokens_per_second:,.0f} tokens/s" if event.tokens_per_second else "first step compiled"
-    return (
-        f"loss {event.loss:.3f}  {speed}  {human_seconds(event.seconds_left)} left  "
-        f"{human_bytes(event.memory)}"
-    )
