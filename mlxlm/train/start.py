@@ -155,6 +155,7 @@ def length_of_training(
 
 
 def prepared_source(sources: Sequence[str | Path]) -> Path | None:
+    """The folder of prepared data that `sources` is, None for texts. Raises DataError for such a folder among others."""
     folders = [Path(s) for s in sources if is_prepared(s)]
     if folders and len(sources) > 1:
         hint = "it alone, or text files"
@@ -170,6 +171,7 @@ def tokenizer_for(
     text_column: str | None,
     phase: Phase,
 ) -> Tokenizer:
+    """The one at `path`, that of prepared data, or one trained on texts."""
     if path is not None:
         return load(path)
     if isinstance(sources, Path):
