@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +32,8 @@ from mlxlm.units import human_bytes
 # Of the time given in minutes, this share is left for validation, saving and a machine that slows down.
 _OVERHEAD = 0.12
 
+DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's products of 16 bits on a CPU are many times slower
+
 Phase = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -54,6 +57,7 @@ def start_run(
     minutes: float | None = None,
     tokens: float | None = None,
     settings: dict[str, Any] | None = None,
+    ranks: int = 1,
     stdin: IO[bytes] | None = None,
     phase: Phase = no_phase,
 ) -> Run:
@@ -68,6 +72,8 @@ def start_run(
         Minutes are turned into steps by a probe. A run of 100 steps or more is probed too, and the log begins with
         the Forecast.
     settings: fields of TrainSettings; the learning rate defaults by model size.
+    ranks: how many processes will train it together: "accumulate" is what each of them adds, and the run's own is
+        that of all, so that any number of processes that divides it can go on.
     phase: called with a label and a total in bytes (or None) for each phase that takes a while; the context
         it returns yields a function to be called with the bytes done.
 
@@ -80,12 +86,14 @@ def start_run(
     out = Path(out)
     check_free(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
     values = dict(settings or {})
+    values["accumulate"] = values.get("accumulate", TrainSettings.accumulate) * ranks
     length = length_of_training(minutes, tokens, values.get("steps"))
-    values.setdefault("dtype", "float32" if ON_CPU else "bfloat16")
+    values.setdefault("dtype", DEVICE_DTYPE)
     if ON_CPU and values["dtype"] != "float32":
         hint = "float32, the default on a CPU"
         raise ConfigError(f"a CPU computes {values['dtype']} products many times slower than float32", hint)
     draft = TrainSettings(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or 1})
+    own = replace(draft, accumulate=draft.accumulate // ranks)
     prepared = prepared_source(sources)
     if prepared and validation:
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
@@ -120,7 +128,7 @@ def start_run(
         found, steps = None, None if minutes else length(config, draft, None)
         if minutes or steps >= LEAST_STEPS:
             with phase("trying three training steps", None):
-                found = probe(config, draft, TokenDataset.open(data, "validation"))
+                found = probe(config, own, TokenDataset.open(data, "validation"))
         values["steps"] = steps or length(config, draft, found)
         settled = TrainSettings(**values)
         run = Run.create(out, config, settled, words, data, adopt=not prepared)
@@ -155,7 +163,7 @@ def length_of_training(
 
 
 def prepared_source(sources: Sequence[str | Path]) -> Path | None:
-    """The folder of prepared data that `sources` is, None for texts. Raises DataError for such a folder among others."""
+    """The folder of prepared data that `sources` is, None for texts. Raises DataError for one among others."""
     folders = [Path(s) for s in sources if is_prepared(s)]
     if folders and len(sources) > 1:
         hint = "it alone, or text files"
