@@ -7,13 +7,14 @@ from mlxlm.data.manifest import Manifest, Split
 from mlxlm.data.prepare import prepare
 from mlxlm.data.sources import documents, texts, total_bytes
 from mlxlm.data.text import Document
-from mlxlm.data.tokenize import CHAT_TEMPLATE
+from mlxlm.data.tokenize import CHAT_TEMPLATE, Chunk
 from mlxlm.data.weights import weighted
 
 __all__ = [
     "CHAT_TEMPLATE",
     "PACKINGS",
     "Batch",
+    "Chunk",
     "Document",
     "Manifest",
     "Split",

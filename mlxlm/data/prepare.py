@@ -18,11 +18,12 @@ from mlxlm.data.manifest import FILE, Manifest, Part, shares
 from mlxlm.data.shards import ShardWriter, Staging
 from mlxlm.data.sources import STDIN, documents
 from mlxlm.data.text import Document
-from mlxlm.data.tokenize import tokenize
+from mlxlm.data.tokenize import Chunk, tokenize
 from mlxlm.errors import DataError
 from mlxlm.files import new_folder, write_json
 from mlxlm.tokenizer import Tokenizer
 
+Encode = Callable[[Document], Chunk]
 FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 
 
@@ -40,6 +41,7 @@ def prepare(
     shard_tokens: int = 1 << 26,
     progress: Callable[[int], None] | None = None,
     stdin: IO[bytes] | None = None,
+    encode: Encode | None = None,
 ) -> Manifest:
     """Tokenize `paths` (see `documents`; tokens as of `tokenize`) into the folder `out`, new or empty.
 
@@ -61,6 +63,8 @@ def prepare(
     that is decided.
 
     progress: called with the number of bytes read since the last call.
+    encode: makes the tokens of a whole document, instead of `tokenize`; a document is never cut then, so that of few
+        the last one or more are held out.
 
     Raises DataError for unusable sources, sources without text, an `out` in use, and a disk that cannot be
     written.
@@ -73,7 +77,7 @@ def prepare(
     read = partial(documents, stdin=stdin, advance=progress, text_column=text_column)
     fraction = None if validation_paths else validation_fraction
     with new_folder(out, DataError) as folder, ExitStack() as stack:
-        builder = _Builder(tokenizer, folder, shard_tokens, stack, unique)
+        builder = _Builder(tokenizer, folder, shard_tokens, stack, unique, encode)
         for name, weight, group in groups:
             builder.add_part(name, weight, read(group), fraction, seed)
         if validation_paths:
@@ -109,13 +113,20 @@ class _Builder:
     """Tokenizes documents into the shards of the two splits."""
 
     def __init__(
-        self, tokenizer: Tokenizer, folder: Path, shard_tokens: int, stack: ExitStack, unique: DuplicateFilter | None
+        self,
+        tokenizer: Tokenizer,
+        folder: Path,
+        shard_tokens: int,
+        stack: ExitStack,
+        unique: DuplicateFilter | None,
+        encode: Encode | None,
     ):
         self._tokenizer = tokenizer
         self._folder = folder
         self._shard_tokens = shard_tokens
         self._stack = stack
         self._unique = unique
+        self._encode = encode
         self._dtype_name = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._dtype = np.dtype(self._dtype_name).newbyteorder("<")
         self._chat_documents = 0
@@ -140,8 +151,12 @@ class _Builder:
         return self._stack.enter_context(closing(writer))
 
     def add(self, source: Iterable[Document], writer: ShardWriter) -> None:
-        for chunk in tokenize(self._counted(source), self._tokenizer):
+        for chunk in self._chunks(source):
             writer.add(*chunk)
+
+    def _chunks(self, source: Iterable[Document]) -> Iterator[Chunk]:
+        counted = self._counted(source)
+        return tokenize(counted, self._tokenizer) if self._encode is None else map(self._encode, counted)
 
     def _add_and_split(self, source: Iterable[Document], train: ShardWriter, fraction: float, seed: int) -> str:
         """Write `source` to both splits; returns how, "document" or "tail"."""
@@ -150,7 +165,7 @@ class _Builder:
         count = 0
         with closing(Staging(self._folder / "staging", self._dtype)) as staging:
             target: ShardWriter | Staging = staging
-            for chunk in tokenize(self._counted(source), self._tokenizer):
+            for chunk in self._chunks(source):
                 count += chunk.starts_document
                 if chunk.starts_document and count >= few:
                     if target is staging:
@@ -160,6 +175,9 @@ class _Builder:
                     target = next(writers)
                 target.add(*chunk)
             if target is not staging:
+                return "document"
+            if self._encode is not None:
+                self._split_last(staging, train, fraction, count)
                 return "document"
             self._split_tail(staging, train, fraction)
             return "tail"
@@ -187,6 +205,11 @@ class _Builder:
             yield document
         if document is None:
             raise DataError("there is no text in the sources", "files with some text")
+
+    def _split_last(self, staging: Staging, train: ShardWriter, fraction: float, documents: int) -> None:
+        held = min(documents - 1, math.ceil(fraction * documents))
+        for i, (_, ids, text_bytes, learned) in enumerate(staging.documents()):
+            (self.validation if i >= documents - held else train).add(ids, text_bytes, True, learned)
 
     def _split_tail(self, staging: Staging, train: ShardWriter, fraction: float) -> None:
         cut = staging.tokens - max(1, round(fraction * staging.tokens))
