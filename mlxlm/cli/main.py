@@ -23,6 +23,10 @@ COMMANDS = {
     "tokenizer": ("mlxlm.cli.tokenizer:tokenizer", "Train, inspect and apply tokenizers."),
     "prepare": ("mlxlm.cli.prepare:prepare", "Turn text into memory-mapped token shards."),
     "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
+    "compare-architectures": (
+        "mlxlm.cli.compare_architectures:compare_architectures",
+        "Train variants of a model on the same data, and draw their curves.",
+    ),
     "convert": ("mlxlm.cli.convert:convert", "Write any checkpoint as a folder, GGUF or llama2.c file, verified."),
     "quantize": ("mlxlm.cli.quantize:quantize", "Write any checkpoint with fewer bits, and show what that costs."),
     "inspect": ("mlxlm.cli.inspect:inspect", "Show what a checkpoint is: format, architecture, size, tokenizer."),
@@ -111,8 +115,14 @@ def _run(args: list[str] | None) -> int:
     except Exception as error:  # the last line of defence: one line for every failure
         if context is not None and context.meta.get("mlxlm.debug"):
             traceback.print_exc()
-        print(f"error: {describe(error)}", file=sys.stderr)
+        print_error(error)
         return 1
+
+
+def print_error(error: Exception) -> None:
+    """The one line of a failure, with its number where this is one of a run's processes but the first."""
+    rank = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
+    print(f"{'' if rank == '0' else f'rank {rank}: '}error: {describe(error)}", file=sys.stderr, flush=True)
 
 
 def _terminate(_number: int, _frame: object) -> None:

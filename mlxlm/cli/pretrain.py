@@ -34,7 +34,9 @@ _LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more 
 @click.option("--minutes", type=float, help="or in minutes.")
 @setting_options()
 @machine_options
-def pretrain(data, out, resume, **options: Any) -> None:
+@click.option("--hosts", metavar="A,B,...", help="Train on these machines, this one first; or MLX's hostfile of them.")
+@click.option("--ranks", type=click.IntRange(2), help="Train in this many processes on this machine.")
+def pretrain(data, out, resume, hosts, ranks, **options: Any) -> None:
     """Train a model from scratch on DATA: text, .jsonl, .parquet and .arrow files, folders, - for stdin, or prepared
     shards.
 
@@ -42,6 +44,30 @@ def pretrain(data, out, resume, **options: Any) -> None:
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
+    if hosts is not None or ranks is not None:
+        raise click.exceptions.Exit(_launched(hosts, ranks))
+    from mlxlm.cli.ranked import joined
+    from mlxlm.cli.training import StopRequest
+    from mlxlm.train import follow
+
+    with joined() as here:
+        if here.writes:
+            _lead(here, data, out, resume, options)
+        else:
+            with StopRequest(quiet=True).listening() as stop:
+                follow(here, stop)
+
+
+def _launched(hosts: str | None, ranks: int | None) -> int:
+    """Start this command on all hosts; returns the exit code."""
+    from mlxlm.cli.hosts import hostfile_of, launch, without
+
+    if hosts is not None and ranks is not None:
+        raise click.UsageError("--ranks would have no effect: --hosts says what to start, localhost,localhost too")
+    return launch(hostfile_of(hosts, ranks), without(sys.argv[1:], ("--hosts", "--ranks")))
+
+
+def _lead(ranks, data: tuple[str, ...], out: Path | None, resume: Path | None, options: dict[str, Any]) -> None:
     from mlxlm.cli.training import describe_end, run_training
     from mlxlm.tokenizer import load
     from mlxlm.train import Run
@@ -53,13 +79,13 @@ def pretrain(data, out, resume, **options: Any) -> None:
     else:
         if options["minutes"]:  # by the clock on the wall, of which the duty leaves a share
             options["minutes"] *= going["power"].duty / 100
-        run = _new_run(data, out, options)
-    ending = run_training(run, load(run.path), resume=resume is not None, **going)
+        run = _new_run(data, out, options, ranks.size)
+    ending = run_training(run, load(run.path), resume=resume is not None, ranks=ranks, **going)
     describe_end(ending, run)
     render.result(str(run.path))
 
 
-def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
+def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int):
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
     from mlxlm.data import weighted
@@ -69,6 +95,8 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
         raise click.UsageError("give DATA and --out RUN, or --resume RUN")
     data, weights = weighted(data)
     _no_idle_options(options, data)
+    if ranks > 1 and "-" in data:
+        raise click.UsageError("several processes can't read stdin: give DATA as files")
     file, preset = options["config"], options["preset"] or "1m"
     config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
     decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
@@ -89,6 +117,7 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any]):
         minutes=options["minutes"],
         tokens=options["tokens"],
         settings=settings,
+        ranks=ranks,
         stdin=sys.stdin.buffer,
         phase=phase,
         **fraction,

@@ -58,8 +58,8 @@ def phase(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
 class StopRequest:
     """The first Ctrl-C or SIGTERM asks the loop to finish its step; a second one interrupts."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, quiet: bool = False) -> None:
+        self.asked, self._quiet = False, quiet
 
     def __call__(self) -> bool:
         return self.asked
@@ -77,8 +77,9 @@ class StopRequest:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        render.say(f"\n{name}: finishing this step and saving (again to stop at once)")
+        if not self._quiet:
+            name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+            render.say(f"\n{name}: finishing this step and saving (again to stop at once)")
 
 
 def run_training(run: Run, tokenizer, resume: bool = False, **options: Any) -> Finished | Stopped:

@@ -16,17 +16,20 @@ from mlxlm.train.events import (
     Validation,
     Warned,
 )
+from mlxlm.train.follow import follow
 from mlxlm.train.loop import train
 from mlxlm.train.plot import draw_losses
 from mlxlm.train.power import Power
 from mlxlm.train.probing import Probe, probe
+from mlxlm.train.pulse import RankLost
+from mlxlm.train.ranks import Ranks
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import start_run
 from mlxlm.train.trackers import check_trackers
 
 __all__ = [
-    "Event", "Finished", "Forecast", "NotSaved", "Paused", "Power", "Probe", "Resumed", "Run", "Sample", "Saved",
-    "Slowed", "Started", "Step", "Stopped", "TrainSettings", "Validation", "Warned", "check_trackers", "draw_losses",
-    "probe", "start_run", "train",
+    "Event", "Finished", "Forecast", "NotSaved", "Paused", "Power", "Probe", "RankLost", "Ranks", "Resumed", "Run",
+    "Sample", "Saved", "Slowed", "Started", "Step", "Stopped", "TrainSettings", "Validation", "Warned",
+    "check_trackers", "draw_losses", "follow", "probe", "start_run", "train",
 ]  # fmt: skip
