@@ -16,7 +16,7 @@ _COUNTS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "vocab_size", "max_position_embeddings", "head_dim",
 )  # fmt: skip
-_CHOICES = {
+CHOICES = {
     "norm": ("rms", "layer"),
     "norm_placement": ("pre", "post", "output", "both"),
     "positions": ("rope", "learned", "sinusoidal", "alibi", "none"),
@@ -82,7 +82,7 @@ def _field_problems(c: Any) -> Iterator[str]:
             yield f"{name} is {getattr(c, name)!r}, it must be true or false"
     if c.attention_out_bias not in (None, True, False):
         yield f"attention_out_bias is {c.attention_out_bias!r}, it must be true, false or null"
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
             yield f"{name} is {getattr(c, name)!r}, it must be one of {', '.join(map(str, choices))}"
     if _is_positive(c.partial_rotary_factor) and c.partial_rotary_factor > 1:

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mlxlm.config import ModelConfig
+from mlxlm.config_problems import CHOICES
 from mlxlm.errors import ConfigError
 from mlxlm.families.windows import FULL, SLIDING
 
@@ -39,6 +40,12 @@ _WORDS: dict[str, dict[str, Changes]] = {
         "none": {"attention_bias": False, "attention_out_bias": None, "mlp_bias": False},
     },
     "head": {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}},
+}
+_ATTENTION = ("multi-head", "grouped-query", "multi-query")
+_VALUES = {  # the words that a part can be called by alone
+    **_WORDS,
+    "attention": _ATTENTION,
+    **{name: CHOICES[name] for name in ("norm", "norm_placement", "positions")},
 }
 _ALIASES = {"softcap": "attn_logit_softcapping", "kv_heads": "num_key_value_heads", "window": "sliding_window"}
 # Fields that only some positions read.
@@ -119,6 +126,12 @@ def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[s
     return config.with_changes(**changes).settled()
 
 
+def meaning(word: str) -> dict[str, str] | None:
+    """The part that `word` alone is a value of, as `{"positions": "alibi"}`; None for what is of none or of several."""
+    found = [name for name, values in _VALUES.items() if word in values]
+    return {found[0]: word} if len(found) == 1 else None
+
+
 def _choice(name: str, text: str, choices: Iterable[str]) -> str:
     if text not in choices:
         raise ConfigError(f"{name} is {text!r}", f"one of {', '.join(choices)}")
@@ -132,18 +145,23 @@ def _word(name: str, text: str) -> Changes:
 def _field(name: str, text: str) -> Changes:
     """The value of one of ModelConfig's fields, by its type."""
     field = _ALIASES.get(name, name)
-    kind, low, or_none = _TYPES[field], text.lower(), " or none" * ("None" in _TYPES[field])
+    return {field: value_of(name, text, _TYPES[field])}
+
+
+def value_of(name: str, text: str, kind: str) -> Any:
+    """`text` as a value of a field of type `kind`, such as "int | None". Raises ConfigError, with `name`."""
+    low, or_none = text.lower(), " or none" * ("None" in kind)
     if or_none and low in ("none", "null"):
-        return {field: None}
+        return None
     try:
         if "bool" in kind:
-            return {field: {"true": True, "false": False}[low]}
+            return {"true": True, "false": False}[low]
         if "int" in kind or "float" in kind:
-            return {field: int(text) if "int" in kind else float(text)}
+            return int(text) if "int" in kind else float(text)
     except (ValueError, KeyError):
         wanted = "true or false" if "bool" in kind else "a whole number" if "int" in kind else "a number"
         raise ConfigError(f"{name} is {text!r}", wanted + or_none) from None
-    return {field: text}
+    return text
 
 
 def _resized(config: ModelConfig, changes: Changes) -> Changes:
@@ -160,7 +178,7 @@ def _resized(config: ModelConfig, changes: Changes) -> Changes:
 def _attention(text: str, now: Now) -> Changes:
     """Key heads by the kind's name; grouped-query has one for 4 heads, as Llama 3 8B, or for as few as can be."""
     heads = now("num_attention_heads")
-    _choice("attention", text, ("multi-head", "grouped-query", "multi-query"))
+    _choice("attention", text, _ATTENTION)
     if text != "grouped-query":
         return {"num_key_value_heads": heads if text == "multi-head" else 1}
     groups = next((n for n in (4, *range(2, heads)) if heads % n == 0 and n < heads), None)

@@ -1,0 +1,157 @@
+"""`mlxlm compare-architectures`: train variants of a model on the same data and budget, and draw their curves."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxlm.cli import render
+from mlxlm.cli.run_options import no_idle_options, setting_options, settings_of
+from mlxlm.units import human_bytes, human_count, human_seconds
+
+if TYPE_CHECKING:
+    from mlxlm.train.architectures import Comparison, Result
+
+PICTURE = "comparison.png"
+_LONGEST = 512  # tokens of a sequence, unless asked for: as for pretrain
+_APART = 0.01  # parameter counts that differ by more than this share are remarked on
+
+
+@click.command("compare-architectures")
+@click.argument("data", nargs=-1)
+@click.option(
+    "--variant", "variants", multiple=True, metavar="NAME: PART=VALUE, ...",
+    help='What one of them changes, such as "wide: hidden_size=256", "positions=alibi", alibi, swiglu, or base for '
+    "nothing. Two or more; also dropout, learning_rate and other settings.",
+)  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder; one that is there goes on.")
+@click.option("--preset", default=None, help="What the variants vary, see mlxlm presets.  [default: 1m]")
+@click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
+@click.option("--vocab-size", type=int, help="Of the tokenizer to train (default: the preset's).")
+@click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]")
+@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
+@click.option("--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated.")
+@click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
+@click.option("--steps", type=int, help="How long to train each of them, in steps,")
+@click.option("--tokens", type=float, help="in tokens (such as 2e6; default: 20 per parameter of the first),")
+@click.option("--minutes", type=float, help="or in minutes for the slowest; the others see as many tokens.")
+@setting_options()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def compare_architectures(data, variants, out, as_json, **options: Any) -> None:
+    """Train variants of a model on DATA, with one tokenizer, for the same tokens, and draw their curves in one picture.
+
+    Each is an ordinary run in a folder of its own. Ctrl-C finishes the step and saves; the same command, or --out
+    alone, goes on with what is unfinished.
+    """
+    comparison = _comparison(data, variants, out, options)
+    failed = _train(comparison)
+    found, picture = comparison.results(), out / PICTURE
+    comparison.draw(picture)
+    notes = [*failed, *_notes(comparison, found)]
+    if as_json:
+        rows = [result.to_dict() for result in found]
+        render.emit_json({"path": str(out), "picture": str(picture), "variants": rows, "notes": notes})
+    else:
+        render.print_result(render.table([*map(_row, found)], _HEADER))
+        for note in notes:
+            render.say(note, style="yellow")
+        render.result(str(picture))
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, options: dict[str, Any]) -> Comparison:
+    from mlxlm.cli.training import phase
+    from mlxlm.config import ModelConfig
+    from mlxlm.data import weighted
+    from mlxlm.data.manifest import is_prepared
+    from mlxlm.train.architectures import Comparison, Variant, start_comparison
+
+    if not data:
+        given = [name for name, value in {**options, "variant": variants}.items() if value not in (None, (), False)]
+        if given:
+            raise click.UsageError(f"without DATA --out goes on as it began, and --{given[0]} would have no effect")
+        return Comparison.open(out)
+    data, weights = weighted(data)
+    prepared = any(map(is_prepared, data))
+    own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
+    no_idle_options(
+        options,
+        (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
+        (prepared or options["tokenizer"], ["vocab_size", "kind"], f"{own} has its own"),
+        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
+        (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
+    )
+    config = ModelConfig.load(options["config"]) if options["config"] else ModelConfig.preset(options["preset"] or "1m")
+    settings = settings_of(options)
+    settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
+    same = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens")
+    given = {name: options[name] for name in ("kind", "validation_fraction") if options[name] is not None}
+    return start_comparison(
+        out, data, config, [Variant.read(text) for text in variants], weights=weights, settings=settings, phase=phase,
+        **{name: options[name] for name in same}, **given,
+    )  # fmt: skip
+
+
+def _train(comparison: Comparison) -> list[str]:
+    """Train what is unfinished, until a stop is asked for; returns what went wrong, a line for each variant."""
+    from mlxlm.cli.training import phase, run_training
+    from mlxlm.errors import TrainingError
+    from mlxlm.train import Stopped
+    from mlxlm.train.architectures import is_finished
+
+    tokenizer, failed = comparison.tokenizer, []
+    for number, variant in enumerate(comparison.variants, start=1):
+        render.say(f"{variant.name} ({number} of {len(comparison.variants)})", style="bold")
+        run = comparison.run(variant, phase)
+        if is_finished(run):
+            render.say("finished before")
+            continue
+        try:
+            ending = run_training(run, tokenizer, resume=True)
+        except TrainingError as error:  # of this variant: the others can still be compared
+            failed.append(f"{variant.name}: {error.message}")
+            render.say(failed[-1], style="red")
+            continue
+        if isinstance(ending, Stopped):
+            render.say(f"stopped after step {ending.step}, saved. Continue with:")
+            render.say(f"mlxlm compare-architectures --out {shlex.quote(str(comparison.path))}")
+            break
+    return failed
+
+
+_HEADER = ("variant", "parameters", "tokens", "tokens/s", "time", "memory", "learning rate", "bits per byte")
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    done = human_count(result.tokens) + ("" if result.finished else f" ({result.step} of {result.steps} steps)")
+    return (
+        result.name,
+        f"{result.parameters:,}",
+        done,
+        f"{result.tokens_per_second:,.0f}",
+        human_seconds(result.seconds),
+        "-" if result.memory is None else human_bytes(result.memory),
+        f"{result.learning_rate:.2g}",
+        "-" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}",
+    )
+
+
+def _notes(comparison: Comparison, found: list[Result]) -> Iterator[str]:
+    """What to keep in mind when reading the table."""
+    from mlxlm.families import only_ours
+
+    sizes = sorted(found, key=lambda result: result.parameters)
+    if sizes and sizes[-1].parameters > (1 + _APART) * sizes[0].parameters:
+        more = 100 * (sizes[-1].parameters / sizes[0].parameters - 1)
+        yield f"{sizes[-1].name} has {more:.0f} % more parameters than {sizes[0].name}: a part of its result is size"
+    if not any("seed" in variant.settings for variant in comparison.variants):
+        yield 'one seed each: how much is chance, another one says (--variant "again: seed=1")'
+    for variant in comparison.variants:
+        if note := only_ours(comparison.config_of(variant)):
+            yield f"{variant.name}: {note}"

@@ -1,0 +1,277 @@
+"""Variants of a model trained on the same data, with the same tokenizer and for as many tokens, side by side."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint.layout import is_run, step_of
+from mlxlm.config import ModelConfig, read_json
+from mlxlm.data import prepare, total_bytes
+from mlxlm.data.sources import STDIN
+from mlxlm.errors import ConfigError, DataError
+from mlxlm.files import new_folder, write_json
+from mlxlm.parts import meaning, parse, value_of, with_parts
+from mlxlm.tokenizer import Tokenizer, load
+from mlxlm.train.curves import draw_runs
+from mlxlm.train.probing import probe
+from mlxlm.train.run import Run
+from mlxlm.train.settings import TrainSettings
+from mlxlm.train.start import (
+    DEVICE_DTYPE,
+    Phase,
+    length_of_training,
+    no_phase,
+    prepared_source,
+    start_run,
+    tokenizer_for,
+)
+
+FILE = "comparison.json"
+BASE = "base"  # the variant that changes nothing
+# What the variants have in common, and what says so.
+_SHARED = {
+    **dict.fromkeys(("batch_size", "sequence_length", "accumulate", "steps"), "one budget for all variants"),
+    **dict.fromkeys(("eval_every", "eval_tokens", "packing", "document_mask"), "the same for all variants"),
+    "vocab_size": "one tokenizer for all variants",
+    "max_position_embeddings": "the sequence length, one for all variants",
+}
+_SETTINGS = {field.name: field.type for field in fields(TrainSettings)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`parts`: what it changes in the model, see `mlxlm.parts`. `settings`: fields of TrainSettings that it has for
+    itself, such as dropout and learning_rate."""
+
+    name: str
+    parts: dict[str, str]
+    settings: dict[str, Any]
+
+    @classmethod
+    def read(cls, text: str) -> Variant:
+        """ "wide: hidden_size=256, dropout=0.1", "positions=alibi", a word that is the value of one part ("alibi",
+        "swiglu"), or "base". Raises ConfigError for anything else."""
+        name, colon, rest = (piece.strip() for piece in text.partition(":"))
+        if "=" in name:  # "rope_scaling=yarn:4" has a colon, too
+            name, colon, rest = text.strip(), "", text.strip()
+        if not name or bool(colon) != bool(rest) and colon:
+            raise ConfigError(f"{text!r} is no variant", '"alibi: positions=alibi"')
+        if not rest:
+            found = {} if name == BASE else meaning(name)
+            if found is None:
+                raise ConfigError(f"variant {name!r} says nothing", f'"{name}: NAME=VALUE", or {BASE}')
+            return cls(name, found, {})
+        values = parse(re.split(r",(?![^\[{]*[\]}])", rest))  # commas of JSON are not between parts
+        own = {key: value_of(key, value, _SETTINGS[key]) for key, value in values.items() if key in _SETTINGS}
+        for key in (key for key in values if key in _SHARED):
+            raise ConfigError(f"variant {name}: {key} can't be a variant's own", _SHARED[key])
+        return cls(name, {key: value for key, value in values.items() if key not in own}, own)
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^\w.=-]+", "-", self.name).strip("-.") or "variant"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a variant stands: `tokens_per_second` over all its steps but the first, which
+    compiles, `memory` MLX's peak in bytes (None before the
+    end), `bits_per_byte` the best on the held-out text, `seconds` those of its steps."""
+
+    name: str
+    path: str
+    model_type: str
+    parameters: int
+    learning_rate: float
+    step: int
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    memory: int | None
+    loss: float | None
+    bits_per_byte: float | None
+    finished: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A folder of runs: `comparison.json`, `data/` unless it was prepared before, and a run for each variant.
+
+    Train what is unfinished: `for variant in comparison.variants: run = comparison.run(variant); train(run, ...)`.
+    """
+
+    path: Path
+    config: ModelConfig
+    settings: dict[str, Any]
+    variants: tuple[Variant, ...]
+    data: Path
+    asked: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path | str) -> Comparison:
+        """An existing comparison. Raises ConfigError naming the file."""
+        path = Path(path)
+        if not (path / FILE).is_file():
+            raise ConfigError(f"{path} is no comparison: it has no {FILE}", "the --out of compare-architectures")
+        values = read_json(path / FILE)
+        try:
+            config = ModelConfig.from_dict(values["config"], str(path / FILE))
+            variants = tuple(Variant(**variant) for variant in values["variants"])
+            return cls(path, config, dict(values["settings"]), variants, path / values["data"], values["asked"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{path / FILE} lacks config, settings, variants, data or asked") from None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return load(self.data / "tokenizer")
+
+    def config_of(self, variant: Variant) -> ModelConfig:
+        return _configured(self.config, variant)
+
+    def run(self, variant: Variant, phase: Phase = no_phase) -> Run:
+        """The variant's run, made if it isn't there yet."""
+        gc.collect()  # the variant before is held by cycles: its bytes would count as this one's
+        mx.clear_cache()
+        path = self.path / variant.folder
+        if is_run(path):
+            return Run.open(path)
+        settings = {**self.settings, **variant.settings}
+        return start_run(path, [self.data], self.config_of(variant), settings=settings, phase=phase)
+
+    def draw(self, path: Path) -> None:
+        """Write a picture of the curves so far, as PNG."""
+        draw_runs({v.name: Run.open(self.path / v.folder) for v in self._begun()}, path)
+
+    def results(self) -> list[Result]:
+        """Of the variants whose runs have begun, in their order."""
+        return [_result(variant, Run.open(self.path / variant.folder)) for variant in self._begun()]
+
+    def _begun(self) -> list[Variant]:
+        return [variant for variant in self.variants if is_run(self.path / variant.folder)]
+
+
+def is_finished(run: Run) -> bool:
+    """Whether its last step is saved."""
+    checkpoints = run.checkpoints()
+    return bool(checkpoints) and step_of(checkpoints[-1]) == run.settings.steps
+
+
+def start_comparison(
+    out: Path | str,
+    sources: Sequence[str | Path],
+    config: ModelConfig,
+    variants: Sequence[Variant],
+    *,
+    weights: Sequence[float] | None = None,
+    text_column: str | None = None,
+    tokenizer: str | Path | None = None,
+    kind: str = "byte-level",
+    vocab_size: int | None = None,
+    validation: Sequence[str | Path] = (),
+    validation_fraction: float = 0.05,
+    minutes: float | None = None,
+    tokens: float | None = None,
+    settings: dict[str, Any] | None = None,
+    phase: Phase = no_phase,
+) -> Comparison:
+    """Make the folder `out` for a comparison of `variants` of `config`: tokenizer and data once, the budget fixed. If
+    it is there already, made of the same arguments, it is opened.
+
+    Arguments are those of `start_run`. All variants see the same tokens in the same order (but for a `seed` of their
+    own): as many as `tokens` or `settings["steps"]` say, as the slowest of them is trained on here in `minutes`, or by
+    default as many as are compute-optimal for the first one.
+
+    Raises ConfigError for less than two variants, for variants that can't work, and for an `out` of something else;
+    DataError and TokenizerError as `start_run`.
+    """
+    out, settings = Path(out), dict(settings or {})
+    if STDIN in map(str, sources):
+        raise DataError("stdin can be read only once, and a comparison can be continued", "a file")
+    _check(variants)
+    configs = [_configured(config, variant) for variant in variants]
+    asked = {
+        "sources": [str(Path(source).resolve()) for source in sources], "weights": weights and list(weights),
+        "text_column": text_column, "tokenizer": tokenizer and str(Path(tokenizer).resolve()), "kind": kind,
+        "vocab_size": vocab_size, "validation": [str(Path(path).resolve()) for path in validation],
+        "validation_fraction": validation_fraction, "minutes": minutes, "tokens": tokens, "settings": settings,
+        "config": config.to_dict(), "variants": [asdict(variant) for variant in variants],
+    }  # fmt: skip
+    asked = json.loads(json.dumps(asked))  # as it will be read back
+    if (out / FILE).is_file():
+        there = Comparison.open(out)
+        if changed := [name for name, value in asked.items() if there.asked.get(name) != value]:
+            hint = f"mlxlm compare-architectures --out {shlex.quote(str(out))} to go on with it, or another --out"
+            raise ConfigError(f"{out} is a comparison with other {', '.join(changed)}", hint)
+        return there
+    length = length_of_training(minutes, tokens, settings.get("steps"))
+    shared = TrainSettings(**{"learning_rate": 1.0, "dtype": DEVICE_DTYPE, **settings, "steps": 1})
+    drafts = [TrainSettings(**{**shared.to_dict(), **variant.settings}) for variant in variants]
+    prepared = prepared_source(sources)
+    with new_folder(out) as folder:
+        vocab_size = config.vocab_size if vocab_size is None else vocab_size
+        words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
+        if not prepared:
+            with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
+                prepare(
+                    sources, words, folder / "data", weights=weights, text_column=text_column,
+                    validation_paths=validation, validation_fraction=validation_fraction, seed=shared.seed,
+                    progress=advance,
+                )  # fmt: skip
+        fitted = {"vocab_size": words.vocab_size, "max_position_embeddings": shared.sequence_length}
+        configs = [variant.with_changes(**fitted) for variant in configs]
+        timed = [None] * len(configs)
+        if minutes:
+            with phase("trying three training steps of each variant", None):
+                timed = [probe(c, d) for c, d in zip(configs, drafts, strict=True)]
+        steps = [length(c, d, found) for c, d, found in zip(configs, drafts, timed, strict=True)]
+        values = {
+            "config": config.to_dict(), "settings": {**settings, "steps": min(steps) if minutes else steps[0]},
+            "variants": asked["variants"], "data": str(prepared.resolve()) if prepared else "data", "asked": asked,
+        }  # fmt: skip
+        write_json(folder / FILE, values)
+    return Comparison.open(out)
+
+
+def _check(variants: Sequence[Variant]) -> None:
+    if len(variants) < 2:
+        raise ConfigError("a comparison needs two variants or more", f'--variant {BASE} --variant "positions=alibi"')
+    folders = [variant.folder for variant in variants]
+    if twice := next((name for name in folders if folders.count(name) > 1), None):
+        raise ConfigError(f"two variants are called {twice}", '"another name: ..."')
+    if taken := next((name for name in folders if name in ("data", FILE)), None):
+        raise ConfigError(f"a variant can't be called {taken}", '"another name: ..."')
+
+
+def _configured(config: ModelConfig, variant: Variant) -> ModelConfig:
+    try:
+        return with_parts(config, variant.parts, _SHARED)
+    except ConfigError as error:
+        raise ConfigError(f"variant {variant.name}: {error.message}", error.hint) from None
+
+
+def _result(variant: Variant, run: Run) -> Result:
+    entries = run.read_log()
+    steps = [entry for entry in entries if entry["event"] == "step"]
+    validations = [entry for entry in entries if entry["event"] == "validation"]
+    ends = [entry for entry in entries if entry["event"] == "finished"]
+    first, last = (steps[0], steps[-1]) if steps else ({}, {})
+    best = min(validations, key=lambda entry: entry["loss"], default={})
+    tokens, seconds = last.get("tokens", 0), last.get("seconds", 0.0)
+    rated = tokens - first.get("tokens", 0), seconds - first.get("seconds", 0.0)
+    return Result(
+        variant.name, str(run.path), run.config.model_type, run.config.parameter_count(), run.settings.learning_rate,
+        last.get("step", 0), run.settings.steps, tokens, seconds, rated[0] / rated[1] if rated[1] > 0 else 0.0,
+        ends[-1].get("memory") if ends else None, best.get("loss"), best.get("bits_per_byte"), is_finished(run),
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""The curves of several runs in one picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlxlm.files import write_bytes
+from mlxlm.train.run import Run
+
+_POINTS = 100  # of a training curve, each the mean of the steps around it
+
+
+def draw_runs(runs: Mapping[str, Run], path: Path) -> None:
+    """Draw training loss and validation over tokens, a colour for each run of these names, as a PNG at `path`.
+
+    Raises CheckpointError if the disk refuses.
+    """
+    from matplotlib.figure import Figure  # half a second: only where a picture is drawn
+
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    training, validation = figure.subplots(1, 2)
+    ends: list[float] = []  # of what is drawn after the first tenth, which would leave no room for the differences
+    for number, (name, run) in enumerate(runs.items()):
+        colour = f"C{number % 10}"
+        entries = list(run.read_log())
+        steps = [(e["tokens"], e["loss"]) for e in entries if e["event"] == "step"]
+        points = _means(steps)
+        training.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, lw=1.3)
+        ends += [loss for _, loss in points[len(points) // 10 :]]
+        checks = [(e["tokens"], e["bits_per_byte"]) for e in entries if e["event"] == "validation"]
+        best = f": {min(bits for _, bits in checks):.4f}" if checks else ""
+        validation.plot(*zip(*checks, strict=True) if checks else ((), ()), "o-", ms=3, color=colour, label=name + best)
+    if ends:
+        room = 0.05 * (max(ends) - min(ends)) or 0.1
+        training.set_ylim(min(ends) - room, max(ends) + room)
+    for axes, title in ((training, "training loss (nats per token)"), (validation, "validation (bits per byte)")):
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("tokens")
+        axes.grid(alpha=0.3)
+    if runs:
+        validation.legend(title="best", fontsize=9)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_bytes(path, picture.getvalue())
+
+
+def _means(steps: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most _POINTS points, each the mean of as many steps."""
+    size = -(-len(steps) // _POINTS) or 1
+    parts = [steps[i : i + size] for i in range(0, len(steps), size)]
+    return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
