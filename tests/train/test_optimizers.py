@@ -1,0 +1,191 @@
+"""Each optimizer against its formulas in float64, which weights it moves, and its state."""
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import mx, tree_flatten, tree_unflatten
+from mlxlm.config import ModelConfig
+from mlxlm.data import Batch
+from mlxlm.model import Decoder
+from mlxlm.train import TrainSettings
+from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS, default_learning_rate, make_optimizer
+from mlxlm.train.step import TrainStep
+
+RATE = 0.01
+
+
+def adamw(weight, gradient, state, step, s, decay):
+    state["m"] = s.beta1 * state.get("m", 0) + (1 - s.beta1) * gradient
+    state["v"] = s.beta2 * state.get("v", 0) + (1 - s.beta2) * gradient**2
+    m, v = state["m"] / (1 - s.beta1**step), state["v"] / (1 - s.beta2**step)
+    return weight - RATE * (m / (np.sqrt(v) + 1e-8) + decay * weight)
+
+
+def lion(weight, gradient, state, step, s, decay):
+    m = state.get("m", np.zeros_like(weight))
+    direction = np.sign(s.beta1 * m + (1 - s.beta1) * gradient)
+    state["m"] = s.beta2 * m + (1 - s.beta2) * gradient
+    return weight - RATE * (direction + decay * weight)
+
+
+def adafactor(weight, gradient, state, step, s, decay):
+    """Shazeer & Stern 2018, algorithms 4 and 5."""
+    beta2 = 1 - step**-0.8
+    squares = gradient**2 + 1e-30
+    if weight.ndim == 2:
+        state["r"] = beta2 * state.get("r", 0) + (1 - beta2) * squares.mean(1)
+        state["c"] = beta2 * state.get("c", 0) + (1 - beta2) * squares.mean(0)
+        second = np.outer(state["r"], state["c"]) / state["r"].mean()
+    else:
+        state["v"] = second = beta2 * state.get("v", 0) + (1 - beta2) * squares
+    update = gradient / np.sqrt(second)
+    update /= max(1, np.sqrt((update**2).mean()))
+    rate = RATE * max(1e-3, np.sqrt((weight**2).mean()))
+    return weight * (1 - decay * rate) - rate * update
+
+
+def muon(weight, gradient, state, step, s, decay):
+    """Jordan et al. 2024; scale and decay of Liu et al. 2025, equations 2 and 4."""
+    state["v"] = 0.95 * state.get("v", 0) + 0.05 * gradient
+    x = 0.05 * gradient + 0.95 * state["v"]
+    x = x / np.linalg.norm(x)
+    if x.shape[0] > x.shape[1]:
+        x = x.T
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    x = x if x.shape == weight.shape else x.T
+    return weight - RATE * (0.2 * np.sqrt(max(weight.shape)) * x + decay * weight)
+
+
+REFERENCES = {"adamw": adamw, "lion": lion, "adafactor": adafactor, "muon": muon}
+
+
+def tree(arrays: dict) -> dict:
+    return tree_unflatten([(name, mx.array(np.asarray(x, np.float32))) for name, x in arrays.items()])
+
+
+def names_and_shapes():
+    return {
+        "model.embed_tokens.weight": (12, 6), "lm_head.weight": (12, 6), "model.norm.weight": (6,),
+        "model.layers.0.mlp.up_proj.weight": (10, 6), "model.layers.0.mlp.down_proj.weight": (6, 10),
+        "model.layers.0.input_layernorm.weight": (6,),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equal_to_the_formulas(name):
+    settings = TrainSettings(steps=9, learning_rate=RATE, optimizer=name, weight_decay=0.3)
+    rng = np.random.default_rng(0)
+    weights = {n: rng.normal(size=shape) for n, shape in names_and_shapes().items()}
+    optimizer, states = make_optimizer(settings), {n: {} for n in weights}
+    model = tree(weights)
+    optimizer.init(model)
+    for step in range(1, 5):
+        gradients = {n: rng.normal(size=w.shape) * 10 ** rng.uniform(-3, 1) for n, w in weights.items()}
+        model = optimizer.apply_gradients(tree(gradients), model)
+        found = dict(tree_flatten(model))
+        for n, weight in weights.items():
+            kind = name if name != "muon" or (".layers." in n and weight.ndim == 2) else "adamw"
+            decay = 0.3 if weight.ndim == 2 else 0.0
+            weights[n] = REFERENCES[kind](weight, gradients[n], states[n], step, settings, decay)
+            np.testing.assert_allclose(np.array(found[n]), weights[n], rtol=1e-4, atol=2e-5, err_msg=f"{n} {step}")
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (32, 128), (128, 32)])
+def test_muons_update_is_orthogonal_and_as_large_as_adamws(shape):
+    """Singular values between 0.68 and 1.13 (Jordan et al. 2024), here times 0.2 · sqrt(max(shape))."""
+    optimizer = make_optimizer(TrainSettings(steps=9, learning_rate=1.0, optimizer="muon", weight_decay=0.0))
+    gradient = mx.random.normal(shape, key=mx.random.key(0))
+    names = ("model.layers.0.w", "model.embed_tokens.weight", "model.norm.weight")
+    parameters = tree({name: np.zeros(s) for name, s in zip(names, (shape, (4, 4), (4,)), strict=True)})
+    optimizer.init(parameters)
+    gradients = tree({name: np.ones(s) for name, s in zip(names, (shape, (4, 4), (4,)), strict=True)})
+    gradients["model"]["layers"][0]["w"] = gradient
+    update = -np.array(optimizer.apply_gradients(gradients, parameters)["model"]["layers"][0]["w"])
+    values = np.linalg.svd(update, compute_uv=False) / (0.2 * np.sqrt(max(shape)))
+    assert 0.6 < values.min() and values.max() < 1.25
+    assert np.sqrt((update**2).mean()) == pytest.approx(0.2, rel=0.2)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_that_is_loaded_continues_to_the_bit(optimizer, tiny_config, tmp_path):
+    rng = np.random.default_rng(0)
+    batches = [[Batch(rng.integers(0, 300, (2, 17)).astype(np.int32))] for _ in range(3)]
+    rate = default_learning_rate(10**6, optimizer)
+    settings = TrainSettings(steps=9, learning_rate=rate, optimizer=optimizer, dropout=0.1, ema=0.9)
+
+    def fresh() -> TrainStep:
+        model = Decoder(tiny_config, dropout=0.1)
+        model.initialize(0)
+        return TrainStep(model, settings)
+
+    def trained(step, batches):
+        for batch in batches:
+            mx.eval(step(batch, rate), step.state)
+        return {**step.weights(), **{f"state.{n}": x for n, x in step.save_state().items()}}
+
+    whole = trained(fresh(), batches)
+    first, second = fresh(), fresh()
+    trained(first, batches[:1])
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), first.weights())
+    mx.save_safetensors(str(tmp_path / "s.safetensors"), first.save_state())
+    second.load(mx.load(str(tmp_path / "w.safetensors")), mx.load(str(tmp_path / "s.safetensors")))
+    found = trained(second, batches[1:])
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert mx.array_equal(found[name], value), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_default_rate_learns(optimizer, tiny_config):
+    """Three words over and over: the loss falls far below that of guessing, within 30 steps."""
+    model = Decoder(tiny_config)
+    model.initialize(0)
+    rate = default_learning_rate(tiny_config.parameter_count(), optimizer)
+    step = TrainStep(model, TrainSettings(steps=30, learning_rate=rate, optimizer=optimizer))
+    batch = [Batch(np.tile(np.array([5, 90, 17], np.int32), (4, 11)))]
+    losses = []
+    for _ in range(30):
+        loss, _ = step(batch, rate)
+        mx.eval(loss, step.state)
+        losses.append(loss.item())
+    assert losses[0] > 5 and losses[-1] < 2.5, losses
+
+
+def test_defaults_are_taken_and_can_be_given():
+    for name, defaults in DEFAULTS.items():
+        s = TrainSettings(steps=9, learning_rate=RATE, optimizer=name)
+        assert (s.weight_decay, s.beta1, s.beta2) == (defaults.weight_decay, defaults.beta1, defaults.beta2)
+        assert TrainSettings.from_dict(s.to_dict(), "here") == s
+    given = TrainSettings(steps=9, learning_rate=RATE, optimizer="lion", beta1=0.5, weight_decay=0.0)
+    assert (given.weight_decay, given.beta1, given.beta2) == (0.0, 0.5, DEFAULTS["lion"].beta2)
+
+
+def test_rates_by_size():
+    assert default_learning_rate(125 * 10**6) == pytest.approx(6e-4)
+    assert default_learning_rate(1) == 0.01
+    assert default_learning_rate(10**6, "muon") == default_learning_rate(10**6)
+    assert default_learning_rate(10**6, "lion") == pytest.approx(default_learning_rate(10**6) * DEFAULTS["lion"].rate)
+    assert default_learning_rate(10**9, "adafactor") == DEFAULTS["adafactor"].fixed_rate
+
+
+def test_every_weight_of_a_model_has_one_optimizer(tiny_config):
+    """Also without a tied head, with learned positions and biases."""
+    config = ModelConfig(**{
+        **{n: getattr(tiny_config, n) for n in ("hidden_size", "num_hidden_layers", "num_attention_heads")},
+        "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 300, "tie_word_embeddings": False,
+        "positions": "learned", "attention_bias": True, "max_position_embeddings": 64,
+    })  # fmt: skip
+    model = Decoder(config)
+    model.initialize(0)
+    step = TrainStep(model, TrainSettings(steps=9, learning_rate=RATE, optimizer="muon"))
+    moved = {}
+    for optimizer in step._optimizer.optimizers:
+        for name, _ in tree_flatten(optimizer.state):
+            if "." in name:
+                weight = name.rpartition(".")[0]
+                assert moved.setdefault(weight, optimizer) is optimizer
+    assert moved.keys() == dict(tree_flatten(model.trainable_parameters())).keys()
+    orthogonal = {n for n, o in moved.items() if o is step._optimizer.optimizers[0]}
+    assert orthogonal == {n for n in moved if n.endswith("_proj.weight")}
