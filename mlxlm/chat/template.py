@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -18,6 +18,7 @@ import jinja2.sandbox
 
 from mlxlm.chat.formats import FORMATS
 from mlxlm.chat.reasoning import opened_by
+from mlxlm.chat.stand_ins import StandIns
 from mlxlm.errors import TokenizerError
 from mlxlm.generation import LoadedModel
 from mlxlm.reading import decoded, read_bytes
@@ -26,8 +27,6 @@ from mlxlm.tokenizer import Tokenizer
 PLAIN, MODEL = "plain", "model"
 NAMES = (MODEL, *FORMATS, PLAIN)
 _LARGEST_TEMPLATE = 1 << 20  # bytes; the longest in use have 20,000
-# Supplementary Private Use Area-A: characters that text doesn't use, and no template looks for.
-_PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,14 @@ def transcript(loaded: LoadedModel, template: str | None = None) -> Transcript:
     the model's end tokens; else plain text, which the model continues.
     Raises TokenizerError for a broken template, and for one that this tokenizer has no tokens for.
     """
-    tokenizer = loaded.tokenizer
+    return transcript_for(loaded.tokenizer, loaded.end_ids, template)
+
+
+def transcript_for(tokenizer: Tokenizer, end_ids: frozenset[int], template: str | None = None) -> Transcript:
+    """The same, of a model that need not be in memory: its tokenizer and the tokens that end its texts."""
     own = tokenizer.chat_template
     if template is None:
-        fitting = [name for name, format in FORMATS.items() if format.ends(tokenizer, loaded.end_ids)]
+        fitting = [name for name, format in FORMATS.items() if format.ends(tokenizer, end_ids)]
         template = MODEL if own is not None else next(iter(fitting), PLAIN)
     if template == PLAIN:
         return PlainText(tokenizer)
@@ -129,7 +132,7 @@ class ChatTemplate:
     others (models don't always choose the encoder's split), and the key-value cache holds the former. Where
     the template changes an answer (trims it, drops its reasoning), the template's text counts.
 
-    `end_ids`: the special token that the template puts behind an answer, if any.
+    `end_ids`: the special token that the template puts behind an answer, if any. `source`: the template.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None, name: str = MODEL):
@@ -138,19 +141,19 @@ class ChatTemplate:
         Raises TokenizerError for a template that can't be read, or fails on a question and an answer.
         """
         self.name = name
+        self.source = tokenizer.chat_template if source is None else source
         self._tokenizer = tokenizer
-        self._source = tokenizer.chat_template if source is None else source
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
         )
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
-            self._template = environment.from_string(self._source)
+            self._template = environment.from_string(self.source)
         except Exception as error:  # also RecursionError, for one that is nested deeply
             raise _broken(error, name) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self.end_ids = self._find_end_ids()
         self.opening = opened_by(self.render([Message("user", "?")]))
 
@@ -169,12 +172,7 @@ class ChatTemplate:
             raise _broken(error, self.name) from error
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        stand_ins = _StandIns(self._source + "".join(m.content for m in messages))
-
-        def shielded(match: re.Match) -> str:
-            return stand_ins.take(match[0], self._encode(match[0], parse_special=False, continues=True))
-
-        plain = [replace(m, content=self._special.sub(shielded, m.content)) for m in messages]
+        stand_ins, plain = self.shielded(messages)
         answers = {n: stand_ins.take(m.content, m.ids, answer=True) for n, m in enumerate(messages) if m.ids}
 
         @cache
@@ -196,12 +194,22 @@ class ChatTemplate:
         spliced_text = rendered(spliced)
         if stand_ins.restored(spliced_text) == wanted:
             text = spliced_text
-        ids = self._encode_pieces(list(stand_ins.split(text)), stand_ins)
+        ids = self.encode_pieces(list(stand_ins.split(text)), stand_ins)
         if add_generation_prompt and not ids:
             raise TokenizerError(f"{_called(self.name)} gives nothing for this conversation", _OTHERS)
         return ids
 
-    def _encode_pieces(self, pieces: list[str], stand_ins: _StandIns) -> list[int]:
+    def shielded(self, messages: Sequence[Message]) -> tuple[StandIns, list[Message]]:
+        """The messages, a stand-in for everything in them that looks like a special token."""
+        stand_ins = StandIns(self.source + "".join(m.content for m in messages))
+
+        def shield(match: re.Match) -> str:
+            return stand_ins.take(match[0], self._encode(match[0], parse_special=False, continues=True))
+
+        return stand_ins, [replace(m, content=self.special.sub(shield, m.content)) for m in messages]
+
+    def encode_pieces(self, pieces: Sequence[str], stand_ins: StandIns, continues: bool = False) -> list[int]:
+        """The ids of rendered text as `StandIns.split` cuts it; `continues`: other text comes before it."""
         ids: list[int] = []
         for piece, following in zip_longest(pieces, pieces[1:], fillvalue=""):
             if piece in stand_ins.ids:
@@ -209,54 +217,18 @@ class ChatTemplate:
                 continue
             if following in stand_ins.answers and self._tokenizer.adds_first_space:
                 piece = piece.removesuffix(" ")  # the answer's first token has that space in front
-            ids += self._encode(piece, parse_special=True, continues=bool(ids))
+            ids += self._encode(piece, parse_special=True, continues=continues or bool(ids))
         return ids
 
     def _encode(self, text: str, *, parse_special: bool, continues: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special, continues=continues)
 
     def _find_end_ids(self) -> frozenset[int]:
-        answer = _StandIns(self._source).take("", ())
+        answer = StandIns(self.source).take("", ())
         exchange = [Message("user", "?"), Message("assistant", answer)]
         behind = self.render(exchange, add_generation_prompt=False).partition(answer)[2]
-        match = self._special.match(behind.lstrip())
+        match = self.special.match(behind.lstrip())
         return frozenset([self._tokenizer.special_tokens[match[0]]] if match else [])
-
-
-class _StandIns:
-    """Characters that stand, while a template is rendered, for texts whose ids are known already."""
-
-    def __init__(self, text: str):
-        """`text`: all that is rendered; its characters can't be taken."""
-        used = set(text)
-        self._free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
-        self._texts: dict[str, str] = {}
-        self._taken: dict[str, str] = {}
-        self.ids: dict[str, Sequence[int]] = {}
-        self.answers: set[str] = set()
-
-    def take(self, text: str, ids: Sequence[int], answer: bool = False) -> str:
-        """The character that stands for `text`; the same one for the same text, unless it is an answer."""
-        if not answer and text in self._taken:
-            return self._taken[text]
-        character = next(self._free, None)
-        if character is None:
-            raise TokenizerError("this conversation has too many answers", "a new one")
-        self._texts[character], self.ids[character] = text, ids
-        if answer:
-            self.answers.add(character)
-        else:
-            self._taken[text] = character
-        return character
-
-    def restored(self, text: str) -> str:
-        """`text` with every stand-in replaced by what it stands for."""
-        return text.translate(str.maketrans(self._texts))
-
-    def split(self, text: str) -> Iterator[str]:
-        """The stand-ins in `text` and the stretches between them, in order."""
-        pattern = f"([{''.join(self._texts)}])" if self._texts else "(?!)"
-        return filter(None, re.split(pattern, text))
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -1,0 +1,134 @@
+"""Conversations as tokens for tuning: a template's, with the assistant's words told from all others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mlxlm.chat.formats import FORMATS
+from mlxlm.chat.stand_ins import StandIns
+from mlxlm.chat.template import ChatTemplate, Message, transcript_for
+from mlxlm.data import CHAT_TEMPLATE, Chunk, Document
+from mlxlm.errors import DataError, TokenizerError
+from mlxlm.tokenizer import Tokenizer
+
+_OWN_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")  # of CHAT_TEMPLATE
+_ROWS = 'rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+
+class Labels:
+    """Makes the tokens of a conversation, and says which of them a model is to learn.
+
+    Those are, of each of the assistant's turns, what follows the prompt that a chat gives the model, up to and with
+    the token that ends the turn: what the model will have to say itself. Headers, other people's words and what a
+    template puts behind a turn are read only. As in a chat, what looks like a special token inside a message is
+    ordinary text.
+
+    Attributes:
+        template: the jinja template.
+        end_ids: the tokens that end an answer.
+
+    The template is that of `mlxlm.chat.template.transcript`; a tokenizer trained here that has none gets
+    CHAT_TEMPLATE. Raises TokenizerError for a model that has no form of conversation, and for a template that doesn't
+    mark where an answer ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: frozenset[int], template: str | None = None):
+        self._tokenizer = tokenizer
+        self._form = self._chosen(tokenizer, end_ids, template)
+        self.template, self.end_ids = self._form.source, self._form.end_ids
+        if not self.end_ids:
+            raise TokenizerError(
+                f"the chat template {self._form.name} puts no special token behind an answer, so that a model can't "
+                "learn where one ends", "a jinja file that does"
+            )  # fmt: skip
+
+    @staticmethod
+    def _chosen(tokenizer: Tokenizer, end_ids: frozenset[int], template: str | None) -> ChatTemplate:
+        form = transcript_for(tokenizer, end_ids, template)
+        if isinstance(form, ChatTemplate):
+            return form
+        if template is None and all(token in tokenizer.special_tokens for token in _OWN_TOKENS):
+            return ChatTemplate(tokenizer, CHAT_TEMPLATE)
+        fitting = [name for name, format in FORMATS.items() if format.fits(tokenizer)]
+        hint = "--template " + (" or ".join([*fitting, "FILE"])) + ", a jinja file with tokens that the model has"
+        raise TokenizerError(f"{'plain text' if template else 'this model'} has no turns to be learned", hint)
+
+    def __call__(self, document: Document) -> Chunk:
+        """Raises DataError, naming file and line, for what is no conversation, or has no answer, and where the
+        template refuses it or changes earlier turns when later ones come."""
+        if document.messages is None:
+            raise DataError(f"{document.where} is a text, not a conversation", _ROWS)
+        messages = [Message(role, content) for role, content in document.messages]
+        answers = [n for n, m in enumerate(messages) if m.role == "assistant"]
+        if not answers:
+            raise DataError(f"{document.where} has no message of the assistant", _ROWS)
+        try:
+            ids, learned = self.encode(messages)
+        except TokenizerError as error:
+            raise DataError(f"{document.where}: {error.message}", error.hint) from None
+        spoken = sum(len(messages[n].content.encode("utf-8")) for n in answers)
+        return Chunk(np.array(ids, np.uint32), spoken, True, np.array(learned, np.uint8))
+
+    def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """The ids of a conversation, and for each 1 if it is to be learned, else 0. Raises TokenizerError."""
+        stand_ins, plain = self._form.shielded(messages)
+        shown, contents = self._marked(plain, stand_ins)
+        text = self._render(shown)
+        ids: list[int] = []
+        learned: list[int] = []
+
+        def add(piece: str, label: int) -> None:
+            pieces = list(stand_ins.split(piece.translate(str.maketrans(contents))))
+            more = self._form.encode_pieces(pieces, stand_ins, continues=bool(ids))
+            ids.extend(more)
+            learned.extend([label] * len(more))
+
+        at = 0
+        for start, stop in self._spans(shown, text):
+            add(text[at:start], 0)
+            add(text[start:stop], 1)
+            at = stop
+        add(text[at:], 0)
+        return ids, learned
+
+    def _render(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        return self._form.render(messages, add_generation_prompt=prompt)
+
+    def _marked(self, plain: list[Message], stand_ins: StandIns) -> tuple[list[Message], dict[str, str]]:
+        """The messages with a stand-in for what the assistant says, and what each stands for."""
+        wanted = self._render(plain)
+        for trimmed in (False, True):  # many templates trim
+            contents: dict[str, str] = {}
+            shown = list(plain)
+            for n, message in enumerate(plain):
+                if message.role == "assistant":
+                    content = message.content.strip() if trimmed else message.content
+                    mark = stand_ins.take(content, (), answer=True)
+                    contents[mark], shown[n] = content, replace(message, content=mark)
+            text = self._render(shown)
+            if text.translate(str.maketrans(contents)) == wanted and all(text.count(mark) == 1 for mark in contents):
+                return shown, contents
+        problem = "leaves out or changes something that the assistant says (such as its reasoning)"
+        raise TokenizerError(f"the chat template {self._form.name} {problem}", "answers without it")
+
+    def _spans(self, shown: list[Message], text: str) -> Iterator[tuple[int, int]]:
+        """Where in `text` each of the assistant's turns is, from the end of the prompt to that of its end token."""
+        ending = re.compile(rf"\s*({self._form.special.pattern})")
+        for n, message in enumerate(shown):
+            if message.role != "assistant":
+                continue
+            prompt, at = self._render(shown[:n], prompt=True), text.index(message.content)
+            if not text.startswith(prompt) or at < len(prompt):
+                raise TokenizerError(
+                    f"the chat template {self._form.name} does not write message {n + 1} where a chat has it: earlier "
+                    "ones change with those that come after", "a question and an answer each, without a system message"
+                )  # fmt: skip
+            end = ending.match(text, at + 1)
+            if end is None or self._tokenizer.special_tokens[end[1]] not in self.end_ids:
+                problem = f"ends message {n + 1} with another token than an answer"
+                raise TokenizerError(f"the chat template {self._form.name} {problem}", "another template")
+            yield len(prompt), end.end()
