@@ -1,0 +1,158 @@
+"""A decoder's parts by name: what each name means, what works, and what is said where nothing would."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm.config import ModelConfig
+from mlxlm.errors import ConfigError
+from mlxlm.parts import NAMES, meaning, parse, with_parts
+
+BASE = ModelConfig(64, 4, 8, 96, 300, num_key_value_heads=2, max_position_embeddings=128)
+
+
+def changed(*parts, base=BASE):
+    """The fields that are others then, without the family."""
+    found = with_parts(base, parse(parts))
+    return {
+        f.name: getattr(found, f.name)
+        for f in dataclasses.fields(found)
+        if f.name != "model_type" and getattr(found, f.name) != getattr(base, f.name)
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([], {}),
+        (["norm=layer"], {"norm": "layer"}),
+        (["norm-placement=post"], {"norm_placement": "post"}),
+        (["positions = alibi"], {"positions": "alibi"}),
+        (["feed_forward=relu"], {"mlp_gated": False, "hidden_act": "relu"}),
+        (["feed_forward=gelu"], {"mlp_gated": False, "hidden_act": "gelu"}),
+        (["feed_forward=silu"], {"mlp_gated": False}),
+        (["feed_forward=glu"], {"hidden_act": "sigmoid"}),
+        (["feed_forward=reglu"], {"hidden_act": "relu"}),
+        (["feed_forward=geglu"], {"hidden_act": "gelu"}),
+        (["feed_forward=swiglu"], {}),
+        (["biases=all"], {"attention_bias": True, "mlp_bias": True}),
+        (["head=tied"], {"tie_word_embeddings": True}),
+        (["attention=multi-head"], {"num_key_value_heads": 8}),
+        (["attention=multi-query"], {"num_key_value_heads": 1}),
+        (
+            ["attention=grouped-query", "num_attention_heads=16"],
+            {"num_attention_heads": 16, "head_dim": 4, "num_key_value_heads": 4},
+        ),
+        (["kv_heads=4"], {"num_key_value_heads": 4}),
+        (["hidden_size=128"], {"hidden_size": 128, "head_dim": 16}),
+        (["hidden_size=100", "head_dim=8"], {"hidden_size": 100}),
+        (["window=32"], {"sliding_window": 32}),
+        (
+            ["window=32", "layer_types=alternating"],
+            {"sliding_window": 32, "layer_types": ("sliding_attention", "full_attention") * 2},
+        ),
+        (["window=32", "layer_types=all"], {"sliding_window": 32}),
+        (["softcap=20", "qk_norm=head"], {"attn_logit_softcapping": 20.0, "qk_norm": "head"}),
+        (["rope_scaling=linear:4"], {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        (["rope_scaling=dynamic:2"], {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        (
+            ["rope_scaling=yarn:4:32"],
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+        ),
+        (
+            ["rope_scaling=llama3:8"],
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128,
+                              "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+        ),
+        (['rope_scaling={"rope_type": "linear", "factor": 2}'], {"rope_scaling": {"rope_type": "linear", "factor": 2}}),
+        (["rope_scaling=ntk:16", "rope_theta=1000"], {"rope_theta": 1000 * 16 ** (8 / 6)}),
+        (["tie_word_embeddings=true", "rms_norm_eps=1e-6"], {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}),
+    ],
+)  # fmt: skip
+def test_what_a_part_means(parts, expected):
+    assert changed(*parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (["nrom=layer"], "there is no part 'nrom' .try: norm"),
+        (["foo=1"], "there is no part 'foo' .try: one of alibi_scaled, attention, .*, window"),
+        (["norm=batch"], "norm is 'batch', it must be one of rms, layer"),
+        (["positions"], "'positions' sets nothing .try: NAME=VALUE"),
+        (["positions="], "sets nothing"),
+        (["norm=rms", "norm=layer"], "norm is set to both rms and layer"),
+        (["feed_forward=elu"], "feed_forward is 'elu' .try: one of relu, gelu, silu, glu, reglu, geglu, swiglu"),
+        (["attention=linear"], "attention is 'linear' .try: one of multi-head, grouped-query, multi-query"),
+        (["kv_heads=2", "attention=multi-query"], "attention and another part both say num_key_value_heads"),
+        (["feed_forward=relu", "hidden_act=gelu"], "another part both say hidden_act"),
+        (["hidden_size=wide"], "hidden_size is 'wide' .try: a whole number"),
+        (["softcap=x"], "softcap is 'x' .try: a number or none"),
+        (["head=maybe"], "head is 'maybe' .try: one of tied, untied"),
+        (["mlp_bias=1"], "mlp_bias is '1' .try: true or false"),
+        (["positions=none", "rope_theta=100"], "rope_theta has no effect on none positions .try: positions=rope"),
+        (["positions=alibi", "rope_scaling=yarn:4"], "rope_scaling has no effect on alibi positions"),
+        (["rope_scaling=yarn"], "rope_scaling is 'yarn' .try: none, a JSON object, or such as linear:4"),
+        (["rope_scaling=linear:4:128"], "rope_scaling is 'linear:4:128'"),
+        (["rope_scaling=spline:4"], "rope_scaling is 'spline:4'"),
+        (["layer_types=alternating"], "sliding_window is null"),
+        (["num_attention_heads=7", "kv_heads=7"], "no multiple of num_attention_heads 7"),
+        (["model_type=gpt2"], "model_type can't be set as a part .try: the parts"),
+        (["vocab_size=9"], "vocab_size can't be set as a part .try: --vocab-size"),
+        (["num_attention_heads=1", "attention=grouped-query"], "1 heads can't be grouped"),
+    ],
+)
+def test_what_can_t_be_is_one_line(parts, message):
+    with pytest.raises(ConfigError, match=message) as found:
+        with_parts(BASE, parse(parts), {"vocab_size": "--vocab-size"})
+    assert "\n" not in str(found.value)
+
+
+def test_the_base_of_ntk_stretches_the_longest_wave_by_the_factor():
+    """(bloc97 2023): the last pair of dimensions as if positions were divided, the first as before."""
+    base = changed("rope_scaling=ntk:4")["rope_theta"]
+    assert np.isclose((base / 10_000) ** (6 / 8), 4)  # of 8 dimensions; 10000^(6/8) is the longest wave over 2 pi
+
+
+def test_what_positions_don_t_read_goes_back_to_its_default():
+    """Else no family could say it: BLOOM has no base of rotary positions."""
+    rotary = BASE.with_changes(rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    parts = ["norm=layer", "positions=alibi", "embedding_norm=true", "biases=all", "head=tied", "attention=multi-head"]
+    parts += [
+        "mlp_gated=false",
+        "hidden_act=gelu_pytorch_tanh",
+        "intermediate_size=256",
+        "max_position_embeddings=2048",
+    ]
+    bloom = with_parts(rotary, parse(parts))
+    assert (bloom.model_type, bloom.rope_theta, bloom.rope_scaling) == ("bloom", 10_000.0, None)
+    assert with_parts(with_parts(rotary, {"positions": "none"}), {"positions": "rope"}).model_type == "llama"
+
+
+def test_words_alone():
+    assert meaning("alibi") == {"positions": "alibi"} and meaning("post") == {"norm_placement": "post"}
+    assert meaning("geglu") == {"feed_forward": "geglu"} and meaning("multi-query") == {"attention": "multi-query"}
+    assert meaning("none") is None and meaning("wide") is None  # of several, of none
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(NAMES),
+        st.sampled_from(["1", "2", "64", "0.5", "1e-5", "true", "none", "rms", "layer", "post", "alibi", "sinusoidal"])
+        | st.sampled_from(["gelu", "glu", "all", "tied", "yarn:4", "ntk:4", "alternating", "multi-query", "head"])
+        | st.text(min_size=1, max_size=6),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_parts_are_a_configuration_or_one_error(parts):
+    try:
+        found = with_parts(BASE, parts)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+    else:
+        assert found == found.settled() and ModelConfig.from_dict(found.to_dict()) == found

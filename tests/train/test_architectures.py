@@ -1,0 +1,183 @@
+"""Variants of a model, trained on the same tokens: what they share, what is continued, what is said of them."""
+
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+from training_runs import contents, finish
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint import load_model
+from mlxlm.cli.main import _run
+from mlxlm.data import TokenDataset, prepare
+from mlxlm.errors import ConfigError, DataError
+from mlxlm.tokenizer import load
+from mlxlm.train import Finished, Stopped
+from mlxlm.train.architectures import Comparison, Variant, is_finished, start_comparison
+
+SETTINGS = {"steps": 6, "batch_size": 4, "sequence_length": 16, "eval_every": 3, "save_every": 2}
+VARIANTS = [Variant.read(text) for text in ("rope", "post: norm_placement=post, positions=sinusoidal, dropout=0.1")]
+TINY = [
+    "--preset", "0.3m", "--vocab-size", "300", "--steps", "4", "--batch-size", "2", "--sequence-length", "16",
+    "--eval-tokens", "200",
+]  # fmt: skip
+
+
+@pytest.fixture
+def start(tmp_path, text_file, tiny_config, tokenizer_folder):
+    def make(name="out", variants=VARIANTS, **changes):
+        given = {"tokenizer": tokenizer_folder, "settings": SETTINGS, **changes}
+        return start_comparison(tmp_path / name, [text_file], tiny_config, variants, **given)
+
+    return make
+
+
+def trained(comparison):
+    for variant in comparison.variants:
+        run = comparison.run(variant)
+        if not is_finished(run):
+            assert isinstance(finish(run, resume=True)[-1], Finished)
+    return comparison
+
+
+def test_variants_are_read():
+    assert Variant.read("base") == Variant("base", {}, {})
+    assert Variant.read("alibi") == Variant("alibi", {"positions": "alibi"}, {})
+    assert Variant.read("rope_scaling=yarn:4").parts == {"rope_scaling": "yarn:4"}
+    read = Variant.read("my way: hidden_size=64, dropout=0.1,learning_rate=1e-3")
+    assert read == Variant("my way", {"hidden_size": "64"}, {"dropout": 0.1, "learning_rate": 1e-3})
+    assert read.folder == "my-way"
+    scaling = '{"rope_type": "linear", "factor": 2}'
+    assert Variant.read(f"x: rope_scaling={scaling}, norm=layer").parts == {"rope_scaling": scaling, "norm": "layer"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("wide", "variant 'wide' says nothing .try: \"wide: NAME=VALUE\", or base"),
+        ("wide:", "'wide:' is no variant"),
+        ("x: dropout=many", "dropout is 'many' .try: a number"),
+        ("x: batch_size=4", "variant x: batch_size can't be a variant's own .try: one budget"),
+        ("x: seed=1, seed=2", "seed is set to both 1 and 2"),
+    ],
+)
+def test_what_is_no_variant(text, message):
+    with pytest.raises(ConfigError, match=message):
+        Variant.read(text)
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        (["base"], "needs two variants or more"),
+        (["base", "base"], "two variants are called base"),
+        (["base", "data: norm=layer"], "a variant can't be called data"),
+        (["base", "x: foo=1"], "variant x: there is no part 'foo'"),
+        (["base", "x: vocab_size=5"], "variant x: vocab_size can't be .* .try: one tokenizer"),
+    ],
+)
+def test_what_can_t_be_compared(start, tmp_path, variants, message):
+    with pytest.raises(ConfigError, match=message):
+        start(variants=[Variant.read(text) for text in variants])
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_variants_see_the_same_tokens(start):
+    comparison = trained(start())
+    rope, post = (comparison.run(variant) for variant in comparison.variants)
+    assert rope.data == post.data == comparison.data and rope.data_digest == post.data_digest
+    assert post.settings.to_dict() == {**rope.settings.to_dict(), "dropout": 0.1}
+    assert (rope.config.model_type, post.config.model_type) == ("llama", "mlxlm")
+    assert post.config.norm_placement == "post" and post.config.positions == "sinusoidal"
+    first, second = comparison.results()
+    assert first.tokens == second.tokens == 6 * 4 * 16 and first.finished and second.finished
+    assert first.parameters - second.parameters == rope.config.hidden_size  # the last norm
+    logged = [e["bits_per_byte"] for e in rope.read_log() if e["event"] == "validation"]
+    assert len(logged) == 2 and first.bits_per_byte == min(logged)
+    assert first.memory > 4 * first.parameters and first.tokens_per_second > 0
+    model, config = load_model(post.path)
+    assert config == post.config and np.isfinite(np.array(model(mx.array([[1, 2, 3]])))).all()
+
+
+def test_it_goes_on_where_it_stopped(start):
+    whole, parts = trained(start("whole")), start("parts")
+    assert finish(parts.run(parts.variants[0]), stop_at=3)[-1] == Stopped(3, parts.path / "rope")
+    (stopped,) = parts.results()
+    assert (stopped.step, stopped.finished, stopped.memory) == (3, False, None)
+    again = start("parts")  # the same command
+    assert again == Comparison.open(parts.path) == parts
+    trained(again)
+    for name in ("rope", "post"):
+        last = "checkpoints/step-6"
+        assert contents(whole.path / name / last) == contents(parts.path / name / last)
+    with pytest.raises(ConfigError, match="is a comparison with other settings, variants .try: mlxlm compare-arch"):
+        start("parts", variants=VARIANTS[::-1], settings={**SETTINGS, "steps": 7})
+    (parts.path / "comparison.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"comparison.json lacks config"):
+        Comparison.open(parts.path)
+    with pytest.raises(ConfigError, match=r"is no comparison"):
+        Comparison.open(parts.path / "rope")
+
+
+def test_budgets(start, tmp_path, text_file, tokenizer_folder):
+    free = {name: value for name, value in SETTINGS.items() if name != "steps"}
+    assert start("tokens", tokens=1000, settings=free).settings["steps"] == 16  # of 64 tokens
+    assert start("minutes", minutes=0.02, settings=free).settings["steps"] > 0
+    with pytest.raises(ConfigError, match="tokens and steps each say how long"):
+        start("both", tokens=1000)
+    prepare([text_file], load(tokenizer_folder), tmp_path / "prepared")
+    prepared = start_comparison(
+        tmp_path / "own", [tmp_path / "prepared"], start("other").config, VARIANTS, settings=SETTINGS
+    )
+    assert prepared.data == tmp_path / "prepared" and not (tmp_path / "own/data").exists()
+    assert len(TokenDataset.open(prepared.run(VARIANTS[0]).data, "train")) > 0
+    with pytest.raises(DataError, match="stdin can be read only once"):
+        start_comparison(tmp_path / "stdin", ["-"], prepared.config, VARIANTS, settings=SETTINGS)
+
+
+def test_the_command(tmp_path, text_file, capsys):
+    out = str(tmp_path / "out")
+    command = ["compare-architectures", str(text_file), "--out", out, *TINY, "--eval-every", "2"]
+    variants = ["--variant", "rope", "--variant", "small: hidden_size=48, intermediate_size=40, positions=alibi"]
+    assert _run([*command, *variants]) == 0
+    table, said = capsys.readouterr()
+    lines = table.splitlines()
+    assert lines[0].split()[:2] == ["variant", "parameters"] and lines[-1] == f"{out}/comparison.png"
+    assert [line.split()[0] for line in lines[1:-1]] == ["rope", "small"]
+    assert "% more parameters than small: a part of its result is size" in said and "one seed each" in said
+    assert "small: only mlxlm opens this model: the nearest family, llama, has no positions 'alibi'" in said
+    picture = matplotlib.image.imread(f"{out}/comparison.png")
+    colours = set(map(tuple, np.round(255 * picture.reshape(-1, 4)[:, :3]).astype(int).tolist()))
+    assert {(31, 119, 180), (255, 127, 14)} <= colours  # both curves
+    assert _run(["compare-architectures", "--out", out, "--json"]) == 0
+    found, said = capsys.readouterr()
+    values = json.loads(found)
+    assert said.count("finished before") == 2
+    assert [v["name"] for v in values["variants"]] == ["rope", "small"] and len(values["notes"]) == 3
+    assert all(v["finished"] and v["tokens"] == 128 for v in values["variants"])
+    assert _run(["compare-architectures", "--out", out, "--steps", "5"]) == 2
+    assert "--steps would have no effect" in capsys.readouterr().err
+
+
+def test_a_variant_that_fails_leaves_the_others(tmp_path, text_file, capsys):
+    command = ["compare-architectures", str(text_file), "--out", str(tmp_path / "out"), *TINY]
+    variants = ["--variant", "wild: learning_rate=1e30, clip=0, warmup_steps=0", "--variant", "base", "--json"]
+    assert _run([*command, *variants]) == 1
+    values = json.loads(capsys.readouterr().out)
+    wild, base = values["variants"]
+    assert not wild["finished"] and base["finished"] and values["notes"][0].startswith("wild: stopped at step ")
+
+
+def test_parts_from_the_command_line_make_a_run_that_mlxlm_opens(tmp_path, text_file, capsys):
+    run = str(tmp_path / "run")
+    command = ["pretrain", str(text_file), "--out", run, *TINY]
+    assert _run([*command, "--set", "positions=sinusoidal", "--set", "norm_placement=post"]) == 0
+    nearest = "only mlxlm opens this model: the nearest family, llama, has no norm_placement 'post', no positions"
+    assert nearest in capsys.readouterr().err
+    assert _run(["inspect", run]) == 0
+    shown, warned = capsys.readouterr()
+    assert "on the stream after each sublayer" in shown and "positions      sinusoidal" in shown and nearest in warned
+    assert _run(["generate", run, "--prompt", "The", "--max-tokens", "4"]) == 0
+    assert _run([*command, "--set", "learning_rate=1"]) == 1
+    assert "learning_rate can't be set as a part (try: --learning-rate)" in capsys.readouterr().err
