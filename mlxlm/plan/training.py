@@ -11,16 +11,17 @@ from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM
 from mlxlm.kernels.cross_entropy import chunk_rows
 
 OPTIMIZERS = ("adamw", "muon", "lion", "adafactor")  # of mlxlm.train.optimizers
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
+DTYPES = {"float32": 4, "bfloat16": 2}  # bytes of a number
 ATTENTION = ("plain", "blockwise", "fused")
 
 
 @dataclass(frozen=True)
 class Training:
     """Fields as in `mlxlm.train.TrainSettings`. `dtype`: of the products and activations; weights, gradients and
-    optimizer are float32. `ema`: decay of the averaged weights, 0 for none. `attention`: "plain" keeps the probabilities `[B, H, T, T]` for the gradient, "blockwise"
-    and "fused" compute them again (None: plain below 1,024 tokens, blockwise from there on, as training chooses).
-    `loss_chunk`: rows of logits that exist at a time (None: as training chooses, 0: all of them).
+    optimizer are float32. `ema`: decay of the averaged weights, 0 for none. `attention`: "plain" keeps the
+    probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" compute them again (None: plain below 1,024
+    tokens, blockwise from there on, as training chooses). `loss_chunk`: rows of logits that exist at a time (None: as
+    training chooses, 0: all of them).
 
     Raises ConfigError naming every field that can't work.
     """
@@ -50,7 +51,7 @@ class Training:
             value = getattr(self, name)
             if name == "loss_chunk" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**40:
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
                 yield f"{name} is {value!r}, it must be a whole number from {least} up"
         for name, allowed in (("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("attention", (None, *ATTENTION))):
             if getattr(self, name) not in allowed:

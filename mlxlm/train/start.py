@@ -195,7 +195,7 @@ def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any
     training, there = Training.of(settings), platform.total_memory()
     if (needed := training_memory(config, training).total) > there:
         change = cheapest(config, training, there)
-        hint = f"{change.text}: {human_bytes(change.needed)}" if change else "a smaller model"
+        hint = f"{change.text}, which takes {human_bytes(change.needed)}" if change else "a smaller model"
         raise ConfigError(
             f"training this takes about {human_bytes(needed)} of memory, there are {human_bytes(there)}", hint
         )
