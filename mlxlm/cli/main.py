@@ -27,6 +27,8 @@ COMMANDS = {
         "mlxlm.cli.compare_architectures:compare_architectures",
         "Train variants of a model on the same data, and draw their curves.",
     ),
+    "evaluate": ("mlxlm.cli.evaluate:evaluate", "Measure a model on text or on questions with choices."),
+    "report": ("mlxlm.cli.report:report", "Show training runs: curves, samples, settings, in one HTML file."),
     "convert": ("mlxlm.cli.convert:convert", "Write any checkpoint as a folder, GGUF or llama2.c file, verified."),
     "quantize": ("mlxlm.cli.quantize:quantize", "Write any checkpoint with fewer bits, and show what that costs."),
     "inspect": ("mlxlm.cli.inspect:inspect", "Show what a checkpoint is: format, architecture, size, tokenizer."),

@@ -59,11 +59,7 @@ def _encoded(loaded: LoadedModel, text: str, prompt: str) -> tuple[list[int], li
     """What stands before the text, and the text."""
     if prompt:
         return loaded.tokenizer.encode(prompt), loaded.tokenizer.encode(text, continues=True)
-    ids = loaded.tokenizer.encode(text)
-    bare = loaded.tokenizer.encode(text, add_special_tokens=False)
-    around = len(ids) - len(bare)
-    front = next((n for n in range(around + 1) if ids[n : n + len(bare)] == bare), 0)
-    return ids[:front], bare
+    return loaded.tokenizer.start_ids, loaded.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _logprobs(model, ids: list[int]) -> list[float]:

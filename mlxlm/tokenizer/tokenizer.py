@@ -83,6 +83,12 @@ class Tokenizer:
         """Whether `token_bytes` are the bytes of text, whatever a token's neighbours; else they are its spelling."""
         return self._decoder is not None
 
+    @property
+    def start_ids(self) -> list[int]:
+        """What `encode` puts in front of a text by itself, usually BOS or nothing."""
+        whole, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
+        return whole[: next((n for n in range(len(whole) - len(bare) + 1) if whole[n : n + len(bare)] == bare), 0)]
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 (hex) of the canonical tokenizer.json. The chat template is not part of it."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mlxlm import platform
-from mlxlm._mlx import mx
 from mlxlm.data import TokenDataset, validation_batches
-from mlxlm.kernels import cross_entropy
+from mlxlm.evaluate.losses import summed
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,7 @@ def evaluate(
     form = {"document_mask": document_mask, "answers_only": answers_only}
     try:
         for tokens, segments, weights in validation_batches(data, batch_size, sequence_length, max_tokens, **form):
-            within = {} if segments is None else {"segments": mx.array(segments)}
-            with platform.interrupts_held():
-                losses = cross_entropy(model(mx.array(tokens[:, :-1]), **within), mx.array(tokens[:, 1:]))
-                total += (losses * mx.array(weights)).sum().item()
+            total += summed(model, tokens, weights, segments)
             count += float(weights.sum())
     finally:
         model.train(training)

@@ -1,0 +1,178 @@
+"""Strided windows against a loop over single tokens, and against transformers."""
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm._mlx import mx
+from mlxlm.data import documents
+from mlxlm.errors import CheckpointError, ConfigError, DataError
+from mlxlm.evaluate import text as evaluate_text_module
+from mlxlm.evaluate.text import TextLoss, _windows, evaluate_text
+from mlxlm.tokenizer import Tokenizer
+
+TEXT = "The quick brown fox jumps. Grüße, 世界!\nHow are you, lazy dog?\n" * 6
+
+
+def read(text):
+    return documents(["-"], stdin=io.BytesIO(text.encode()))
+
+
+def one_by_one(logprobs, ids, context, stride):
+    """Each token from what its window holds before it: the window that reads it first begins at a multiple of the
+    stride."""
+    total = 0.0
+    for target in range(1, len(ids)):
+        begin = -(-max(0, target - context) // stride) * stride
+        total -= logprobs(ids[begin : target + 1])[0][-1]
+    return total
+
+
+@pytest.mark.parametrize(("context", "stride"), [(128, 128), (128, 64), (20, 20), (20, 7), (20, 1), (1, 1)])
+def test_every_token_once_with_its_window(loaded, logprobs, context, stride):
+    found = evaluate_text(loaded, read(TEXT), context=context, stride=stride)
+    ids = loaded.tokenizer.encode(TEXT)
+    assert found.tokens == len(ids) - 1  # BOS is in front of the text
+    assert (found.bytes, found.characters, found.documents) == (len(TEXT.encode()), len(TEXT), 1)
+    assert found.nats == pytest.approx(one_by_one(logprobs, ids, context, stride), rel=1e-5)
+    assert found.loss == found.nats / found.tokens and found.perplexity == pytest.approx(math.exp(found.loss))
+    assert found.bits_per_byte == pytest.approx(found.nats / math.log(2) / len(TEXT.encode()))
+    assert found.bits_per_character == pytest.approx(found.nats / math.log(2) / len(TEXT))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 12), max_size=8), context=st.integers(1, 12), share=st.floats(0, 1, exclude_min=True)
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_windows_cover_a_text_however_it_comes(sizes, context, share):
+    stride = max(1, math.ceil(share * context))
+    ids = iter(range(sum(sizes)))
+    chunks = [[next(ids) for _ in range(size)] for size in sizes]
+    seen = []
+    for window, new in _windows(iter(chunks), context, stride):
+        assert 2 <= len(window) <= context + 1 and window == list(range(window[0], window[0] + len(window)))
+        for target in window[-new:]:
+            assert target - window[0] >= min(target, context - stride)
+        seen += window[-new:]
+    assert seen == list(range(1, sum(sizes)))
+
+
+def test_texts_of_all_lengths_side_by_side(loaded, logprobs, tmp_path):
+    rows = ["The", "quick brown " * 9, "a", "fox " * 30, "Grüße", "lazy dog. " * 50] * 3
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    found = evaluate_text(loaded, documents([tmp_path / "a.jsonl"]), context=40, stride=13)
+    each = [one_by_one(logprobs, loaded.tokenizer.encode(row), 40, 13) for row in rows]
+    assert found.nats == pytest.approx(sum(each), rel=1e-5) and found.documents == 18
+    assert found.characters == sum(map(len, rows))
+
+
+def test_a_first_token_with_nothing_before_it_counts_for_nothing(loaded, logprobs):
+    class Bare(Tokenizer):
+        def __init__(self):
+            self.__dict__ = dict(loaded.tokenizer.__dict__)
+
+        def encode(self, text, *, add_special_tokens=True, **kind):
+            return super().encode(text, add_special_tokens=False, **kind)
+
+    bare = replace(loaded, tokenizer=Bare())
+    found = evaluate_text(bare, read(TEXT), context=32, stride=32)
+    ids = loaded.tokenizer.encode(TEXT, add_special_tokens=False)
+    first = loaded.tokenizer.decode(ids[:1])
+    assert found.tokens == len(ids) - 1
+    assert found.bytes == len(TEXT.encode()) - len(first.encode())
+    assert found.characters == len(TEXT) - len(first)
+    assert found.nats == pytest.approx(one_by_one(logprobs, ids, 32, 32), rel=1e-5)
+
+
+def test_a_long_text_is_read_in_pieces(loaded, monkeypatch):
+    text = TEXT * 400  # 10 pieces of text
+    whole = evaluate_text(loaded, read(text), context=128, stride=128)
+    assert whole.tokens == len(loaded.tokenizer.encode(text)) - 1 and whole.characters == len(text)
+    monkeypatch.setattr(evaluate_text_module, "_PIECES", 1)
+    again = evaluate_text(loaded, read(text), context=128, stride=128)
+    assert (again.nats, again.tokens) == (whole.nats, whole.tokens)
+
+
+def test_quantized_and_foreign_models_give_what_their_logits_say(loaded):
+    from mlxlm._mlx import nn
+
+    class OnlyCallable:
+        def __call__(self, tokens, cache=None):
+            return loaded.model(tokens)
+
+    plain = evaluate_text(loaded, read(TEXT), context=32, stride=8)
+    foreign = evaluate_text(replace(loaded, model=OnlyCallable()), read(TEXT), context=32, stride=8)
+    assert foreign.nats == pytest.approx(plain.nats, rel=1e-5) and foreign.tokens == plain.tokens
+    copy = type(loaded.model)(loaded.config)
+    copy.update(loaded.model.parameters())
+    nn.quantize(copy, group_size=32, bits=8)
+
+    class OnlyCallableQuantized:
+        def __call__(self, tokens, cache=None):
+            return copy(tokens)
+
+    found, called = (
+        evaluate_text(replace(loaded, model=m), read(TEXT), context=32, stride=32)
+        for m in (copy, OnlyCallableQuantized())
+    )
+    assert found.nats == pytest.approx(called.nats, rel=1e-5)
+
+
+def test_equal_to_transformers(folder, loaded):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([loaded.tokenizer.encode(TEXT)])
+    context, stride, done, total, count = 48, 16, 1, 0.0, 0
+    for begin in range(0, ids.shape[1], stride):  # the loop of Hugging Face's guide, windows one token longer
+        end = min(begin + context + 1, ids.shape[1])
+        labels = ids[:, begin:end].clone()
+        labels[:, : labels.shape[1] - (end - done)] = -100
+        with torch.no_grad():
+            loss = model(ids[:, begin:end], labels=labels).loss
+        total, count, done = total + loss.item() * (end - done), count + end - done, end
+        if end == ids.shape[1]:
+            break
+    found = evaluate_text(loaded, read(TEXT), context=context, stride=stride)
+    assert found.tokens == count and found.loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_sums_add_up_and_empty_ones_have_no_mean():
+    assert TextLoss(1.0, 2, 3, 4, 1) + TextLoss(0.5, 1, 1, 1, 1) == TextLoss(1.5, 3, 4, 5, 2)
+    assert TextLoss(1.0, 1, 0, 0, 1).to_dict()["bits_per_byte"] is None
+    assert TextLoss(2000.0, 1, 1, 1, 1).to_dict()["perplexity"] is None
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [({"context": 129}, "the model reads 128"), ({"context": 0}, "context of 0"), ({"context": 9, "stride": 10}, "10")],
+)
+def test_windows_that_cannot_work(loaded, window, message):
+    with pytest.raises(ConfigError, match=message):
+        evaluate_text(loaded, read(TEXT), **window)
+
+
+def test_texts_that_cannot_be_measured(loaded, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(DataError, match="a.jsonl, line 1 is a conversation"):
+        evaluate_text(loaded, documents([tmp_path / "a.jsonl"]))
+    with pytest.raises(DataError, match="no token to predict"):
+        evaluate_text(loaded, iter(()))
+
+    class Broken:
+        def __call__(self, tokens, cache=None):
+            return loaded.model(tokens) * mx.nan
+
+    with pytest.raises(CheckpointError, match="not a number"):
+        evaluate_text(replace(loaded, model=Broken()), read(TEXT))
+
+
+def test_default_window(loaded):
+    assert evaluate_text(loaded, read(TEXT)) == evaluate_text(loaded, read(TEXT), context=128, stride=64)
+    assert np.isfinite(evaluate_text(loaded, read("a")).loss)
