@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from mlxlm import platform, reading
+from mlxlm.cli import render
 from mlxlm.cli.ranked import SIGN
 from mlxlm.errors import ConfigError, PlatformError
 
 _LOCAL = "127.0.0.1"  # what mlx.launch starts without ssh
 _AFTER_THE_FIRST = 30.0  # seconds in which the other processes have to end after one has
-_NOISE = (b"[ring] ", b"\x1b[33m[WARN] Node with rank")  # MLX on connections and exits that we report ourselves
+# What MLX says of connections and exits, several threads at once; we tell it ourselves.
+_NOISE = (b"[ring]", b"closed by the peer", b"Too many send/recv", b"[WARN] Node with rank")
 _THREADS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -115,14 +117,16 @@ class _Group:
                     self._signal_all(signal.SIGKILL)
         for reader in readers:
             reader.join(timeout=5)
-        first = self._codes.get(0, 1)
-        return first or max((self._codes.get(rank, 1) for rank in range(self._count)), default=1)
+        for rank in sorted({*range(self._count)} - {*self._codes}):
+            render.say(f"rank {rank} has ended without an exit code: it was killed, or its machine is gone")
+        codes = [self._codes.get(rank, 1) for rank in range(self._count)]
+        return codes[0] or max(codes)
 
     def _pass_on(self, source: IO[bytes], target: IO[bytes]) -> None:
         for line in source:
             if line.startswith(self._sign):
                 self._note(*line[len(self._sign) :].split())
-            elif not line.startswith(_NOISE):
+            elif not any(noise in line for noise in _NOISE):
                 target.write(line)
                 target.flush()
 

@@ -7,7 +7,10 @@ begins and ends. `mlx.launch` itself passes on neither process numbers nor exit 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 SIGN = "\x1e"  # begins the lines for the launcher: no text on stdout has ASCII's record separator
 
 
-def joined() -> Ranks:
+@contextmanager
+def joined() -> Iterator[Ranks]:
     """This process among those that were started with it; where it can't get away from them, it ends with an error."""
     from mlxlm.cli.main import print_error
     from mlxlm.train import Ranks
@@ -25,7 +29,13 @@ def joined() -> Ranks:
         print_error(error)
         os._exit(1)
 
-    return Ranks.join(when_stuck=end)
+    with Ranks.join(when_stuck=end) as ranks:
+        try:
+            yield ranks
+        except BaseException:
+            if ranks.size > 1:  # mlx.launch ends all processes as soon as one fails: this one tells why it does, first
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise
 
 
 def report(secret: str, *words: object) -> None:

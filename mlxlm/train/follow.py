@@ -1,18 +1,22 @@
-"""The other ranks of a run: they compute gradients where rank 0 says so, and write nothing."""
+"""The other ranks of a run: they compute gradients when rank 0 says so, and write nothing while it lives."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import closing
+from shlex import quote
 from typing import Any
 
 from mlxlm import platform
 from mlxlm._mlx import mx
+from mlxlm.checkpoint.layout import step_of
 from mlxlm.data import read_ahead
-from mlxlm.errors import DataError
+from mlxlm.errors import DataError, MlxlmError
 from mlxlm.model import Decoder
 from mlxlm.train.feed import Feed
+from mlxlm.train.guard import SpikeGuard
+from mlxlm.train.pulse import RankLost
 from mlxlm.train.ranks import Ranks
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
@@ -26,7 +30,8 @@ def follow(ranks: Ranks, should_stop: Callable[[], bool] = lambda: False) -> Non
     Waits, however long rank 0 prepares. The weights come from rank 0; the data must be at the same path. What
     `should_stop` says, and whether this machine is on battery or hot, is told to rank 0, which acts for all.
 
-    Raises DataError if the data is not here or differs, RankLost if a rank is lost.
+    Raises DataError if the data is not here or differs, RankLost if a rank is lost. Where that is rank 0, rank 1 saves
+    the run, if its folder can be reached.
     """
     ranks.facts = _Facts(should_stop)
     announcement = ranks.share()
@@ -39,11 +44,18 @@ def follow(ranks: Ranks, should_stop: Callable[[], bool] = lambda: False) -> Non
     step = TrainStep(model, settings, ranks)
     feed = Feed(run, ranks)
     share_state(step, ranks)
-    with closing(read_ahead(feed.read, range(announcement["step"] + 1, settings.steps + 1))) as read:
-        while (done := ranks.share()) is not None:
-            with platform.interrupts_held():
-                loss, norm = step(next(read), settings.learning_rate_at(done - 1))
-                mx.eval(loss, norm, step.state)
+    state = None
+    ranks.rescue = lambda lost: _inherited(run, step, state, ranks, lost)
+    try:
+        with closing(read_ahead(feed.read, range(announcement["step"] + 1, settings.steps + 1))) as read:
+            while (order := ranks.share()) is not None:
+                state = order["state"]
+                with platform.interrupts_held():
+                    loss, norm = step(next(read), settings.learning_rate_at(order["step"] - 1))
+                    mx.eval(loss, norm, step.state)
+                state = _after_step(state, settings.spike, loss.item(), norm.item())
+    except RankLost as lost:
+        raise ranks.rescue(lost) from None
 
 
 def share_state(step: TrainStep, ranks: Ranks) -> None:
@@ -55,6 +67,29 @@ def share_state(step: TrainStep, ranks: Ranks) -> None:
     first, rest = received[: len(weights)], received[len(weights) :]
     step.load(dict(zip(weights, first, strict=True)), dict(zip(state, rest, strict=True)))
     mx.eval(step.state)
+
+
+def _after_step(state: dict[str, Any], spike: float, loss: float, norm: float) -> dict[str, Any] | None:
+    """What a checkpoint says one step later; None after a step that went wrong."""
+    guard = SpikeGuard(spike, state["guard"])
+    if guard.problem(loss, norm):
+        return None
+    changes = {"validation_loss": None, "healthy": guard.healthy, "guard": guard.state}
+    return {**state, "step": state["step"] + 1, **changes}
+
+
+def _inherited(run: Run, step: TrainStep, state: dict[str, Any] | None, ranks: Ranks, lost: RankLost) -> RankLost:
+    """What rank 1 has to say when a rank is lost. If that is rank 0, whose lock on the run is free then, and the run's
+    folder is on this machine or a disk that both share, rank 1 saves in its place: all ranks have the same weights."""
+    if ranks.rank != 1 or not state or not run.path.is_dir():
+        return lost
+    try:
+        with run.locked():
+            if state["step"] > max(map(step_of, run.checkpoints()), default=0):
+                run.save(step, state)
+    except MlxlmError:
+        return lost
+    return RankLost(f"{lost.message}; step {state['step']} is saved", f"mlxlm pretrain --resume {quote(str(run.path))}")
 
 
 def _check_data(run: Run, rank: int) -> None:

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from typing import Any
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
@@ -195,7 +196,7 @@ class _Loop:
         """Step number `done`, from 1."""
         settings, self.at = self.settings, done
         rate = settings.learning_rate_at(done - 1)
-        self.ranks.share(done)  # the others take part in this step
+        self.ranks.share({"step": done, "state": self.state_after(done - 1)})  # the others take part in this step
         with self.clock, platform.interrupts_held():
             loss, norm = self.step(batches, rate)
             mx.eval(loss, norm, self.step.state)
@@ -242,18 +243,11 @@ class _Loop:
     ) -> Iterator[Event]:
         """Save the state after step `done`, if it is not saved yet. With `until`, it must be saved: where the disk
         does not take it, pause until it does, or until that says yes."""
-        known = {"validation_loss": found and found.loss, "best": self.best}
+        state = self.state_after(done, found)
         if self.saver.saved == done:
             if found:
-                self.run.amend(done, known)
+                self.run.amend(done, {name: state[name] for name in ("validation_loss", "best")})
             return
-        state = {
-            "step": done,
-            "seconds": self.spent + self.clock.seconds,
-            **known,
-            "healthy": self.guard.healthy,
-            "guard": self.guard.state,
-        }
         tries = [self.saver.save(state)]
         yield tries[0]
         if until is None or isinstance(tries[0], Saved):
@@ -271,6 +265,17 @@ class _Loop:
             raise CheckpointError(problem, tries[-1].hint)
         yield Resumed(done, reason, seconds)
         yield tries[-1]
+
+    def state_after(self, done: int, found: Validation | None = None) -> dict[str, Any]:
+        """What a checkpoint says beside its arrays."""
+        return {
+            "step": done,
+            "seconds": self.spent + self.clock.seconds,
+            "validation_loss": found and found.loss,
+            "best": self.best,
+            "healthy": self.guard.healthy,
+            "guard": self.guard.state,
+        }
 
     def rescued(self, lost: RankLost) -> TrainingError:
         """As `events` does, from another thread, while the one of `events` waits for ever."""
