@@ -41,6 +41,13 @@ def _read_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
     return _read_gemma(values) | read_windows(values, window, lambda layer: layer % 2 == 0)
 
 
+def _write_gemma2(config: Any) -> dict[str, Any]:
+    """transformers takes a whole number for the scalar, and no null."""
+    scalar = config.query_pre_attn_scalar or config.head_dim
+    whole = int(scalar) if float(scalar).is_integer() else scalar
+    return {**_write_gemma(config), **write_windows(config), "query_pre_attn_scalar": whole}
+
+
 def _lacks_gemma(values: Mapping[str, Any]) -> str | None:
     return lacks_any(values, use_bidirectional_attention=False)
 
@@ -126,7 +133,7 @@ LLAMAS = (
         },
         always={"norm_unit_offset": True, "norm_placement": "both"},
         read=_read_gemma2,
-        write=lambda config: {**_write_gemma(config), **write_windows(config)},
+        write=_write_gemma2,
         lacks=_lacks_gemma,
     ),
     Family(

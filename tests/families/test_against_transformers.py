@@ -7,6 +7,7 @@ import pytest
 
 from mlxlm._mlx import mx, tree_flatten
 from mlxlm.cache import make_cache
+from mlxlm.checkpoint.huggingface import write
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.stored import as_modules, as_stored
@@ -15,6 +16,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.families import FAMILIES, OWN, layout
 from mlxlm.generation.engine import Context, tokens
 from mlxlm.model import Decoder
+from mlxlm.parts import parse, with_parts
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers (pip install transformers)")
@@ -267,3 +269,50 @@ def test_a_training_step_reaches_every_parameter(case):
         assert np.isfinite(value.item()), name
         # Softmax doesn't see what adds the same to each score of a row: the bias of the keys without positions.
         assert value.item() > 0 or name.endswith("k_proj.bias"), name
+
+
+LAYER = "norm=layer feed_forward=gelu biases=all attention=multi-head"
+PARTS = {
+    "swiglu, multi-query": ("attention=multi-query", "llama"),
+    "glu": ("feed_forward=glu head=tied", "llama"),
+    "geglu, ntk": ("feed_forward=geglu rope_scaling=ntk:4", "llama"),
+    "reglu, biased": ("feed_forward=reglu biases=all", "llama"),
+    "linear": ("rope_scaling=linear:4", "llama"),
+    "dynamic": ("rope_scaling=dynamic:2 max_position_embeddings=20", "llama"),
+    "llama3": ("rope_scaling=llama3:8:32", "llama"),
+    "yarn": ("rope_scaling=yarn:4:32", "llama"),
+    "window": ("window=7", "mistral"),
+    "alternating windows": ("window=7 layer_types=alternating qk_norm=head", "qwen3"),
+    "norms of outputs": ("norm_placement=output qk_norm=projection", "olmo2"),
+    "half of a head": ("partial_rotary_factor=0.5", "phi3"),
+    "alternating windows, caps": (
+        "window=7 layer_types=alternating softcap=2 final_logit_softcapping=3 query_pre_attn_scalar=5 "
+        f"norm_placement=both norm_unit_offset=true hidden_act=gelu_pytorch_tanh embedding_multiplier={32**0.5}",
+        "gemma2",
+    ),
+    "learned": (f"{LAYER} positions=learned head=tied", "gpt2"),
+    "post-norm": (f"{LAYER} positions=learned position_offset=2 norm_placement=post".replace("gelu", "relu"), "opt"),
+    "layer norms": (LAYER, "gpt_neox"),
+    "alibi": (f"{LAYER} positions=alibi alibi_scaled=true head=tied", "falcon"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_a_family_has_are_those_of_transformers(name, tmp_path):
+    """A model made here part by part, written as the family that its configuration is."""
+    words, family = PARTS[name]
+    base = ModelConfig(32, 2, 4, 128, VOCABULARY, num_key_value_heads=2, max_position_embeddings=64)
+    config = with_parts(base, parse(words.split()))
+    assert config.model_type == family
+    model, rng = Decoder(config), np.random.default_rng(0)
+    weights = {
+        name: of_array(mx.array(rng.normal(0.5 * (value.ndim == 1), 0.25, value.shape).astype(np.float32)))
+        for name, value in tree_flatten(model.parameters())
+    }
+    model.load_weights([(name, tensor.read()) for name, tensor in weights.items()])
+    write(tmp_path, {}, config, weights, None)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation=ATTENTION.get(family), dtype=torch.float32
+    )
+    wanted = logits_of(oracle.eval(), TOKENS)
+    np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
