@@ -44,7 +44,9 @@ def recomputed(
         primals = mx.depends(list(primals), cotangents)
         others = primals[count:]
         _, gradients = mx.vjp(lambda *xs: forward(list(xs), others), primals[:count], cotangents)
-        return (*gradients, *(mx.zeros_like(x) for x in others))
+        # What the weights' gradients need is freed before the layer below begins.
+        below = mx.depends(gradients[len(names) :], gradients[: len(names)])
+        return (*gradients[: len(names)], *below, *(mx.zeros_like(x) for x in others))
 
     out = run(*weights, *inputs, *fixed)
     return out if len(out) == 2 else (out[0], None)

@@ -1,0 +1,193 @@
+"""The training step: weights of tokens, rounding, recomputation, averages."""
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.data import Batch
+from mlxlm.errors import ConfigError
+from mlxlm.kernels import cross_entropy
+from mlxlm.model import Decoder
+from mlxlm.model.dropout import Dropout
+from mlxlm.train import TrainSettings
+from mlxlm.train.averaging import averaged
+from mlxlm.train.loss import summed_loss
+from mlxlm.train.step import TrainStep
+
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 300, (2, 17)).astype(np.int32)
+SEGMENTS = np.repeat(np.array([[0] * 9 + [1] * 7]), 2, axis=0).astype(np.int32)
+WEIGHTS = RNG.choice([0.0, 1.0, 2.0], (2, 16)).astype(np.float32)
+
+
+def a_step(config, dropout=0.0, **settings) -> TrainStep:
+    model = Decoder(config, dropout=dropout)
+    model.initialize(0)
+    return TrainStep(model, TrainSettings(**{"steps": 50, "learning_rate": 1e-2, "clip": 0, **settings}))
+
+
+def gradients(step: TrainStep, *batch) -> dict[str, np.ndarray]:
+    arrays = [None if part is None else mx.array(part) for part in batch]
+    parameters = step.model.trainable_parameters()
+    found = dict(tree_flatten(mx.grad(step._loss)(parameters, *arrays)))
+    step.model.update(parameters)
+    assert all(g.dtype == mx.float32 for g in found.values())
+    return {name: np.array(g) for name, g in found.items()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "final_logit_softcapping": 4.0}])
+def test_the_loss_is_that_of_the_models_logits(tiny_config, changes):
+    model = Decoder(tiny_config.with_changes(**changes))
+    model.initialize(0)
+    inputs, targets = mx.array(TOKENS[:, :-1]), mx.array(TOKENS[:, 1:])
+    for segments, weights in ((None, None), (SEGMENTS, WEIGHTS)):
+        given = [None if x is None else mx.array(x) for x in (segments, weights)]
+        losses = cross_entropy(model(inputs, segments=given[0]), targets)
+        wanted = (losses * (1 if weights is None else given[1])).sum()
+        assert summed_loss(model, mx.array(TOKENS), *given).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_a_weight_of_two_is_the_token_twice_and_of_zero_not_at_all(tiny_config):
+    """In the mean loss, over all batches of a step together, and in what is learned from it."""
+    other = RNG.integers(0, 300, (2, 17)).astype(np.int32)
+    step, plain = a_step(tiny_config), a_step(tiny_config)
+    whole = np.zeros((2, 16), np.float32)
+    whole[1] = 2.0  # one batch: its second row, twice; the other batch: all of it, once
+    loss, norm = step([Batch(TOKENS, None, whole), Batch(other, None, np.ones((2, 16), np.float32))], 1e-2)
+    same_loss, same_norm = plain([Batch(TOKENS[[1, 1]]), Batch(other)], 1e-2)
+    assert loss.item() == pytest.approx(same_loss.item(), rel=1e-5)
+    assert norm.item() == pytest.approx(same_norm.item(), rel=1e-4)
+
+
+def test_the_mean_is_over_the_weights_of_all_batches(tiny_config):
+    step = a_step(tiny_config)
+    batches = [Batch(TOKENS, SEGMENTS, WEIGHTS), Batch(TOKENS, SEGMENTS, WEIGHTS * 0)]
+    total = summed_loss(step.model, *map(mx.array, batches[0])).item()
+    loss, _ = step(batches, 1e-2)
+    assert loss.item() == pytest.approx(total / WEIGHTS.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS])
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_recomputation_changes_nothing(tiny_config, segments, placement):
+    config = tiny_config.with_changes(norm_placement=placement)
+    kept, again = (gradients(a_step(config, recompute=r), TOKENS, segments, None) for r in (False, True))
+    for name, gradient in kept.items():
+        np.testing.assert_array_equal(again[name], gradient, err_msg=name)
+
+
+def test_recomputation_drops_out_the_same_elements_again(tiny_config):
+    """The gradient in some direction is that of a finite difference, with the masks that the seed gives."""
+    step = a_step(tiny_config, dropout=0.3, recompute=True)
+    parameters = step.model.trainable_parameters()
+    direction = {n: mx.random.normal(w.shape, key=mx.random.key(i)) for i, (n, w) in enumerate(tree_flatten(parameters))}
+
+    def moved(by: float) -> float:
+        mx.random.seed(7)
+        step.model.load_weights([(n, w + by * direction[n]) for n, w in tree_flatten(parameters)])
+        return step._loss(step.model.trainable_parameters(), mx.array(TOKENS), None, None).item()
+
+    slope = (moved(1e-3) - moved(-1e-3)) / 2e-3
+    step.model.update(parameters)
+    mx.random.seed(7)
+    found = sum((g * np.array(direction[n])).sum() for n, g in gradients(step, TOKENS, None, None).items())
+    assert found == pytest.approx(slope, rel=0.02)
+
+
+def test_recomputation_keeps_less(tiny_config):
+    def peak(recompute: bool) -> int:
+        config = tiny_config.with_changes(num_hidden_layers=12)
+        step = a_step(config, recompute=recompute)
+        batch = [Batch(np.ones((8, 129), np.int32))]
+        mx.eval(step(batch, 1e-3), step.state)
+        mx.reset_peak_memory()
+        mx.eval(step(batch, 1e-3), step.state)
+        return mx.get_peak_memory()
+
+    assert peak(True) < 0.55 * peak(False)
+
+
+def test_dropout_of_a_key_is_drawn_again():
+    x = mx.ones((40, 50))
+    dropout = Dropout(0.25)
+    drawn = []
+    for _ in range(2):
+        dropout.begin(mx.random.key(3))
+        drawn.append((dropout(x), dropout(x)))
+    dropout.begin(None)
+    assert mx.array_equal(drawn[0][0], drawn[1][0]) and mx.array_equal(drawn[0][1], drawn[1][1])
+    assert not mx.array_equal(*drawn[0]) and not mx.array_equal(dropout(x), dropout(x))
+    values = np.array(drawn[0][0])
+    assert set(np.unique(values)) == {0, np.float32(4 / 3)} and 0.2 < (values == 0).mean() < 0.3
+    dropout.eval()
+    assert mx.array_equal(dropout(x), x)
+
+
+def test_bfloat16_rounds_the_products_and_not_the_weights(tiny_config):
+    step, exact = a_step(tiny_config, dtype="bfloat16"), a_step(tiny_config)
+    rounded, whole = (gradients(s, TOKENS, None, None) for s in (step, exact))
+    for name, gradient in whole.items():
+        difference = np.linalg.norm(rounded[name] - gradient) / np.linalg.norm(gradient)
+        assert 0 < difference < 0.03, name
+    # Steps far smaller than a weight's last bit in bfloat16 add up.
+    before = {n: np.array(w) for n, w in step.weights().items()}
+    for _ in range(2):
+        loss, norm = step([Batch(TOKENS)], 1e-6)
+        mx.eval(loss, norm, step.state)
+    assert loss.dtype == norm.dtype == mx.float32
+    for name, weight in step.weights().items():
+        assert weight.dtype == mx.float32
+        moved = np.abs(np.array(weight) - before[name])
+        assert 1e-6 < moved.max() < 3e-6, name
+
+
+def test_averages_against_numpy():
+    weights = RNG.normal(size=(50, 3))
+    average, wanted = {"w": mx.array(weights[0], dtype=mx.float32)}, weights[0]
+    for step in range(1, 50):
+        average = averaged(average, {"w": mx.array(weights[step], dtype=mx.float32)}, 0.8, mx.array(step, mx.uint64))
+        decay = min(0.8, (1 + step) / (10 + step))
+        wanted = decay * wanted + (1 - decay) * weights[step]
+        np.testing.assert_allclose(np.array(average["w"]), wanted, atol=1e-5)
+
+
+def test_the_averaged_weights_are_evaluated_and_saved(tiny_config):
+    step, plain = a_step(tiny_config, ema=0.5), a_step(tiny_config)
+    wanted = {n: np.array(w) for n, w in step.weights().items()}
+    for i in range(1, 5):
+        for s in (step, plain):
+            mx.eval(s([Batch(TOKENS)], 1e-2), s.state)
+        decay = min(0.5, (1 + i) / (10 + i))
+        wanted = {n: decay * wanted[n] + (1 - decay) * np.array(w) for n, w in plain.weights().items()}
+    raw = dict(tree_flatten(step.model.parameters()))
+    for name, weight in plain.weights().items():  # the average changes nothing of the training
+        assert mx.array_equal(raw[name], weight)
+        assert mx.array_equal(step.save_state()[f"weights.{name}"], weight)
+        np.testing.assert_allclose(np.array(step.weights()[name]), wanted[name], atol=1e-5)
+    with step.averaged():
+        inside = dict(tree_flatten(step.model.parameters()))
+        assert all(mx.array_equal(inside[n], w) for n, w in step.weights().items())
+    after = dict(tree_flatten(step.model.parameters()))
+    assert all(mx.array_equal(after[n], w) for n, w in raw.items())
+
+
+def test_a_state_of_other_settings_is_refused(tiny_config):
+    step, other = a_step(tiny_config, ema=0.9), a_step(tiny_config, optimizer="lion")
+    with pytest.raises(ValueError, match="of another model"):
+        other.load(step.weights(), step.save_state())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"optimizer": "sgd"}, "optimizer is 'sgd', it must be one of adamw, muon, lion, adafactor$"),
+        ({"dtype": "float16"}, "dtype is 'float16', it must be one of float32, bfloat16"),
+        ({"ema": 1.0}, "ema is 1.0, it must be at least 0 and below 1"),
+        ({"recompute": 1}, "recompute is 1, it must be true or false"),
+        ({"optimizer": "adafactor", "beta2": 0.9}, "beta2 is 0.9, but adafactor has no beta2"),
+        ({"optimizer": "lion", "beta2": 2}, "beta2 is 2, it must be at least 0 and below 1"),
+    ],
+)
+def test_impossible_settings_of_a_step(change, expected):
+    with pytest.raises(ConfigError, match=expected):
+        TrainSettings(steps=50, learning_rate=1e-3, **change)
