@@ -86,9 +86,7 @@ def prepare(
         return builder.finish([_source_name(path) for path in (*paths, *validation_paths)])
 
 
-def _weighted_groups(
-    paths: list[str | Path], weights: Sequence[float]
-) -> list[tuple[str, float, list[str | Path]]]:
+def _weighted_groups(paths: list[str | Path], weights: Sequence[float]) -> list[tuple[str, float, list[str | Path]]]:
     """Name, weight and paths of every part."""
     if len(weights) != len(paths):
         raise DataError(f"{len(paths)} sources have {len(weights)} weights", "one weight for each source")

@@ -98,9 +98,10 @@ def read_questions(path: Path | str, advance: Callable[[int], None] = lambda _: 
 def answer(loaded: LoadedModel, questions: Iterable[Question]) -> Iterator[Answered]:
     """What the model chooses, question by question; ties go to the first choice.
 
-    A space comes between question and choice where neither has white space there. Both are encoded together, and what
-    the question shares with all choices is read once, as is what it shares with the question before. Raises DataError,
-    naming the line, for a question that with a choice is longer than the model's context.
+    A space comes between question and choice where neither has white space there. Both are encoded together, white
+    space between them is the choice's, and so is a token that begins in the question and ends in the choice. What all
+    choices have before them is read once, and what the question before began with, too. Raises DataError, naming the
+    line, for a question that with a choice is longer than the model's context.
     """
     continuations = Continuations(loaded)
     for question in questions:
@@ -113,7 +114,7 @@ def answer(loaded: LoadedModel, questions: Iterable[Question]) -> Iterator[Answe
 
 def _logprobs(loaded: LoadedModel, continuations: Continuations, question: Question) -> list[float]:
     texts = [_encoded(loaded, question, choice) for choice in question.choices]
-    # A last token of the question that goes on in a choice is part of that choice: prompts can differ by it.
+    # A token of the question that goes on in a choice is part of that choice: prompts can differ by it.
     prompts: dict[tuple[int, ...], list[int]] = {}
     for i, (prompt, _) in enumerate(texts):
         prompts.setdefault(tuple(prompt), []).append(i)
@@ -128,7 +129,7 @@ def _logprobs(loaded: LoadedModel, continuations: Continuations, question: Quest
 def _encoded(loaded: LoadedModel, question: Question, choice: str) -> tuple[list[int], list[int]]:
     """The ids of the question, and those of the choice behind it."""
     between = "" if question.question[-1].isspace() or choice[0].isspace() else " "
-    before = loaded.tokenizer.encode(question.question)
+    before = loaded.tokenizer.encode(question.question.rstrip())
     whole = loaded.tokenizer.encode(question.question + between + choice)
     most = loaded.config.max_position_embeddings
     if len(whole) > most:
