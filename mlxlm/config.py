@@ -34,11 +34,11 @@ class ModelConfig:
     one each.
 
     `positions`: "rope", "learned" (a table whose first `position_offset` rows stand for no position: OPT has 2),
-    "sinusoidal" (the same with fixed values: Vaswani et al. 2017), "alibi" or "none". `rope_scaling` is Hugging
-    Face's object with `rope_type`; `partial_rotary_factor` is the share of a head that turns. `alibi_scaled`: the
-    biases are divided by sqrt(head_dim) as the scores are (Falcon). `sliding_window`: tokens that a row sees, its own
-    included, in the layers that `layer_types` calls "sliding_attention" (None: in all). `qk_norm`: "head" (Qwen 3) or
-    "projection" (OLMo 2).
+    "sinusoidal" (the same with fixed values, beside which embeddings want a multiplier: Vaswani et al. 2017), "alibi"
+    or "none". `rope_scaling` is Hugging Face's object with `rope_type`; `partial_rotary_factor` is the share of a head
+    that turns. `alibi_scaled`: the biases are divided by sqrt(head_dim) as the scores are (Falcon). `sliding_window`:
+    tokens that a row sees, its own included, in the layers that `layer_types` calls "sliding_attention" (None: in
+    all). `qk_norm`: "head" (Qwen 3) or "projection" (OLMo 2).
     `attention_bias` has query, key and value, `attention_out_bias` the output (None: as `attention_bias`).
     `attn_logit_softcapping`, `final_logit_softcapping`, `query_pre_attn_scalar`: Gemma 2's. `mlp_gated`: gate · up,
     else one projection up and the activation `hidden_act`. `embedding_multiplier` scales the embeddings,

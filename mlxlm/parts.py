@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -88,6 +89,7 @@ def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[s
         "ntk" is a larger base, rope_theta · factor^(D / (D - 2)), and is written as that.
     decided: names that something else decides here, and what; beside those that always are.
 
+    positions=sinusoidal also scales the embeddings by sqrt(hidden_size), unless embedding_multiplier is given.
     Heads fill the width where they did before, each with its own key head where it had one. Raises ConfigError for
     unknown names, for values that can't work and for parts that have no effect beside the others.
     """
@@ -115,6 +117,9 @@ def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[s
         changes.setdefault(field, value)
     for name in (name for name in _LAST if name in parts):
         add(name, _LAST[name](parts[name], now))
+    if now("positions") == "sinusoidal" != config.positions:
+        # The paper's scale of embeddings (Vaswani et al. 2017, 3.4), or they drown in values of size 1.
+        changes.setdefault("embedding_multiplier", math.sqrt(now("hidden_size")))
     unread = [field for field, kinds in _OF_POSITIONS.items() if now("positions") not in kinds]
     for field in (field for field in unread if field in changes):
         raise ConfigError(
