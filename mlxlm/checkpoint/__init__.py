@@ -1,12 +1,13 @@
 """Read and write models of every format, quantized or not."""
 
 from mlxlm.checkpoint.layout import locate
-from mlxlm.checkpoint.load import load_checkpoint, load_model, load_part
+from mlxlm.checkpoint.load import float_weights, load_checkpoint, load_model, load_part
 from mlxlm.checkpoint.safetensors import load_weights, save_weights
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 
 __all__ = [
     "Checkpoint",
+    "float_weights",
     "load_checkpoint",
     "load_model",
     "load_part",

@@ -62,6 +62,12 @@ def _fits_float32(checkpoint: Checkpoint) -> bool:
     return False
 
 
+def float_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
+    """All weights of a decoder by name, in float32 and dequantized: what training begins with."""
+    quantization = checkpoint.config.quantization
+    return _in_float32(dequantized(checkpoint.tensors, quantization) if quantization else checkpoint.tensors)
+
+
 def load_part(module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None = None) -> None:
     """Fill `module`, one part of a decoder, with the tensors below `prefix` ("model.layers.3", or "" for all).
 

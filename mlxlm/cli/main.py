@@ -23,6 +23,7 @@ COMMANDS = {
     "tokenizer": ("mlxlm.cli.tokenizer:tokenizer", "Train, inspect and apply tokenizers."),
     "prepare": ("mlxlm.cli.prepare:prepare", "Turn text into memory-mapped token shards."),
     "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
+    "finetune": ("mlxlm.cli.finetune:finetune", "Tune a model on conversations, so that it can hold one."),
     "compare-architectures": (
         "mlxlm.cli.compare_architectures:compare_architectures",
         "Train variants of a model on the same data, and draw their curves.",

@@ -77,10 +77,10 @@ def no_idle_options(options: Mapping[str, Any], *rules: tuple[Any, Collection[st
     """
     for idle, names, reason in (
         *rules,
-        (not options["sample_every"], ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
+        (not options.get("sample_every"), ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
         (options["schedule"] != "wsd", ["decay_fraction"], "--schedule wsd is not given"),
         (options["schedule"] == "constant", ["final_learning_rate"], "--schedule constant stays at the peak"),
     ):
-        given = [f"--{name.replace('_', '-')}" for name in names if options[name] not in (None, ())]
+        given = [f"--{name.replace('_', '-')}" for name in names if options.get(name) not in (None, ())]
         if idle and given:
             raise click.UsageError(f"{' and '.join(given)} would have no effect: {reason}")

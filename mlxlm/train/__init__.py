@@ -16,6 +16,7 @@ from mlxlm.train.events import (
     Validation,
     Warned,
 )
+from mlxlm.train.finetune import open_base, start_finetune
 from mlxlm.train.follow import follow
 from mlxlm.train.loop import train
 from mlxlm.train.plot import draw_losses
@@ -31,5 +32,5 @@ from mlxlm.train.trackers import check_trackers
 __all__ = [
     "Event", "Finished", "Forecast", "NotSaved", "Paused", "Power", "Probe", "RankLost", "Ranks", "Resumed", "Run",
     "Sample", "Saved", "Slowed", "Started", "Step", "Stopped", "TrainSettings", "Validation", "Warned",
-    "check_trackers", "draw_losses", "follow", "probe", "start_run", "train",
+    "check_trackers", "draw_losses", "follow", "open_base", "probe", "start_finetune", "start_run", "train",
 ]  # fmt: skip

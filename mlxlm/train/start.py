@@ -88,10 +88,7 @@ def start_run(
     values = dict(settings or {})
     values["accumulate"] = values.get("accumulate", TrainSettings.accumulate) * ranks
     length = length_of_training(minutes, tokens, values.get("steps"))
-    values.setdefault("dtype", DEVICE_DTYPE)
-    if ON_CPU and values["dtype"] != "float32":
-        hint = "float32, the default on a CPU"
-        raise ConfigError(f"a CPU computes {values['dtype']} products many times slower than float32", hint)
+    choose_dtype(values)
     draft = TrainSettings(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or 1})
     own = replace(draft, accumulate=draft.accumulate // ranks)
     prepared = prepared_source(sources)
@@ -137,6 +134,14 @@ def start_run(
         return run
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
+
+
+def choose_dtype(values: dict[str, Any]) -> None:
+    """Set the dtype of the settings `values` where they have none. Raises ConfigError for one that is no use here."""
+    values.setdefault("dtype", DEVICE_DTYPE)
+    if ON_CPU and values["dtype"] != "float32":
+        hint = "float32, the default on a CPU"
+        raise ConfigError(f"a CPU computes {values['dtype']} products many times slower than float32", hint)
 
 
 def length_of_training(
@@ -190,8 +195,13 @@ def tokenizer_for(
 
 def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any]) -> ModelConfig:
     """The configuration to train, if this machine has the memory for it, by `mlxlm.plan`."""
-    length = settings.sequence_length
-    config = config.with_changes(max_position_embeddings=length, quantization=None, **changes)
+    config = config.with_changes(max_position_embeddings=settings.sequence_length, quantization=None, **changes)
+    check_memory(config, settings)
+    return config
+
+
+def check_memory(config: ModelConfig, settings: TrainSettings) -> None:
+    """Raise a ConfigError if training takes more memory than this machine has."""
     training, there = Training.of(settings), platform.total_memory()
     if (needed := training_memory(config, training).total) > there:
         change = cheapest(config, training, there)
@@ -199,7 +209,6 @@ def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any
         raise ConfigError(
             f"training this takes about {human_bytes(needed)} of memory, there are {human_bytes(there)}", hint
         )
-    return config
 
 
 def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Path) -> None:

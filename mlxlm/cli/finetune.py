@@ -1,0 +1,92 @@
+"""`mlxlm finetune`: tune a model on conversations, or continue doing so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxlm.cli import render
+from mlxlm.cli.machine_options import machine_options, taken
+from mlxlm.cli.run_options import no_idle_options, only_resume, setting_options, settings_of
+
+if TYPE_CHECKING:
+    from mlxlm.train import Run
+
+# What samples would show is no conversation; the form of the rows is that of all tuning.
+_WITHOUT = ("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens")
+_TEXTS = {
+    "batch_size": "Rows per forward pass (default: 16, fewer for few conversations).",
+    "sequence_length": "Tokens per row (default: the model's context, at most 512).",
+    "learning_rate": "Peak learning rate (default: a tenth of pretraining's, by model size).",
+    "eval_every": "Steps between validations; 0: at the end only (default: a tenth of all).",
+    "seed": "Order of the data, dropout.",
+}
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.argument("data", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run, as it began.")
+@click.option("--template", metavar="NAME|FILE", help="Chat template, for a model without one: see mlxlm chat.")
+@click.option("--validation", multiple=True, help="Conversations for validation (default: a part of DATA).")
+@click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
+@click.option("--steps", type=int, help="How long to train, in steps,")
+@click.option("--epochs", type=float, help="in passes over the conversations (default: 3),")
+@click.option("--minutes", type=float, help="or in minutes.")
+@setting_options(_WITHOUT, _TEXTS)
+@machine_options
+def finetune(model, data, out, resume, **options: Any) -> None:
+    """Tune MODEL (a run, a folder, a .gguf file or a hub id) on DATA: .jsonl files of conversations, such as
+
+    \b
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+
+    All parameters are trained, on what the assistant says. The run is a model to chat with: mlxlm chat RUN.
+
+    The first Ctrl-C finishes the step, saves, and prints the command that continues.
+    """
+    from mlxlm.cli.training import describe_end, run_training
+    from mlxlm.tokenizer import load
+    from mlxlm.train import Run
+
+    going = taken(options)
+    if resume is not None:
+        only_resume(model, data, out, options=options)
+        run = Run.open(resume)
+    else:
+        if options["minutes"]:  # by the clock on the wall, of which the duty leaves a share
+            options["minutes"] *= going["power"].duty / 100
+        run = _new_run(model, data, out, options)
+    ending = run_training(run, load(run.path), resume=True, **going)
+    describe_end(ending, run)
+    render.result(str(run.path))
+
+
+def _new_run(model: str | None, data: tuple[str, ...], out: Path | None, options: dict[str, Any]) -> Run:
+    from mlxlm.chat.labels import Labels
+    from mlxlm.cli.training import phase
+    from mlxlm.train import open_base, start_finetune
+
+    if model is None or not data or out is None:
+        raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
+    no_idle_options(options, (options["validation"], ["validation_fraction"], "--validation says what is held out"))
+    base, tokenizer = open_base(model)
+    fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
+    return start_finetune(
+        out,
+        base,
+        tokenizer,
+        Labels(tokenizer, base.config.eos_ids | {tokenizer.eos_id}, options["template"]),
+        data,
+        validation=options["validation"],
+        epochs=options["epochs"],
+        minutes=options["minutes"],
+        settings=settings_of(options),
+        stdin=sys.stdin.buffer,
+        phase=phase,
+        **fraction,
+    )

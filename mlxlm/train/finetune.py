@@ -1,0 +1,186 @@
+"""From a model and a person's conversations to a run that tunes it: all its parameters, on what it has to say."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint import Checkpoint, float_weights, open_checkpoint
+from mlxlm.config import ModelConfig
+from mlxlm.data import Chunk, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
+from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
+from mlxlm.files import check_free, new_folder
+from mlxlm.model import Decoder
+from mlxlm.tokenizer import Tokenizer
+from mlxlm.train.log import RunLog
+from mlxlm.train.optimizers import default_learning_rate
+from mlxlm.train.probing import LEAST_STEPS, Probe, probe
+from mlxlm.train.run import Run
+from mlxlm.train.settings import TrainSettings
+from mlxlm.train.start import Phase, check_memory, choose_dtype, length_of_training, no_phase
+from mlxlm.train.step import TrainStep
+
+EPOCHS = 3.0  # as for Alpaca and Llama 2's chats (2); validation keeps the best of them
+LENGTH = 512  # tokens of a row
+_STEPS_PER_EPOCH = 8  # least: fewer and larger steps learn little from few conversations
+# Of the rate that pretraining begins with: where its cosine ends by default. What was learned stays.
+_RATE = 0.1
+
+FORM = {"packing": "best-fit", "document_mask": True, "answers_only": True}  # of every tuning run
+
+
+class Turns(Protocol):
+    """A form of conversation.
+
+    template: the jinja template that a chat with the model will use.
+    end_ids: the tokens that end an answer.
+    """
+
+    template: str
+    end_ids: frozenset[int]
+
+    def __call__(self, document: Document) -> Chunk:
+        """The tokens of a conversation, and which of them are to be learned."""
+        ...
+
+
+def start_finetune(
+    out: Path | str,
+    base: Checkpoint,
+    tokenizer: Tokenizer,
+    turns: Turns,
+    sources: Sequence[str | Path],
+    *,
+    validation: Sequence[str | Path] = (),
+    validation_fraction: float = 0.05,
+    epochs: float | None = None,
+    minutes: float | None = None,
+    settings: dict[str, Any] | None = None,
+    stdin: IO[bytes] | None = None,
+    phase: Phase = no_phase,
+) -> Run:
+    """Make the run `out` that tunes the model `base` on `sources`: JSON lines with "messages".
+
+    Conversations are packed by best fit, each seeing itself only, and of them what `turns` says is learned. The run
+    begins with a checkpoint at step 0, the model in float32, so that it is continued from there, as it would be from
+    any other: `train(run, tokenizer, resume=True)`, which first validates the model as it came.
+
+    base, tokenizer: of `open_base`.
+    epochs, minutes: how long to train, instead of `settings["steps"]`; by default EPOCHS.
+    settings: fields of TrainSettings but for FORM. By default the learning rate is a tenth of what pretraining begins
+        with, a batch has 16 rows, fewer where an epoch would have less than 8 steps, and validation is 10 times.
+    validation, validation_fraction, phase: see `start_run`.
+
+    Raises CheckpointError if `out` exists, and DataError or ConfigError for what can't work.
+    """
+    out = Path(out)
+    check_free(out, CheckpointError, f"mlxlm finetune --resume {shlex.quote(str(out))}, or another --out")
+    values = {**(settings or {}), **FORM}
+    if sum(x is not None for x in (epochs, minutes, values.get("steps"))) > 1:
+        raise ConfigError("epochs, minutes and steps each say how long to train", "only one of them")
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise ConfigError(f"epochs is {epochs}, it must be a positive number")
+    config = _tuned(base.config, turns)
+    choose_dtype(values)
+    values.setdefault("sequence_length", min(LENGTH, config.max_position_embeddings))
+    peak = default_learning_rate(config.parameter_count(), values.get("optimizer", TrainSettings.optimizer))
+    values.setdefault("learning_rate", _RATE * peak)
+    draft = TrainSettings(**{**values, "steps": values.get("steps") or 1})
+    if draft.sequence_length > config.max_position_embeddings:
+        problem = f"sequences of {draft.sequence_length} tokens are longer than the model's context"
+        raise ConfigError(problem, f"--sequence-length {config.max_position_embeddings} or less")
+    check_memory(config, draft)
+    with os_errors_as(CheckpointError, "write", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        workspace = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        data = workspace / "data"
+        with phase("preparing conversations", total_bytes([*sources, *validation])) as advance:
+            prepare(
+                sources, tokenizer, data, validation_paths=validation, validation_fraction=validation_fraction,
+                seed=draft.seed, progress=advance, stdin=stdin, encode=turns,
+            )  # fmt: skip
+        if not Manifest.read(data).validation.documents:
+            hint = "more conversations, --validation-fraction 0.05, or --validation FILE"
+            raise DataError("no conversation is held out for validation", hint)
+        found = _lengths(values, draft, config, data, epochs, minutes, phase)
+        final = TrainSettings(**values)
+        tokenizer.chat_template = turns.template
+        with new_folder(out) as folder:
+            run = Run.create(folder, config, final, tokenizer, data, adopt=True)
+            _save_base(run, base)
+            if found is not None:
+                RunLog(run.log_file).record(found.forecast(final, Manifest.read(run.data).validation.tokens))
+        return Run.open(out)
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+
+
+def open_base(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
+    """A model to be tuned, and its tokenizer; `model`: see `open_checkpoint`.
+
+    Raises CheckpointError, besides what `open_checkpoint` does, for an architecture that mlxlm leaves to mlx_lm, and
+    for a tokenizer with more tokens than the model has.
+    """
+    base = open_checkpoint(model)
+    if base.config is None:
+        raise CheckpointError(f"{base.path} can't be trained: {base.foreign}", "a model of another family")
+    tokenizer = base.load_tokenizer()
+    if tokenizer.vocab_size > base.config.vocab_size:
+        raise CheckpointError(
+            f"{base.path}: the tokenizer has {tokenizer.vocab_size} tokens and the model {base.config.vocab_size}",
+            "the tokenizer files that belong to these weights",
+        )
+    return base, tokenizer
+
+
+def _tuned(config: ModelConfig, turns: Turns) -> ModelConfig:
+    """The configuration of the tuned model: without quantization, its texts ending where an answer ends."""
+    eos = config.eos_token_id
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    ends = [*ends, *sorted(turns.end_ids - config.eos_ids)]
+    return config.with_changes(quantization=None, eos_token_id=ends[0] if len(ends) == 1 else ends)
+
+
+def _lengths(
+    values: dict[str, Any],
+    draft: TrainSettings,
+    config: ModelConfig,
+    data: Path,
+    epochs: float | None,
+    minutes: float | None,
+    phase: Phase,
+) -> Probe | None:
+    """Fill in what the size of the data decides: rows of a batch, steps, and steps between validations. Returns what
+    a probe found, if there was one."""
+    train = TokenDataset.open(data, "train")
+    rows = TrainBatches(train, 1, draft.sequence_length, draft.seed, **FORM).rows
+    each = draft.accumulate * _STEPS_PER_EPOCH
+    values.setdefault("batch_size", max(1, min(TrainSettings.batch_size, rows // each)))
+    draft = TrainSettings(**{**values, "steps": 1})
+    found = None
+    if minutes is None and "steps" not in values:
+        values["steps"] = max(1, math.ceil((epochs or EPOCHS) * rows / (draft.batch_size * draft.accumulate)))
+    if minutes is not None or values["steps"] >= LEAST_STEPS:
+        with phase("trying three training steps", None):
+            found = probe(config, draft, TokenDataset.open(data, "validation"))
+    if minutes is not None:
+        values["steps"] = length_of_training(minutes, None, None)(config, draft, found)
+    values.setdefault("eval_every", max(1, values["steps"] // 10))
+    return found
+
+
+def _save_base(run: Run, base: Checkpoint) -> None:
+    """Save the model as it came as the checkpoint of step 0, its validation still owed."""
+    model = Decoder(run.config)
+    model.load_weights(list(float_weights(base).items()))
+    step = TrainStep(model, run.settings)
+    mx.eval(step.state)
+    state = {"step": 0, "seconds": 0.0, "validation_loss": None, "best": None, "healthy": True, "guard": None}
+    run.save(step, state)
