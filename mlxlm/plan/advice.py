@@ -135,5 +135,9 @@ def _smaller_batch(batch: int, times: int) -> Callable[[Training], Training]:
 
 
 def _halves(batch: int) -> Iterator[int]:
-    """Divisors of the batch from its half down."""
-    yield from (n for n in range(batch // 2, 0, -1) if batch % n == 0)
+    """The batch halved as often as it can be, and one sequence."""
+    while batch % 2 == 0:
+        batch //= 2
+        yield batch
+    if batch > 1:
+        yield 1
