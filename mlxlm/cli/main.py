@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": ("mlxlm.cli.generate:generate", "Continue a prompt, for shells and scripts."),
     "tokenizer": ("mlxlm.cli.tokenizer:tokenizer", "Train, inspect and apply tokenizers."),
     "prepare": ("mlxlm.cli.prepare:prepare", "Turn text into memory-mapped token shards."),
+    "plan": ("mlxlm.cli.plan:plan", "Say what a model costs: parameters, operations, memory, time, disk."),
     "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
     "finetune": ("mlxlm.cli.finetune:finetune", "Tune a model on conversations, so that it can hold one."),
     "compare-architectures": (

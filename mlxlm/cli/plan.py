@@ -1,0 +1,168 @@
+"""`mlxlm plan`: what a model, its training and its use cost, before anything is computed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxlm.cli import render
+from mlxlm.cli.parts import configured, set_option
+from mlxlm.cli.run_options import FLAGS, setting_options
+
+if TYPE_CHECKING:
+    from mlxlm.config import ModelConfig
+    from mlxlm.plan import Machine, Plan, Training
+
+_TRAINING = ("batch_size", "sequence_length", "accumulate", "optimizer", "ema", "dtype", "recompute")
+
+# The sizes of a model without a name, and the fields of ModelConfig that they are.
+_SIZES = (
+    ("--hidden", "hidden_size", "Width of the model (instead of MODEL)."),
+    ("--layers", "num_hidden_layers", "Number of layers."),
+    ("--heads", "num_attention_heads", "Attention heads."),
+    ("--kv-heads", "num_key_value_heads", "Key-value heads (default: as many as heads)."),
+    ("--head-dim", "head_dim", "Dimensions of a head (default: hidden / heads)."),
+    ("--intermediate", "intermediate_size", "Width of the feed-forward (default: 8/3 of hidden, in 64s)."),
+    ("--vocab", "vocab_size", "Vocabulary.  [default: 32000]"),
+)
+
+
+def _size_options(command):
+    for flag, field, text in reversed(_SIZES):
+        command = click.option(flag, field, type=click.IntRange(min=1), help=text)(command)
+    return command
+
+
+@click.command()
+@click.argument("model", required=False)
+@_size_options
+@click.option("--tied", is_flag=True, help="Embedding and head are one matrix; with --hidden.")
+@set_option
+@setting_options(
+    without=set(FLAGS) - set(_TRAINING),
+    texts={"sequence_length": "Tokens per sequence (default: the model's context, at most 512)."},
+)
+@click.option("--attention", type=click.Choice(["plain", "blockwise", "fused"]), help="In training (default: as here).")
+@click.option("--loss-chunk", type=click.IntRange(min=0), help="Rows of logits at a time; 0: all (default: as here).")
+@click.option("--tokens", type=float, help="To train on, such as 1.4e12 (default: 20 per parameter).")
+@click.option("--data", multiple=True, help="Text or prepared shards, to count passes over. Can be repeated.")
+@click.option("--machine", help="here, or one of the table: a100, h100, m1-max, ...  [default: here]")
+@click.option("--flops", type=float, help="A machine of so many operations per second, such as 312e12, instead.")
+@click.option("--utilisation", type=float, help="Share of its speed that training reaches.  [default: 0.4]")
+@click.option("--devices", type=click.IntRange(min=1), help="How many such machines.  [default: 1]")
+@click.option("--bits", type=int, help="Of a weight in use: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: 16]")
+@click.option("--group-size", type=int, help="Of quantized weights: 32, 64 or 128.  [default: 64]")
+@click.option("--context", type=int, help="Tokens of a text in use.  [default: 4096]")
+@click.option("--texts", type=int, help="Texts side by side in use.  [default: 1]")
+@click.option("--kv-bits", type=int, help="Of a cached number: 32, 16, 8 or 4.  [default: 16]")
+@click.option("--probe", "probed", is_flag=True, help="Try three steps here: predicted beside measured.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw where the memory goes to this .png or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def plan(model: str | None, probed: bool, picture: Path | None, as_json: bool, **options: Any) -> None:
+    """Count parameters, operations, memory, time and disk of MODEL: a preset, a published model, a folder, a run, a
+    config.json, a .gguf file or a hub id; or of the sizes that you give.
+    """
+    from mlxlm import plan as planner
+
+    _no_idle_options(model, probed, options)
+    config = _config(model, options)
+    own = {name: options[name] for name in ("bits", "group_size", "context", "texts", "kv_bits")}
+    found = planner.plan(
+        config,
+        training=_training(config, options),
+        tokens=options["tokens"],
+        data=options["data"],
+        machine=_machine(options),
+        devices=options["devices"] or 1,
+        utilisation=options["utilisation"],
+        **{name: value for name, value in own.items() if value is not None},
+    )
+    if probed:
+        found = _probed(found)
+    if picture is not None:
+        from mlxlm.plan.picture import draw
+
+        draw(found, picture)
+    if as_json:
+        render.emit_json(found.to_dict())
+    else:
+        from mlxlm.cli.plan_tables import show
+
+        show(found)
+
+
+def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -> None:
+    """Raise a UsageError for options that would have no effect, and for a model that is not said, or said twice."""
+    sizes = [flag for flag, field, _ in _SIZES if options[field] is not None] + ["--tied"] * options["tied"]
+    if model is not None and sizes:
+        raise click.UsageError(f"{' and '.join(sizes)} would have no effect: {model} has its own sizes")
+    needed = [flag for flag, field, _ in _SIZES[:3] if options[field] is None]
+    if model is None and needed:
+        raise click.UsageError(f"give MODEL, or its sizes ({', '.join(needed)} missing)")
+    elsewhere = options["flops"] is not None or options["machine"] not in (None, "here")
+    if options["flops"] is not None and options["machine"] is not None:
+        raise click.UsageError("--flops and --machine each say what the machine is: give one")
+    if probed and (elsewhere or options["devices"] or options["utilisation"]):
+        raise click.UsageError("--probe measures this machine: give no other, no devices and no utilisation")
+    for name in ("attention", "loss_chunk"):
+        if probed and options[name] is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} is for plans: a probe trains as mlxlm pretrain does")
+
+
+def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
+    from mlxlm.config import ModelConfig
+    from mlxlm.plan import find_config
+
+    if model is None:
+        hidden = options["hidden_size"]
+        sizes = {field: options[field] for _, field, _ in _SIZES if options[field] is not None}
+        usual = {"intermediate_size": -(-8 * hidden // 3 // 64) * 64, "vocab_size": 32000}
+        config = ModelConfig(**{**usual, **sizes}, tie_word_embeddings=options["tied"])
+    else:
+        config = find_config(model)
+    return configured(config, options["parts"], {})
+
+
+def _training(config: ModelConfig, options: dict[str, Any]) -> Training:
+    from mlxlm.plan import Training
+    from mlxlm.train.start import DEVICE_DTYPE
+
+    names = (*_TRAINING, "attention", "loss_chunk")
+    given = {name: options[name] for name in names if options[name] is not None}
+    given.setdefault("sequence_length", min(512, config.max_position_embeddings))
+    if "dtype" not in given:
+        here = options["flops"] is None and options["machine"] in (None, "here")
+        given["dtype"] = DEVICE_DTYPE if here else "bfloat16"
+    return Training(**given)
+
+
+def _machine(options: dict[str, Any]) -> Machine | str:
+    from mlxlm.plan.machines import custom
+
+    return options["machine"] or "here" if options["flops"] is None else custom(options["flops"])
+
+
+def _probed(found: Plan) -> Plan:
+    """With the time and memory that three steps took."""
+    from mlxlm.cli.waiting import waiting
+    from mlxlm.train import TrainSettings, probe
+
+    names = {name: getattr(found.training, name) for name in _TRAINING}
+    settings = TrainSettings(steps=1, learning_rate=1.0, **names)
+    length = found.training.sequence_length
+    config = found.config.with_changes(max_position_embeddings=length, quantization=None)
+    if found.fits is not None and not found.fits.training:
+        from mlxlm.errors import ConfigError
+        from mlxlm.units import human_bytes
+
+        change = f"{found.change.text}: {human_bytes(found.change.needed)}" if found.change else "a smaller model"
+        raise ConfigError(f"training this takes about {human_bytes(found.memory.total)}, more than is here", change)
+    if not sys.stderr.isatty():
+        render.say("trying three training steps")
+    with waiting("trying three training steps"):
+        measured = probe(config, settings)
+    return found.probed(measured.step, measured.memory)

@@ -1,0 +1,177 @@
+"""A plan as tables: the result of `mlxlm plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlxlm.cli import render
+from mlxlm.plan import Fits, Plan
+from mlxlm.units import human_bytes, human_count, human_seconds
+
+_BAR = 32  # characters of the longest bar
+_SHOWN = (512, 2048, 8192, 32768, 131072)  # lengths of the trend
+
+
+def show(plan: Plan) -> None:
+    """Tables on stdout; what is only assumed, and what would help, on stderr."""
+    _table("parameters", [(name, human_count(n), _percent(n, plan.parameter_count)) for name, n in _parts(plan)])
+    _table("operations (forward, a token)", list(_flops(plan)))
+    _table("forward operations by length of the text", list(_trend(plan)), ("tokens", *plan.flops.forward, "total"))
+    _table(_memory_title(plan), list(_memory(plan)))
+    _table(_use_title(plan), list(_use(plan)))
+    _table("time", list(_time(plan)))
+    _table("disk", list(_disk(plan)))
+    _table("by the textbook", list(_textbook(plan)))
+    for line in advice(plan):
+        render.result(line)
+    if plan.duration.known == "assumed":
+        share = f"{100 * plan.duration.utilisation:.0f} %"
+        render.say(f"a utilisation of {share} is assumed (try: --utilisation, or --probe on this machine)")
+
+
+def _table(title: str, rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None) -> None:
+    render.print_result(render.table(rows, header, title))
+    render.result("")
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %"
+
+
+def _named(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
+    for name, count in plan.parameters.items():
+        if count:
+            yield _named(name), count
+    yield "total", plan.parameter_count
+
+
+def _flops(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    flops = plan.flops
+    for name, count in flops.forward.items():
+        yield _named(name), human_count(count), _percent(count, flops.forward_total)
+    yield (
+        "forward",
+        human_count(flops.forward_total),
+        f"of it attention {_percent(flops.attention, flops.forward_total)}",
+    )
+    yield "backward", human_count(flops.backward), "twice the forward pass"
+    if flops.recomputed:
+        yield "recomputed", human_count(flops.recomputed), "the layers' forward pass"
+    yield "a token", human_count(flops.per_token), f"by the rule of thumb {human_count(flops.rule)}"
+    yield "a step", _operations(flops.per_step), f"{flops.tokens_per_step:,} tokens"
+    yield "causal", human_count(flops.causal), "attention, were the hidden half of the scores left out"
+
+
+def _trend(plan: Plan) -> Iterator[tuple[str, ...]]:
+    trend = plan.trend
+    for length, shares, total in zip(trend.lengths, trend.shares, trend.total, strict=True):
+        if length in _SHOWN:
+            yield str(length), *(f"{100 * share:.1f} %" for share in shares.values()), _operations(total)
+
+
+def _operations(count: float) -> str:
+    """3.14e+23, and 3.14T where people have a word for it."""
+    return human_count(count) if count < 1e15 else f"{count:.4g}"
+
+
+def _bars(parts: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    most = max(parts.values(), default=0) or 1
+    for name, size in parts.items():
+        yield name, human_bytes(size), "█" * max(1, round(_BAR * size / most))
+
+
+def _memory_title(plan: Plan) -> str:
+    t = plan.training
+    peak = "the update" if plan.memory.update > plan.memory.backward else "the backward pass"
+    how = f"{t.optimizer}, {t.path} attention{', layers recomputed' if t.recompute else ''}"
+    return f"memory in training: {t.batch_size} x {t.sequence_length} tokens, {how}; the peak is in {peak}"
+
+
+def _memory(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    yield from _bars(plan.memory.parts())
+    yield "a layer's activations", human_bytes(plan.memory.layer), ""
+    yield "peak", human_bytes(plan.memory.total), "predicted"
+    if plan.measured is not None:
+        off = 100 * (plan.memory.total / plan.measured - 1)
+        yield "", human_bytes(plan.measured), f"measured: the prediction was {off:+.0f} % off"
+
+
+def _use_title(plan: Plan) -> str:
+    s = plan.serving
+    return f"memory in use: {s.texts} x {s.context} tokens, {s.bits}-bit weights, {s.kv_bits}-bit cache"
+
+
+def _use(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    found = plan.inference
+    yield "weights", human_bytes(found.weights), f"{found.bits_per_weight:.2f} bits each"
+    yield "cache", human_bytes(found.cache), f"{human_bytes(found.cache_per_token)} a token"
+    yield "both", human_bytes(found.total), ""
+    for name, size in found.caches.items():
+        yield f"cache, {name}", human_bytes(size), ""
+
+
+def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    d = plan.duration
+    speed = f"{human_count(d.machine.flops)}FLOP/s ({d.machine.dtype}, {d.machine.source})"
+    yield "machine", d.machine.name, speed if d.devices == 1 else f"{d.devices} x {speed}"
+    kind = "measured" if d.machine.measured else "as given" if d.machine.source == "as given" else "its maker's peak"
+    yield "utilisation", f"{100 * d.utilisation:.1f} %", f"{d.known}, of what is {kind}"
+    optimal = f"compute-optimal are {human_count(plan.optimal_tokens)} (20 a parameter)"
+    yield "tokens", human_count(d.tokens), optimal
+    if plan.corpus is not None:
+        how = "counted" if plan.corpus.counted else f"estimated from {human_bytes(plan.corpus.bytes)}"
+        yield "text", human_count(plan.corpus.tokens), f"tokens, {how}: {plan.epochs:.1f} passes"
+    yield "a step", f"{d.seconds_per_step:.3g} s", f"{d.tokens_per_second:,.0f} tokens/s"
+    yield "training", long_time(d.seconds), f"{d.steps:,.0f} steps"
+
+
+def long_time(seconds: float) -> str:
+    """With days where it takes some."""
+    return f"{seconds / 86_400:.1f} days" if seconds > 2 * 86_400 else human_seconds(seconds)
+
+
+def _disk(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    disk = plan.disk
+    yield "checkpoints", human_bytes(disk.checkpoints), f"{human_bytes(disk.checkpoint)} each"
+    yield "shards", human_bytes(disk.shards), "of tokens"
+    yield "the model", human_bytes(disk.model), "in 16 bits"
+
+
+def _textbook(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    book = plan.textbook
+    yield "12lh²", human_count(book["dense_parameters"]), "parameters of a dense decoder's layers"
+    yield "2Φ", human_bytes(book["inference_bytes"]), "16-bit weights"
+    yield "20Φ", human_bytes(book["training_bytes"]), "AdamW in mixed precision"
+    yield "l(34bsh + 5bs²a)", human_bytes(book["activation_bytes"]), "16-bit activations, none recomputed"
+    yield "4lbh(s + n)", human_bytes(book["cache_bytes"]), "16-bit cache of the batch, multi-head"
+    yield "l(24bsh² + 4bs²h) + 2bshV", _operations(book["forward_flops"]), "operations forward, of the batch"
+    rule = "8ΦD" if plan.training.recompute else "6ΦD"
+    yield rule, _operations(book["training_flops"]), "operations of the whole training"
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """What the machine has room for, and the cheapest change that makes training fit: a line each."""
+    if plan.fits is None:
+        return
+    yield from _fits(plan, plan.fits)
+    if plan.fits.training:
+        return
+    if plan.change is None:
+        yield "training does not fit, and no change that mlxlm has makes it fit"
+    else:
+        yield f"it fits with {plan.change.text} ({human_bytes(plan.change.needed)}): {plan.change.cost}"
+
+
+def _fits(plan: Plan, fits: Fits) -> Iterator[str]:
+    here = f"{human_bytes(fits.memory)} of {plan.duration.machine.name}"
+    word = "fits" if fits.training else "does not fit"
+    yield f"training {word} into the {here}: {human_bytes(plan.memory.total)}"
+    yield (
+        f"room for at most: batch {fits.batch_size:,}, or sequences of {fits.sequence_length:,} tokens, or preset "
+        f"{fits.preset or '-'} in training; a text of {fits.context:,} tokens in use"
+    )
