@@ -1,0 +1,65 @@
+"""A plan in one picture: where the memory goes, and where the operations go as texts get longer."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from mlxlm.errors import ConfigError
+from mlxlm.files import write_bytes
+from mlxlm.plan.planner import Plan
+
+KINDS = (".png", ".svg", ".pdf")
+
+
+def draw(plan: Plan, path: Path | str) -> None:
+    """Write the picture to a file. Raises ConfigError for another kind of file, or a folder that isn't there."""
+    path = Path(path)
+    if path.suffix.lower() not in KINDS:
+        raise ConfigError(f"{path} is no kind of picture that can be drawn", f"a name with {', '.join(KINDS)}")
+    from matplotlib.figure import Figure  # half a second: only where a picture is drawn
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    memory, operations = figure.subplots(2, 1, height_ratios=[3, 4])
+    _draw_memory(plan, memory)
+    _draw_operations(plan, operations)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format=path.suffix[1:].lower())
+    write_bytes(path, picture.getvalue())
+
+
+def _draw_memory(plan: Plan, axes) -> None:
+    """Two stacked bars, in GB: training at its peak, and use."""
+    use = {"weights": plan.inference.weights, "cache": plan.inference.cache}
+    colours = iter(("#4878a8", "#8fb2d4", "#b9cbdc", "#d97a4a", "#b8b8b8", "#8abf8a", "#c9a0c9", "#e6b86a", "#7fb7b7"))
+    names = dict.fromkeys([*plan.memory.parts(), *use])
+    colour = {name: next(colours) for name in names}
+    for row, parts in enumerate((plan.memory.parts(), use)):
+        left = 0.0
+        for name, size in parts.items():
+            label = name if row == 0 or name not in plan.memory.parts() else None
+            axes.barh(row, size / 1e9, left=left, color=colour[name], label=label, height=0.6)
+            left += size / 1e9
+    if plan.fits is not None:
+        axes.axvline(plan.fits.memory / 1e9, color="#333", ls="--", lw=1, label="memory of the machine")
+    axes.set_yticks([0, 1], ["training", "use"])
+    axes.invert_yaxis()
+    axes.set_xlabel("GB")
+    axes.legend(fontsize=8, ncols=2)
+    training = plan.training
+    axes.set_title(f"{training.batch_size} x {training.sequence_length} tokens, {training.optimizer}", fontsize=10)
+
+
+def _draw_operations(plan: Plan, axes) -> None:
+    """Shares of the forward pass over the length of the text."""
+    trend = plan.trend
+    names = list(trend.shares[0])
+    shares = [[100 * at[name] for at in trend.shares] for name in names]
+    axes.stackplot(trend.lengths, shares, labels=[name.replace("_", " ") for name in names], alpha=0.85)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(trend.lengths, [f"{n:,}" for n in trend.lengths])
+    axes.set_xlim(trend.lengths[0], trend.lengths[-1])
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("tokens of the text")
+    axes.set_ylabel("% of the forward operations")
+    axes.legend(fontsize=8, loc="lower left")
