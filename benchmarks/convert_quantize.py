@@ -91,8 +91,8 @@ for file in pathlib.Path(sys.argv[1]).glob("*.safetensors"):
 MLX_LM_FIRST_TOKEN = """
 import sys
 import mlx.core as mx
-from mlxlm import platform
-platform.load_blas()
+from mlxlm.blas import load_blas
+load_blas()
 from pathlib import Path
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model

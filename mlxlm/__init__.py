@@ -18,7 +18,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mlxlm import errors, platform
+from mlxlm import blas, errors
 
 if TYPE_CHECKING:
     from mlxlm import plan
@@ -31,7 +31,7 @@ __all__ = ["Chat", "batch", "generate", "load", "plan", "score", "stream"]
 # A millisecond: here, so that `import mlx.core` after this line finds the BLAS. The error of a BLAS that
 # can't be loaded comes with the first use of MLX, where a command can show it.
 with suppress(errors.PlatformError):
-    platform.load_blas()
+    blas.load_blas()
 
 
 def __getattr__(name: str):

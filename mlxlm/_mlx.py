@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from mlxlm import platform
+from mlxlm import blas, platform
 from mlxlm.errors import PlatformError
 
-platform.load_blas()  # a second call: the first one was in mlxlm/__init__.py; this one raises if it failed
+blas.load_blas()  # a second call: the first one was in mlxlm/__init__.py; this one raises if it failed
 
 try:
     import mlx.core as mx
@@ -36,10 +36,10 @@ if ON_CPU:
     # gigabytes, and each fresh buffer costs page faults: a float32 add over 8M elements takes 17 ms
     # without and 2 ms with a large enough cache.
     mx.set_cache_limit(platform.total_memory() // 4)
-    if platform.mlx_came_first and sys.platform == "linux":
+    if blas.mlx_came_first and sys.platform == "linux":
         late = "mlx was imported before mlxlm and keeps its slow reference BLAS (try: import mlxlm first)"
         warnings.warn(late, stacklevel=2)
-    elif problem := platform.blas_warning():
+    elif problem := blas.blas_warning():
         warnings.warn(problem, stacklevel=2)
 
 

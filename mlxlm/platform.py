@@ -1,4 +1,4 @@
-"""Facts about this machine, and a fast BLAS for MLX on Linux. Importing this module does not import MLX."""
+"""Facts about this machine. Importing this module does not import MLX."""
 
 from __future__ import annotations
 
@@ -9,85 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlxlm.errors import PlatformError
 
-# Debian, Fedora and conda names of a library that exports cblas_sgemm. A plain `libblas` may be the slow
-# reference implementation, so it is not listed.
-_SYSTEM_BLAS = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libblis.so.3", "libblis.so")
-
-INSTALL_BLAS = "pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
 INSTALL_BACKEND = "pip install 'mlxlm[cpu]' (or cuda12, cuda13 for an NVIDIA GPU)"
-
-
-@dataclass(frozen=True)
-class Blas:
-    """The library that answers MLX's `cblas_sgemm`. `path` is None for the one MLX ships with."""
-
-    name: str
-    path: str | None
-
-
-_loaded: Blas | None = None
-
-# Whether MLX was there before this package: then it is too late for another BLAS.
-mlx_came_first = "mlx.core" in sys.modules
-
-
-def load_blas() -> Blas:
-    """Load an optimised CBLAS before MLX is imported, so that MLX's `cblas_sgemm` resolves to it.
-
-    MLX's Linux CPU wheel is linked to the reference BLAS (7.5 GFLOP/s on two cores; MKL or OpenBLAS give
-    about 200). Order: `$MLXLM_BLAS` (a path, or "none"), MKL from PyPI, the system's OpenBLAS or BLIS.
-    On macOS MLX uses Accelerate and Metal: nothing is loaded, and `$MLXLM_BLAS` has no effect. Raises
-    PlatformError if it can't be loaded on Linux, since a choice must not be dropped in silence.
-    """
-    global _loaded
-    if _loaded is None:
-        _loaded = _find_blas()
-    return _loaded
-
-
-def _find_blas() -> Blas:
-    if sys.platform == "darwin":
-        return Blas("Accelerate", None)
-    # Sums that don't depend on the alignment of memory, so that equal runs are equal to the bit.
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-    chosen = os.environ.get("MLXLM_BLAS")
-    if chosen == "none":
-        return Blas("MLX's own", None)
-    if chosen:
-        try:
-            return _open_blas(chosen)
-        except OSError as error:
-            hint = "the full path of a CBLAS library"
-            raise PlatformError(f"MLXLM_BLAS={chosen} can't be loaded: {error}", hint) from None
-    candidates = [str(p) for p in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))]
-    for path in (*candidates, *_SYSTEM_BLAS):
-        try:
-            return _open_blas(path)
-        except OSError:
-            continue
-    return Blas("reference", None)
-
-
-def _open_blas(path: str) -> Blas:
-    handle = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    if not hasattr(handle, "cblas_sgemm"):
-        raise OSError("it has no cblas_sgemm")
-    lowered = Path(path).name.lower()
-    names = {"mkl": "MKL", "openblas": "OpenBLAS", "blis": "BLIS"}
-    name = next((label for key, label in names.items() if key in lowered), Path(path).name)
-    return Blas(name, path)
-
-
-def blas_warning() -> str | None:
-    """One line if no fast BLAS was found, so that products run on MLX's reference one; else None."""
-    if load_blas().name != "reference":
-        return None
-    return f"no fast BLAS found: matrix products are about 25 times slower (try: {INSTALL_BLAS})"
 
 
 def cpu_cores() -> int:

@@ -19,26 +19,6 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@LINUX
-def test_a_chosen_blas_that_can_not_be_loaded_is_an_error():
-    done = python("from mlxlm.platform import load_blas; load_blas()", MLXLM_BLAS="/nowhere/libblas.so")
-    assert "MLXLM_BLAS=/nowhere/libblas.so can't be loaded" in done.stderr
-
-
-@LINUX
-def test_without_a_fast_blas_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(platform, "_loaded", platform.Blas("reference", None))
-    assert "pip install mkl" in platform.blas_warning()
-    monkeypatch.setattr(platform, "_loaded", platform.Blas("MKL", "x"))
-    assert platform.blas_warning() is None
-
-
-@LINUX
-def test_the_choice_of_none_is_kept():
-    done = python("from mlxlm.platform import load_blas; print(load_blas().name)", MLXLM_BLAS="none")
-    assert done.stdout == "MLX's own\n"
-
-
 def test_without_an_mlx_backend_one_line_says_which_to_install():
     code = "import sys; sys.modules['mlx.core'] = None\nimport mlxlm._mlx"
     done = python(code)
@@ -55,7 +35,7 @@ def test_no_module_but_one_imports_mlx():
 @LINUX
 def test_the_warning_about_a_slow_blas_reaches_the_person():
     code = (
-        "from mlxlm import platform\nplatform._loaded = platform.Blas('reference', None)\n"
+        "from mlxlm import blas\nblas._loaded = blas.Blas('reference', None)\n"
         "from mlxlm.cli.main import main\nmain(['doctor'])"
     )
     done = python(code)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mlxlm import platform
+from mlxlm.blas import blas_warning, load_blas
 from mlxlm.cli import render
 from mlxlm.units import human_bytes
 
@@ -33,7 +34,7 @@ def collect() -> dict[str, Any]:
 
     from mlxlm._mlx import ON_CPU, mx
 
-    blas = platform.load_blas()
+    blas = load_blas()
     info = mx.device_info()
     memory = platform.total_memory()
     return {
@@ -71,7 +72,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
     """What would make this machine faster, one line each."""
     lines = []
     if facts["device"] == "CPU":
-        if warning := platform.blas_warning():
+        if warning := blas_warning():
             lines.append(warning)
         if not facts["compiler"]:
             lines.append("no g++ found: compiled graphs are off, training is slower (try: apt-get install g++)")

@@ -19,6 +19,7 @@ from typing import Any
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
+from mlxlm.blas import load_blas
 from mlxlm.errors import CheckpointError, MlxlmError, os_errors_as
 from mlxlm.files import write_json
 from mlxlm.resources import resource
@@ -38,7 +39,7 @@ def machine() -> str:
             if file.suffix in endings:
                 digest.update(file.read_bytes())
     if ON_CPU:
-        device = f"{platform.chip()}, {platform.cpu_cores()} cores, {platform.load_blas().name}"
+        device = f"{platform.chip()}, {platform.cpu_cores()} cores, {load_blas().name}"
     else:
         device = str(mx.device_info().get("device_name", platform.chip()))
     return f"{device}, {system.system()} {system.release()}, mlx {mx.__version__}, kernels {digest.hexdigest()[:16]}"

@@ -1,0 +1,197 @@
+"""The library that computes MLX's matrix products on Linux. Importing this module does not import MLX.
+
+MLX's Linux CPU wheel is linked to the reference BLAS (7.5 GFLOP/s in a float32 product of 1024 x 1024 matrices on two
+cores; MKL or OpenBLAS give about 230). It takes `cblas_sgemm` from whatever library the process has when MLX comes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+from mlxlm import platform
+from mlxlm.errors import PlatformError
+
+# Debian, Fedora and conda names of a library that exports cblas_sgemm. A plain `libblas` may be the slow
+# reference implementation, so it is not listed.
+_SYSTEM = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libblis.so.3", "libblis.so")
+_NAMES = {"mkl": "MKL", "openblas": "OpenBLAS", "blis": "BLIS"}
+
+# What sets and what tells the number of threads; numpy's OpenBLAS has names of its own.
+_THREADS = (
+    ("MKL_Set_Num_Threads", "MKL_Get_Max_Threads"),
+    ("openblas_set_num_threads", "openblas_get_num_threads"),
+    ("scipy_openblas_set_num_threads64_", "scipy_openblas_get_num_threads64_"),
+)
+
+# MKL has no AVX-512 for processors of AMD, where OpenBLAS takes its kernels of these names: in products of a training
+# step 490 GFLOP/s instead of 235 on two cores of an EPYC of 2024. Below 8 rows MKL is 1.2 to 7 times as fast.
+_AVX512 = (b"SkylakeX", b"Cooperlake", b"SapphireRapids", b"Zen5")
+_FEW = 8
+
+INSTALL = "pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
+
+
+@dataclass(frozen=True)
+class Blas:
+    """What answers MLX's `cblas_sgemm`. `path` is None for the library MLX ships with."""
+
+    name: str
+    path: str | None
+    _libraries: tuple[ctypes.CDLL, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def _threads(self) -> list[tuple]:
+        calls = [(lib, *names) for lib in self._libraries for names in _THREADS if hasattr(lib, names[0])]
+        return [(getattr(lib, sets), getattr(lib, tells)) for lib, sets, tells in calls]
+
+    @property
+    def sets_threads(self) -> bool:
+        """Whether `threads` works."""
+        return bool(self._libraries) and len(self._threads) == len(self._libraries)
+
+    @contextmanager
+    def threads(self, count: int) -> Iterator[None]:
+        """Inside, each product runs on `count` threads, in whichever thread of this process it is called."""
+        before = [tells() for _, tells in self._threads]
+        for sets, _ in self._threads:
+            sets(count)
+        try:
+            yield
+        finally:
+            for (sets, _), number in zip(self._threads, before, strict=True):
+                sets(number)
+
+
+_loaded: Blas | None = None
+
+# Whether MLX was there before this package: then it is too late for another BLAS.
+mlx_came_first = "mlx.core" in sys.modules
+
+
+def load_blas() -> Blas:
+    """Load an optimised CBLAS before MLX is imported, so that MLX's `cblas_sgemm` resolves to it.
+
+    Order: `$MLXLM_BLAS` (a path; "numpy" for the OpenBLAS inside numpy; "none"), MKL from PyPI, the system's OpenBLAS
+    or BLIS, numpy's. On a processor of AMD with AVX-512, numpy's goes beside MKL, for all products but the narrowest.
+    It takes a C compiler, since its functions have other names than MLX asks for.
+
+    On macOS MLX uses Accelerate and Metal: nothing is loaded, and `$MLXLM_BLAS` has no effect. Raises PlatformError if
+    it can't be loaded on Linux, since a choice must not be dropped in silence.
+    """
+    global _loaded
+    if _loaded is None:
+        _loaded = _find()
+    return _loaded
+
+
+def blas_warning() -> str | None:
+    """One line if no fast BLAS was found, so that products run on MLX's reference one; else None."""
+    if load_blas().name != "reference":
+        return None
+    return f"no fast BLAS found: matrix products are about 25 times slower (try: {INSTALL})"
+
+
+def _find() -> Blas:
+    if sys.platform == "darwin":
+        return Blas("Accelerate", None)
+    # Sums that don't depend on the alignment of memory, so that equal runs are equal to the bit.
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    chosen = os.environ.get("MLXLM_BLAS")
+    if chosen == "none":
+        return Blas("MLX's own", None)
+    if chosen:
+        try:
+            return _routed(None) if chosen == "numpy" else _opened(chosen)
+        except OSError as error:
+            hint = 'the full path of a CBLAS library, or "numpy"'
+            raise PlatformError(f"MLXLM_BLAS={chosen} can't be loaded: {error}", hint) from None
+    for path in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*")):
+        if _amd_with_avx512():
+            with suppress(OSError):
+                return _routed(str(path))
+        with suppress(OSError):
+            return _opened(str(path))
+    for path in _SYSTEM:
+        with suppress(OSError):
+            return _opened(path)
+    with suppress(OSError):
+        return _routed(None)
+    return Blas("reference", None)
+
+
+def _opened(path: str) -> Blas:
+    handle = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    if not hasattr(handle, "cblas_sgemm"):
+        raise OSError("it has no cblas_sgemm")
+    lowered = Path(path).name.lower()
+    name = next((label for key, label in _NAMES.items() if key in lowered), Path(path).name)
+    return Blas(name, path, (handle,))
+
+
+def _routed(mkl: str | None) -> Blas:
+    """numpy's OpenBLAS, for all products, or with the path of MKL for those that it does faster.
+
+    Raises OSError where that can't be had, or wouldn't be faster.
+    """
+    path = _in_numpy()
+    openblas = ctypes.CDLL(path)
+    if mkl is not None:
+        openblas.scipy_openblas_get_corename64_.restype = ctypes.c_char_p
+        if openblas.scipy_openblas_get_corename64_() not in _AVX512:
+            raise OSError("its kernels are not those of AVX-512")
+    router = ctypes.CDLL(str(_compiled()), mode=ctypes.RTLD_GLOBAL)
+    few = None if mkl is None else ctypes.CDLL(mkl)
+    address = None if few is None else ctypes.cast(few.cblas_sgemm, ctypes.c_void_p)
+    router.mlxlm_route(address, ctypes.cast(openblas.scipy_cblas_sgemm64_, ctypes.c_void_p), _FEW if few else 0)
+    if few is None:
+        return Blas("OpenBLAS", path, (openblas,))
+    return Blas("OpenBLAS and MKL", path, (openblas, few))
+
+
+def _in_numpy() -> str:
+    """The path of the OpenBLAS in numpy's wheel, which is found without importing numpy."""
+    numpy = find_spec("numpy")
+    found = sorted(Path(numpy.origin).parents[1].glob("numpy.libs/libscipy_openblas64_*.so*")) if numpy else []
+    if not found:
+        raise OSError("numpy is not a wheel with OpenBLAS in it")
+    return str(found[0])
+
+
+def _compiled() -> Path:
+    """The library of blas_route.c, compiled at the first time."""
+    source = Path(__file__).with_name("blas_route.c").read_bytes()
+    try:
+        library = platform.cache_folder() / f"blas-{os.uname().machine}-{zlib.crc32(source):08x}.so"
+        if not library.exists():
+            from tempfile import TemporaryDirectory  # not in every start of the program
+
+            from mlxlm import files
+
+            with TemporaryDirectory() as folder:
+                made = Path(folder, library.name)
+                command = ["cc", "-x", "c", "-O2", "-shared", "-fPIC", "-o", str(made), "-"]
+                subprocess.run(command, input=source, capture_output=True, check=True)
+                library.parent.mkdir(parents=True, exist_ok=True)
+                files.write_bytes(library, made.read_bytes(), PlatformError)
+    except (PlatformError, subprocess.SubprocessError) as error:
+        raise OSError(str(error)) from None
+    return library
+
+
+def _amd_with_avx512() -> bool:
+    try:
+        with open("/proc/cpuinfo") as file:
+            first = file.read(8192)
+    except OSError:
+        return False
+    return "AuthenticAMD" in first and " avx512f " in first

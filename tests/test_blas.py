@@ -1,0 +1,86 @@
+"""The BLAS is chosen in a stated order, never dropped in silence; its products and its threads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxlm import blas
+
+LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="MLX uses Accelerate on macOS")
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+@LINUX
+def test_a_chosen_blas_that_can_not_be_loaded_is_an_error():
+    done = python("from mlxlm.blas import load_blas; load_blas()", MLXLM_BLAS="/nowhere/libblas.so")
+    assert "MLXLM_BLAS=/nowhere/libblas.so can't be loaded" in done.stderr
+
+
+@LINUX
+def test_without_a_fast_blas_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(blas, "_loaded", blas.Blas("reference", None))
+    assert "pip install mkl" in blas.blas_warning()
+    monkeypatch.setattr(blas, "_loaded", blas.Blas("MKL", "x"))
+    assert blas.blas_warning() is None
+
+
+@LINUX
+def test_the_choice_of_none_is_kept():
+    done = python("from mlxlm.blas import load_blas; print(load_blas().name)", MLXLM_BLAS="none")
+    assert done.stdout == "MLX's own\n"
+
+
+_PRODUCTS = """
+import numpy as np, mlxlm
+from mlxlm._mlx import mx
+from mlxlm.blas import load_blas
+random = np.random.default_rng(0)
+for m, n, k in ((1, 40, 30), (7, 40, 30), (8, 8, 5), (64, 3, 9), (130, 70, 50)):
+    for turned in (False, True):
+        a, b = random.random((m, k), np.float32), random.random((n, k) if turned else (k, n), np.float32)
+        found = mx.array(a) @ (mx.array(b).T if turned else mx.array(b))
+        wanted = a.astype(np.float64) @ (b.T if turned else b)
+        assert np.allclose(np.array(found), wanted, rtol=1e-5), (m, n, k, turned)
+print(load_blas().name, load_blas().sets_threads)
+"""
+
+
+@LINUX
+def test_products_through_the_openblas_inside_numpy():
+    done = python(_PRODUCTS, MLXLM_BLAS="numpy")
+    assert done.stdout == "OpenBLAS True\n", done.stderr
+
+
+MKL = sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
+
+
+@LINUX
+@pytest.mark.skipif(not MKL, reason="MKL is not installed")
+def test_products_by_two_libraries_each_for_the_shapes_it_is_faster_at():
+    class_of_all = "class Any:\n    def __contains__(self, name): return isinstance(name, bytes)\n"
+    taken = f"from mlxlm import blas\nblas._AVX512 = Any()\nblas._loaded = blas._routed({str(MKL[0])!r})\n"
+    done = python(class_of_all + taken + _PRODUCTS, MLXLM_BLAS="none")  # nothing is loaded with the package
+    assert done.stdout == "OpenBLAS and MKL True\n", done.stderr
+
+
+@LINUX
+def test_mkl_stays_alone_where_openblas_would_not_use_avx512():
+    code = f"from mlxlm import blas\nblas._routed({str(MKL[0] if MKL else '')!r})"
+    done = python(code, MLXLM_BLAS="none", OPENBLAS_CORETYPE="Haswell")
+    assert "its kernels are not those of AVX-512" in done.stderr
+
+
+@LINUX
+def test_threads_are_set_inside_and_put_back():
+    code = (
+        "from mlxlm.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
+        "with blas.threads(1):\n    assert tells() == 1\nassert tells() == before\nprint('put back')"
+    )
+    assert python(code, MLXLM_BLAS="numpy").stdout == "put back\n"
