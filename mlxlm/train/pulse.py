@@ -36,7 +36,6 @@ class _Link:
         self._rest = b""
         self._lock = threading.Lock()
         connection.settimeout(patience)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Any) -> None:
         """Raises OSError."""
@@ -84,6 +83,7 @@ class Pulse:
         self._said: dict[int, Any] = {}
         self._newest = self._taken = 0
         self._left = False
+        self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="mlxlm pulse", daemon=True)
         self._thread.start()
 
@@ -112,9 +112,10 @@ class Pulse:
         self._left = True
         if orderly:
             self._send(_BYE)
+        self._waker.close()
         self._thread.join()
-        for link in self._links:
-            link.socket.close()
+        for connection in (self._woken, *(link.socket for link in self._links)):
+            connection.close()
 
     def _watch(self) -> None:
         beat = min(BEAT, self.patience / 4)
@@ -127,7 +128,7 @@ class Pulse:
                 if self._problem is not None:
                     self._on_lost(self._problem)
             open_links = [link for link in self._links if not link.done]
-            ready = select.select([link.socket for link in open_links], [], [], beat / 2)[0]
+            ready = select.select([self._woken, *(link.socket for link in open_links)], [], [], beat / 2)[0]
             for link in open_links:
                 if link.socket in ready:
                     self._read(link)
@@ -189,7 +190,7 @@ def token() -> str:
 def connect(address: tuple[str, int], secret: str, rank: int, patience: float) -> socket.socket:
     """A link to the process that listens at `address`. Raises RankLost."""
     try:
-        connection = socket.create_connection(address, patience)
+        connection = _prompt(socket.create_connection(address, patience))
         connection.sendall(f"{secret} {rank}\n".encode())
     except OSError as error:
         raise RankLost(
@@ -212,7 +213,7 @@ def accept(server: socket.socket, secret: str, peers: int, patience: float) -> l
                 f"{peers - len(links)} processes of the run did not connect within {patience:g} seconds",
                 "a firewall that lets the machines of the run reach each other",
             ) from None
-        connection.settimeout(patience)
+        connection.settimeout(1.0)
         line = b""
         try:
             while not line.endswith(b"\n") and len(line) < 64:
@@ -224,7 +225,13 @@ def accept(server: socket.socket, secret: str, peers: int, patience: float) -> l
             line = b""
         words = line.decode("ascii", "replace").split()
         if len(words) == 2 and secrets.compare_digest(words[0].encode(), secret.encode()) and words[1].isdigit():
-            links.append((connection, int(words[1])))
+            links.append((_prompt(connection), int(words[1])))
         else:
             connection.close()
     return links
+
+
+def _prompt(connection: socket.socket) -> socket.socket:
+    """Short messages leave at once."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
