@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, reduce
 from typing import Any
 
 from mlxlm._mlx import mx, tree_flatten, tree_map, tree_unflatten
@@ -14,6 +15,7 @@ from mlxlm.train.loss import summed_loss
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.ranks import Ranks
 from mlxlm.train.settings import TrainSettings
+from mlxlm.train.workers import Workers, parts_of
 
 Arrays = tuple[mx.array, mx.array | None, mx.array | None]  # of a Batch
 
@@ -36,9 +38,10 @@ class TrainStep:
         self._averages = {name: mx.array(weight) for name, weight in self._raw().items()} if settings.ema else {}
         mx.random.seed(settings.seed)
         self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
-        if self.ranks.size > 1:
-            self._own_sums = mx.compile(self._sums, inputs=[model.state, mx.random.state], outputs=mx.random.state)
-            self._use_sums = mx.compile(self._use, inputs=self.state, outputs=self.state)
+        self._own_sums = mx.compile(self._sums, inputs=[model.state, mx.random.state], outputs=mx.random.state)
+        self._use_sums = mx.compile(self._use, inputs=self.state, outputs=self.state)
+        parts = parts_of(settings.batch_size)
+        self._workers = Workers(self._sums, model.state, parts) if parts > 1 else None
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> tuple[mx.array, mx.array]:
         """Update the model on one batch after another, their gradients added: one step.
@@ -49,21 +52,23 @@ class TrainStep:
         With several ranks each gives its own batches, and the sums are over those of all. Raises RankLost, and leaves
         `state` as it was, if one is lost.
         """
-        arrays = [tuple(None if part is None else mx.array(part) for part in batch) for batch in batches]
         rate = mx.array(learning_rate, mx.float32)
         if self.ranks.size == 1:
-            return self._step(arrays, rate)
+            if self._workers is None:
+                return self._step(_arrays(batches), rate)
+            return self._use_sums(self._workers(batches), rate)
         key = mx.random.state[0]
         following, *keys = mx.random.split(key, 1 + self.ranks.size)
         _set_key(keys[self.ranks.rank])  # each rank drops out elements of its own
         try:
             # Out of the compiled graph: no weight is touched before all sums have come.
-            sums = self.ranks.summed(self._own_sums(arrays))
+            parts = [self._own_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
+            sums = self.ranks.summed(_added(parts))
         except BaseException:
             _set_key(key)
             raise
         _set_key(following)
-        return self._use_sums(sums, rate)
+        return self._use_sums([sums], rate)
 
     @property
     def state(self) -> list[Any]:
@@ -108,7 +113,7 @@ class TrainStep:
         return dict(tree_flatten(self.model.trainable_parameters()))
 
     def _update(self, batches: list[Arrays], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
-        return self._use(self._sums(batches), learning_rate)
+        return self._use([self._sums(batches)], learning_rate)
 
     def _sums(self, batches: list[Arrays]) -> dict[str, Any]:
         """Over the tokens of `batches`: their gradients, loss and count."""
@@ -118,10 +123,11 @@ class TrainStep:
         count = sum(_count(tokens, weights) for tokens, _, weights in batches)
         return {"gradients": gradients, "loss": total, "count": count}
 
-    def _use(self, sums: dict[str, Any], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
+    def _use(self, parts: list[dict[str, Any]], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
         """Update the model; what `_sums` gave is divided once: every token weighs the same, whichever part of a step
         and whichever rank it is in."""
-        count = sums["count"]
+        sums = _added(parts)
+        count = mx.maximum(sums["count"], 1.0)  # 0 where cropped conversations have no answer in them
         gradients = tree_map(lambda g: g / count, sums["gradients"])
         norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
         if self.settings.clip > 0:
@@ -148,6 +154,15 @@ class TrainStep:
     def _loss(self, parameters: dict, *batch: mx.array | None) -> mx.array:
         self.model.update(tree_map(lambda weight: weight.astype(self._dtype), parameters))
         return summed_loss(self.model, *batch)
+
+
+def _arrays(batches: Sequence[Batch]) -> list[Arrays]:
+    return [tuple(None if part is None else mx.array(part) for part in batch) for batch in batches]
+
+
+def _added(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sums over all parts of a step, of what `_sums` gave for each."""
+    return reduce(partial(tree_map, mx.add), parts)
 
 
 def _set_key(key: mx.array) -> None:
