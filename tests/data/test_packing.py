@@ -1,0 +1,330 @@
+"""Rows out of documents: what is in them, in which order, and that any of them is found without those before."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm.data import TokenDataset, TrainBatches, packing, prepare, validation_batches
+from mlxlm.data.dataset import Part, Starts
+from mlxlm.data.mixture import BLOCK, Mixture
+from mlxlm.data.packing import BestFit, fitted
+from mlxlm.errors import DataError
+
+lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=80)
+
+
+class Documents:
+    """Tokens 0, 1, 2, ... in documents of these lengths, in shards of `shard` tokens; odd tokens are to be learned."""
+
+    def __init__(self, lengths, shard=64, name="the train data"):
+        self.name = name
+        self.total = sum(lengths)
+        self.first = np.cumsum([0, *lengths[:-1]])
+        self.last = self.first + lengths
+        ends = [*range(shard, self.total, shard), self.total]
+        inside = [self.first[(self.first >= e - shard) & (self.first < e)] for e in ends[:-1]]
+        inside.append(self.first[self.first >= (ends[-2] if len(ends) > 1 else 0)])
+        begins = [0, *ends[:-1]]
+        self.starts = Starts([f - b for f, b in zip(inside, begins, strict=True)], ends)
+        self.parts = [Part("train", 1.0, self)]
+
+    def __len__(self):
+        return self.total
+
+    def slice(self, start, stop):
+        assert 0 <= start <= stop <= self.total
+        return np.arange(start, stop)
+
+    def learned(self, start, stop):
+        return np.arange(start, stop) % 2
+
+    def targets(self):
+        return self.total // 2
+
+    def segments(self, start, stop):
+        numbers = self.of(np.arange(start, stop))
+        return (numbers - numbers[0]).astype(np.int32) if len(numbers) else numbers.astype(np.int32)
+
+    def of(self, tokens):
+        """The document of each token."""
+        return np.searchsorted(self.first, tokens, side="right") - 1
+
+
+def plainly_fitted(lengths, room):
+    """The same rule with nothing but lists."""
+    left = sorted((min(n, room), i) for i, n in enumerate(lengths))
+    rows = []
+    while left:
+        row, free = [], room
+        while free and left:
+            fitting = [x for x in left if x[0] <= free]
+            size, i = chosen = max(fitting) if fitting else max(x for x in left if x[0] == left[0][0])
+            left.remove(chosen)
+            row.append(i)
+            free -= min(size, free)
+        if not free:
+            rows.append(row)
+    return rows
+
+
+@given(lengths=lengths_of_documents, room=st.integers(1, 50))
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_the_rule_of_best_fit(lengths, room):
+    members, ends = fitted(np.array(lengths), room)
+    rows = [part.tolist() for part in np.split(members, ends)[:-1]]
+    assert rows == plainly_fitted(lengths, room)
+
+
+@given(lengths=lengths_of_documents, length=st.integers(1, 40), seed=st.integers(0, 9), shard=st.integers(5, 90))
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_rows_are_beginnings_of_documents(lengths, length, seed, shard):
+    data = Documents(lengths, shard)
+    if not len(fitted(np.array(lengths), length + 1)[1]):
+        with pytest.raises(DataError, match=f"don't fill one row of {length + 1} .*shorter sequence length"):
+            BestFit(data, length + 1, seed)
+        return
+    rows = BestFit(data, length + 1, seed)
+    for epoch in range(2):
+        seen = []
+        for row in range(epoch * rows.rows, (epoch + 1) * rows.rows):
+            spans = rows.spans(row)
+            assert sum(stop - start for start, stop in spans) == length + 1
+            for place, (start, stop) in enumerate(spans):
+                [number] = np.flatnonzero(data.first == start)
+                assert stop == data.last[number] or place == len(spans) - 1  # only the last is cropped
+                assert stop <= data.last[number]
+                seen.append(number)
+        assert len(seen) == len(set(seen))  # each document at most once in an epoch
+    assert rows.cropped == pytest.approx(1 - rows.rows * (length + 1) / len(data))
+
+
+def test_epochs_differ_in_order_and_in_what_is_cropped():
+    rows = BestFit(Documents(np.random.default_rng(0).integers(3, 60, 400).tolist()), 100, 0)
+    epochs = [[rows.spans(e * rows.rows + i) for i in range(rows.rows)] for e in range(2)]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) != sorted(epochs[1])
+    again = BestFit(Documents(np.random.default_rng(0).integers(3, 60, 400).tolist()), 100, 0)
+    assert [again.spans(i) for i in range(rows.rows)] == epochs[0]
+    other = BestFit(Documents(np.random.default_rng(0).integers(3, 60, 400).tolist()), 100, 1)
+    assert [other.spans(i) for i in range(rows.rows)] != epochs[0]
+
+
+def test_any_row_is_found_by_packing_one_chapter(monkeypatch):
+    """However many come before it."""
+    monkeypatch.setattr(packing, "CHAPTER", 64)
+    data = Documents(np.random.default_rng(1).integers(1, 30, 1000).tolist())
+    packed = []
+    real = packing.fitted
+    monkeypatch.setattr(packing, "fitted", lambda lengths, room: packed.append(len(lengths)) or real(lengths, room))
+    rows = BestFit(data, 33, 5)
+    assert packed == [62] and rows.rows % 16 == 0
+    late = rows.spans(10**9 + 7)
+    assert len(packed) == 2 and max(packed) <= 64
+    fresh = BestFit(data, 33, 5)
+    in_order = [fresh.spans(i) for i in range(2 * rows.rows)]
+    assert [rows.spans(i) for i in reversed(range(2 * rows.rows))] == in_order[::-1]
+    assert rows.spans(10**9 + 7) == late
+    first = [start for spans in in_order[: rows.rows] for start, _ in spans]
+    # A chapter with fewer rows than the first repeats some; one with more leaves some out.
+    assert len(set(first)) > 0.9 * len(first) and len(set(first)) > 0.8 * 1000
+
+
+def test_a_chapter_without_a_row(monkeypatch):
+    """The one of two that lacks the only long document gives the rows of the other."""
+    monkeypatch.setattr(packing, "CHAPTER", 16)
+    data = Documents([40] + [1] * 30)
+    found = []
+    for seed in range(12):
+        try:
+            rows = BestFit(data, 20, seed)
+        except DataError:
+            continue
+        found.append([rows.spans(i) for i in range(8 * rows.rows)])
+    assert 3 < len(found) < 12  # the others begin with the chapter that has no row
+    assert all(spans == [(0, 20)] for rows in found for spans in rows)
+
+
+def form(packing, **changes):
+    return {"packing": packing, "document_mask": True, "answers_only": True, **changes}
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+@given(lengths=st.lists(st.integers(1, 40), min_size=4, max_size=40), seed=st.integers(0, 5))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_documents_and_weights_of_a_batch(packing, lengths, seed):
+    data = Documents([60, *lengths])
+    batches = TrainBatches(data, 3, 20, seed, **form(packing))
+    for index in (0, 7):
+        tokens, segments, weights = batches.batch(index)
+        assert tokens.dtype == np.int32 and tokens.shape == (3, 21)
+        assert segments.dtype == np.int32 and weights.dtype == np.float32
+        assert np.array_equal(weights, tokens[:, 1:] % 2)
+        for row, numbers in zip(tokens, segments, strict=True):
+            documents = data.of(row[:-1])
+            # One number for each document, rising by one along the row.
+            assert numbers[0] == 0 and (np.diff(numbers) == (np.diff(documents) != 0)).all()
+        plain = TrainBatches(data, 3, 20, seed, packing=packing).batch(index)
+        assert np.array_equal(plain.tokens, tokens) and plain.segments is None and plain.weights is None
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_batches_of_one(packing, ranks):
+    """A step of `ranks` that accumulate twice is the step of one that accumulates 2 · ranks times."""
+    lengths = np.random.default_rng(2).integers(1, 50, 100).tolist()
+    alone = TrainBatches(Documents(lengths), 2, 16, 3, **form(packing))
+    shared = [TrainBatches(Documents(lengths), 2, 16, 3, rank=r, ranks=ranks, **form(packing)) for r in range(ranks)]
+    for step in range(5):
+        single = [alone.batch(step * 2 * ranks + i) for i in range(2 * ranks)]
+        together = [batches.batch(step * 2 + i) for i in range(2) for batches in shared]
+        for one, other in zip(single, together, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        assert shared[0].epoch_of(step * 2) == alone.epoch_of(step * 2 * ranks)
+        assert shared[0].epochs(step * 2) == alone.epochs(step * 2 * ranks)
+
+
+class Mixed:
+    def __init__(self, *parts):
+        self.parts = [Part(f"part {i}", weight, data) for i, (weight, data) in enumerate(parts)]
+
+
+@given(weights=st.lists(st.floats(1e-5, 1), min_size=1, max_size=6), seed=st.integers(0, 5), block=st.integers(0, 999))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_block_has_the_rows_of_its_weights(weights, seed, block):
+    mixture = Mixture(weights, seed)
+    assert mixture.counts.sum() == BLOCK and mixture.counts.min() >= 1
+    wanted = np.array(weights) / sum(weights) * BLOCK
+    assert (np.abs(mixture.counts - wanted) < 1 + len(weights)).all()
+    places = [mixture.place(block * BLOCK + i) for i in range(BLOCK)]
+    for source, count in enumerate(mixture.counts.tolist()):
+        assert [n for s, n in places if s == source] == list(range(block * count, (block + 1) * count))
+    sources = [s for s, _ in places]
+    for at in (0, 1, 313, 999):
+        before = mixture.rows_before(block * BLOCK + at)
+        assert before.tolist() == [block * c + sources[:at].count(i) for i, c in enumerate(mixture.counts)]
+
+
+def test_weights_to_a_thousandth():
+    assert Mixture([0.7, 0.2, 0.1], 0).counts.tolist() == [700, 200, 100]
+    assert Mixture([1.0], 0).counts.tolist() == [1000]
+    assert Mixture([1.0, 1e-9], 0).counts.tolist() == [999, 1]
+    first, second = (Mixture([0.5, 0.5], seed) for seed in (0, 1))
+    assert [first.place(i) for i in range(50)] != [second.place(i) for i in range(50)]
+    with pytest.raises(DataError, match="1001 sources with weights are too many .try: at most 1000"):
+        Mixture([1.0] * 1001, 0)
+
+
+def test_every_source_goes_through_its_own_epochs():
+    """A source of 10 rows and one of 100, half of the rows each: the targets of each come once an epoch."""
+    small, large = Documents([161]), Documents([1617])
+    batches = TrainBatches(Mixed((0.5, small), (0.5, large)), 4, 16, 0)
+    assert batches.rows == 9 + 100
+    rows = np.concatenate([batches.batch(i).tokens for i in range(500)])
+    assert len(rows) == 2000
+    epochs = batches.epochs(500)
+    assert epochs == {"part 0": pytest.approx(1000 / 9), "part 1": 10.0}
+    assert batches.epoch_of(500) == pytest.approx(2000 / 109)
+    late = TrainBatches(Mixed((0.5, small), (0.5, large)), 4, 16, 0).batch(499).tokens
+    assert np.array_equal(rows[-4:], late)
+    alone = TrainBatches(small, 1, 16, 0)  # the rows of the first source, as they would come alone
+    of_small = [row for row, (s, _) in zip(rows, map(batches._mixture.place, range(2000)), strict=True) if s == 0]
+    assert all(np.array_equal(row, alone.batch(i).tokens[0]) for i, row in enumerate(of_small))
+
+
+def test_a_part_that_fills_no_row_is_named():
+    parts = Mixed((0.5, Documents([300])), (0.5, Documents([9], name="the train data of tiny.txt")))
+    with pytest.raises(DataError, match="the train data of tiny.txt has 9 tokens, too few for sequences of 16"):
+        TrainBatches(parts, 4, 16, 0)
+
+
+@given(lengths=lengths_of_documents, rows=st.integers(1, 4), length=st.integers(2, 30))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_validation_of_answers_has_every_conversation_from_its_start(lengths, rows, length):
+    data = Documents([3, *lengths])
+    wanted: list[list[int]] = []  # the documents of each row
+    room = 0
+    for number, size in enumerate(np.minimum([3, *lengths], length + 1).tolist()):
+        if size > room:
+            wanted.append([])
+            room = length + 1
+        wanted[-1].append(number)
+        room -= size
+    batches = list(validation_batches(data, rows, length, document_mask=True, answers_only=True))
+    assert {(b.tokens.shape, b.segments.shape, b.weights.shape) for b in batches} == {
+        ((rows, length + 1), (rows, length), (rows, length))
+    }
+    found = [row for b in batches for row in zip(*b, strict=True)]
+    assert not any(weights.any() for _, _, weights in found[len(wanted) :])
+    for documents, (tokens, numbers, weights) in zip(wanted, found, strict=False):
+        text = [np.arange(data.first[i], min(data.last[i], data.first[i] + length + 1)) for i in documents]
+        text, of = np.concatenate(text), np.repeat(np.arange(len(documents)), list(map(len, text)))
+        padding = length + 1 - len(text)
+        assert np.array_equal(tokens, np.pad(text, (0, padding)))
+        assert np.array_equal(weights, np.pad(text[1:] % 2, (0, padding)))
+        assert np.array_equal(numbers, np.pad(of, (0, padding), constant_values=len(documents))[:length])
+
+
+@pytest.fixture
+def folder(tmp_path, byte_level):
+    """Thirty short documents in shards of 100 tokens, two weighted parts."""
+    for name, words in (("a", "river stone"), ("b", "light green water")):
+        lines = [f'{{"text": "{words} {i} {"of " * (i % 7)}"}}\n' for i in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    prepare(paths, byte_level, tmp_path / "data", weights=[3, 1], shard_tokens=100)
+    return tmp_path / "data"
+
+
+def test_prepared_documents_across_shards(folder, byte_level):
+    data = TokenDataset.open(folder, "train")
+    assert len(data.manifest.train.shards) > 4 and len(data.starts) == data.documents
+    joined = data.slice(0, len(data))
+    starts, stops = data.starts.bounds(np.arange(len(data.starts)))
+    assert starts[0] == 0 and stops[-1] == len(data) and np.array_equal(starts[1:], stops[:-1])
+    text = [byte_level.decode(joined[a:b].tolist()) for a, b in zip(starts, stops, strict=True)]
+    assert all(t.startswith(("river stone ", "light green water ")) for t in text)
+    numbers = np.searchsorted(starts, np.arange(len(data)), side="right") - 1
+    for a, b in ((0, len(data)), (95, 205), (starts[3], stops[3]), (7, 8)):
+        assert np.array_equal(data.segments(a, b), numbers[a:b] - numbers[a])
+    shuffled = np.random.default_rng(0).permutation(len(starts))
+    assert np.array_equal(data.starts.bounds(shuffled)[0], starts[shuffled])
+
+
+def test_prepared_parts_have_their_weights(folder, byte_level):
+    data = TokenDataset.open(folder, "train")
+    assert [(p.name, p.weight) for p in data.parts] == [("a.jsonl", 0.75), ("b.jsonl", 0.25)]
+    assert sum(len(p.data) for p in data.parts) == len(data)
+    batches = TrainBatches(data, 10, 16, 0, packing="best-fit")
+    rows = np.concatenate([batches.batch(i).tokens for i in range(BLOCK // 10)])
+    assert sum(byte_level.decode(row.tolist()).startswith("river") for row in rows) == 750
+    assert set(batches.epochs(1)) == {"a.jsonl", "b.jsonl"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [np.array([5, 3]), np.array([[0]]), np.array([0.0]), np.array([0, 10**6]), np.array([-1, 4]), b"", b"x" * 99],
+)
+def test_malformed_document_starts(folder, content):
+    path = folder / "train-00000.idx.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    with pytest.raises(DataError, match="train-00000.idx.npy.*preparing the data again"):
+        TrainBatches(TokenDataset.open(folder, "train"), 1, 16, 0, packing="best-fit")
+
+
+def test_a_mask_of_another_size(tmp_path, byte_level):
+    (tmp_path / "talks.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "river?"}, {"role": "assistant", "content": "stone"}]}\n' * 30
+    )
+    prepare([tmp_path / "talks.jsonl"], byte_level, tmp_path / "data")
+    data = TokenDataset.open(tmp_path / "data", "train")
+    tokens, _, weights = TrainBatches(data, 1, 20, 0, answers_only=True).batch(0)
+    end, user = (byte_level.special_tokens[f"<|{name}|>"] for name in ("end", "user"))
+    assert 0 < weights.sum() < 20 and not weights[tokens[:, 1:] == user].any() and weights[tokens[:, 1:] == end].any()
+    assert data.targets() == data.learned(0, len(data)).sum()
+    (tmp_path / "data/train-00000.mask.bin").write_bytes(b"\1")
+    with pytest.raises(DataError, match="train-00000.mask.bin has 1 bytes"):
+        TokenDataset.open(tmp_path / "data", "train").learned(0, 1)
