@@ -114,7 +114,7 @@ class Manifest:
         return Split(tokens, documents, size, [shard for split in splits for shard in split.shards])
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields; "train" and the duplicates' "share" are for those who read the file: `read` reckons them itself."""
+        """The fields; "train" and the duplicates' "share" are for readers of the file: `read` reckons them itself."""
         fields = asdict(self)
         fields["train"] = {name: getattr(self.train, name) for name in ("tokens", "documents", "bytes")}
         if self.duplicates is not None:

@@ -167,8 +167,8 @@ class _Builder:
                 count += chunk.starts_document
                 if chunk.starts_document and count >= few:
                     if target is staging:
-                        for _, ids, text_bytes, learned in staging.documents():
-                            next(writers).add(ids, text_bytes, True, learned)
+                        for document in staging.documents():
+                            _move(staging, next(writers), *document)
                         staging.close()
                     target = next(writers)
                 target.add(*chunk)
@@ -206,40 +206,41 @@ class _Builder:
 
     def _split_last(self, staging: Staging, train: ShardWriter, fraction: float, documents: int) -> None:
         held = min(documents - 1, math.ceil(fraction * documents))
-        for i, (_, ids, text_bytes, learned) in enumerate(staging.documents()):
-            (self.validation if i >= documents - held else train).add(ids, text_bytes, True, learned)
+        for i, document in enumerate(staging.documents()):
+            _move(staging, self.validation if i >= documents - held else train, *document)
 
     def _split_tail(self, staging: Staging, train: ShardWriter, fraction: float) -> None:
         cut = staging.tokens - max(1, round(fraction * staging.tokens))
-        for start, ids, text_bytes, learned in staging.documents():
-            if start + len(ids) <= cut:
-                train.add(ids, text_bytes, True, learned)
-            elif start >= cut:
-                self.validation.add(ids, text_bytes, True, learned)
-            else:
-                at = self._line_start(ids, cut - start)
-                tail_bytes = min(text_bytes, self._text_bytes(ids[at:]))
-                first, last = (None, None) if learned is None else (learned[:at], learned[at:])
-                train.add(ids[:at], text_bytes - tail_bytes, True, first)
-                self.validation.add(ids[at:], tail_bytes, True, last)
+        for start, stop, text_bytes in staging.documents():
+            at = stop if stop <= cut else start if start >= cut else self._line_start(staging, start, cut)
+            tail_bytes = text_bytes if at == start else min(text_bytes, self._text_bytes(staging, at, stop))
+            _move(staging, train, start, at, text_bytes - tail_bytes)
+            _move(staging, self.validation, at, stop, tail_bytes)
 
-    def _line_start(self, ids: np.ndarray, near: int, reach: int = 4096) -> int:
-        """The last start of a line in the `reach` tokens before `near`; `near` if there is none."""
-        for at in range(near, max(0, near - reach), -1):
-            if self._tokenizer.token_bytes(int(ids[at - 1])).endswith(b"\n"):
-                return at
+    def _line_start(self, staging: Staging, start: int, near: int, reach: int = 4096) -> int:
+        """The last start of a line in the `reach` tokens of a document before `near`; `near` if there is none."""
+        for ids, _ in staging.blocks(max(start, near - reach), near):
+            for at in range(len(ids), 0, -1):
+                if self._tokenizer.token_bytes(int(ids[at - 1])).endswith(b"\n"):
+                    return near - len(ids) + at
         return near
 
-    def _text_bytes(self, ids: np.ndarray, step: int = 1 << 20) -> int:
-        """The bytes of text that `ids` stand for; nearly so where tokens depend on their neighbours."""
+    def _text_bytes(self, staging: Staging, start: int, stop: int) -> int:
+        """The bytes of text that staged ids stand for; nearly so where tokens depend on their neighbours."""
+        blocks = (ids for ids, _ in staging.blocks(start, stop))
         if not self._tokenizer.has_byte_tokens:
-            parts = (ids[start : start + step].tolist() for start in range(0, len(ids), step))
-            return sum(len(self._tokenizer.decode(part).encode("utf-8")) for part in parts)
+            return sum(len(self._tokenizer.decode(ids.tolist()).encode("utf-8")) for ids in blocks)
         counts = np.zeros(self._tokenizer.vocab_size, np.int64)
-        for start in range(0, len(ids), step):
-            counts += np.bincount(ids[start : start + step], minlength=len(counts))
+        for ids in blocks:
+            counts += np.bincount(ids, minlength=len(counts))
         used = np.flatnonzero(counts).tolist()
         return sum(len(self._tokenizer.token_bytes(i)) * int(counts[i]) for i in used)
+
+
+def _move(staging: Staging, writer: ShardWriter, start: int, stop: int, text_bytes: int) -> None:
+    """Write the staged tokens [start, stop) as a document of so many bytes; none as nothing."""
+    for i, (ids, learned) in enumerate(staging.blocks(start, stop)):
+        writer.add(ids, 0 if i else text_bytes, i == 0, learned)
 
 
 def _drawn(fraction: float, seed: int) -> Iterator[bool]:

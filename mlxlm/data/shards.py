@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -11,6 +12,8 @@ from typing import IO
 import numpy as np
 
 from mlxlm.data.manifest import Shard, Split
+
+_BLOCK = 1 << 20  # tokens of a staged document that are read at once
 
 
 class ShardWriter:
@@ -99,6 +102,7 @@ class _Mask:
     """The mask of one shard. What was not said is to be learned."""
 
     def __init__(self, path: Path):
+        self.path = path
         self._file = open(path, "wb")  # noqa: SIM115 - open across calls, closed by close()
         self._hash = hashlib.sha256()
         self._tokens = 0
@@ -116,6 +120,9 @@ class _Mask:
         """Closes the file; returns its sha256."""
         self.close()
         return self._hash.hexdigest()
+
+    def flush(self) -> None:
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -151,24 +158,26 @@ class Staging:
         self._bytes[-1] += text_bytes
         self.tokens += len(ids)
 
-    def documents(self) -> Iterator[tuple[int, np.ndarray, int, np.ndarray | None]]:
-        """Every document: its offset, its ids (a view of the file), its bytes of text, and which of it is learned."""
-        if not self.tokens:
-            return
+    def documents(self) -> Iterator[tuple[int, int, int]]:
+        """Every document: its first token, the one behind its last, and its bytes of text."""
+        ends = [*self._starts, self.tokens][1:]
+        yield from zip(self._starts, ends, self._bytes, strict=True)
+
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """The tokens [start, stop) of one document, and which of them are learned, as `add` had it: some at a time."""
         self._file.flush()
-        ids = np.memmap(self._path, self._dtype, mode="r")
-        learned = None
-        if self._masked:
+        masked = bisect_right(self._starts, start) - 1 in self._masked
+        if masked:
             self._mask.fill(self.tokens)
-            self._mask.finish()
-            learned = np.memmap(self._path.with_suffix(".mask"), np.uint8, mode="r")
-        ends = [*self._starts[1:], self.tokens]
-        for i, (start, end, text_bytes) in enumerate(zip(self._starts, ends, self._bytes, strict=True)):
-            yield start, ids[start:end], text_bytes, learned[start:end] if i in self._masked else None
+            self._mask.flush()
+        for first in range(start, stop, _BLOCK):
+            count = min(_BLOCK, stop - first)
+            ids = np.fromfile(self._path, self._dtype, count, offset=first * self._dtype.itemsize)
+            yield ids, np.fromfile(self._mask.path, np.uint8, count, offset=first) if masked else None
 
     def close(self) -> None:
         """Delete the files."""
         self._file.close()
         self._mask.close()
         self._path.unlink(missing_ok=True)
-        self._path.with_suffix(".mask").unlink(missing_ok=True)
+        self._mask.path.unlink(missing_ok=True)
