@@ -42,7 +42,7 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
 
 
 def run(folder, command):
-    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    path = f"{folder / 'bin'}:{os.environ['PATH']}:{Path(sys.executable).parent}"  # mlx.launch is there
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(DOCS.parent)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"

@@ -1,0 +1,82 @@
+"""The hostfile that `--hosts` and `--ranks` mean, and the command line for the hosts."""
+
+import json
+
+import pytest
+
+from mlxlm.cli import hosts as module
+from mlxlm.cli.hosts import hostfile_of, without
+from mlxlm.errors import ConfigError
+
+HERE = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """This machine is 10.0.0.1, beside a and b."""
+    addresses = {"here": "10.0.0.1", "a": "10.0.0.2", "b": "10.0.0.3", "localhost": "127.0.0.1"}
+
+    def address(name: str) -> str:
+        if name in addresses.values():
+            return name
+        if name not in addresses:
+            raise OSError
+        return addresses[name]
+
+    monkeypatch.setattr(module.socket, "gethostbyname", address)
+    monkeypatch.setattr(module, "_is_own", lambda host: host["ips"][0] in ("10.0.0.1", "127.0.0.1"))
+
+
+def test_processes_on_this_machine(network):
+    assert hostfile_of(None, 3) == {"backend": "ring", "hosts": [HERE] * 3}
+    assert hostfile_of("localhost,127.0.0.1", None) == {"backend": "ring", "hosts": [HERE] * 2}
+
+
+def test_machines_by_name_or_address_this_one_without_ssh(network):
+    assert hostfile_of("here, 10.0.0.2,b", None)["hosts"] == [
+        {"ssh": "127.0.0.1", "ips": ["10.0.0.1"]},
+        {"ssh": "10.0.0.2", "ips": ["10.0.0.2"]},
+        {"ssh": "b", "ips": ["10.0.0.3"]},
+    ]
+
+
+def test_a_hostfile_keeps_what_mlx_needs(network, tmp_path):
+    file = tmp_path / "hosts.json"
+    hosts = [
+        {"ssh": "here", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en2"]},
+        {"ssh": "a", "ips": ["10.0.0.2"], "rdma": ["rdma_en2", None]},
+    ]
+    file.write_text(json.dumps({"backend": "jaccl", "envs": ["A=1"], "hosts": hosts}))
+    own = {**hosts[0], "ssh": "127.0.0.1"}
+    assert hostfile_of(str(file), None) == {"backend": "jaccl", "envs": ["A=1"], "hosts": [own, hosts[1]]}
+    file.write_text(json.dumps(hosts))
+    assert hostfile_of(str(file), None) == {"backend": "ring", "hosts": [own, hosts[1]]}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ("here", "one host is no reason"),
+        ("a,here", "a is not this machine.*this machine first"),
+        ("localhost,a", "can't reach this one as localhost"),
+        ("here,c", "c has no address"),
+        ("here,", "an empty name has no address"),
+    ],
+)
+def test_hosts_that_cannot_work(network, hosts, message):
+    with pytest.raises(ConfigError, match=message):
+        hostfile_of(hosts, None)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"hosts": 3}', '[{"ssh": "a"}]', '[{"ssh": "a", "ips": []}]', '"ab"'])
+def test_a_file_that_is_no_hostfile(network, tmp_path, content):
+    file = tmp_path / "hosts.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="hosts.json is not a hostfile"):
+        hostfile_of(str(file), None)
+
+
+def test_the_hosts_get_the_command_line_without_the_hosts():
+    flags = ("--hosts", "--ranks")
+    given = ["pretrain", "data", "--hosts", "a,b", "--out", "x", "--ranks=2", "--hosts=a", "--ranks", "2"]
+    assert without(given, flags) == ["pretrain", "data", "--out", "x"]
