@@ -70,7 +70,8 @@ def step(path: str, length: int) -> dict:
     from mlxlm._mlx import mx
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
-    from mlxlm.model import Decoder, parts
+    from mlxlm.model import Decoder
+    from mlxlm.model import attention as of_model
     from mlxlm.train import TrainSettings
     from mlxlm.train.step import TrainStep
 
@@ -85,11 +86,11 @@ def step(path: str, length: int) -> dict:
     train_step = TrainStep(model, settings)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
 
-    def plain(queries, keys, values, scale, training):
+    def plain(queries, keys, values, scale, **_):
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
 
     if path == "plain":
-        parts.attention = plain
+        of_model.attention = plain
     with kernels.using("auto" if path == "plain" else path):
         mx.eval(train_step([Batch(tokens)], 1e-3), train_step.state)
         mx.reset_peak_memory()

@@ -8,7 +8,7 @@ from mlxlm._mlx import ON_CPU, mx, nn
 from mlxlm.kernels.exp import exp_nonpositive
 
 _CHUNK_BYTES = (8 if ON_CPU else 256) << 20  # of one chunk's logits in float32
-_LEAST_ROWS = 128  # products of fewer rows are slow
+_LEAST_ROWS = 64  # at 32,000 tokens 64 rows cost a tenth more time than 512, and take a fifth of the memory
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
@@ -124,9 +124,16 @@ def _chunked(hidden, weight, targets, weights, rows, softcap, gradients=True):
         total = loss if total is None else total + loss
         if gradients:
             by_hidden.append(slopes @ weight)
-            product = (slopes.T @ chunk).astype(mx.float32)
-            by_weight = product if by_weight is None else by_weight + product
+            by_weight = _with_product(by_weight, slopes.T, chunk)
     return total, mx.concatenate(by_hidden) if gradients else None, by_weight
+
+
+def _with_product(total: mx.array | None, a: mx.array, b: mx.array) -> mx.array:
+    """total + a @ b in float32, into the memory of `total` where the product is in float32 too."""
+    if total is not None and a.dtype == mx.float32:
+        return mx.addmm(total, a, b)
+    product = (a @ b).astype(mx.float32)
+    return product if total is None else total + product
 
 
 def _chunk(hidden, weight, targets, weights, softcap):
