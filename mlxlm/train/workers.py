@@ -1,0 +1,116 @@
+"""A step's rows shared out to the cores of a CPU: each core computes the gradients of its own rows.
+
+MLX's CPU backend runs all operations of a stream on one core, and only the products inside the BLAS on all of
+them. Here each core has a Python thread with an MLX stream and compiled graphs of its own, and its products run
+on that core alone. Threads, not only streams: one evaluation lets about 100 operations wait to be run, so that
+of two streams in one graph the second has nothing to do until the first is nearly done.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from mlxlm import platform
+from mlxlm._mlx import ON_CPU, mx
+from mlxlm.blas import load_blas
+
+
+def parts_of(batch_size: int) -> int:
+    """Into how many parts the rows of a batch are cut here: one for each core of a CPU, or 1, which is not at all.
+
+    Cores that have unequally many rows wait for each other: where a quarter of their time would be lost, the
+    batch stays whole. So it does where the threads of the BLAS can't be set.
+    """
+    cores = platform.cpu_cores()
+    if not ON_CPU or not load_blas().sets_threads or batch_size < cores:
+        return 1
+    most_rows = -(-batch_size // cores)
+    return cores if 4 * batch_size > 3 * cores * most_rows else 1
+
+
+class Workers:
+    """`function(arrays)`, compiled, on `count` parts of the rows of some arrays at the same time.
+
+    `state`: the other arrays that the function uses, as for `mx.compile`. It may use random numbers, which are a
+    function of the key given and of the part.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], state: Any, count: int):
+        self._state = state
+        self._functions = [
+            mx.compile(lambda part: function(part), inputs=[state, mx.random.state], outputs=mx.random.state)
+            for _ in range(count)
+        ]
+        self._building = threading.Lock()  # while a graph is traced, `state` is not what it is to others
+
+    def __call__(self, batches: Sequence[Sequence[np.ndarray | None]]) -> list[Any]:
+        """What the function gives for each part of batches of arrays `[rows, ...]`, evaluated.
+
+        An error in a part is raised when all parts have ended.
+        """
+        count = len(self._functions)
+        seeds = mx.random.randint(0, 1 << 31, (count,)).tolist()
+        parts = [[tuple(_cut(x, i, count) for x in batch) for batch in batches] for i in range(count)]
+        mx.eval(self._state)  # a thread can't evaluate what another has built
+        with load_blas().threads(1):
+            started = [
+                _worker(i).start(self._evaluated, *work)
+                for i, work in enumerate(zip(self._functions, parts, seeds, strict=True))
+            ]
+            wait(started)
+        return [future.result() for future in started]
+
+    def _evaluated(self, function: Callable[[Any], Any], part: Any, seed: int) -> Any:
+        with self._building:
+            mx.random.seed(seed)  # each thread has random numbers of its own
+            found = function(part)
+        mx.eval(found)
+        return found
+
+
+def _cut(x: np.ndarray | None, part: int, count: int) -> mx.array | None:
+    return None if x is None else mx.array(x[part * len(x) // count : (part + 1) * len(x) // count])
+
+
+class _Worker:
+    """A thread that runs one function after another, for as long as the process lives.
+
+    It never ends by itself, since what MLX keeps for a thread can't be freed at its end without Python's lock.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        future: Future = Future()
+        self._work.put((future, function, arguments))
+        return future
+
+    def _run(self) -> None:
+        # The first evaluation compiles: see `platform.interrupts_held`, whose way the compiler has from this thread.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while True:
+            future, function, arguments = self._work.get()
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+            del future, function, arguments  # nothing is held while there is nothing to do
+
+
+_started: list[_Worker] = []
+
+
+def _worker(number: int) -> _Worker:
+    """The thread of a core, the same for all: MLX starts a thread for each stream and never ends it."""
+    while len(_started) <= number:
+        _started.append(_Worker())
+    return _started[number]
