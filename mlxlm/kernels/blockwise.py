@@ -45,6 +45,11 @@ def blockwise_attention(
     return out.reshape(B, H, T, D)
 
 
+def block_rows(T: int, heads: int, reach: int) -> int:
+    """Query rows of a block of T, for so many heads in the batch, each row having up to `reach` scores."""
+    return max(_LEAST_ROWS, min(_BLOCK_BYTES // (4 * heads * reach), T // 8))
+
+
 @cache
 def _function(scale: float, window: int | None, softcap: float | None, given: tuple[str, ...]):
     """The differentiable function of these constants, with the arrays `given`: (output, log-sum-exp)."""
@@ -76,8 +81,7 @@ class _Scores:
     def blocks(self):
         """(first row, last row + 1, first key, last key + 1), the keys being those that any row sees."""
         reach = min(self.S, self.T // 8 + (self.window or self.S))
-        rows = _BLOCK_BYTES // (4 * self.B * self.K * self.G * reach)
-        rows = max(_LEAST_ROWS, min(rows, self.T // 8))
+        rows = block_rows(self.T, self.B * self.K * self.G, reach)
         for start in range(0, self.T, rows):
             stop = min(start + rows, self.T)
             seen = self.S - self.T + stop
