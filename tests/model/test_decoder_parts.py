@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_decoder import LONGEST, VOCABULARY, architectures, decoder
+from numpy_decoder import LONGEST, VOCABULARY, architectures, decoder, scalings
 
 from mlxlm._mlx import mx, optim, tree_flatten
 from mlxlm.cache import make_cache
@@ -54,6 +54,20 @@ def test_logits_equal_numpy(config, segments):
     model, weights = with_weights(config)
     given_ = {} if segments is None else {"segments": mx.array(segments, mx.int32)}
     assert_near(model(mx.array(TEXT), **given_), decoder(weights, config, TEXT, segments))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_every_scaling_equals_numpy(share, data):
+    scaling = data.draw(scalings(int(16 * share) // 2))
+    theta, longest = data.draw(st.sampled_from([50.0, 1000.0])), data.draw(st.sampled_from([8, LONGEST]))
+    config = ModelConfig(
+        32, 1, 2, 16, VOCABULARY, max_position_embeddings=longest, rope_scaling=scaling, rope_theta=theta,
+        partial_rotary_factor=share,
+    )  # fmt: skip
+    model, weights = with_weights(config)
+    assert_near(model(mx.array(TEXT)), decoder(weights, config, TEXT))
 
 
 @settings(max_examples=60, deadline=None)
