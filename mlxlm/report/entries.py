@@ -30,7 +30,7 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
                 entry = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(entry, dict) and isinstance(entry.get("event"), str) and _is_step(entry.get("step")):
+            if isinstance(entry, dict) and isinstance(entry.get("event"), str) and _is_step(entry.get("step", 0)):
                 yield entry
 
 

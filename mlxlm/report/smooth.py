@@ -9,14 +9,14 @@ def span_of(steps: int) -> int:
 
 
 class Smoothed:
-    """An exponential average over about `span` values; the first ones are weighed as if nothing came before them
-    (Kingma & Ba 2015, section 3)."""
+    """An exponential average over about `span` values; at the beginning over a fifth of those that there are, so that
+    it is not late where a curve falls fastest."""
 
     def __init__(self, span: int):
-        self._decay, self._sum, self._weight = 1 - 1 / span, 0.0, 0.0
+        self._span, self._count, self._average = span, 0, 0.0
 
     def __call__(self, value: float) -> float:
         """Take the next value; returns the average."""
-        self._sum = self._decay * self._sum + (1 - self._decay) * value
-        self._weight = self._decay * self._weight + 1 - self._decay
-        return self._sum / self._weight
+        self._average += (value - self._average) / min(self._span, 1 + self._count / 5)
+        self._count += 1
+        return self._average

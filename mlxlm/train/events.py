@@ -83,7 +83,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class NotSaved:
-    """A checkpoint that the disk did not take. Training goes on; it is tried again when there is room. `hint` says
+    """A checkpoint that the disk has no room for. Training goes on; it is tried again when there is room. `hint` says
     what would help."""
 
     step: int

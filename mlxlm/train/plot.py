@@ -1,4 +1,4 @@
-"""The picture of a run: loss.png."""
+"""The pictures of a run: loss.png and report.html."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.files import write_bytes
+from mlxlm.report import REPORT_FILE, write_report
 from mlxlm.train.run import Run
+from mlxlm.train.settings import TrainSettings
 
 
 def draw_run(run: Run) -> None:
-    """Write `loss.png` into the run, if a step was logged. Raises CheckpointError if the disk refuses."""
+    """Write `loss.png` and `report.html` into the run, if a step was logged. Raises CheckpointError if the disk
+    refuses."""
     entries = run.read_log()
     if any(entry["event"] == "step" for entry in entries):
         draw_losses(entries, run.path / "loss.png")
+        write_report([run.path], run.path / REPORT_FILE, TrainSettings.defaults)
 
 
 def draw_losses(entries: list[dict[str, Any]], path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxlm.errors import CheckpointError
 from mlxlm.train.events import NotSaved, Saved
-from mlxlm.train.log import RunLog
+from mlxlm.train.log import NO_ROOM, RunLog
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
 from mlxlm.units import human_bytes
@@ -50,9 +50,9 @@ class Saver:
         return self._again_at is not None and self._now() >= self._again_at
 
     def save(self, state: dict[str, Any]) -> Saved | NotSaved:
-        """Write the checkpoint of step `state["step"]`, see `Run.save`; NotSaved where the disk does not take it.
+        """Write the checkpoint of step `state["step"]`, see `Run.save`; NotSaved where the disk is full.
 
-        Raises CheckpointError for what is no matter of the disk.
+        Raises CheckpointError for what is no matter of room.
         """
         done = state["step"]
         needed = checkpoint_bytes(self._step) + _MARGIN
@@ -65,9 +65,9 @@ class Saver:
             self._log.flush()
             path = self._run.save(self._step, state)
         except CheckpointError as error:
-            if not _by_the_disk(error):
+            if not _full(error):
                 raise
-            return self._put_off(done, error.message, error.hint or f"look after the disk of {self._run.path}")
+            return self._put_off(done, error.message, error.hint)
         self.saved, self._again_at = done, None
         return Saved(done, path)
 
@@ -82,6 +82,7 @@ def checkpoint_bytes(step: TrainStep) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def _by_the_disk(error: BaseException) -> bool:
+def _full(error: BaseException) -> bool:
+    """Whether the disk, or what this user may take of it, was full."""
     cause = error.__cause__
-    return isinstance(cause, OSError) or cause is not None and _by_the_disk(cause)
+    return getattr(cause, "errno", None) in NO_ROOM or cause is not None and _full(cause)

@@ -75,6 +75,13 @@ class TrainSettings:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def defaults(cls, steps: int) -> dict[str, Any]:
+        """What the settings of a run of so many steps are where nothing is said; the learning rate, which goes by the
+        model, is left out."""
+        values = cls(steps=steps, learning_rate=1.0).to_dict()
+        return {name: value for name, value in values.items() if name not in ("steps", "learning_rate")}
+
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.sequence_length * self.accumulate

@@ -58,7 +58,7 @@ class Trackers:
             except Exception as error:  # whatever a library of others meets, the training goes on
                 del self._openers[name]
                 reason = one_line(f"{type(error).__name__}: {error}".strip(": "))
-                yield Warned(event.step, f"{name} gets nothing more of this run: {reason}")
+                yield Warned(getattr(event, "step", 0), f"{name} gets nothing more of this run: {reason}")
                 self._close(name)
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ class Log:
         pass
 
 
-def test_an_error_that_is_none_of_the_disk_is_one(new_run, disk, monkeypatch):
+def test_an_error_that_is_no_matter_of_room_is_one(new_run, disk, monkeypatch):
     run = new_run("run", steps=4)
 
     def broken(*_):

@@ -1,0 +1,32 @@
+"""`mlxlm report`: the curves, samples and settings of training runs as one HTML file."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+
+import click
+
+from mlxlm.cli import render
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.option("--out", type=click.Path(path_type=Path), help="The file.  [default: report.html in the only RUN]")
+@click.option("--open", "show", is_flag=True, help="Show it in the browser.")
+def report(runs: tuple[Path, ...], out: Path | None, show: bool) -> None:
+    """Write a report of one RUN, or of several side by side: one HTML file, to be read offline.
+
+    It can be asked for at any time, while a run is trained too; a run writes its own when it ends.
+    """
+    from mlxlm.report import REPORT_FILE, write_report
+    from mlxlm.train import TrainSettings
+
+    if out is None:
+        if len(runs) > 1:
+            raise click.UsageError("several runs need --out FILE.html")
+        out = runs[0] / REPORT_FILE
+    write_report(runs, out, TrainSettings.defaults)
+    if show:
+        webbrowser.open(out.absolute().as_uri())
+    render.result(str(out))

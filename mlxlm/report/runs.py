@@ -1,0 +1,123 @@
+"""A run's folder as a report needs it. Everything in it may have been written by anybody: what is no number is left
+out, what is no text is not shown."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxlm.config import ModelConfig, read_json
+from mlxlm.errors import CheckpointError, ConfigError, MlxlmError
+from mlxlm.report.entries import read_entries
+from mlxlm.report.smooth import Smoothed, span_of
+
+FIGURES = ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "memory")
+_RUN_FILE, _LOG, _MANIFEST = "train.json", "log.jsonl", "manifest.json"
+_TOLD = (
+    "started", "not_saved", "paused", "slowed", "resumed", "warned", "stopped", "failed", "finished",
+)  # fmt: skip
+
+
+@dataclass
+class RunFacts:
+    """What is known of a run. `steps` has a column for each of `FIGURES`, and "step" and "smoothed"; a figure that an
+    entry lacks is NaN. `validations` are (step, loss, bits per byte), `samples` (step, text)."""
+
+    name: str
+    path: Path
+    settings: dict[str, Any]
+    model: dict[str, Any]
+    data: dict[str, Any]
+    steps: dict[str, array] = field(default_factory=dict)
+    validations: list[tuple[int, float, float]] = field(default_factory=list)
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    saved: int = 0
+
+    @property
+    def best(self) -> tuple[int, float, float] | None:
+        """The validation with the lowest loss."""
+        return min(self.validations, key=lambda v: v[1], default=None)
+
+    @property
+    def parameters(self) -> float:
+        return next((number(e.get("parameters")) for e in reversed(self.events) if e["event"] == "started"), math.nan)
+
+    @property
+    def state(self) -> str:
+        """How the run stands, by its last entry."""
+        last = self.events[-1]["event"] if self.events else ""
+        return last if last in ("finished", "stopped", "failed") else "not finished"
+
+    def last(self, figure: str) -> float:
+        column = self.steps[figure]
+        return column[-1] if column else math.nan
+
+
+def read_run(path: Path) -> RunFacts:
+    """The facts of the run at `path`. Raises CheckpointError or ConfigError, naming the file, for what is no run."""
+    if not (path / _RUN_FILE).is_file():
+        raise CheckpointError(f"{path} is not a run: it has no {_RUN_FILE}", "the --out folder of mlxlm pretrain")
+    about = read_json(path / _RUN_FILE)
+    if not isinstance(about, Mapping):
+        raise ConfigError(f"{path / _RUN_FILE} is not a JSON object")
+    settings = about.get("settings")
+    facts = RunFacts(
+        name=path.absolute().name,
+        path=path,
+        settings=dict(settings) if isinstance(settings, Mapping) else {},
+        model=ModelConfig.load(path).to_dict(),
+        data=_data(path / about["data"]) if isinstance(about.get("data"), str) else {},
+    )
+    _read_log(facts, path / _LOG)
+    return facts
+
+
+def number(value: Any) -> float:
+    """A finite number, else NaN."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if usable else math.nan
+
+
+def _data(folder: Path) -> dict[str, Any]:
+    """Sizes out of the data's manifest; {} where the data is gone."""
+    try:
+        manifest = read_json(folder / _MANIFEST)
+    except MlxlmError:
+        return {}
+    if not isinstance(manifest, Mapping):
+        return {}
+    found: dict[str, Any] = {"data": str(folder)}
+    for split in ("train", "validation"):
+        sizes = manifest.get(split)
+        if isinstance(sizes, Mapping):
+            found |= {f"{split} {name}": sizes[name] for name in ("tokens", "bytes", "documents") if name in sizes}
+    return found
+
+
+def _read_log(facts: RunFacts, path: Path) -> None:
+    columns = {name: array("d") for name in ("step", "smoothed", *FIGURES)}
+    smooth, steps = None, number(facts.settings.get("steps"))
+    planned = 0 if math.isnan(steps) else int(steps)
+    for entry in read_entries(path):
+        kind, step = entry["event"], entry.get("step", 0)
+        if kind == "step" and not math.isnan(loss := number(entry.get("loss"))):
+            smooth = smooth or Smoothed(span_of(planned))
+            columns["step"].append(step)
+            columns["smoothed"].append(smooth(loss))
+            for name in FIGURES:
+                columns[name].append(number(entry.get(name)))
+        elif kind == "validation" and not math.isnan(loss := number(entry.get("loss"))):
+            facts.validations.append((step, loss, number(entry.get("bits_per_byte"))))
+        elif kind == "sample":
+            facts.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
+        elif kind == "saved":
+            facts.saved += 1
+        elif kind in _TOLD:
+            facts.events.append(entry)
+    facts.steps = columns
+
