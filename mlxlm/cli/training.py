@@ -37,7 +37,7 @@ from mlxlm.train import (
     Warned,
     train,
 )
-from mlxlm.units import human_count, human_seconds
+from mlxlm.units import human_bytes, human_count, human_seconds
 
 _PLAIN_EVERY = 10.0  # seconds between progress lines where stderr is not a terminal
 
@@ -84,6 +84,7 @@ class StopRequest:
 
 def run_training(run: Run, tokenizer, resume: bool = False, **options: Any) -> Finished | Stopped:
     """Train and show it; `options` are those of `mlxlm.train.train`. Returns how it ended."""
+    describe_forecast(run)
     ending: Finished | Stopped | None = None
     ranks = options["ranks"].size if "ranks" in options else 1
     with StopRequest().listening() as stop, _shown(ranks) as show:
@@ -92,6 +93,19 @@ def run_training(run: Run, tokenizer, resume: bool = False, **options: Any) -> F
             if isinstance(event, Finished | Stopped):
                 ending = event
     return ending
+
+
+def describe_forecast(run: Run) -> None:
+    """What a probe said of the run, a line; nothing where there was none."""
+    if found := _forecast(run):
+        render.say(
+            f"predicted from three steps: {human_seconds(found['seconds'])} with validation, and "
+            f"{human_bytes(found['memory'])} of memory at the peak"
+        )
+
+
+def _forecast(run: Run) -> dict[str, Any] | None:
+    return next((entry for entry in run.read_log() if entry["event"] == "forecast"), None)
 
 
 def describe_end(ending: Finished | Stopped, run: Run) -> None:
@@ -114,6 +128,11 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
         render.say(
             f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
             f"{ending.tokens_per_second:,.0f} tokens/s, {human_seconds(ending.seconds)} of steps"
+        )
+    if found := _forecast(run):
+        render.say(
+            f"predicted were {human_seconds(found['step_seconds'])} of steps and {human_bytes(found['memory'])}, "
+            f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"
         )
     render.say(f"the curve is in {Path(run.path, 'loss.png')}")
 

@@ -1,0 +1,93 @@
+"""How near `mlxlm plan` and its probe come: predicted time and peak memory beside those of a real run.
+
+    python benchmarks/plan_accuracy.py [--presets 1m,5m,15m,50m] [--seconds 60] [--text FILE]
+
+For each preset and batch: the plan alone, the probe of three steps, and a run of about so many seconds with its
+validation, each in a process of its own. Run it on an idle machine. The goals are 15 % for time and 10 % for memory
+after the probe.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import report
+
+BATCHES = ((16, 256), (4, 512), (2, 1024))
+
+
+def one(preset: str, batch: int, length: int, seconds: float, text: str) -> dict[str, float]:
+    """Predicted and measured seconds and bytes of one run."""
+    import time
+
+    from mlxlm.config import ModelConfig
+    from mlxlm.data import Manifest, TokenDataset
+    from mlxlm.plan import Training, training_memory
+    from mlxlm.tokenizer import load
+    from mlxlm.train import Finished, probe, start_run, train
+
+    config = ModelConfig.preset(preset)
+    # A shorter text supports no larger vocabulary; the embedding is then smaller than the preset's.
+    shape = {"batch_size": batch, "sequence_length": length, "eval_tokens": 4 * batch * length, "save_every": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {**shape, "steps": 1, "eval_every": 0}
+        vocab = min(config.vocab_size, 4096)
+        draft = start_run(Path(folder, "draft"), [text], config, vocab_size=vocab, settings=settings)
+        held_out = TokenDataset.open(draft.data, "validation")
+        found = probe(draft.config, draft.settings, held_out)
+        steps = max(5, round(seconds / found.step))
+        settings = {**shape, "steps": steps, "eval_every": max(1, steps // 2)}
+        run = start_run(Path(folder, "run"), [draft.data], draft.config, settings=settings)
+        forecast = found.forecast(run.settings, Manifest.read(run.data).validation.tokens)
+        start = time.perf_counter()
+        *_, ending = train(run, load(run.path))
+        elapsed = time.perf_counter() - start
+        assert isinstance(ending, Finished)
+        planned = training_memory(draft.config, Training.of(run.settings)).total
+    return {
+        "parameters": draft.config.parameter_count(), "steps": steps,
+        "seconds_predicted": forecast.seconds, "seconds": elapsed,
+        "memory_planned": planned, "memory_predicted": found.memory, "memory": ending.memory,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--presets", default="1m,5m,15m,50m")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--text", default="../shared/data/wikitext2-valid.txt")
+    parser.add_argument("--one", nargs=3, metavar=("PRESET", "BATCH", "LENGTH"))
+    options = parser.parse_args()
+    if options.one:
+        preset, batch, length = options.one
+        print(json.dumps(one(preset, int(batch), int(length), options.seconds, options.text)))
+        return
+    rows, found = [], []
+    for preset in options.presets.split(","):
+        for batch, length in BATCHES:
+            command = [sys.executable, __file__, "--one", preset, str(batch), str(length)]
+            command += ["--seconds", str(options.seconds), "--text", options.text]
+            result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            found.append({"preset": preset, "batch": batch, "length": length, **result})
+            off = {
+                name: 100 * (result[predicted] / result[name.split()[0]] - 1)
+                for name, predicted in (
+                    ("seconds", "seconds_predicted"), ("memory", "memory_predicted"), ("memory planned", "memory_planned"),
+                )
+            }  # fmt: skip
+            rows.append(
+                (
+                    f"{preset}, {batch} x {length}",
+                    f"time {off['seconds']:+.0f} % ({result['seconds']:.1f} s), memory {off['memory']:+.0f} % "
+                    f"({result['memory'] / 1e6:.0f} MB), by the plan alone {off['memory planned']:+.0f} %",
+                )
+            )
+            print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+    report("predicted beside measured", rows, {"benchmark": "plan_accuracy", "runs": found})
+
+
+if __name__ == "__main__":
+    main()
