@@ -1,0 +1,205 @@
+"""Tuning on conversations: where it begins, what it learns from, that it resumes to the bit, and the command."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from quantized_weights import quantized_weights
+from training_runs import contents, finish
+
+from mlxlm._mlx import mx, tree_flatten
+from mlxlm.chat.labels import Labels
+from mlxlm.chat.session import Chat
+from mlxlm.checkpoint import load_model, load_weights, save_weights
+from mlxlm.cli.main import main
+from mlxlm.data import TokenDataset, TrainBatches
+from mlxlm.errors import CheckpointError, ConfigError, DataError
+from mlxlm.generation import load
+from mlxlm.kernels import cross_entropy
+from mlxlm.model import Decoder
+from mlxlm.train import Finished, Run, Started, Step, Stopped, Validation, open_base, start_finetune
+from mlxlm.train.optimizers import default_learning_rate
+
+QUICK = {"steps": 12, "batch_size": 2, "sequence_length": 48, "learning_rate": 3e-3, "eval_every": 6, "save_every": 6}
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory, tiny_config, tiny_tokenizer):
+    """An untrained model as a folder, its tokenizer without a template."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    folder.mkdir()
+    model = Decoder(tiny_config)
+    model.initialize(4)
+    (folder / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    save_weights(folder, dict(tree_flatten(model.parameters())))
+    tiny_tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def talks(tmp_path, make_text):
+    """Forty conversations: a line as the question, the next one as the answer."""
+    lines = iter(make_text(2000).splitlines())
+    rows = []
+    for _, question, answer in zip(range(40), lines, lines, strict=False):
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "talks.jsonl").write_text("".join(rows))
+    return tmp_path / "talks.jsonl"
+
+
+@pytest.fixture
+def new_run(tmp_path, base, talks):
+    def make(name, model=base, sources=(talks,), **options):
+        changes = {k: options.pop(k) for k in list(options) if k in (*QUICK, "seed", "accumulate", "dropout")}
+        settings = {k: v for k, v in {**QUICK, **changes}.items() if v is not None}
+        opened, tokenizer = open_base(model)
+        ends = opened.config.eos_ids | {tokenizer.eos_id}
+        labels = Labels(tokenizer, ends)
+        return start_finetune(tmp_path / name, opened, tokenizer, labels, sources, settings=settings, **options)
+
+    return make
+
+
+def test_a_run_begins_with_the_model_as_it_came(new_run, base, tiny_tokenizer):
+    run = new_run("run")
+    found, wanted = load_weights(run.path / "checkpoints/step-0"), load_weights(base)
+    assert set(found) == set(wanted) and all(mx.array_equal(found[name], wanted[name]) for name in wanted)
+    end = tiny_tokenizer.special_tokens["<|end|>"]
+    assert run.config.eos_token_id == [tiny_tokenizer.eos_id, end] or run.config.eos_token_id == end
+    assert run.config.max_position_embeddings == 128  # the model's own
+    tuned = load(run.path)
+    assert end in tuned.end_ids and "<|{{ message.role }}|>" in tuned.tokenizer.chat_template
+    events = finish(run, resume=True)
+    assert isinstance(events[0], Started) and events[0].step == 0
+    assert isinstance(events[1], Validation) and events[1].step == 0
+    assert json.loads((run.path / "log.jsonl").read_text().splitlines()[1])["step"] == 0
+    before, after = events[1].loss, [e for e in events if isinstance(e, Validation)][-1].loss
+    assert before == pytest.approx(np.log(300), abs=0.2) and after < before - 0.1
+    assert isinstance(events[-1], Finished)
+
+
+def test_a_quantized_model_is_tuned_in_floating_point(new_run, base, tmp_path):
+    model, config = load_model(base)
+    weights, quantization = quantized_weights(model, 4, 32)
+    folder = tmp_path / "4bit"
+    shutil.copytree(base, folder)
+    save_weights(folder, weights)
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "quantization": quantization}))
+    run = new_run("run", model=folder, steps=1)
+    assert run.config.quantization is None
+    found, (model, _) = load_weights(run.path / "checkpoints/step-0"), load_model(folder)
+    wanted = dict(tree_flatten(model.parameters()))  # on a CPU a loaded model is float32, too
+    assert all(value.dtype == mx.float32 and mx.array_equal(value, wanted[name]) for name, value in found.items())
+    assert not mx.array_equal(found["model.embed_tokens.weight"], load_weights(base)["model.embed_tokens.weight"])
+
+
+def test_the_loss_is_of_the_answers_alone(new_run, base):
+    """The first step's, by hand: every conversation by itself, of which the answers count."""
+    run = new_run("run", steps=1)
+    [first] = [e for e in finish(run, resume=True) if isinstance(e, Step)]
+    data = TokenDataset.open(run.data, "train")
+    form = {"packing": "best-fit", "document_mask": True, "answers_only": True}
+    tokens, segments, weights = TrainBatches(data, 2, 48, 0, **form).batch(0)
+    model, _ = load_model(base)
+    total = 0.0
+    for row, numbers, counts in zip(tokens, segments, weights, strict=True):
+        for number in range(numbers[-1] + 1):
+            [places] = np.nonzero(numbers == number)
+            inputs, targets = mx.array(row[places][None]), mx.array(row[places + 1][None])
+            losses = np.array(cross_entropy(model(inputs), targets))[0]
+            total += (losses * counts[places]).sum()
+    assert 0 < weights.sum() < weights.size
+    assert first.loss == pytest.approx(total / weights.sum(), rel=1e-5)
+
+
+def test_an_answer_is_learned_and_a_question_is_not(new_run):
+    """On one conversation again and again: the answer becomes certain, the question doesn't."""
+    run = new_run("run", steps=40, eval_every=40, learning_rate=1e-2)
+    finish(run, resume=True)
+    loaded = load(run.path / "checkpoints/step-40")
+    data = TokenDataset.open(run.data, "train")
+    tokens, learned = data.slice(0, len(data)).astype(np.int32), data.learned(0, len(data))
+    start, stop = (int(x[0]) for x in data.starts.bounds(np.array([0])))
+    ids, labels = tokens[start:stop], learned[start + 1 : stop]
+    losses = np.array(cross_entropy(loaded.model(mx.array(ids[None, :-1])), mx.array(ids[None, 1:])))[0]
+    assert losses[labels == 1].mean() < losses[labels == 0].mean() - 0.5
+
+
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.1, "accumulate": 2}])
+def test_resume_is_equal_to_the_bit(new_run, changes):
+    whole, parts = new_run("whole", **changes), new_run("parts", **changes)
+    finish(whole, resume=True)
+    assert finish(parts, resume=True, stop_at=4)[-1] == Stopped(4, parts.path)
+    finish(Run.open(parts.path), resume=True)
+    assert contents(whole.path / "checkpoints/step-12") == contents(parts.path / "checkpoints/step-12")
+
+
+def test_defaults_by_the_size_of_model_and_data(new_run, tiny_config):
+    """Three passes in batches small enough for 8 steps each; a tenth of pretraining's learning rate."""
+    run = new_run("run", steps=None, batch_size=None, learning_rate=None, eval_every=None)
+    rows = TrainBatches(
+        TokenDataset.open(run.data, "train"), 1, 48, 0, packing="best-fit", document_mask=True, answers_only=True
+    ).rows
+    assert run.settings.batch_size == max(1, rows // 8) < 16
+    assert run.settings.steps == -(-3 * rows // run.settings.batch_size)
+    assert run.settings.eval_every == run.settings.steps // 10
+    assert run.settings.learning_rate == pytest.approx(default_learning_rate(tiny_config.parameter_count()) / 10)
+    assert run.settings.packing == "best-fit" and run.settings.document_mask and run.settings.answers_only
+
+
+def test_what_can_not_work(new_run, tmp_path, base, talks):
+    new_run("run")
+    with pytest.raises(CheckpointError, match="run already exists .try: mlxlm finetune --resume"):
+        new_run("run")
+    with pytest.raises(ConfigError, match="epochs, minutes and steps each say"):
+        new_run("other", epochs=2.0)
+    with pytest.raises(ConfigError, match="epochs is -1"):
+        new_run("other", steps=None, epochs=-1.0)
+    with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --sequence-length 128"):
+        new_run("other", sequence_length=200)
+    (tmp_path / "text.jsonl").write_text('{"text": "no talk"}\n')
+    with pytest.raises(DataError, match="text.jsonl, line 1 is a text, not a conversation"):
+        new_run("other", sources=[tmp_path / "text.jsonl"])
+    (tmp_path / "one.jsonl").write_text(talks.read_text().splitlines()[0])
+    with pytest.raises(DataError, match="no conversation is held out for validation"):
+        new_run("other", sources=[tmp_path / "one.jsonl"], sequence_length=8)
+    assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".other*"))
+
+
+def test_few_conversations_are_held_out_whole(new_run, tmp_path, talks):
+    (tmp_path / "few.jsonl").write_text("\n".join(talks.read_text().splitlines()[:6]))
+    run = new_run("run", sources=[tmp_path / "few.jsonl"], validation_fraction=0.3)
+    assert TokenDataset.open(run.data, "train").documents == 4
+    assert TokenDataset.open(run.data, "validation").documents == 2
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs `mlxlm finetune ...`; gives its exit code and what it wrote."""
+
+    def run(*args):
+        with pytest.raises(SystemExit) as done:
+            main(["finetune", *map(str, args)])
+        return done.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command(tmp_path, base, talks, command):
+    """From a model to a chat; continued by --resume, which takes nothing else."""
+    out = tmp_path / "tuned"
+    options = ["--steps", "8", "--batch-size", "2", "--sequence-length", "48"]
+    code, printed, told = command(base, talks, "--out", out, *options)
+    assert code == 0 and printed == f"{out}\n" and "step 0: validation" in told
+    chat = Chat(load(out), max_tokens=5, temperature=0.0)
+    "".join(part.text for part in chat.ask("the cat"))
+    assert chat.messages[-1].role == "assistant" and len(chat.messages[-1].ids) <= 5
+    code, _, told = command("--resume", out)
+    assert code == 0 and "finished its 8 steps already" in told
+    for wrong in (["--resume", out, "--steps", "3"], ["--resume", out, base], [base, "--out", tmp_path / "x"]):
+        assert command(*wrong)[0] == 2
+    idle = ["--validation", talks, "--validation-fraction", "0.1"]
+    code, _, told = command(base, talks, "--out", tmp_path / "x", *idle)
+    assert code == 2 and "--validation-fraction would have no effect" in told
