@@ -9,7 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -60,3 +61,28 @@ def timed_command(command: list[str], **environment: str) -> tuple[float, int, s
 def peak_memory() -> int:
     """Peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def plain_mlx() -> Iterator[None]:
+    """Inside, what is traced has MLX's own attention, activation and loss where mlxlm has others."""
+    from mlxlm._mlx import mx, nn
+    from mlxlm.model import attention as of_model
+    from mlxlm.model import feed_forward
+    from mlxlm.train import step as of_training
+
+    def attention(queries, keys, values, scale, **_):
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
+
+    def summed_loss(model, tokens, _segments, _weights):
+        return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="sum")
+
+    places = ((of_model, "attention"), (feed_forward, "swiglu"), (of_training, "summed_loss"))
+    own = [getattr(*place) for place in places]
+    for place, other in zip(places, (attention, lambda gate, up: nn.silu(gate) * up, summed_loss), strict=True):
+        setattr(*place, other)
+    try:
+        yield
+    finally:
+        for place, function in zip(places, own, strict=True):
+            setattr(*place, function)

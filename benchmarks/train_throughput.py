@@ -1,105 +1,133 @@
 """Training tokens/s of mlxlm, of the same model in plain MLX, and of PyTorch, in turn on this machine.
 
-    python benchmarks/train_throughput.py [--rounds 5] [--preset NAME] [--profile]
+    python benchmarks/train_throughput.py [--models 1M,5M,25M,100M] [--rounds 5] [--profile]
 
-All train in float32 with AdamW on the same random tokens. "plain MLX" is the same decoder with MLX's own
-attention, activation and cross-entropy, compiled, with MLX's default allocator cache. PyTorch is
-transformers' LlamaForCausalLM, eager, with torch.optim.AdamW; it is left out where not installed.
+All train with AdamW on the same random tokens. "plain_mlx" is the same decoder with MLX's own attention, activation
+and cross-entropy, whole batches, compiled, with MLX's default allocator cache; "mlxlm_whole" is mlxlm without cutting
+the batch in parts. PyTorch is transformers' LlamaForCausalLM, eager, with torch.optim.AdamW, in float32 and with
+weights, activations and optimizer in bfloat16; it is left out where not installed. Ratios are medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
+from collections.abc import Callable
 
 import numpy as np
-from common import in_turn, median, report, spread
+from common import in_turn, median, plain_mlx, report, spread
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.blas import load_blas
 from mlxlm.cli.doctor import measure_matmul
 from mlxlm.config import ModelConfig
-from mlxlm.model import Decoder, parts
+from mlxlm.data import Batch
+from mlxlm.model import Decoder
 from mlxlm.train import TrainSettings
 from mlxlm.train import step as step_module
+
+MODELS = {  # hidden, layers, heads, key-value heads, inner, vocabulary
+    "1M": (128, 4, 4, 2, 344, 2048),
+    "5M": (256, 6, 8, 4, 688, 4096),
+    "25M": (512, 8, 8, 4, 1376, 8192),
+    "100M": (768, 12, 12, 12, 2048, 16384),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="some of them")
+    parser.add_argument("--only", help="some of mlxlm,mlxlm_whole,plain_mlx,pytorch_float32,pytorch_bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps per round")
-    parser.add_argument("--preset", help="a preset instead of the 5.4M model")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--profile", action="store_true", help="also time the parts of a step by themselves")
     options = parser.parse_args()
-    config = (
-        ModelConfig.preset(options.preset)
-        if options.preset
-        else ModelConfig(
-            hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
-            intermediate_size=688, vocab_size=4096, tie_word_embeddings=True,
-        )
-    )  # fmt: skip
     B, T = options.batch_size, options.sequence_length
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, B, T + 1))
-    things = {"mlxlm": ours(config, tokens, options.steps), "plain_mlx": plain(config, tokens, options.steps)}
-    if (torch_step := pytorch(config, tokens, options.steps)) is not None:
-        things["pytorch"] = torch_step
-    found = in_turn(options.rounds, **things)
-    rows = [(name, f"{spread(values)} tokens/s") for name, values in found.items()]
-    ratios = {}
-    for other in list(found)[1:]:
-        ratios[f"mlxlm/{other}"] = round(median([a / b for a, b in zip(found["mlxlm"], found[other], strict=True)]), 3)
-        rows.append((f"mlxlm / {other}", f"{ratios[f'mlxlm/{other}']:.2f}"))
-    flops = config.flops_per_token(T // 2, training=True) * median(found["mlxlm"])
-    rows.append(("mlxlm", f"{flops / 1e9:.0f} GFLOP/s of {measure_matmul():.0f} in a matrix product"))
-    report(
-        f"training, {config.parameter_count() / 1e6:.1f}M parameters, {B} x {T} tokens a step",
-        rows,
-        {
-            "benchmark": "train_throughput",
-            "parameters": config.parameter_count(),
-            "tokens_per_second": {name: round(median(values), 1) for name, values in found.items()},
-            "ratios": ratios,
-        },
-    )
+    rows, results = [("products by", load_blas().name)], {}
+    for name in options.models.split(","):
+        results[name] = measured(name, options, rows)
+        gc.collect()
+        mx.clear_cache()
+    rows.append(("a product of 1024 x 1024 matrices", f"{measure_matmul():.0f} GFLOP/s"))
+    result = {"benchmark": "train_throughput", "blas": load_blas().name, "models": results}
+    report(f"training, {B} x {T} tokens a step, tokens/s", rows, result)
     if options.profile:
-        profile(config, B, T)
+        for name in options.models.split(","):
+            profile(model_config(name), B, T)
 
 
-def ours(config: ModelConfig, tokens: np.ndarray, steps: int):
+def model_config(name: str) -> ModelConfig:
+    hidden, layers, heads, kv_heads, inner, vocabulary = MODELS[name]
+    return ModelConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def measured(name: str, options: argparse.Namespace, rows: list[tuple[str, str]]) -> dict:
+    """One model by all that can train it; adds to the `rows` of the table."""
+    config, B, T = model_config(name), options.batch_size, options.sequence_length
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (B, T + 1)).astype(np.int32)
+    makers = {
+        "mlxlm": ours,
+        "mlxlm_whole": whole,
+        "plain_mlx": plain,
+        "pytorch_float32": lambda *a: pytorch(*a, "float32"),
+        "pytorch_bfloat16": lambda *a: pytorch(*a, "bfloat16"),
+    }
+    wanted = options.only.split(",") if options.only else list(makers)
+    made = {which: makers[which](config, tokens, options.steps) for which in wanted}
+    found = in_turn(options.rounds, **{which: run for which, run in made.items() if run})
+    first, ratios = next(iter(found)), {}
+    flops = config.flops_per_token(T // 2, training=True)
+    for which, values in found.items():
+        ratios[f"{first}/{which}"] = round(median([a / b for a, b in zip(found[first], values, strict=True)]), 3)
+        speed = f"{spread(values)}, {flops * median(values) / 1e9:.0f} GFLOP/s"
+        rows.append(
+            (f"{name} {which}", speed + (f", {first} is {ratios[f'{first}/{which}']:.2f}" if which != first else ""))
+        )
+    del ratios[f"{first}/{first}"]
+    speeds = {which: round(median(values), 1) for which, values in found.items()}
+    return {"parameters": config.parameter_count(), "tokens_per_second": speeds, "ratios": ratios}
+
+
+def ours(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], float]:
     """A function that trains `steps` steps and returns tokens/s."""
     model = Decoder(config)
     model.initialize(0)
-    settings = TrainSettings(steps=10_000, learning_rate=1e-3, batch_size=tokens.shape[1])
+    settings = TrainSettings(steps=10_000, learning_rate=1e-3, batch_size=len(tokens))
     step = step_module.TrainStep(model, settings)
 
     def run() -> float:
         start = time.perf_counter()
         for _ in range(steps):
-            mx.eval(step(tokens, 1e-3), step.state)
-        return steps * (tokens.size - tokens.shape[1]) / (time.perf_counter() - start)
+            mx.eval(step([Batch(tokens)], 1e-3), step.state)
+        return steps * (tokens.size - len(tokens)) / (time.perf_counter() - start)
 
     run()
     return run
 
 
-def plain(config: ModelConfig, tokens: np.ndarray, steps: int):
-    """The same step on MLX's own operations; they are swapped in while its graph is traced."""
-
-    def attention(queries, keys, values, scale, training):
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
-
-    def swiglu(gate, up):
-        return nn.silu(gate) * up
-
-    own = parts.attention, parts.swiglu, step_module.cross_entropy
-    parts.attention, parts.swiglu, step_module.cross_entropy = attention, swiglu, nn.losses.cross_entropy
+def whole(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], float] | None:
+    """The same with the whole batch in one part; None where it is so anyway."""
+    parts_of = step_module.parts_of
+    if parts_of(len(tokens)) == 1:
+        return None
+    step_module.parts_of = lambda batch_size: 1
     try:
-        run = ours(config, tokens, steps)
+        return ours(config, tokens, steps)
     finally:
-        parts.attention, parts.swiglu, step_module.cross_entropy = own
+        step_module.parts_of = parts_of
+
+
+def plain(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], float]:
+    """The same step on MLX's own operations; they are swapped in while its graph is traced."""
+    with plain_mlx():
+        run = whole(config, tokens, steps) or ours(config, tokens, steps)
 
     def with_default_cache() -> float:
         before = mx.set_cache_limit(32 << 20) if ON_CPU else None
@@ -112,7 +140,7 @@ def plain(config: ModelConfig, tokens: np.ndarray, steps: int):
     return with_default_cache
 
 
-def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int):
+def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int, dtype: str) -> Callable[[], float] | None:
     try:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -120,10 +148,10 @@ def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int):
         return None
     values = {k: v for k, v in config.to_dict().items() if k not in ("torch_dtype", "architectures")}
     torch.set_num_threads(platform.cpu_cores())
-    model = LlamaForCausalLM(LlamaConfig(**values, attn_implementation="sdpa"))
+    model = LlamaForCausalLM(LlamaConfig(**values, attn_implementation="sdpa")).to(getattr(torch, dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
-    inputs = torch.tensor(tokens[0, :, :-1])
-    targets = torch.tensor(tokens[0, :, 1:])
+    inputs = torch.tensor(tokens[:, :-1]).long()
+    targets = torch.tensor(tokens[:, 1:]).long()
 
     def run() -> float:
         start = time.perf_counter()
