@@ -1,0 +1,163 @@
+"""Near-duplicates: estimates beside true similarities, planted repetitions, what is counted and what stays."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxlm.data import Document, TokenDataset, prepare
+from mlxlm.data.duplicates import DuplicateFilter
+from mlxlm.data.minhash import MINIMA, Index, Shingles
+from mlxlm.errors import DataError
+
+VOCABULARY = [f"word{i}" for i in range(5000)]
+
+
+def minima(text, cuts=()):
+    shingles = Shingles()
+    for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        shingles.add(text[start:stop])
+    return shingles.minima(b"12345678")
+
+
+def estimate(a, b):
+    return float((minima(a) == minima(b)).mean())
+
+
+def similarity(a, b):
+    """The Jaccard similarity of the sets of five words, in lower case."""
+    one, other = ({tuple(w[i : i + 5]) for i in range(len(w) - 4)} for w in (a.lower().split(), b.lower().split()))
+    return len(one & other) / len(one | other)
+
+
+def words(draw, n):
+    return draw.choices(VOCABULARY, k=n)
+
+
+def changed(draw, text, share):
+    """`text` with a run of its words, that share of them, replaced."""
+    old = text.split()
+    n = round(share * len(old))
+    at = draw.randrange(len(old) - n + 1)
+    return " ".join(old[:at] + words(draw, n) + old[at + n :])
+
+
+def run(texts, threshold):
+    unique = DuplicateFilter(threshold)
+    kept = ["".join(d.pieces) for d in unique(Document(f"{i}", iter([t] if t else [])) for i, t in enumerate(texts))]
+    return kept, unique.found
+
+
+def test_estimates_have_the_deviation_that_theory_says():
+    draw = random.Random(0)
+    errors = []
+    for share in (0.02, 0.1, 0.2, 0.4, 0.7) * 20:
+        a = " ".join(words(draw, 300))
+        b = changed(draw, a, share)
+        true = similarity(a, b)
+        errors.append((estimate(a, b) - true) / max((true * (1 - true) / MINIMA) ** 0.5, 1e-9))
+    assert abs(np.mean(errors)) < 0.35 and 0.8 < np.std(errors) < 1.25
+
+
+@given(
+    text=st.text(st.sampled_from("ab 東\n.é"), max_size=200),
+    cuts=st.lists(st.integers(0, 200), max_size=5).map(sorted),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_pieces_do_not_matter(text, cuts):
+    cuts = [cut for cut in cuts if cut <= len(text)]
+    assert (minima(text, cuts) == minima(text)).all()
+
+
+def test_words_of_any_language_and_none():
+    assert estimate("The cat, SAT on (a) mat!", "the cat sat on a mat") == 1
+    assert estimate("我喜欢吃苹果和香蕉", "我喜欢吃苹果和葡萄") > 0.3  # characters, not one long word
+    assert estimate("a b", "a b") == 1 and estimate("a b", "b a") < 0.2
+    one, other = Shingles(), Shingles()
+    assert (one.minima(b"12345678") != other.minima(b"12345679")).any()  # "" and "???"
+
+
+def test_a_run_without_spaces_is_cut_and_not_held():
+    shingles = Shingles()
+    for _ in range(40):
+        shingles.add("x" * 10_000)
+        assert len(shingles._rest) <= 1 << 16
+    assert len(np.unique(shingles.minima(b"12345678"))) > 100
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.9])
+def test_planted_near_duplicates_are_found_and_others_stay(threshold):
+    draw = random.Random(1)
+    margin = 2.5 * (threshold * (1 - threshold) / MINIMA) ** 0.5
+    texts, near, far = [], 0, 0
+    for _ in range(80):
+        a = " ".join(words(draw, 400))
+        texts.append(a)
+        b = changed(draw, a, (1 - threshold) * draw.choice([0.05, 1.5]))
+        texts.append(b)
+        near += similarity(a, b) >= threshold + margin
+        far += similarity(a, b) < threshold - margin
+    kept, found = run(texts, threshold)
+    assert found.documents == 160 and found.exact == 0
+    assert 0.97 * near <= found.near <= 80 - 0.97 * far
+    assert near > 20 and far > 20
+    assert kept[0] == texts[0] and set(texts[::2]) <= set(kept)  # the first of each pair stays
+    assert found.bytes == sum(map(len, texts)) - sum(map(len, kept))
+    again, counts = run(texts, threshold)
+    assert (again, counts) == (kept, found)
+
+
+def test_repetitions_to_the_byte_are_told_apart():
+    text = "the river and the green water of the stone"
+    kept, found = run([text, text, text.upper(), text + ".", "", "?", "?", "another text of some words here"], 1.0)
+    assert kept == [text, "", "?", "another text of some words here"]
+    assert (found.documents, found.exact, found.near, found.share) == (8, 2, 2, 0.5)
+
+
+def test_the_index_grows_without_losing_anything():
+    draw = random.Random(2)
+    texts = [" ".join(words(draw, 60)) for _ in range(2500)]
+    index = Index(0.8)
+    assert all(index.add(minima(text), b"%8d" % i) is None for i, text in enumerate(texts))
+    for i in range(0, 2500, 50):
+        assert index.add(minima(texts[i]), b"%8d" % i) is True
+        assert index.add(minima(texts[i]), b"another!") is False
+
+
+def test_long_documents_wait_on_disk_unchanged(monkeypatch):
+    from mlxlm.data import duplicates
+
+    monkeypatch.setattr(duplicates, "_HELD", 1000)
+    pieces = [f"piece {i} Grüße 東京\n" * 7 for i in range(60)]
+    unique = DuplicateFilter(0.8)
+    [document] = unique([Document("a", iter(pieces))])
+    assert document.where == "a"
+    [read] = [list(d.pieces) for d in DuplicateFilter(0.8)([Document("a", iter(pieces))])]
+    assert read == pieces
+
+
+@pytest.mark.parametrize("threshold", [0, -0.1, 1.01, float("nan")])
+def test_thresholds(threshold):
+    with pytest.raises(DataError, match="can't be a threshold"):
+        DuplicateFilter(threshold)
+
+
+def test_prepare_leaves_them_out_and_says_so(byte_level, text, tmp_path):
+    texts = [f"{i} {text(80, i)}" for i in range(60)]
+    rows = [*texts, texts[3], texts[5] + " and", *texts[:10]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in (texts[7], text(90, 99))))
+    chat = [{"messages": [{"role": "user", "content": text(30)}, {"role": "assistant", "content": "water"}]}] * 2
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    sources = [tmp_path / "a.jsonl", tmp_path / "c.jsonl"]
+    manifest = prepare(sources, byte_level, tmp_path / "out", dedup=0.8, validation_paths=[tmp_path / "b.jsonl"])
+    found = manifest.duplicates
+    assert (found.documents, found.exact, found.near, found.threshold) == (76, 13, 1, 0.8)
+    assert manifest.train.documents == 61 and manifest.validation.documents == 1
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["duplicates"]["share"] == 14 / 76
+    assert TokenDataset.open(tmp_path / "out", "train").manifest == manifest
+    again = prepare(sources, byte_level, tmp_path / "again", dedup=0.8, validation_paths=[tmp_path / "b.jsonl"])
+    assert again == manifest
