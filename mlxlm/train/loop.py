@@ -34,6 +34,7 @@ from mlxlm.train.events import (
 )  # fmt: skip
 from mlxlm.train.feed import Feed
 from mlxlm.train.follow import share_state
+from mlxlm.train.footprint import steady_memory
 from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.log import RunLog
 from mlxlm.train.plot import draw_run
@@ -83,7 +84,7 @@ def train(
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
         log = RunLog(run.log_file)
         loop = _Loop(run, tokenizer, log, resume, _pace(power, ranks), ranks)
-        with closing(Trackers(run, loop.first, tensorboard, wandb)) as trackers:
+        with closing(Trackers(run, loop.first, tensorboard, wandb)) as trackers, steady_memory():
             try:
                 for event in loop.events(lambda: should_stop() or any(ranks.told("stop"))):
                     for told in (event, *trackers.record(event)):
@@ -183,8 +184,11 @@ class _Loop:
         if self.due(done, settings.eval_every):
             found = self.validate(done)
             yield found
-        if done > self.first and settings.sample_every and self.due(done, settings.sample_every):
+        sampled = done > self.first and settings.sample_every and self.due(done, settings.sample_every)
+        if sampled:
             yield self.sample(done)
+        if sampled or found:  # their buffers are of other sizes than a step's, and would be kept beside those
+            mx.clear_cache()
         best = found is not None and found.best
         if best or self.due(done, settings.save_every) or self.saver.overdue or self.saver.saved == done:
             yield from self.save(done, found, until=should_stop if done == settings.steps else None)

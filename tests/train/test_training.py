@@ -17,7 +17,13 @@ from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validatio
 from mlxlm.train.step import TrainStep
 
 
-@pytest.mark.parametrize("changes", [{"dropout": 0.1, "accumulate": 2}, {"schedule": "wsd", "save_every": 7}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dropout": 0.1, "accumulate": 2, "recompute": True},
+        {"schedule": "wsd", "save_every": 7, "optimizer": "muon", "ema": 0.9},
+    ],
+)
 def test_resume_is_equal_to_the_bit(new_run, changes):
     """20 steps = 10 + resume + 10, dropout, accumulation and optimizer included."""
     whole, parts = new_run("whole", **changes), new_run("parts", **changes)

@@ -1,0 +1,36 @@
+"""The memory of a run: flat over its steps, and within what macOS recommends."""
+
+from training_runs import finish
+
+from mlxlm._mlx import mx
+from mlxlm.train import Step
+from mlxlm.train.footprint import steady_memory
+
+
+def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monkeypatch):
+    """What MLX holds, in use or for use again, before each step."""
+    held = []
+    real = Step.__init__
+
+    def counted(self, *values):
+        held.append(mx.get_active_memory() + mx.get_cache_memory())
+        real(self, *values)
+
+    monkeypatch.setattr(Step, "__init__", counted)
+    changes = {"eval_every": 3, "eval_tokens": 256, "sample_every": 4, "sample_tokens": 20, "save_every": 5}
+    finish(new_run("run", steps=24, ema=0.9, **changes))
+    assert len(held) == 24 and max(held[12:]) < 1.05 * max(held[:12])
+
+
+def test_metals_limit_is_set_for_the_run_alone(monkeypatch):
+    before = mx.set_memory_limit(10 << 30)
+    try:
+        with steady_memory():
+            assert mx.set_memory_limit(10 << 30) == 10 << 30
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+        monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 6 << 30})
+        with steady_memory():
+            assert mx.set_memory_limit(6 << 30) == 6 << 30
+        assert mx.set_memory_limit(10 << 30) == 10 << 30
+    finally:
+        mx.set_memory_limit(before)
