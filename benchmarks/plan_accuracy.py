@@ -72,17 +72,14 @@ def main() -> None:
             command += ["--seconds", str(options.seconds), "--text", options.text]
             result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             found.append({"preset": preset, "batch": batch, "length": length, **result})
-            off = {
-                name: 100 * (result[predicted] / result[name.split()[0]] - 1)
-                for name, predicted in (
-                    ("seconds", "seconds_predicted"), ("memory", "memory_predicted"), ("memory planned", "memory_planned"),
-                )
-            }  # fmt: skip
+            pairs = {"seconds": "seconds_predicted", "memory": "memory_predicted"}
+            off = {name: 100 * (result[other] / result[name] - 1) for name, other in pairs.items()}
+            alone = 100 * (result["memory_planned"] / result["memory"] - 1)
             rows.append(
                 (
                     f"{preset}, {batch} x {length}",
                     f"time {off['seconds']:+.0f} % ({result['seconds']:.1f} s), memory {off['memory']:+.0f} % "
-                    f"({result['memory'] / 1e6:.0f} MB), by the plan alone {off['memory planned']:+.0f} %",
+                    f"({result['memory'] / 1e6:.0f} MB), by the plan alone {alone:+.0f} %",
                 )
             )
             print(*rows[-1], sep="  ", file=sys.stderr, flush=True)

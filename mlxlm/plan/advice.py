@@ -89,16 +89,16 @@ def cheapest(config: ModelConfig, training: Training, memory: int) -> Change | N
     there = room(memory)
     if training_memory(config, training).total <= there:
         return None
-    together: list[tuple[str, str]] = []
+    together: dict[str, tuple[str, str]] = {}  # by what is changed: of two optimizers the last one counts
     now = training
     for text, cost, changed in _changes(training):
         alone = training_memory(config, changed(training)).total
         if alone <= there:
             return Change(text, cost, changed(training), config, alone)
         now = changed(now)
-        together.append((text, cost))
+        together[text.split()[0]] = (text, cost)
         if (needed := training_memory(config, now).total) <= there:
-            texts, costs = zip(*together, strict=True)
+            texts, costs = zip(*together.values(), strict=True)
             return Change(", ".join(texts), "; ".join(costs), now, config, needed)
     for name in reversed(preset_names()):
         smaller = ModelConfig.preset(name, vocab_size=config.vocab_size)
@@ -119,7 +119,7 @@ def _changes(training: Training) -> Iterator[tuple[str, str, Callable[[Training]
             text = f"--batch-size {batch} --accumulate {times}"
             yield text, "the same step in parts", _smaller_batch(batch, times)
     if training.path == "plain" and length >= 512:
-        yield "--attention blockwise", "scores are computed twice", lambda t: replace(t, attention="blockwise")
+        yield "MLXLM_KERNELS=blockwise", "scores are computed twice", lambda t: replace(t, attention="blockwise")
     if not training.recompute:
         yield "--recompute", "a third more operations", lambda t: replace(t, recompute=True)
     if training.ema:

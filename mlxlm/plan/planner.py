@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxlm import counting
 from mlxlm.config import ModelConfig
+from mlxlm.errors import ConfigError
 from mlxlm.plan import textbook
 from mlxlm.plan.advice import Change, Fits, cheapest, fits
 from mlxlm.plan.corpus import Corpus, corpus_of
@@ -128,6 +129,8 @@ def plan(
     corpus = corpus_of(data, config.vocab_size) if data else None
     optimal = textbook.compute_optimal_tokens(count)
     tokens = optimal if tokens is None else tokens
+    if not 0 < tokens < float("inf"):
+        raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")
     flops = flops_of(config, training)
     memory = machine.memory
     return Plan(
