@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
 
     total = total_bytes(texts)
     loaded = load(model)
-    stdin = click.get_binary_stream("stdin")
+    stdin = sys.stdin.buffer
     window = {name: options[name] for name in ("context", "stride")}
     found: dict[str, TextLoss] = {}
     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def prepare(
             validation_paths=validation,
             seed=seed,
             progress=advance,
-            stdin=click.get_binary_stream("stdin"),
+            stdin=sys.stdin.buffer,
         )
     seconds = time.perf_counter() - started
     if manifest.duplicates is not None:

@@ -1,0 +1,175 @@
+"""Sources with weights, as parts of the prepared folder; masks of conversations."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from mlxlm.data import TokenDataset, prepare, weighted
+from mlxlm.data.manifest import Manifest
+from mlxlm.errors import DataError
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_weights_are_written_behind_paths(tmp_path):
+    odd = tmp_path / "a=0.5"
+    odd.write_text("x")
+    assert weighted([str(odd), "b.txt"]) == ([str(odd), "b.txt"], None)
+    assert weighted([f"{odd}=3", "b=c.txt=1"]) == ([str(odd), "b=c.txt"], [0.75, 0.25])
+    assert weighted(["a=b", "-"]) == (["a=b", "-"], None)
+    assert weighted(["-=1e0", "x=7"]) == (["-", "x"], [0.125, 0.875])
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (["a=1", "b"], "b has no weight"),
+        (["a=0", "b=1"], "a weight is 0.0"),
+        (["a=-1"], "a weight is -1.0"),
+        (["a=nan"], "a weight is nan"),
+        (["a=inf", "b=1"], "a weight is inf"),
+    ],
+)
+def test_weights_that_cannot_be(sources, message):
+    with pytest.raises(DataError, match=f"{message}.*try: wiki.txt=0.7"):
+        weighted(sources)
+
+
+def test_parts_have_shards_of_their_own(byte_level, text, tmp_path):
+    (tmp_path / "a.txt").write_text(text(3000), encoding="utf-8")
+    jsonl(tmp_path / "b.jsonl", [{"text": f"{i} {text(30, i)}"} for i in range(60)])
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text(text(900, 5), encoding="utf-8")
+    paths = [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "sub" / "a.txt"]
+    manifest = prepare(paths, byte_level, tmp_path / "out", weights=[2, 1, 1], shard_tokens=1000)
+    assert [(p.name, p.weight) for p in manifest.parts] == [("a.txt", 0.5), ("b.jsonl", 0.25), ("a.txt (2)", 0.25)]
+    assert manifest.split == "mixed"  # two are few documents, one is many
+    names = [shard.file for part in manifest.parts for shard in part.train.shards]
+    assert names == [f"train-{i:05d}.bin" for i in range(len(names))] and len(names) > 6
+    data = TokenDataset.open(tmp_path / "out", "train")
+    assert Manifest.read(tmp_path / "out") == manifest == data.manifest
+    first = 0
+    for path, part in zip(paths, manifest.parts, strict=True):
+        alone = prepare([path], byte_level, tmp_path / f"alone{first}", shard_tokens=1000)
+        assert part.train.shards[-1].tokens < 1000
+        assert [s.sha256 for s in part.train.shards] == [s.sha256 for s in alone.train.shards]
+        assert (part.train.tokens, part.train.documents) == (alone.train.tokens, alone.train.documents)
+        first += part.train.tokens
+    assert first == len(data) == manifest.train.tokens
+    assert manifest.validation.documents == 1 + 3 + 1
+
+
+def test_given_validation_and_weights(byte_level, tmp_path):
+    for name in ("a", "b", "v"):
+        (tmp_path / f"{name}.txt").write_text(f"river {name}")
+    paths, held = [tmp_path / "a.txt", tmp_path / "b.txt"], [tmp_path / "v.txt"]
+    manifest = prepare(paths, byte_level, tmp_path / "out", weights=[1, 3], validation_paths=held)
+    assert manifest.split == "given" and manifest.validation.documents == 1
+    assert [part.train.documents for part in manifest.parts] == [1, 1]
+    with pytest.raises(DataError, match="2 sources have 1 weights"):
+        prepare(paths, byte_level, tmp_path / "other", weights=[1])
+    with pytest.raises(DataError, match="a weight is 0"):
+        prepare(paths, byte_level, tmp_path / "other", weights=[1, 0])
+    empty = jsonl(tmp_path / "c.jsonl", [{"text": ""}])
+    with pytest.raises(DataError, match="no text in the sources"):
+        prepare([*paths, empty], byte_level, tmp_path / "other", weights=[1, 1, 1])
+
+
+def test_weights_can_be_changed_in_the_manifest(byte_level, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"river {name}")
+    prepare([tmp_path / "a.txt", tmp_path / "b.txt"], byte_level, tmp_path / "out", weights=[1, 1])
+    path = tmp_path / "out" / "manifest.json"
+    content = json.loads(path.read_text())
+    content["parts"][0]["weight"] = 1.5
+    path.write_text(json.dumps(content))
+    assert [part.weight for part in Manifest.read(tmp_path / "out").parts] == [0.75, 0.25]
+
+
+CHAT = [
+    {"role": "system", "content": "stone"},
+    {"role": "user", "content": "river?\n"},
+    {"role": "assistant", "content": "water 東京"},
+    {"role": "user", "content": ""},
+    {"role": "assistant", "content": ""},
+]
+
+
+def expected_mask(tokenizer, messages):
+    mask = [0]  # BOS
+    for message in messages:
+        words = len(tokenizer.encode(message["content"], add_special_tokens=False))
+        answer = int(message["role"] == "assistant")
+        mask += [0, *[answer] * words, answer]
+    return [*mask, 0]  # EOS
+
+
+@pytest.mark.parametrize("shard_tokens", [7, 50, 10_000])
+@pytest.mark.parametrize("documents", [3, 40])
+def test_the_assistants_words_are_learned(byte_level, text, tmp_path, shard_tokens, documents):
+    """And every token of a plain text; conversations and texts come in any order, over any border of shards."""
+    rows = [{"messages": CHAT} if i % 3 else {"text": text(9, i)} for i in range(documents)]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    manifest = prepare([path], byte_level, tmp_path / "out", shard_tokens=shard_tokens, validation_fraction=0.3)
+    found, ids = [], []
+    for split in ("train", "validation"):
+        for shard in getattr(manifest, split).shards:
+            tokens = np.fromfile(tmp_path / "out" / shard.file, "<u2")
+            mask = np.ones(len(tokens), np.uint8)
+            if shard.mask is not None:
+                mask = np.fromfile(tmp_path / "out" / shard.mask_file, np.uint8)
+            else:
+                assert not (tmp_path / "out" / shard.mask_file).exists()
+            assert len(mask) == len(tokens)
+            ids += tokens.tolist()
+            found += mask.tolist()
+    whole, at, seen = expected_mask(byte_level, CHAT), 0, 0
+    system = byte_level.special_tokens["<|system|>"]
+    while at < len(ids):
+        assert ids[at] == byte_level.bos_id
+        end = ids.index(byte_level.eos_id, at) + 1
+        expected = whole if ids[at + 1] == system else [1] * (end - at)
+        assert found[at:end] == expected
+        seen += expected is whole
+        at = end
+    assert seen == sum("messages" in row for row in rows)
+
+
+def test_text_has_no_masks(byte_level, text, tmp_path):
+    jsonl(tmp_path / "a.jsonl", [{"text": text(9, i)} for i in range(30)])
+    manifest = prepare([tmp_path / "a.jsonl"], byte_level, tmp_path / "out", shard_tokens=50)
+    assert all(shard.mask is None for shard in manifest.train.shards)
+    assert not list((tmp_path / "out").glob("*.mask.bin"))
+
+
+def test_masks_are_in_the_manifest_with_their_digest(byte_level, tmp_path):
+    manifest = prepare(
+        [jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 30)], byte_level, tmp_path / "out", shard_tokens=64
+    )
+    for shard in manifest.train.shards:
+        content = (tmp_path / "out" / shard.mask_file).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == shard.mask and len(content) == shard.tokens
+
+
+def test_the_commands(byte_level, text, tmp_path):
+    from click.testing import CliRunner
+
+    from mlxlm.cli.prepare import prepare as command
+
+    byte_level.save(tmp_path / "tokenizer")
+    rows = [{"story": f"{i} {text(40, i)}"} for i in range(30)]
+    jsonl(tmp_path / "a.jsonl", [*rows, *rows[:6]])
+    jsonl(tmp_path / "b.jsonl", [{"story": text(60, 77)}])
+    arguments = [f"{tmp_path}/a.jsonl=3", f"{tmp_path}/b.jsonl=1", "--text-column", "story", "--dedup", "0.9"]
+    where = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(command, [*arguments, *where], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "train: a.jsonl, 75.0%" in done.stdout
+    assert "left out 6 exact and 0 near duplicates of 37 documents (16.2%" in done.stderr
+    assert [part.name for part in Manifest.read(tmp_path / "out").parts] == ["a.jsonl", "b.jsonl"]
+    assert CliRunner().invoke(command, [*arguments[:4], "--dedup", "0", *where]).exit_code == 2
