@@ -40,7 +40,7 @@ class TrainSettings:
     dropout: float = 0.0
     ema: float = 0.0  # decay of the averaged weights, which are evaluated and saved as the model; 0: none
     dtype: str = "float32"  # of products and activations; the weights are float32 in any case
-    recompute: bool = False  # activations of a layer are made twice, not kept: less memory for a third more time
+    recompute: bool = False  # layers are computed again for the gradient instead of kept: 8 operations a weight, not 6
     seed: int = 0
     eval_every: int = 250
     eval_tokens: int = 131_072

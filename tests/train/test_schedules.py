@@ -3,9 +3,11 @@
 import math
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxlm.cli.pretrain import pretrain
 from mlxlm.train import TrainSettings
 from mlxlm.train.schedules import SCHEDULES, learning_rate
 
@@ -50,6 +52,13 @@ def test_up_to_the_peak_then_never_up_again(steps, share, final, decay, schedule
     assert all(2.0 * final - 1e-9 <= rate <= 2.0 for rate in found[warmup:])
     if warmup < steps - 1 and schedule in ("cosine", "linear"):
         assert found[warmup] == 2.0 and found[-1] == pytest.approx(2.0 * final)
+
+
+def test_a_rate_that_is_never_reached_is_refused(tmp_path):
+    options = ["--out", str(tmp_path / "run"), "--schedule", "constant", "--final-learning-rate", "0.1"]
+    found = CliRunner().invoke(pretrain, [str(tmp_path), *options])
+    assert found.exit_code == 2
+    assert "--final-learning-rate would have no effect: --schedule constant stays at the peak" in found.output
 
 
 def test_settings_give_the_schedule():

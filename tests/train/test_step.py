@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm._mlx import ON_CPU, mx, tree_flatten
 from mlxlm.data import Batch
 from mlxlm.errors import ConfigError
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.dropout import Dropout
-from mlxlm.train import TrainSettings
+from mlxlm.train import TrainSettings, start_run
 from mlxlm.train.averaging import averaged
 from mlxlm.train.loss import summed_loss
 from mlxlm.train.step import TrainStep
@@ -80,7 +80,8 @@ def test_recomputation_drops_out_the_same_elements_again(tiny_config):
     """The gradient in some direction is that of a finite difference, with the masks that the seed gives."""
     step = a_step(tiny_config, dropout=0.3, recompute=True)
     parameters = step.model.trainable_parameters()
-    direction = {n: mx.random.normal(w.shape, key=mx.random.key(i)) for i, (n, w) in enumerate(tree_flatten(parameters))}
+    flat = tree_flatten(parameters)
+    direction = {n: mx.random.normal(w.shape, key=mx.random.key(i)) for i, (n, w) in enumerate(flat)}
 
     def moved(by: float) -> float:
         mx.random.seed(7)
@@ -139,6 +140,12 @@ def test_bfloat16_rounds_the_products_and_not_the_weights(tiny_config):
         assert weight.dtype == mx.float32
         moved = np.abs(np.array(weight) - before[name])
         assert 1e-6 < moved.max() < 3e-6, name
+
+
+@pytest.mark.skipif(not ON_CPU, reason="about the CPU backend")
+def test_bfloat16_is_refused_where_it_is_slow(tmp_path, text_file, tiny_config):
+    with pytest.raises(ConfigError, match="bfloat16 products many times slower than float32"):
+        start_run(tmp_path / "run", [text_file], tiny_config, settings={"steps": 1, "dtype": "bfloat16"})
 
 
 def test_averages_against_numpy():
