@@ -21,10 +21,10 @@ from common import in_turn, median, plain_mlx, report, spread
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx, nn
 from mlxlm.blas import load_blas
-from mlxlm.cli.doctor import measure_matmul
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
+from mlxlm.plan.machines import measure_matmul
 from mlxlm.train import TrainSettings
 from mlxlm.train import step as step_module
 

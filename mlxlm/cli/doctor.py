@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 import click
@@ -33,6 +32,7 @@ def collect() -> dict[str, Any]:
     from importlib.metadata import version
 
     from mlxlm._mlx import ON_CPU, mx
+    from mlxlm.plan.machines import measure_matmul
 
     blas = load_blas()
     info = mx.device_info()
@@ -52,20 +52,6 @@ def collect() -> dict[str, Any]:
         "compiler": platform.has_compiler() if ON_CPU else "not needed",
         "model_cache": str(platform.model_cache()),
     }
-
-
-def measure_matmul(size: int = 1024, seconds: float = 0.3) -> float:
-    """GFLOP/s of float32 products of `size` x `size` matrices on the default device, the best of some."""
-    from mlxlm._mlx import mx
-
-    a = mx.random.normal((size, size))
-    mx.eval(a @ a)
-    times, end = [], time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        mx.eval(a @ a)
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / min(times) / 1e9
 
 
 def advice(facts: dict[str, Any]) -> list[str]:

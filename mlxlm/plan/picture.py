@@ -40,7 +40,8 @@ def _draw_memory(plan: Plan, axes) -> None:
             label = name if row == 0 or name not in plan.memory.parts() else None
             axes.barh(row, size / 1e9, left=left, color=colour[name], label=label, height=0.6)
             left += size / 1e9
-    if plan.fits is not None:
+    longest = max(plan.memory.total, plan.inference.total)
+    if plan.fits is not None and plan.fits.memory < 2 * longest:  # else the bars would be slivers
         axes.axvline(plan.fits.memory / 1e9, color="#333", ls="--", lw=1, label="memory of the machine")
     axes.set_yticks([0, 1], ["training", "use"])
     axes.invert_yaxis()
