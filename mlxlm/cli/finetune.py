@@ -20,7 +20,7 @@ _WITHOUT = ("packing", "document_mask", "sample_every", "sample_prompt", "sample
 _TEXTS = {
     "batch_size": "Rows per forward pass (default: 16, fewer for few conversations).",
     "sequence_length": "Tokens per row (default: the model's context, at most 512).",
-    "learning_rate": "Peak learning rate (default: a tenth of pretraining's, by model size).",
+    "learning_rate": "Peak learning rate (default: a fifth of pretraining's, by model size).",
     "eval_every": "Steps between validations; 0: at the end only (default: a tenth of all).",
     "seed": "Order of the data, dropout.",
 }

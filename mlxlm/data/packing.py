@@ -11,7 +11,7 @@ from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.permutation import keys_of, permuted
 from mlxlm.errors import DataError
 
-CHAPTER = 1 << 15  # documents that are fitted together
+CHAPTER = 1 << 15  # documents that are fitted together: 20 ms of work, a megabyte of tables
 
 
 Span = tuple[int, int]  # the tokens [start, stop)

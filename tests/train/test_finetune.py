@@ -137,7 +137,7 @@ def test_resume_is_equal_to_the_bit(new_run, changes):
 
 
 def test_defaults_by_the_size_of_model_and_data(new_run, tiny_config):
-    """Three passes in batches small enough for 8 steps each; a tenth of pretraining's learning rate."""
+    """Three passes in batches small enough for 8 steps each; a fifth of pretraining's learning rate."""
     run = new_run("run", steps=None, batch_size=None, learning_rate=None, eval_every=None)
     rows = TrainBatches(
         TokenDataset.open(run.data, "train"), 1, 48, 0, packing="best-fit", document_mask=True, answers_only=True
@@ -145,7 +145,7 @@ def test_defaults_by_the_size_of_model_and_data(new_run, tiny_config):
     assert run.settings.batch_size == max(1, rows // 8) < 16
     assert run.settings.steps == -(-3 * rows // run.settings.batch_size)
     assert run.settings.eval_every == run.settings.steps // 10
-    assert run.settings.learning_rate == pytest.approx(default_learning_rate(tiny_config.parameter_count()) / 10)
+    assert run.settings.learning_rate == pytest.approx(default_learning_rate(tiny_config.parameter_count()) / 5)
     assert run.settings.packing == "best-fit" and run.settings.document_mask and run.settings.answers_only
 
 
