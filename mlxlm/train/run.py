@@ -132,22 +132,24 @@ class Run:
             save_weights(folder, step.weights())
             save_tensors(folder / "optimizer.safetensors", step.save_state())
             write_json(folder / "state.json", {**state, "settings": self.settings.to_dict()})
-        self.drop_outdated()
+        self.drop(self.outdated())
         return target
 
-    def drop_outdated(self, coming: int = 0) -> None:
-        """Remove the checkpoints that are no longer kept once `coming` newer ones are there.
+    def outdated(self, coming: int = 0) -> list[Path]:
+        """The checkpoints that are no longer kept once `coming` newer ones are there.
 
         The last `settings.keep`, at least one, the one with the lowest validation loss and the last good one stay.
         """
         recent = self.checkpoints()[-max(1, self.settings.keep - coming) :]
         kept = {best_checkpoint(self.path), self.last_good(), *recent}
-        for checkpoint in self.checkpoints():
-            if checkpoint not in kept:
-                doomed = checkpoint.with_name(f".{checkpoint.name}.old")
-                with os_errors_as(CheckpointError, "remove", checkpoint):
-                    checkpoint.rename(doomed)  # so that a crash while deleting leaves no half checkpoint
-                    shutil.rmtree(doomed)
+        return [checkpoint for checkpoint in self.checkpoints() if checkpoint not in kept]
+
+    def drop(self, checkpoints: list[Path]) -> None:
+        for checkpoint in checkpoints:
+            doomed = checkpoint.with_name(f".{checkpoint.name}.old")
+            with os_errors_as(CheckpointError, "remove", checkpoint):
+                checkpoint.rename(doomed)  # so that a crash while deleting leaves no half checkpoint
+                shutil.rmtree(doomed)
 
     def amend(self, step: int, changes: dict[str, Any]) -> None:
         """Change the state of a checkpoint that was saved before its validation."""

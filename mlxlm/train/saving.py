@@ -16,7 +16,7 @@ from mlxlm.train.step import TrainStep
 from mlxlm.units import human_bytes
 
 _MARGIN = 16 << 20  # bytes left free beside a checkpoint: for the log, the pictures, and everybody else
-_AGAIN_AFTER = 60.0  # seconds
+_AGAIN_AFTER = 60.0  # seconds: a quota is found out by trying only
 
 
 def free_bytes(path: Path) -> int:
@@ -27,8 +27,8 @@ def free_bytes(path: Path) -> int:
 class Saver:
     """Saves `step`'s checkpoints into `run`, each after a look at the room on the disk.
 
-    Where there is not enough, checkpoints go first that this one would put out of `settings.keep` anyway; the last
-    complete one, the best and the last good one never do. `saved` is the last step that is saved.
+    Where there is not enough, checkpoints go first that this one would put out of `settings.keep` anyway, if that makes
+    enough; the last complete one, the best and the last good one never do. `saved` is the last step that is saved.
     """
 
     def __init__(
@@ -42,34 +42,39 @@ class Saver:
     ):
         self.saved: int | None = None
         self._run, self._step, self._log, self._free, self._now = run, step, log, free, now
+        self._needed = checkpoint_bytes(step) + _MARGIN
         self._again_at: float | None = None
 
     @property
     def overdue(self) -> bool:
-        """Whether a checkpoint was put off that should be tried again now."""
-        return self._again_at is not None and self._now() >= self._again_at
+        """Whether a checkpoint was put off for which there is room now."""
+        return self._again_at is not None and self._now() >= self._again_at and self._lacking() <= 0
 
     def save(self, state: dict[str, Any]) -> Saved | NotSaved:
         """Write the checkpoint of step `state["step"]`, see `Run.save`; NotSaved where the disk is full.
 
         Raises CheckpointError for what is no matter of room.
         """
-        done = state["step"]
-        needed = checkpoint_bytes(self._step) + _MARGIN
-        if self._free(self._run.path) < needed:
-            self._run.drop_outdated(coming=1)
-        if (there := self._free(self._run.path)) < needed:
-            reason = f"a checkpoint needs {human_bytes(needed)}, {human_bytes(there)} of the disk are free"
-            return self._put_off(done, reason, f"free {human_bytes(needed - there)} on the disk of {self._run.path}")
+        if self._free(self._run.path) < self._needed and self._lacking() <= 0:
+            self._run.drop(self._run.outdated(coming=1))
+        if (there := self._free(self._run.path)) < self._needed:
+            reason = f"a checkpoint needs {human_bytes(self._needed)}, {human_bytes(there)} of the disk are free"
+            hint = f"free {human_bytes(self._lacking())} on the disk of {self._run.path}"
+            return self._put_off(state["step"], reason, hint)
         try:
             self._log.flush()
             path = self._run.save(self._step, state)
         except CheckpointError as error:
             if not _full(error):
                 raise
-            return self._put_off(done, error.message, error.hint)
-        self.saved, self._again_at = done, None
-        return Saved(done, path)
+            return self._put_off(state["step"], error.message, error.hint)
+        self.saved, self._again_at = state["step"], None
+        return Saved(state["step"], path)
+
+    def _lacking(self) -> int:
+        """Bytes that are missing for a checkpoint, with those that it would replace."""
+        replaced = sum(f.stat().st_size for folder in self._run.outdated(coming=1) for f in folder.iterdir())
+        return self._needed - self._free(self._run.path) - replaced
 
     def _put_off(self, done: int, reason: str, hint: str) -> NotSaved:
         self._again_at = self._now() + _AGAIN_AFTER

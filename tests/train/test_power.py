@@ -128,7 +128,7 @@ def test_impossible_powers(wrong):
 
 
 def on_this_machine(monkeypatch, machine):
-    monkeypatch.setattr("mlxlm.train.loop.Pace", lambda power: machine.pace(**vars(power)))
+    monkeypatch.setattr("mlxlm.train.loop.Pace", lambda power, **_: machine.pace(**vars(power)))
 
 
 def test_rests_change_no_weights_and_no_figures(new_run, monkeypatch):

@@ -74,7 +74,7 @@ def test_without_room_training_goes_on_and_saves_when_there_is_some(new_run, dis
             disk.free = ROOM
 
     events = disk.drive(run, at)
-    # Put off at step 10; a minute is 6 steps.
+    # Put off at step 10, tried again no sooner than after a minute, which is 6 steps.
     assert of_kind(events, Saved, NotSaved) == [(Saved, 5), (NotSaved, 10), (Saved, 15), (Saved, 20), (Saved, 25),
                                                 (Saved, 30)]  # fmt: skip
     [event] = [e for e in events if isinstance(e, NotSaved)]
@@ -84,14 +84,14 @@ def test_without_room_training_goes_on_and_saves_when_there_is_some(new_run, dis
     assert [e["step"] for e in run.read_log() if e["event"] == "not_saved"] == [10]
 
 
-def test_what_was_put_off_is_tried_again_after_a_minute(new_run, disk):
+def test_what_was_put_off_is_saved_as_soon_as_there_is_room(new_run, disk):
     run = new_run("run", steps=30, save_every=10, eval_every=0)
 
     def at(event):
         disk.free = 0 if 5 < event.step < 18 else ROOM
 
     assert of_kind(disk.drive(run, at), Saved, NotSaved) == [
-        (NotSaved, 10), (NotSaved, 16), (Saved, 20), (Saved, 30),
+        (NotSaved, 10), (Saved, 18), (Saved, 20), (Saved, 30),
     ]  # fmt: skip
 
 
@@ -161,30 +161,44 @@ def test_a_stop_without_room_waits_for_it(new_run, disk):
     assert events[-1].step == 4 and run.checkpoints()[-1].name == "step-4"
 
 
-def test_room_is_made_by_what_this_checkpoint_puts_out_anyway(new_run, monkeypatch):
-    """Three are there with keep 3; the oldest goes before the fourth is written, and no other does."""
+def saver_of(run, free):
+    return Saver(run, TrainStep(Decoder(run.config), run.settings), Log(), free=free)
+
+
+@pytest.fixture
+def three_checkpoints(new_run):
     run = new_run("run", steps=8, save_every=2, eval_every=0, keep=3)
     finish(run, stop_at=6)
     assert [c.name for c in run.checkpoints()] == ["step-2", "step-4", "step-6"]
-    step = TrainStep(Decoder(run.config), run.settings)
-    there = []
+    return run
+
+
+NEXT = {"step": 8, "healthy": True, "validation_loss": None}
+
+
+def test_room_is_made_by_what_this_checkpoint_puts_out_anyway(three_checkpoints):
+    """With keep 3 the oldest goes before the fourth is written, and no other does."""
+    run, there = three_checkpoints, []
+    needed = saver_of(run, lambda path: 0)._needed
 
     def free(path):
         there.append([c.name for c in run.checkpoints()])
-        return ROOM if len(there[-1]) < 3 else 0
+        return needed if len(there[-1]) < 3 else needed - 100_000
 
-    saver = Saver(run, step, Log(), free=free)
-    state = {"step": 8, "healthy": True, "validation_loss": None}
-    assert isinstance(saver.save(state), Saved)
-    assert there == [["step-2", "step-4", "step-6"], ["step-4", "step-6"]]
+    assert isinstance(saver_of(run, free).save(NEXT), Saved)
+    assert there[0] == ["step-2", "step-4", "step-6"] and there[-1] == ["step-4", "step-6"]
     assert [c.name for c in run.checkpoints()] == ["step-4", "step-6", "step-8"]
+
+
+def test_no_checkpoint_goes_where_that_makes_too_little_room(three_checkpoints):
+    event = saver_of(three_checkpoints, lambda path: 1000).save(NEXT)
+    assert isinstance(event, NotSaved) and len(three_checkpoints.checkpoints()) == 3
 
 
 def test_the_only_checkpoint_stays_where_there_is_no_room(new_run):
     run = new_run("run", steps=4, keep=1)
     finish(run, stop_at=2)
-    saver = Saver(run, TrainStep(Decoder(run.config), run.settings), Log(), free=lambda path: 0)
-    assert isinstance(saver.save({"step": 3, "healthy": True, "validation_loss": None}), NotSaved)
+    assert isinstance(saver_of(run, lambda path: 0).save({**NEXT, "step": 3}), NotSaved)
     assert [c.name for c in run.checkpoints()] == ["step-2"]
 
 
