@@ -26,28 +26,29 @@ def draw_runs(runs: Mapping[str, Run], path: Path) -> None:
         colour = f"C{number % 10}"
         entries = list(run.read_log())
         steps = [(e["tokens"], e["loss"]) for e in entries if e["event"] == "step"]
-        points = _means(steps)
+        points = _means(steps, -(-run.settings.steps // _POINTS))
         training.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, lw=1.3)
         ends += [loss for _, loss in points[len(points) // 10 :]]
         checks = [(e["tokens"], e["bits_per_byte"]) for e in entries if e["event"] == "validation"]
         best = f": {min(bits for _, bits in checks):.4f}" if checks else ""
         validation.plot(*zip(*checks, strict=True) if checks else ((), ()), "o-", ms=3, color=colour, label=name + best)
     if ends:
-        room = 0.05 * (max(ends) - min(ends)) or 0.1
-        training.set_ylim(min(ends) - room, max(ends) + room)
+        ends.sort()
+        low, high = ends[0], ends[int(0.98 * (len(ends) - 1))]  # a spike leaves the picture
+        room = 0.05 * (high - low) or 0.1
+        training.set_ylim(low - room, high + room)
     for axes, title in ((training, "training loss (nats per token)"), (validation, "validation (bits per byte)")):
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.3)
     if runs:
-        validation.legend(title="best", fontsize=9)
+        figure.legend(loc="outside right upper", title="best", fontsize=9)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_bytes(path, picture.getvalue())
 
 
-def _means(steps: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most _POINTS points, each the mean of as many steps."""
-    size = -(-len(steps) // _POINTS) or 1
+def _means(steps: list[tuple[float, float]], size: int) -> list[tuple[float, float]]:
+    """Points that are the mean of `size` steps each."""
     parts = [steps[i : i + size] for i in range(0, len(steps), size)]
     return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]

@@ -121,7 +121,9 @@ def start_run(
             config = config.with_changes(eos_token_id=[words.eos_id, words.special_tokens["<|end|>"]])
         # Without conversations in the text there are no roles to speak of: such a model continues texts.
         words.chat_template = CHAT_TEMPLATE if manifest.chat_documents else None
-        values.setdefault("learning_rate", default_learning_rate(config.parameter_count(), draft.optimizer))
+        post_norm = config.norm_placement == "post"
+        rate = default_learning_rate(config.parameter_count(), draft.optimizer, post_norm)
+        values.setdefault("learning_rate", rate)
         found, steps = None, None if minutes else length(config, draft, None)
         if minutes or steps >= LEAST_STEPS:
             with phase("trying three training steps", None):

@@ -87,7 +87,8 @@ def test_all_variants_see_the_same_tokens(start):
     comparison = trained(start())
     rope, post = (comparison.run(variant) for variant in comparison.variants)
     assert rope.data == post.data == comparison.data and rope.data_digest == post.data_digest
-    assert post.settings.to_dict() == {**rope.settings.to_dict(), "dropout": 0.1}
+    own = {"dropout": 0.1, "learning_rate": pytest.approx(rope.settings.learning_rate / 3, rel=0.01)}
+    assert post.settings.to_dict() == {**rope.settings.to_dict(), **own}
     assert (rope.config.model_type, post.config.model_type) == ("llama", "mlxlm")
     assert post.config.norm_placement == "post" and post.config.positions == "sinusoidal"
     first, second = comparison.results()

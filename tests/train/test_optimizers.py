@@ -165,6 +165,7 @@ def test_defaults_are_taken_and_can_be_given():
 def test_rates_by_size():
     assert default_learning_rate(125 * 10**6) == pytest.approx(6e-4)
     assert default_learning_rate(1) == 0.01
+    assert default_learning_rate(125 * 10**6, post_norm=True) == pytest.approx(2e-4)
     assert default_learning_rate(10**6, "muon") == default_learning_rate(10**6)
     assert default_learning_rate(10**6, "lion") == pytest.approx(default_learning_rate(10**6) * DEFAULTS["lion"].rate)
     assert default_learning_rate(10**9, "adafactor") == DEFAULTS["adafactor"].fixed_rate
