@@ -18,6 +18,7 @@ def draw_runs(runs: Mapping[str, Run], path: Path) -> None:
     Raises CheckpointError if the disk refuses.
     """
     from matplotlib.figure import Figure  # half a second: only where a picture is drawn
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     training, validation = figure.subplots(1, 2)
@@ -40,6 +41,7 @@ def draw_runs(runs: Mapping[str, Run], path: Path) -> None:
     for axes, title in ((training, "training loss (nats per token)"), (validation, "validation (bits per byte)")):
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("tokens")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k: six zeros run into each other
         axes.grid(alpha=0.3)
     if runs:
         figure.legend(loc="outside right upper", title="best", fontsize=9)
