@@ -13,7 +13,6 @@ from mlxlm._mlx import ON_CPU, mx
 from mlxlm.data import Batch, TokenDataset, read_ahead
 from mlxlm.errors import CheckpointError, MlxlmError, TrainingError
 from mlxlm.evaluate import evaluate
-from mlxlm.generation import LoadedModel, generate
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.clock import Clock
@@ -21,11 +20,8 @@ from mlxlm.train.events import (
     Event,
     Failed,
     Finished,
-    NotSaved,
     Paused,
-    Resumed,
     Sample,
-    Saved,
     Started,
     Step,
     Stopped,
@@ -41,7 +37,8 @@ from mlxlm.train.plot import draw_run
 from mlxlm.train.power import Pace, Power
 from mlxlm.train.ranks import RankLost, Ranks
 from mlxlm.train.run import Run
-from mlxlm.train.saving import Saver
+from mlxlm.train.sampling import sample_text
+from mlxlm.train.saving import Saver, save_at_last
 from mlxlm.train.step import TrainStep
 from mlxlm.train.trackers import Trackers, check_trackers
 
@@ -229,18 +226,9 @@ class _Loop:
         return Validation(done, tokens, found.loss, found.perplexity, found.bits_per_byte, better)
 
     def sample(self, done: int) -> Sample:
-        """A text from the sample prompt, or from nothing but the token that begins texts."""
-        settings = self.settings
-        loaded = LoadedModel(self.model, self.tokenizer, self.run.config, self.run.path)
-        prompt = sample_prompt(self.tokenizer, settings.sample_prompt)
-        self.model.eval()
-        try:
-            options = {"max_tokens": settings.sample_tokens, "temperature": 0.8, "seed": settings.seed}
-            with self.step.averaged():
-                text = generate(loaded, prompt, **options).text
-        finally:
-            self.model.train()
-        return Sample(done, settings.sample_prompt, text)
+        with self.step.averaged():
+            text = sample_text(self.model, self.tokenizer, self.run, self.settings)
+        return Sample(done, self.settings.sample_prompt, text)
 
     def save(
         self, done: int, found: Validation | None, until: Callable[[], bool] | None = None
@@ -252,23 +240,10 @@ class _Loop:
             if found:
                 self.run.amend(done, {name: state[name] for name in ("validation_loss", "best")})
             return
-        tries = [self.saver.save(state)]
-        yield tries[0]
-        if until is None or isinstance(tries[0], Saved):
-            return
-
-        def saved() -> bool:
-            tries.append(self.saver.save(state))
-            return isinstance(tries[-1], Saved)
-
-        reason = f"there is no room for the last checkpoint: {tries[0].hint}"
-        yield Paused(done, reason)
-        seconds = self.pace.wait(saved, until)
-        if isinstance(tries[-1], NotSaved):
-            problem = f"what was trained up to step {done} is not saved: {tries[-1].reason}"
-            raise CheckpointError(problem, tries[-1].hint)
-        yield Resumed(done, reason, seconds)
-        yield tries[-1]
+        if until is None:
+            yield self.saver.save(state)
+        else:
+            yield from save_at_last(self.saver, self.pace, state, until)
 
     def state_after(self, done: int, found: Validation | None = None) -> dict[str, Any]:
         """What a checkpoint says beside its arrays."""
@@ -311,12 +286,6 @@ def _pace(power: Power, ranks: Ranks) -> Pace:
         return next((level for level in ("hot", "warm", "cool") if level in known), None)
 
     return Pace(power, on_battery=on_battery, heat=heat)
-
-
-def sample_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids that a sample begins with: those of `text`, or BOS or EOS where it has none."""
-    ids = tokenizer.encode(text) if text else [tokenizer.bos_id, tokenizer.eos_id]
-    return ids if text else [i for i in ids if i is not None][:1]
 
 
 def memory_in_use() -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mlxlm.errors import CheckpointError
-from mlxlm.train.events import NotSaved, Saved
+from mlxlm.train.events import NotSaved, Paused, Resumed, Saved
 from mlxlm.train.log import NO_ROOM, RunLog
+from mlxlm.train.power import Pace
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
 from mlxlm.units import human_bytes
@@ -79,6 +80,32 @@ class Saver:
     def _put_off(self, done: int, reason: str, hint: str) -> NotSaved:
         self._again_at = self._now() + _AGAIN_AFTER
         return NotSaved(done, reason, hint)
+
+
+def save_at_last(
+    saver: Saver, pace: Pace, state: dict[str, Any], until: Callable[[], bool]
+) -> Iterator[Saved | NotSaved | Paused | Resumed]:
+    """Save what a run ends with: where the disk is full, pause until it no longer is, or until `until` says yes.
+
+    Raises CheckpointError where it is not saved at last.
+    """
+    tries = [saver.save(state)]
+    yield tries[0]
+    if isinstance(tries[0], Saved):
+        return
+
+    def saved() -> bool:
+        tries.append(saver.save(state))
+        return isinstance(tries[-1], Saved)
+
+    reason = f"there is no room for the last checkpoint: {tries[0].hint}"
+    yield Paused(state["step"], reason)
+    seconds = pace.wait(saved, until)
+    if isinstance(tries[-1], NotSaved):
+        problem = f"what was trained up to step {state['step']} is not saved: {tries[-1].reason}"
+        raise CheckpointError(problem, tries[-1].hint)
+    yield Resumed(state["step"], reason, seconds)
+    yield tries[-1]
 
 
 def checkpoint_bytes(step: TrainStep) -> int:
