@@ -33,10 +33,11 @@ _THREADS = (
     ("scipy_openblas_set_num_threads64_", "scipy_openblas_get_num_threads64_"),
 )
 
-# MKL has no AVX-512 for processors of AMD, where OpenBLAS takes its kernels of these names: in products of a training
-# step 490 GFLOP/s instead of 235 on two cores of an EPYC of 2024. Below 8 rows MKL is 1.2 to 7 times as fast.
+# MKL has no AVX-512 for processors of AMD, where OpenBLAS takes its kernels of these names: 250 GFLOP/s on a core of an
+# EPYC of 2024 instead of 120. Below 8 rows MKL is up to 7 times as fast; and OpenBLAS's threads wait for each other in
+# a loop, which on a busy machine takes longer than the product: it has those products only that run on one thread.
 _AVX512 = (b"SkylakeX", b"Cooperlake", b"SapphireRapids", b"Zen5")
-_FEW = 8
+_FEW, _ALL, _NONE = 8, 0, 2**31 - 1
 
 INSTALL = "pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
 
@@ -48,6 +49,7 @@ class Blas:
     name: str
     path: str | None
     _libraries: tuple[ctypes.CDLL, ...] = field(default=(), repr=False)
+    _router: ctypes.CDLL | None = field(default=None, repr=False)
 
     @cached_property
     def _threads(self) -> list[tuple]:
@@ -56,18 +58,22 @@ class Blas:
 
     @property
     def sets_threads(self) -> bool:
-        """Whether `threads` works."""
+        """Whether `one_thread` works."""
         return bool(self._libraries) and len(self._threads) == len(self._libraries)
 
     @contextmanager
-    def threads(self, count: int) -> Iterator[None]:
-        """Inside, each product runs on `count` threads, in whichever thread of this process it is called."""
+    def one_thread(self) -> Iterator[None]:
+        """Inside, a product runs on the thread that asks for it alone; several may at the same time."""
         before = [tells() for _, tells in self._threads]
         for sets, _ in self._threads:
-            sets(count)
+            sets(1)
+        if self._router is not None:
+            self._router.mlxlm_least(_FEW)
         try:
             yield
         finally:
+            if self._router is not None:
+                self._router.mlxlm_least(_NONE)
             for (sets, _), number in zip(self._threads, before, strict=True):
                 sets(number)
 
@@ -82,8 +88,8 @@ def load_blas() -> Blas:
     """Load an optimised CBLAS before MLX is imported, so that MLX's `cblas_sgemm` resolves to it.
 
     Order: `$MLXLM_BLAS` (a path; "numpy" for the OpenBLAS inside numpy; "none"), MKL from PyPI, the system's OpenBLAS
-    or BLIS, numpy's. On a processor of AMD with AVX-512, numpy's goes beside MKL, for all products but the narrowest.
-    It takes a C compiler, since its functions have other names than MLX asks for.
+    or BLIS, numpy's. On a processor of AMD with AVX-512, numpy's comes beside MKL, for products on one thread. It takes
+    a C compiler, since its functions have other names than MLX asks for.
 
     On macOS MLX uses Accelerate and Metal: nothing is loaded, and `$MLXLM_BLAS` has no effect. Raises PlatformError if
     it can't be loaded on Linux, since a choice must not be dropped in silence.
@@ -139,10 +145,7 @@ def _opened(path: str) -> Blas:
 
 
 def _routed(mkl: str | None) -> Blas:
-    """numpy's OpenBLAS, for all products, or with the path of MKL for those that it does faster.
-
-    Raises OSError where that can't be had, or wouldn't be faster.
-    """
+    """numpy's OpenBLAS, alone, or beside the MKL at a path. Raises OSError where that can't be had, or isn't faster."""
     path = _in_numpy()
     openblas = ctypes.CDLL(path)
     if mkl is not None:
@@ -152,10 +155,11 @@ def _routed(mkl: str | None) -> Blas:
     router = ctypes.CDLL(str(_compiled()), mode=ctypes.RTLD_GLOBAL)
     few = None if mkl is None else ctypes.CDLL(mkl)
     address = None if few is None else ctypes.cast(few.cblas_sgemm, ctypes.c_void_p)
-    router.mlxlm_route(address, ctypes.cast(openblas.scipy_cblas_sgemm64_, ctypes.c_void_p), _FEW if few else 0)
+    router.mlxlm_route(address, ctypes.cast(openblas.scipy_cblas_sgemm64_, ctypes.c_void_p))
+    router.mlxlm_least(_ALL if few is None else _NONE)
     if few is None:
         return Blas("OpenBLAS", path, (openblas,))
-    return Blas("OpenBLAS and MKL", path, (openblas, few))
+    return Blas("MKL and OpenBLAS", mkl, (few, openblas), router)
 
 
 def _in_numpy() -> str:

@@ -1,7 +1,7 @@
 /* cblas_sgemm for MLX: products of few rows or columns by one library, all others by another.
  *
  * mlxlm/blas.py compiles this, and says by `mlxlm_route` which functions they are. MLX finds `cblas_sgemm` here
- * because this library is loaded before it. The one in numpy counts in 64 bits.
+ * because this library is loaded before it. The function in numpy counts in 64 bits.
  */
 #include <stdint.h>
 
@@ -13,12 +13,13 @@ static Gemm narrow;
 static Gemm64 wide;
 static int least;
 
-/* Products whose result has fewer than `smallest` rows or columns go to `few`. */
-void mlxlm_route(Gemm few, Gemm64 many, int smallest) {
+void mlxlm_route(Gemm few, Gemm64 many) {
   narrow = few;
   wide = many;
-  least = smallest;
 }
+
+/* Products whose result has fewer than `smallest` rows or columns go to `few`. Not while one is being computed. */
+void mlxlm_least(int smallest) { least = smallest; }
 
 void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
                  const float* b, int ldb, float beta, float* c, int ldc) {

@@ -59,7 +59,7 @@ class Workers:
         seeds = mx.random.randint(0, 1 << 31, (count,)).tolist()
         parts = [[tuple(_cut(x, i, count) for x in batch) for batch in batches] for i in range(count)]
         mx.eval(self._state)  # a thread can't evaluate what another has built
-        with load_blas().threads(1):
+        with load_blas().one_thread():
             started = [
                 _worker(i).start(self._evaluated, *work)
                 for i, work in enumerate(zip(self._functions, parts, seeds, strict=True))
