@@ -84,7 +84,7 @@ class Pulse:
         self._newest = self._taken = 0
         self._left = False
         self._waker, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._watch, name="mlxlm pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mlxlm pulse", daemon=True)
         self._thread.start()
 
     def say(self, value: Any) -> None:
@@ -116,6 +116,13 @@ class Pulse:
         self._thread.join()
         for connection in (self._woken, *(link.socket for link in self._links)):
             connection.close()
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # without this thread nobody would notice that a rank is lost
+            self._lose(f"rank {self.rank} can't watch the others ({type(error).__name__}: {error})")
+            raise
 
     def _watch(self) -> None:
         beat = min(BEAT, self.patience / 4)

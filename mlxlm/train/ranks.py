@@ -64,11 +64,17 @@ class Ranks:
     another rank leaves it by an error, it is lost for the others.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None):
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: Any = None,
+        when_stuck: Callable[[MlxlmError], None] = lambda _error: None,
+    ):
         self.rank, self.size = rank, size
         self.facts: Callable[[], dict[str, Any]] = dict
         self.rescue: Callable[[RankLost], MlxlmError] = lambda lost: lost
-        self._group = group
+        self._group, self._when_stuck = group, when_stuck
         self._pulse: Pulse | None = None
         self._sockets: set[int] = set()
         self._inside: float | None = None  # when the collective that this process waits in began
@@ -104,9 +110,8 @@ class Ranks:
         before = _open_sockets()
         try:
             group = mx.distributed.init(strict=True, backend=backend)
-            ranks = cls(group.rank(), group.size(), group)
+            ranks = cls(group.rank(), group.size(), group, when_stuck)
             ranks._sockets = _open_sockets() - before
-            ranks._when_stuck = when_stuck
             if ranks.size > 1:
                 ranks._meet(backend, patience)
         except RuntimeError as error:

@@ -177,6 +177,16 @@ def test_silence_is_a_loss():
     theirs.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_pulse_that_fails_is_a_loss():
+    ours, theirs = socket.socketpair()
+    pulse = Pulse(2, [(ours, 0)], 5.0, lambda: {"facts": {1, 2}}, lambda _problem: None)
+    with pytest.raises(RankLost, match="rank 2 can't watch the others .TypeError"):
+        pulse.hear()
+    pulse.leave(orderly=False)
+    theirs.close()
+
+
 @needs_sockets
 def test_strangers_are_turned_away():
     secret = pulses.token()
