@@ -30,7 +30,7 @@ from mlxlm.train.events import (
 )  # fmt: skip
 from mlxlm.train.feed import Feed
 from mlxlm.train.follow import share_state
-from mlxlm.train.footprint import steady_memory
+from mlxlm.train.footprint import fit_cache, steady_memory
 from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.log import RunLog
 from mlxlm.train.plot import draw_run
@@ -146,6 +146,8 @@ class _Loop:
                 except RankLost as lost:  # in the middle of the step, which has changed nothing yet
                     yield from self.save(done - 1, None)
                     raise self.deserted(lost) from None
+                if done == self.first + 1:
+                    fit_cache()
                 if done < settings.steps:
                     yield from self.rest(done, should_stop)
                 if done == settings.steps or not should_stop():

@@ -1,10 +1,11 @@
 """The memory of a run: flat over its steps, and within what macOS recommends."""
 
+import pytest
 from training_runs import finish
 
-from mlxlm._mlx import mx
+from mlxlm._mlx import ON_CPU, mx
 from mlxlm.train import Step
-from mlxlm.train.footprint import steady_memory
+from mlxlm.train.footprint import fit_cache, steady_memory
 
 
 def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monkeypatch):
@@ -20,6 +21,21 @@ def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monk
     changes = {"eval_every": 3, "eval_tokens": 256, "sample_every": 4, "sample_tokens": 20, "save_every": 5}
     finish(new_run("run", steps=24, ema=0.9, **changes))
     assert len(held) == 24 and max(held[12:]) < 1.05 * max(held[:12])
+
+
+@pytest.mark.skipif(not ON_CPU, reason="about the CPU backend")
+def test_no_more_is_kept_free_than_was_in_use():
+    before = mx.set_cache_limit(1 << 30)
+    try:
+        with steady_memory():
+            mx.reset_peak_memory()
+            mx.eval(mx.zeros((1 << 20,)))
+            fit_cache()
+            peak = mx.get_peak_memory()
+            assert mx.set_cache_limit(peak) == peak >= 4 << 20
+        assert mx.set_cache_limit(1 << 30) == 1 << 30
+    finally:
+        mx.set_cache_limit(before)
 
 
 def test_metals_limit_is_set_for_the_run_alone(monkeypatch):
