@@ -30,7 +30,8 @@ class Figures:
             self._step, self._steps, self._flops = event.step, event.steps, event.flops_per_token
             self._smooth = Smoothed(span_of(event.steps))
         elif isinstance(event, Step):
-            self._last, self._step, self._loss = event, event.step, self._smooth(event.loss)
+            self._last, self._step, self._steps = event, event.step, event.steps
+            self._loss = self._smooth(event.loss)
         elif isinstance(event, Validation) and event.best:
             self._best = event
         elif isinstance(event, Paused):

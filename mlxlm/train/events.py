@@ -55,6 +55,15 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Replanned:
+    """After step `step` a run with a time limit is to have this many `steps`: steps take longer than they did, or less.
+    The learning rates from here on are those of a run of so many."""
+
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class Validation:
     """`best`: no earlier validation of the run had a lower loss."""
 
@@ -156,6 +165,6 @@ class Finished:
 
 
 Event = (
-    Forecast | Started | Step | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed | Warned | Stopped
+    Forecast | Started | Step | Replanned | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed | Warned | Stopped
     | Failed | Finished
 )  # fmt: skip

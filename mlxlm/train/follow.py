@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from itertools import count
 from shlex import quote
 from typing import Any
 
@@ -47,11 +48,11 @@ def follow(ranks: Ranks, should_stop: Callable[[], bool] = lambda: False) -> Non
     state = None
     ranks.rescue = lambda lost: _inherited(run, step, state, ranks, lost)
     try:
-        with closing(read_ahead(feed.read, range(announcement["step"] + 1, settings.steps + 1))) as read:
+        with closing(read_ahead(feed.read, count(announcement["step"] + 1))) as read:
             while (order := ranks.share()) is not None:
                 state = order["state"]
                 with platform.interrupts_held():
-                    loss, norm = step(next(read), settings.learning_rate_at(order["step"] - 1))
+                    loss, norm = step(next(read), order["rate"])
                     mx.eval(loss, norm, step.state)
                 state = _after_step(state, settings.spike, loss.item(), norm.item())
     except RankLost as lost:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from itertools import count
 from typing import Any
 
 from mlxlm import platform
@@ -14,13 +16,16 @@ from mlxlm.data import Batch, TokenDataset, read_ahead
 from mlxlm.errors import CheckpointError, MlxlmError, TrainingError
 from mlxlm.evaluate import evaluate
 from mlxlm.model import Decoder
+from mlxlm.report.entries import read_entries
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.clock import Clock
+from mlxlm.train.deadline import Deadline
 from mlxlm.train.events import (
     Event,
     Failed,
     Finished,
     Paused,
+    Replanned,
     Sample,
     Started,
     Step,
@@ -55,6 +60,7 @@ def train(
     tensorboard: bool = False,
     wandb: str | None = None,
     ranks: Ranks | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Event]:
     """Train `run` to its last step, yielding an Event for everything that happens, which the log has by then.
 
@@ -64,6 +70,10 @@ def train(
     is saved and the generator ends with Stopped. `power` says when to rest. `tensorboard` and `wandb`, a project, say
     where else the events go: see `trackers`. `ranks`: where other processes take part by `follow`, this one's; it is
     rank 0, and alone writes files.
+
+    With `settings.time_limit` the run ends when that is over by the clock `now`, see `Deadline`: each change of its
+    length is a Replanned. Its weights follow from settings, data and these, which the clock alone decides: another such
+    run has others. A resumed one has the time that was left.
 
     A checkpoint that the disk has no room for is put off (NotSaved). The one that a run ends with is waited for: the
     run pauses until there is room, or until `should_stop` says yes.
@@ -80,7 +90,7 @@ def train(
         if run.checkpoints() and not resume:
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
         log = RunLog(run.log_file)
-        loop = _Loop(run, tokenizer, log, resume, _pace(power, ranks), ranks)
+        loop = _Loop(run, tokenizer, log, resume, _pace(power, ranks), ranks, now)
         with closing(Trackers(run, loop.first, tensorboard, wandb)) as trackers, steady_memory():
             try:
                 for event in loop.events(lambda: should_stop() or any(ranks.told("stop"))):
@@ -101,7 +111,10 @@ def train(
 class _Loop:
     """The state of a run between its steps."""
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, log: RunLog, resume: bool, pace: Pace, ranks: Ranks):
+    def __init__(
+        self, run: Run, tokenizer: Tokenizer, log: RunLog, resume: bool, pace: Pace, ranks: Ranks,
+        now: Callable[[], float],
+    ):  # fmt: skip
         self.run, self.tokenizer, self.settings, self.pace, self.ranks = run, tokenizer, run.settings, pace, ranks
         mx.reset_peak_memory()
         self.model = Decoder(run.config, dropout=self.settings.dropout)
@@ -113,6 +126,8 @@ class _Loop:
         self.guard = SpikeGuard(self.settings.spike, state.get("guard"))
         self.best: dict | None = state.get("best")
         self.spent: float = state.get("seconds", 0.0)
+        forecast = next((entry for entry in read_entries(run.log_file) if entry["event"] == "forecast"), None)
+        self.deadline = Deadline(self.settings, state, forecast, now)
         self.owed = self.due(self.first, self.settings.eval_every) and state.get("validation_loss", 0) is None
         self.feed = Feed(run, ranks)
         self.held_out = TokenDataset.open(run.data, "validation")
@@ -132,15 +147,15 @@ class _Loop:
             yield Warned(self.first, missing)
         if self.owed:  # the run was stopped between a step and its validation
             yield from self.look_after(self.first, should_stop)
-        if self.first < settings.steps:
+        if self.first < self.deadline.steps:
             yield from self.rest(self.first, should_stop)
-        steps = range(self.first + 1, settings.steps + 1)
-        with closing(read_ahead(self.feed.read, steps)) as read:
-            for done in steps:
+        with closing(read_ahead(self.feed.read, count(self.first + 1))) as read:
+            while self.at < self.deadline.steps:
                 if should_stop():
-                    yield from self.save(done - 1, None, until=lambda: False)
-                    yield Stopped(done - 1, self.run.path)
+                    yield from self.save(self.at, None, until=lambda: False)
+                    yield Stopped(self.at, self.run.path)
                     return
+                done = self.at + 1
                 try:
                     yield self.advance(done, next(read))
                 except RankLost as lost:  # in the middle of the step, which has changed nothing yet
@@ -148,22 +163,25 @@ class _Loop:
                     raise self.deserted(lost) from None
                 if done == self.first + 1:
                     fit_cache()
-                if done < settings.steps:
+                if done < self.deadline.steps:
                     yield from self.rest(done, should_stop)
-                if done == settings.steps or not should_stop():
+                self.deadline.took("step")
+                if self.deadline.replanned(done):
+                    yield Replanned(done, self.deadline.steps)
+                if done == self.deadline.steps or not should_stop():
                     yield from self.look_after(done, should_stop)
         seconds, rate = self.spent + self.clock.seconds, self.clock.rate(settings.tokens_per_step)
         best = self.best or {}
         bits, peak = best.get("bits_per_byte"), mx.get_peak_memory()
-        yield Finished(settings.steps, seconds, rate, best.get("loss"), bits, peak, self.run.path)
+        yield Finished(self.deadline.steps, seconds, rate, best.get("loss"), bits, peak, self.run.path)
 
     def started(self) -> Started:
-        settings = self.settings
-        epochs, by_source = self.feed.epoch_of(settings.steps), self.feed.epochs(settings.steps)
+        settings, steps = self.settings, self.deadline.steps
+        epochs, by_source = self.feed.epoch_of(steps), self.feed.epochs(steps)
         # Under a causal mask a token sees half of the sequence, on average.
         flops = self.run.config.flops_per_token(settings.sequence_length // 2, training=True)
         return Started(
-            self.first, settings.steps, self.model.num_parameters(), settings.tokens_per_step, epochs, flops,
+            self.first, steps, self.model.num_parameters(), settings.tokens_per_step, epochs, flops,
             by_source, self.feed.cropped,
         )  # fmt: skip
 
@@ -176,6 +194,7 @@ class _Loop:
                 mx.clear_cache()
             yield event
         self.clock.skip(self.pace.paused - before)
+        self.deadline.skip(self.pace.paused - before)
 
     def look_after(self, done: int, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """What is due after step `done`: validation, sample, checkpoint."""
@@ -189,27 +208,30 @@ class _Loop:
         if sampled or found:  # their buffers are of other sizes than a step's, and would be kept beside those
             mx.clear_cache()
         best = found is not None and found.best
-        if best or self.due(done, settings.save_every) or self.saver.overdue or self.saver.saved == done:
-            yield from self.save(done, found, until=should_stop if done == settings.steps else None)
+        saved = best or self.due(done, settings.save_every) or self.saver.overdue or self.saver.saved == done
+        if saved:
+            yield from self.save(done, found, until=should_stop if done == self.deadline.steps else None)
+        self.deadline.took("check" if found else "sample" if sampled else "save" if saved else None)
 
     def due(self, done: int, every: int) -> bool:
-        return done == self.settings.steps or (every > 0 and done % every == 0)
+        return done == self.deadline.steps or (every > 0 and done % every == 0)
 
     def advance(self, done: int, batches: list[Batch]) -> Step:
         """Step number `done`, from 1."""
         settings, self.at = self.settings, done
-        rate = settings.learning_rate_at(done - 1)
-        self.ranks.share({"step": done, "state": self.state_after(done - 1)})  # the others take part in this step
+        rate = settings.learning_rate_at(done - 1, self.deadline.steps)
+        self.ranks.share({"step": done, "rate": rate, "state": self.state_after(done - 1)})  # the others take part in this step
         with self.clock, platform.interrupts_held():
             loss, norm = self.step(batches, rate)
             mx.eval(loss, norm, self.step.state)
         loss, norm = loss.item(), norm.item()
         if problem := self.guard.problem(loss, norm):
             raise self.failure(done, problem)
+        left = self.deadline.seconds_left
         return Step(
-            done, settings.steps, done * settings.tokens_per_step, loss, rate, norm,
+            done, self.deadline.steps, done * settings.tokens_per_step, loss, rate, norm,
             self.clock.rate(settings.tokens_per_step), self.spent + self.clock.seconds,
-            self.clock.left(settings.steps - done), memory_in_use(),
+            self.clock.left(self.deadline.steps - done) if left is None else left, memory_in_use(),
         )  # fmt: skip
 
     def validate(self, done: int) -> Validation:
@@ -252,6 +274,7 @@ class _Loop:
         return {
             "step": done,
             "seconds": self.spent + self.clock.seconds,
+            **self.deadline.state,
             "validation_loss": found and found.loss,
             "best": self.best,
             "healthy": self.guard.healthy,

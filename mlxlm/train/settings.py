@@ -32,6 +32,7 @@ class TrainSettings:
     schedule: str = "cosine"
     warmup_steps: int | None = None  # None: 5% of the steps, at most 500
     final_learning_rate: float = 0.1  # as a fraction of learning_rate
+    time_limit: float | None = None  # seconds by the clock, to which the number of steps is fitted as the run goes
     decay_fraction: float = 0.2  # the share of the steps that wsd spends decaying (Hu et al. 2024, MiniCPM)
     weight_decay: float | None = None  # this and the betas: None takes the optimizer's, see `optimizers.DEFAULTS`
     beta1: float | None = None
@@ -86,10 +87,10 @@ class TrainSettings:
     def tokens_per_step(self) -> int:
         return self.batch_size * self.sequence_length * self.accumulate
 
-    def learning_rate_at(self, step: int) -> float:
-        """The learning rate of step `step` (0-based), see `schedules.learning_rate`."""
+    def learning_rate_at(self, step: int, steps: int | None = None) -> float:
+        """The learning rate of step `step` (0-based) of `steps` (None: as set), see `schedules.learning_rate`."""
         return schedules.learning_rate(
-            step, self.steps, self.learning_rate, schedule=self.schedule, warmup=self.warmup_steps,
+            step, self.steps if steps is None else steps, self.learning_rate, schedule=self.schedule, warmup=self.warmup_steps,
             final=self.final_learning_rate, decay_fraction=self.decay_fraction,
         )  # fmt: skip
 
@@ -119,6 +120,8 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         value = getattr(s, name)
         if not number(value) or value < 0 or (name == "learning_rate" and value == 0):
             yield f"{name} is {value!r}, it must be a positive number"
+    if s.time_limit is not None and (not number(s.time_limit) or s.time_limit <= 0):
+        yield f"time_limit is {s.time_limit!r}, it must be a positive number of seconds"
     for name in ("final_learning_rate", "decay_fraction"):
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) <= 1:
             yield f"{name} is {getattr(s, name)!r}, it must be between 0 and 1"

@@ -1,0 +1,105 @@
+"""How many steps a run has: as many as its settings say, or as many as its time has room for."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlxlm.train.settings import TrainSettings
+
+_LOOKS = 50  # how often in a run, evenly, the steps that are left are reckoned anew; towards the end more often
+_MEMORY = 0.1  # of the time: what was longer ago counts little for the speed of steps
+_WORTH_A_CHANGE = 0.01  # of the steps that are left
+_PICTURES = 2.0  # seconds for loss.png and report.html, which come after the last step
+
+
+class Deadline:
+    """`steps`: the run's, of which those of a run with a time limit change as it goes.
+
+    The time that counts is that by the clock on the wall, in which the run works, validates, saves and rests between
+    steps; pauses, and the time between an interruption and a resume, don't count. What steps, validations, samples
+    and checkpoints take is measured; before there is a measurement it is what the `forecast` says (the log's).
+    `state` is what an earlier one's `state` gave: a resumed run goes on with its plan.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        state: Mapping[str, Any],
+        forecast: Mapping[str, Any] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.steps: int = state.get("steps", settings.steps)
+        self._limit, self._now, self._last = settings.time_limit, now, now()
+        self._elapsed: float = state.get("elapsed", 0.0)
+        self._next_look = self._elapsed
+        self._every = {"check": settings.eval_every, "sample": settings.sample_every, "save": settings.save_every}
+        self._cost = {"check": 0.0, "sample": 0.0, "save": 0.0}  # seconds of each
+        self._sum = self._count = 0.0  # of steps: both fade
+        self._compiled = False
+        if forecast:
+            steps = forecast["steps"]
+            times = -(-steps // settings.eval_every) if settings.eval_every else 1
+            self._cost["check"] = (forecast["seconds"] - forecast["step_seconds"]) / times
+            self._sum, self._count = forecast["step_seconds"] / steps, 1.0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """`elapsed`: seconds, see above."""
+        return {"steps": self.steps, "elapsed": self.elapsed}
+
+    @property
+    def elapsed(self) -> float:
+        return self._elapsed + self._now() - self._last
+
+    @property
+    def seconds_left(self) -> float | None:
+        """None where no time was set."""
+        return None if self._limit is None else max(0.0, self._limit - self.elapsed)
+
+    def skip(self, seconds: float) -> None:
+        """The last `seconds` were a pause."""
+        self._last += seconds
+
+    def took(self, what: str | None) -> None:
+        """The time since this was called before went into `what`: "step", with what belongs to each, or the longest of
+        "check" (a validation), "sample" and "save"; None for what happens once."""
+        now = self._now()
+        seconds, self._last = now - self._last, now
+        self._elapsed += seconds
+        if what == "step" and self._compiled:
+            kept = math.exp(-seconds / (_MEMORY * self._limit)) if self._limit else 0.0
+            self._sum, self._count = self._sum * kept + seconds, self._count * kept + 1
+        elif what == "step":
+            self._compiled = True  # the first step takes longer than all others
+        elif what is not None:
+            self._cost[what] = seconds
+
+    def replanned(self, done: int) -> bool:
+        """Whether, after step `done`, the run has another number of `steps` than before; it may end here."""
+        if self._limit is None or not self._count or self._elapsed < self._next_look and done < self.steps:
+            return False
+        left = self._limit - self._elapsed - min(_PICTURES, _MEMORY * self._limit)
+        self._next_look = self._elapsed + max(0.0, min(self._limit / _LOOKS, 0.1 * left))
+        steps = done + self._fitting(done, left)
+        if abs(steps - self.steps) < max(1.0, _WORTH_A_CHANGE * (self.steps - done)):
+            return False
+        self.steps = steps
+        return True
+
+    def _fitting(self, done: int, left: float) -> int:
+        """How many more steps there is time for, with all that happens between them and the checkpoint at the end."""
+        each = self._sum / self._count
+
+        def takes(more: int) -> float:
+            between = sum(
+                cost * ((done + more - 1) // every - done // every)
+                for cost, every in ((self._cost[name], self._every[name]) for name in self._cost)
+                if every
+            )
+            return more * each + between + sum(self._cost.values())
+
+        return max(0, bisect_right(range(int(max(0.0, left) / each) + 2), left, key=takes) - 1)

@@ -1,0 +1,131 @@
+"""Runs that end when their time is over: by a clock of the test's, and to the bit whatever interrupts them."""
+
+import itertools
+import random
+
+import pytest
+from training_runs import contents, finish
+
+from mlxlm.errors import ConfigError
+from mlxlm.train import Finished, Replanned, Run, Step, Stopped, TrainSettings
+from mlxlm.train.deadline import Deadline
+
+FORECAST = {"steps": 100, "step_seconds": 100.0, "seconds": 102.0}
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def simulated(limit, seconds_of, check=2.0, eval_every=20, steps=100, state=None, until=None):
+    """A run without a model: each step takes `seconds_of(step)`. Returns its deadline and the clock at its end."""
+    clock = FakeClock()
+    settings = TrainSettings(steps=steps, learning_rate=1.0, time_limit=limit, eval_every=eval_every, save_every=0)
+    deadline, done = Deadline(settings, state or {}, FORECAST, clock), (state or {}).get("step", 0)
+    while done < deadline.steps and done != until:
+        done += 1
+        clock.now += seconds_of(done)
+        deadline.took("step")
+        deadline.replanned(done)
+        if done % eval_every == 0 or done == deadline.steps:
+            clock.now += check
+            deadline.took("check")
+    return deadline, clock.now, done
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "speed",
+    [lambda n: 1.0, lambda n: 0.2, lambda n: 5.0, lambda n: 1 + 2 * (n > 60), lambda n: 3 - 2.5 * (n > 60)],
+    ids=["as forecast", "faster", "slower", "slows down", "speeds up"],
+)
+def test_ends_on_time_at_any_speed(speed, seed):
+    draw = random.Random(seed)
+    deadline, end, done = simulated(400.0, lambda n: speed(n) * draw.uniform(0.7, 1.3))
+    assert done == deadline.steps
+    assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the pictures come after it
+
+
+def test_without_a_limit_nothing_is_replanned():
+    clock = FakeClock()
+    deadline = Deadline(TrainSettings(steps=7, learning_rate=1.0), {}, FORECAST, clock)
+    for done in range(1, 8):
+        clock.now += 100
+        deadline.took("step")
+        assert not deadline.replanned(done)
+    assert deadline.steps == 7 and deadline.seconds_left is None
+
+
+def test_too_little_time_is_one_step():
+    _, _, done = simulated(0.5, lambda n: 10.0)
+    assert done == 1
+
+
+def test_a_pause_does_not_count_and_an_interruption_neither():
+    deadline, end, done = simulated(400.0, lambda n: 1.0, until=50)
+    state = {**deadline.state, "step": done}
+    assert state["elapsed"] == end
+    _, rest, _ = simulated(400.0, lambda n: 1.0, state=state)
+    assert 380 <= end + rest <= 404
+    clock = FakeClock()
+    paused = Deadline(TrainSettings(steps=7, learning_rate=1.0, time_limit=60.0), {}, None, clock)
+    clock.now = 50.0
+    paused.skip(45.0)
+    assert paused.elapsed == 5 and paused.seconds_left == 55
+
+
+class Ticking:
+    """A clock that goes on by some seconds whenever it is asked, the same in every run."""
+
+    def __init__(self, each=0.25):
+        self._count, self._each = itertools.count(), each
+
+    def __call__(self):
+        return next(self._count) * self._each
+
+
+def timed(new_run, name, **settings):
+    return new_run(name, steps=20, time_limit=30.0, eval_every=0, save_every=5, **settings)
+
+
+
+
+def test_a_run_ends_by_the_clock_and_its_rates_are_those_of_the_plan(new_run):
+    run = timed(new_run, "a", schedule="linear", warmup_steps=1)
+    events = finish(run, now=Ticking())
+    plan = {e.step: e.steps for e in events if isinstance(e, Replanned)}
+    steps = [e for e in events if isinstance(e, Step)]
+    assert plan and isinstance(events[-1], Finished)
+    now = run.settings.steps
+    for event in steps:
+        assert event.steps == now
+        assert event.learning_rate == run.settings.learning_rate_at(event.step - 1, now)
+        now = plan.get(event.step, now)
+    assert events[-1].step == steps[-1].step == now != 20
+    logged = [(e["step"], e["steps"]) for e in run.read_log() if e["event"] == "replanned"]
+    assert logged == list(plan.items())
+    same = timed(new_run, "b", schedule="linear", warmup_steps=1)
+    finish(same, now=Ticking())
+    assert contents(same.checkpoints()[-1]) == contents(run.checkpoints()[-1])
+    assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []  # it has ended
+
+
+def test_a_resumed_run_goes_on_with_its_plan_and_the_time_left(new_run):
+    run = timed(new_run, "c")
+    first = finish(run, now=Ticking(), stop_at=8)
+    assert isinstance(first[-1], Stopped)
+    planned = [e for e in first if isinstance(e, Replanned)][-1].steps
+    rest = finish(Run.open(run.path), resume=True, now=Ticking())
+    assert next(e for e in rest if isinstance(e, Step)).steps == planned
+    whole = finish(timed(new_run, "d"), now=Ticking())
+    assert abs(rest[-1].step - whole[-1].step) <= 0.1 * whole[-1].step
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), "2h"])
+def test_a_limit_is_a_positive_number(limit):
+    with pytest.raises(ConfigError, match="time_limit is .* positive number of seconds"):
+        TrainSettings(steps=1, learning_rate=1.0, time_limit=limit)
