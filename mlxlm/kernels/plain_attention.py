@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mask import distance, visible
+from mlxlm.kernels.sums import sum_of_rows
 
 _MANY_SCORES = 1 << 14  # of a decoded token: from here on `exp_nonpositive` is worth a larger graph
 _MIN_ROWS = 64  # least query rows per block on the CPU: below that the products are too small
@@ -44,6 +45,8 @@ def _attention_cpu(queries, keys, values, scale, window, first, segments):
     kv_heads, S = keys.shape[1], keys.shape[2]
     groups = H // kv_heads
     queries = (queries * scale).reshape(B, kv_heads, groups, T, D)
+    # As they come from a projection, [B, S, H, D] in memory, each product would copy them.
+    keys, values = mx.contiguous(keys), mx.contiguous(values)
     step = max(_MIN_ROWS, -(-T // 4))
     out = []
     for start in range(0, T, step):
@@ -52,33 +55,41 @@ def _attention_cpu(queries, keys, values, scale, window, first, segments):
         unseen = 0 if window is None else max(0, S - T + start - window + 1)
         # The heads of a group are stacked as rows, so that one product serves them all.
         rows = queries[:, :, :, start:stop].reshape(B, kv_heads, groups * (stop - start), D)
-        scores = rows @ keys[:, :, unseen:seen].swapaxes(-1, -2)
         here = None if first is None else first - unseen
         of = None if segments is None else (segments[:, start:stop], segments[:, unseen:seen])
         mask = mx.where(visible(distance(stop - start, seen - unseen), window, here, of), 0.0, -mx.inf)
-        probs = _masked_softmax(scores, mx.tile(mask, (groups, 1)))
-        block = probs @ values[:, :, unseen:seen]
+        block, *_ = _attend(rows, keys[:, :, unseen:seen], values[:, :, unseen:seen], mx.tile(mask, (groups, 1)))
         out.append(block.reshape(B, kv_heads, groups, stop - start, D))
     return mx.concatenate(out, axis=3).reshape(B, H, T, D)
 
 
 @mx.custom_function
-def _masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
-    """softmax(scores + mask) over the last axis; the mask takes no gradient."""
-    shifted = scores + mask
+def _attend(rows: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """softmax(rows · keysᵀ + mask) · values and, for the gradient, e and n: the softmax is e · n.
+
+    The scores are gone through as few times as can be, since nothing is left of them in a core's cache: what divides
+    a row is applied to its output instead.
+    """
+    shifted = rows @ keys.swapaxes(-1, -2) + mask
     e = exp_nonpositive(shifted - mx.max(shifted, axis=-1, keepdims=True))
-    return e / mx.sum(e, axis=-1, keepdims=True)
+    n = 1 / sum_of_rows(e)
+    return (e @ values) * n, e, n
 
 
-@_masked_softmax.vjp
-def _masked_softmax_vjp(primals, cotangent, probs):
-    return _softmax_backward(cotangent, probs), mx.zeros_like(primals[1])
+@_attend.vjp
+def _attend_vjp(primals, cotangents, outputs):
+    rows, keys, values, mask = primals
+    out, e, n = outputs
+    cotangent = cotangents[0] * n
+    # The softmax p has the gradient p · (dp - Σ dp · p), and the sum is the cotangent times the output
+    # (Dao et al. 2022, "FlashAttention", B.4).
+    slopes = _slopes(e, cotangent @ values.swapaxes(-1, -2), sum_of_rows(cotangent * out))
+    return slopes @ keys, slopes.swapaxes(-1, -2) @ rows, e.swapaxes(-1, -2) @ cotangent, mx.zeros_like(mask)
 
 
 @mx.compile
-def _softmax_backward(cotangent, probs):
-    weighted = cotangent * probs
-    return weighted - probs * mx.sum(weighted, axis=-1, keepdims=True)
+def _slopes(e, gradient, mean):
+    return e * (gradient - mean)
 
 
 def plain_quantized_attention(
