@@ -31,7 +31,7 @@ from mlxlm.train.start import start_run
 from mlxlm.train.trackers import check_trackers
 
 __all__ = [
-    "Event", "Finished", "Forecast", "NotSaved", "Paused", "Power", "Probe", "RankLost", "Ranks", "Replanned", "Resumed", "Run",
-    "Sample", "Saved", "Slowed", "Started", "Step", "Stopped", "TrainSettings", "Validation", "Warned",
-    "check_trackers", "draw_losses", "follow", "open_base", "probe", "start_finetune", "start_run", "train",
+    "Event", "Finished", "Forecast", "NotSaved", "Paused", "Power", "Probe", "RankLost", "Ranks", "Replanned",
+    "Resumed", "Run", "Sample", "Saved", "Slowed", "Started", "Step", "Stopped", "TrainSettings", "Validation",
+    "Warned", "check_trackers", "draw_losses", "follow", "open_base", "probe", "start_finetune", "start_run", "train",
 ]  # fmt: skip

@@ -10,6 +10,17 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """A model whose size was chosen by the time there is: `parameters`, trained on about `tokens`, which are `epochs`
+    passes over the text. `by`: what says which size is best."""
+
+    parameters: int
+    tokens: float
+    epochs: float
+    by: str
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What a probe on this machine says of a run before it begins: seconds in its `steps`, seconds with validation, and
     MLX's peak of memory in bytes."""
@@ -165,6 +176,6 @@ class Finished:
 
 
 Event = (
-    Forecast | Started | Step | Replanned | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed | Warned | Stopped
-    | Failed | Finished
+    Chosen | Forecast | Started | Step | Replanned | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed
+    | Warned | Stopped | Failed | Finished
 )  # fmt: skip

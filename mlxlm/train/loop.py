@@ -220,7 +220,8 @@ class _Loop:
         """Step number `done`, from 1."""
         settings, self.at = self.settings, done
         rate = settings.learning_rate_at(done - 1, self.deadline.steps)
-        self.ranks.share({"step": done, "rate": rate, "state": self.state_after(done - 1)})  # the others take part in this step
+        # The others take part in this step.
+        self.ranks.share({"step": done, "rate": rate, "state": self.state_after(done - 1)})
         with self.clock, platform.interrupts_held():
             loss, norm = self.step(batches, rate)
             mx.eval(loss, norm, self.step.state)

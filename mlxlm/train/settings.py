@@ -90,8 +90,8 @@ class TrainSettings:
     def learning_rate_at(self, step: int, steps: int | None = None) -> float:
         """The learning rate of step `step` (0-based) of `steps` (None: as set), see `schedules.learning_rate`."""
         return schedules.learning_rate(
-            step, self.steps if steps is None else steps, self.learning_rate, schedule=self.schedule, warmup=self.warmup_steps,
-            final=self.final_learning_rate, decay_fraction=self.decay_fraction,
+            step, self.steps if steps is None else steps, self.learning_rate, schedule=self.schedule,
+            warmup=self.warmup_steps, final=self.final_learning_rate, decay_fraction=self.decay_fraction,
         )  # fmt: skip
 
 
