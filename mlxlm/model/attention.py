@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlxlm._mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention
+from mlxlm.model.linear import Linear
 from mlxlm.model.norms import RMSNorm
 from mlxlm.model.positions import Rotary, alibi_slopes
 
@@ -21,10 +22,10 @@ class Attention(nn.Module):
         self.window = config.window(layer)
         self.softcap = None if config.attn_logit_softcapping is None else float(config.attn_logit_softcapping)
         out_bias = bias if config.attention_out_bias is None else config.attention_out_bias
-        self.q_proj = nn.Linear(h, self.heads * d, bias=bias)
-        self.k_proj = nn.Linear(h, self.kv_heads * d, bias=bias)
-        self.v_proj = nn.Linear(h, self.kv_heads * d, bias=bias)
-        self.o_proj = nn.Linear(self.heads * d, h, bias=out_bias)
+        self.q_proj = Linear(h, self.heads * d, bias=bias)
+        self.k_proj = Linear(h, self.kv_heads * d, bias=bias)
+        self.v_proj = Linear(h, self.kv_heads * d, bias=bias)
+        self.o_proj = Linear(self.heads * d, h, bias=out_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm is not None:
             whole = self.qk_norm == "projection"

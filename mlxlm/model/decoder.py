@@ -9,6 +9,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block
 from mlxlm.model.dropout import Dropout
 from mlxlm.model.embedding import Embedding, Sinusoids, positions_of, positions_within
+from mlxlm.model.linear import Linear
 from mlxlm.model.norms import enter, make_norm
 from mlxlm.model.recompute import recomputed
 
@@ -82,7 +83,7 @@ class Decoder(nn.Module):
         self.cap = None if config.final_logit_softcapping is None else float(config.final_logit_softcapping)
         self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def __call__(self, tokens: mx.array, cache=None, *, segments: mx.array | None = None) -> mx.array:
         """tokens int `[B, T]` -> logits `[B, T, V]`. A cache (one per layer) is advanced by T positions.

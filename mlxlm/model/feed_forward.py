@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlxlm._mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import gelu, gelu_tanh, swiglu
+from mlxlm.model.linear import Linear
 
 ACTIVATIONS = {
     "silu": nn.silu,
@@ -25,9 +26,9 @@ class FeedForward(nn.Module):
         self.gated, self.is_swiglu = config.mlp_gated, config.mlp_gated and config.hidden_act == "silu"
         self.activation = ACTIVATIONS[config.hidden_act]
         if self.gated:
-            self.gate_proj = nn.Linear(h, inner, bias=bias)
-        self.up_proj = nn.Linear(h, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, h, bias=bias)
+            self.gate_proj = Linear(h, inner, bias=bias)
+        self.up_proj = Linear(h, inner, bias=bias)
+        self.down_proj = Linear(inner, h, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x `[B, T, hidden]` -> `[B, T, hidden]`"""
