@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ def finetune(model, data, out, resume, **options: Any) -> None:
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
+    begun = time.monotonic()
     from mlxlm.cli.training import describe_end, run_training
     from mlxlm.tokenizer import load
     from mlxlm.train import Run
@@ -58,15 +60,15 @@ def finetune(model, data, out, resume, **options: Any) -> None:
         only_resume(model, data, out, options=options)
         run = Run.open(resume)
     else:
-        if options["minutes"]:  # by the clock on the wall, of which the duty leaves a share
-            options["minutes"] *= going["power"].duty / 100
-        run = _new_run(model, data, out, options)
+        run = _new_run(model, data, out, options, going["power"].duty, begun)
     ending = run_training(run, load(run.path), resume=True, **going)
     describe_end(ending, run)
     render.result(str(run.path))
 
 
-def _new_run(model: str | None, data: tuple[str, ...], out: Path | None, options: dict[str, Any]) -> Run:
+def _new_run(
+    model: str | None, data: tuple[str, ...], out: Path | None, options: dict[str, Any], duty: float, begun: float
+) -> Run:
     from mlxlm.chat.labels import Labels
     from mlxlm.cli.training import phase
     from mlxlm.train import open_base, start_finetune
@@ -85,6 +87,8 @@ def _new_run(model: str | None, data: tuple[str, ...], out: Path | None, options
         validation=options["validation"],
         epochs=options["epochs"],
         minutes=options["minutes"],
+        duty=duty,
+        begun=begun,
         settings=settings_of(options),
         stdin=sys.stdin.buffer,
         phase=phase,

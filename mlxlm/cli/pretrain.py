@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ _LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more 
 @click.argument("data", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run, as it began.")
-@click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m]")
+@click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m, or by the time]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
 @set_option
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
@@ -31,7 +32,9 @@ _LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more 
 @click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
 @click.option("--steps", type=int, help="How long to train, in steps,")
 @click.option("--tokens", type=float, help="in tokens (such as 2e7; default: 20 per parameter),")
-@click.option("--minutes", type=float, help="or in minutes.")
+@click.option("--hours", type=float, help="in hours from now on until all is done, without --preset the best size too,")
+@click.option("--minutes", type=float, help="or in minutes of the same.")
+@click.option("--scaling", type=click.Path(path_type=Path), metavar="FOLDER", help="Choose by mlxlm scaling's law.")
 @setting_options()
 @machine_options
 @click.option("--hosts", metavar="A,B,...", help="Train on these machines, this one first; or MLX's hostfile of them.")
@@ -40,10 +43,14 @@ def pretrain(data, out, resume, hosts, ranks, **options: Any) -> None:
     """Train a model from scratch on DATA: text, .jsonl, .parquet and .arrow files, folders, - for stdin, or prepared
     shards.
 
+    `--hours 2` is all it needs: a tokenizer, a model and a batch are chosen for the text and this machine, and the
+    run ends when the time is over.
+
     With DATA of the form PATH=WEIGHT, that share of the tokens is drawn from each.
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
+    begun = time.monotonic()
     if hosts is not None or ranks is not None:
         raise click.exceptions.Exit(_launched(hosts, ranks))
     from mlxlm.cli.ranked import joined
@@ -52,7 +59,7 @@ def pretrain(data, out, resume, hosts, ranks, **options: Any) -> None:
 
     with joined() as here:
         if here.writes:
-            _lead(here, data, out, resume, options)
+            _lead(here, data, out, resume, options, begun)
         else:
             with StopRequest(quiet=True).listening() as stop:
                 follow(here, stop)
@@ -67,7 +74,9 @@ def _launched(hosts: str | None, ranks: int | None) -> int:
     return launch(hostfile_of(hosts, ranks), without(sys.argv[1:], ("--hosts", "--ranks")))
 
 
-def _lead(ranks, data: tuple[str, ...], out: Path | None, resume: Path | None, options: dict[str, Any]) -> None:
+def _lead(
+    ranks, data: tuple[str, ...], out: Path | None, resume: Path | None, options: dict[str, Any], begun: float
+) -> None:
     from mlxlm.cli.training import describe_end, run_training
     from mlxlm.tokenizer import load
     from mlxlm.train import Run
@@ -77,15 +86,15 @@ def _lead(ranks, data: tuple[str, ...], out: Path | None, resume: Path | None, o
         only_resume(data, out, options=options)
         run = Run.open(resume)
     else:
-        if options["minutes"]:  # by the clock on the wall, of which the duty leaves a share
-            options["minutes"] *= going["power"].duty / 100
-        run = _new_run(data, out, options, ranks.size)
+        run = _new_run(data, out, options, ranks.size, going["power"].duty, begun)
     ending = run_training(run, load(run.path), resume=resume is not None, ranks=ranks, **going)
     describe_end(ending, run)
     render.result(str(run.path))
 
 
-def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int):
+def _new_run(
+    data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int, duty: float, begun: float
+):
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
     from mlxlm.data import weighted
@@ -97,12 +106,14 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], r
     _no_idle_options(options, data)
     if ranks > 1 and "-" in data:
         raise click.UsageError("several processes can't read stdin: give DATA as files")
-    file, preset = options["config"], options["preset"] or "1m"
-    config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
-    decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
-    config = configured(config, options["parts"], decided)
-    settings = settings_of(options)
-    settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
+    minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
+    settings, config = settings_of(options), None
+    if not _chooses(options):
+        file, preset = options["config"], options["preset"] or "1m"
+        config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
+        decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
+        config = configured(config, options["parts"], decided)
+        settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
     fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
     return start_run(
         out,
@@ -114,7 +125,10 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], r
         kind=options["kind"] or "byte-level",
         vocab_size=options["vocab_size"],
         validation=options["validation"],
-        minutes=options["minutes"],
+        minutes=minutes,
+        duty=duty,
+        begun=begun,
+        law=_law(options["scaling"]),
         tokens=options["tokens"],
         settings=settings,
         ranks=ranks,
@@ -122,6 +136,18 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], r
         phase=phase,
         **fraction,
     )
+
+
+def _chooses(options: dict[str, Any]) -> bool:
+    """Whether the model is chosen by the time there is."""
+    timed = options["minutes"] is not None or options["hours"] is not None
+    return timed and not options["preset"] and not options["config"]
+
+
+def _law(folder: Path | None):
+    from mlxlm.scaling.study import read_law
+
+    return None if folder is None else read_law(folder)
 
 
 def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
@@ -134,6 +160,9 @@ def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
     no_idle_options(
         options,
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
+        (options["minutes"] is not None, ["hours"], "--minutes says how long"),
+        (not _chooses(options), ["scaling"], "the model's size is chosen only where --hours is given and no --preset"),
+        (_chooses(options), ["parts"], "the model is chosen; give --preset to vary one"),
         (has_tokenizer, ["vocab_size", "kind"], f"{own} has its own"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),

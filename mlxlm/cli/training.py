@@ -96,16 +96,24 @@ def run_training(run: Run, tokenizer, resume: bool = False, **options: Any) -> F
 
 
 def describe_forecast(run: Run) -> None:
-    """What a probe said of the run, a line; nothing where there was none."""
-    if found := _forecast(run):
+    """Which model was chosen, and what a probe said of the run, a line each; nothing where there was none."""
+    if found := _logged(run, "chosen"):
+        passes = f"{found['epochs']:.1f} passes over the text"
+        more = "; after 4 passes the same text teaches less and less: more of it would help" * (found["epochs"] > 4.5)
+        render.say(
+            f"chosen by {found['by']}: {human_count(found['parameters'])} parameters, about "
+            f"{human_count(found['tokens'])} tokens, {passes}{more}"
+        )
+    if found := _logged(run, "forecast"):
         render.say(
             f"predicted from three steps: {human_seconds(found['seconds'])} with validation, and "
             f"{human_bytes(found['memory'])} of memory at the peak"
         )
 
 
-def _forecast(run: Run) -> dict[str, Any] | None:
-    return next((entry for entry in run.read_log() if entry["event"] == "forecast"), None)
+def _logged(run: Run, name: str) -> dict[str, Any] | None:
+    """The first event of this name."""
+    return next((entry for entry in run.read_log() if entry["event"] == name), None)
 
 
 def describe_end(ending: Finished | Stopped, run: Run) -> None:
@@ -129,7 +137,7 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
             f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
             f"{ending.tokens_per_second:,.0f} tokens/s, {human_seconds(ending.seconds)} of steps"
         )
-    if found := _forecast(run):
+    if found := _logged(run, "forecast"):
         render.say(
             f"predicted were {human_seconds(found['step_seconds'])} of steps and {human_bytes(found['memory'])}, "
             f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"

@@ -14,7 +14,7 @@ from typing import Any
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.layout import is_run, step_of
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.data import prepare, total_bytes
+from mlxlm.data import TokenDataset, prepare, total_bytes
 from mlxlm.data.sources import STDIN
 from mlxlm.errors import ConfigError, DataError
 from mlxlm.files import new_folder, write_json
@@ -27,10 +27,11 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import (
     DEVICE_DTYPE,
     Phase,
-    length_of_training,
+    check_length,
     no_phase,
     prepared_source,
     start_run,
+    steps_for,
     tokenizer_for,
 )
 
@@ -215,7 +216,7 @@ def start_comparison(
             hint = f"mlxlm compare-architectures --out {shlex.quote(str(out))} to go on with it, or another --out"
             raise ConfigError(f"{out} is a comparison with other {', '.join(changed)}", hint)
         return there
-    length = length_of_training(minutes, tokens, settings.get("steps"))
+    check_length(minutes=minutes, tokens=tokens, steps=settings.get("steps"))
     shared = TrainSettings(**{"learning_rate": 1.0, "dtype": DEVICE_DTYPE, **settings, "steps": 1})
     drafts = [TrainSettings(**{**shared.to_dict(), **variant.settings}) for variant in variants]
     prepared = prepared_source(sources)
@@ -231,13 +232,16 @@ def start_comparison(
                 )  # fmt: skip
         fitted = {"vocab_size": words.vocab_size, "max_position_embeddings": shared.sequence_length}
         configs = [variant.with_changes(**fitted) for variant in configs]
-        timed = [None] * len(configs)
         if minutes:
+            held_out = TokenDataset.open(prepared or folder / "data", "validation")
             with phase("trying three training steps of each variant", None):
-                timed = [probe(c, d) for c, d in zip(configs, drafts, strict=True)]
-        steps = [length(c, d, found) for c, d, found in zip(configs, drafts, timed, strict=True)]
+                timed = [(probe(c, d, held_out), d) for c, d in zip(configs, drafts, strict=True)]
+            tokens_held_out = held_out.manifest.validation.tokens
+            steps = min(found.steps_in(60 * minutes, draft, tokens_held_out) for found, draft in timed)
+        else:
+            steps = settings.get("steps") or steps_for(tokens, configs[0], drafts[0])
         values = {
-            "config": config.to_dict(), "settings": {**settings, "steps": min(steps) if minutes else steps[0]},
+            "config": config.to_dict(), "settings": {**settings, "steps": steps},
             "variants": asked["variants"], "data": str(prepared.resolve()) if prepared else "data", "asked": asked,
         }  # fmt: skip
         write_json(folder / FILE, values)

@@ -13,7 +13,7 @@ from mlxlm.train.settings import TrainSettings
 _LOOKS = 50  # how often in a run, evenly, the steps that are left are reckoned anew; towards the end more often
 _MEMORY = 0.1  # of the time: what was longer ago counts little for the speed of steps
 _WORTH_A_CHANGE = 0.01  # of the steps that are left
-_PICTURES = 2.0  # seconds for loss.png and report.html, which come after the last step
+_PICTURES = 2.0  # seconds for loss.png and report.html after the last step, before they have been drawn once
 
 
 class Deadline:
@@ -37,7 +37,9 @@ class Deadline:
         self._elapsed: float = state.get("elapsed", 0.0)
         self._next_look = self._elapsed
         self._every = {"check": settings.eval_every, "sample": settings.sample_every, "save": settings.save_every}
-        self._cost = {"check": 0.0, "sample": 0.0, "save": 0.0}  # seconds of each
+        drawn = min(_PICTURES, _MEMORY * self._limit) if self._limit else 0.0
+        self._cost = {"check": 0.0, "sample": 0.0, "save": 0.0, "pictures": drawn}  # seconds of each
+        self.knows_pictures = self._limit is None
         self._sum = self._count = 0.0  # of steps: both fade
         self._compiled = False
         if forecast:
@@ -66,7 +68,7 @@ class Deadline:
 
     def took(self, what: str | None) -> None:
         """The time since this was called before went into `what`: "step", with what belongs to each, or the longest of
-        "check" (a validation), "sample" and "save"; None for what happens once."""
+        "check" (a validation), "sample" and "save"; or into "pictures"; None for what happens once."""
         now = self._now()
         seconds, self._last = now - self._last, now
         self._elapsed += seconds
@@ -77,12 +79,13 @@ class Deadline:
             self._compiled = True  # the first step takes longer than all others
         elif what is not None:
             self._cost[what] = seconds
+            self.knows_pictures = self.knows_pictures or what == "pictures"
 
     def replanned(self, done: int) -> bool:
         """Whether, after step `done`, the run has another number of `steps` than before; it may end here."""
         if self._limit is None or not self._count or self._elapsed < self._next_look and done < self.steps:
             return False
-        left = self._limit - self._elapsed - min(_PICTURES, _MEMORY * self._limit)
+        left = self._limit - self._elapsed
         self._next_look = self._elapsed + max(0.0, min(self._limit / _LOOKS, 0.1 * left))
         steps = done + self._fitting(done, left)
         if abs(steps - self.steps) < max(1.0, _WORTH_A_CHANGE * (self.steps - done)):
@@ -91,13 +94,13 @@ class Deadline:
         return True
 
     def _fitting(self, done: int, left: float) -> int:
-        """How many more steps there is time for, with all that happens between them and the checkpoint at the end."""
+        """How many more steps there is time for, with all that happens between them and at the end."""
         each = self._sum / self._count
 
         def takes(more: int) -> float:
             between = sum(
                 cost * ((done + more - 1) // every - done // every)
-                for cost, every in ((self._cost[name], self._every[name]) for name in self._cost)
+                for cost, every in ((self._cost[name], every) for name, every in self._every.items())
                 if every
             )
             return more * each + between + sum(self._cost.values())

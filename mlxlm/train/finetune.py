@@ -6,6 +6,7 @@ import math
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -23,7 +24,7 @@ from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.probing import LEAST_STEPS, Probe, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import Phase, check_memory, choose_dtype, length_of_training, no_phase
+from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, time_left
 from mlxlm.train.step import TrainStep
 
 EPOCHS = 3.0  # as for Alpaca; the chats of Llama 2 had 2. The checkpoint that validates best is what a chat loads
@@ -62,6 +63,8 @@ def start_finetune(
     validation_fraction: float = 0.05,
     epochs: float | None = None,
     minutes: float | None = None,
+    duty: float = 100.0,
+    begun: float | None = None,
     settings: dict[str, Any] | None = None,
     stdin: IO[bytes] | None = None,
     phase: Phase = no_phase,
@@ -73,20 +76,18 @@ def start_finetune(
     any other: `train(run, tokenizer, resume=True)`, which first validates the model as it came.
 
     base, tokenizer: of `open_base`.
-    epochs, minutes: how long to train, instead of `settings["steps"]`; by default EPOCHS.
+    epochs, minutes: how long to train, instead of `settings["steps"]`; by default EPOCHS. Minutes, `duty` and `begun`
+        are as in `start_run`.
     settings: fields of TrainSettings but for FORM. By default the learning rate is a fifth of the peak of
         pretraining, a batch has 16 rows, fewer where an epoch would have less than 8 steps, and validation is 10 times.
     validation, validation_fraction, phase: see `start_run`.
 
     Raises CheckpointError if `out` exists, and DataError or ConfigError for what can't work.
     """
-    out = Path(out)
+    begun, out = time.monotonic() if begun is None else begun, Path(out)
     check_free(out, CheckpointError, f"mlxlm finetune --resume {shlex.quote(str(out))}, or another --out")
     values = {**(settings or {}), **FORM}
-    if sum(x is not None for x in (epochs, minutes, values.get("steps"))) > 1:
-        raise ConfigError("epochs, minutes and steps each say how long to train", "only one of them")
-    if epochs is not None and not 0 < epochs < math.inf:
-        raise ConfigError(f"epochs is {epochs}, it must be a positive number")
+    check_length(epochs=epochs, minutes=minutes, steps=values.get("steps"))
     config = _tuned(base.config, turns)
     choose_dtype(values)
     values.setdefault("sequence_length", min(LENGTH, config.max_position_embeddings))
@@ -110,7 +111,7 @@ def start_finetune(
         if not Manifest.read(data).validation.documents:
             hint = "more conversations, --validation-fraction 0.05, or --validation FILE"
             raise DataError("no conversation is held out for validation", hint)
-        found = _lengths(values, draft, config, data, epochs, minutes, phase)
+        found = _lengths(values, draft, config, data, epochs, minutes, begun, duty, phase)
         final = TrainSettings(**values)
         tokenizer.chat_template = turns.template
         with new_folder(out) as folder:
@@ -156,6 +157,8 @@ def _lengths(
     data: Path,
     epochs: float | None,
     minutes: float | None,
+    begun: float,
+    duty: float,
     phase: Phase,
 ) -> Probe | None:
     """Fill in what the size of the data decides: rows of a batch, steps, and steps between validations. Returns what
@@ -172,7 +175,9 @@ def _lengths(
         with phase("trying three training steps", None):
             found = probe(config, draft, TokenDataset.open(data, "validation"))
     if minutes is not None:
-        values["steps"] = length_of_training(minutes, None, None)(config, draft, found)
+        values["time_limit"] = time_left(minutes, begun)
+        worked, held_out = values["time_limit"] * duty / 100, Manifest.read(data).validation.tokens
+        values["steps"] = found.steps_in(worked, draft, held_out)
     values.setdefault("eval_every", max(1, values["steps"] // 10))
     return found
 

@@ -212,6 +212,10 @@ class _Loop:
         if saved:
             yield from self.save(done, found, until=should_stop if done == self.deadline.steps else None)
         self.deadline.took("check" if found else "sample" if sampled else "save" if saved else None)
+        if found and not self.deadline.knows_pictures:  # they are the last thing in the time of a run
+            with suppress(MlxlmError):
+                draw_run(self.run)
+            self.deadline.took("pictures")
 
     def due(self, done: int, every: int) -> bool:
         return done == self.deadline.steps or (every > 0 and done % every == 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,6 +44,14 @@ class Probe:
         times = -(-settings.steps // settings.eval_every) if settings.eval_every else 1
         steps = self.compiling + self.step * (settings.steps - 1)
         return Forecast(settings.steps, steps, steps + times * batches * self.validation, self.memory)
+
+    def steps_in(self, seconds: float, settings: TrainSettings, held_out: int) -> int:
+        """The most steps, at least one, whose forecast is no longer than `seconds`."""
+
+        def takes(steps: int) -> float:
+            return self.forecast(replace(settings, steps=max(1, steps)), held_out).seconds
+
+        return max(1, bisect_right(range(int(max(0.0, seconds) / self.step) + 2), seconds, key=takes) - 1)
 
 
 def probe(config: ModelConfig, settings: TrainSettings, held_out: TokenDataset | None = None) -> Probe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,16 +22,15 @@ from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.files import check_free
 from mlxlm.plan import Training, cheapest, training_memory
 from mlxlm.plan.textbook import compute_optimal_tokens
+from mlxlm.scaling.laws import Law
 from mlxlm.tokenizer import Tokenizer, load, train
+from mlxlm.train.choice import choose, guessed_vocabulary
 from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate
-from mlxlm.train.probing import LEAST_STEPS, Probe, probe
+from mlxlm.train.probing import LEAST_STEPS, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.units import human_bytes
-
-# Of the time given in minutes, this share is left for validation, saving and a machine that slows down.
-_OVERHEAD = 0.12
 
 DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's products of 16 bits on a CPU are many times slower
 
@@ -45,7 +45,7 @@ def no_phase(_label: str, _total: int | None) -> AbstractContextManager[Callable
 def start_run(
     out: Path | str,
     sources: Sequence[str | Path],
-    config: ModelConfig,
+    config: ModelConfig | None,
     *,
     weights: Sequence[float] | None = None,
     text_column: str | None = None,
@@ -56,21 +56,28 @@ def start_run(
     validation_fraction: float = 0.05,
     minutes: float | None = None,
     tokens: float | None = None,
+    duty: float = 100.0,
+    begun: float | None = None,
+    law: Law | None = None,
     settings: dict[str, Any] | None = None,
     ranks: int = 1,
     stdin: IO[bytes] | None = None,
     phase: Phase = no_phase,
 ) -> Run:
-    """Make the run `out` that trains `config` on `sources`.
+    """Make the run `out` that trains `config` on `sources`, or the model that `mlxlm.train.choice` finds best for the
+    `minutes` there are.
 
     sources: what `mlxlm.data.documents` takes, or one folder made by `mlxlm.data.prepare`.
     weights: for each of the sources the share of the tokens to be drawn from it; None: each as long as it is.
     text_column: of tables and JSON lines, see `mlxlm.data.documents`.
     tokenizer: a folder or file; None takes the prepared data's, or trains one of `kind` with `vocab_size`
         tokens (default: the configuration's) on the sources.
-    minutes, tokens: how long to train, instead of `settings["steps"]`; by default 20 tokens a parameter.
-        Minutes are turned into steps by a probe. A run of 100 steps or more is probed too, and the log begins with
-        the Forecast.
+    minutes, tokens: how long to train, instead of `settings["steps"]`; by default 20 tokens a parameter. Minutes
+        count from `begun` on (of time.monotonic(); None: from here on): what is left of them is the settings'
+        `time_limit`, to which the steps are fitted as the run goes, see `train`. `duty` percent of them will be worked
+        (see `Power`).
+        A run of 100 steps or more is probed, and one with minutes: its log begins with the Forecast.
+    law: of the user's own runs, for the choice; see `mlxlm.scaling`.
     settings: fields of TrainSettings; the learning rate defaults by model size.
     ranks: how many processes will train it together: "accumulate" is what each of them adds, and the run's own is
         that of all, so that any number of processes that divides it can go on.
@@ -83,14 +90,15 @@ def start_run(
     Raises CheckpointError if `out` exists, and DataError, TokenizerError or ConfigError for what can't work,
     as early as it can be known.
     """
-    out = Path(out)
+    begun, out = time.monotonic() if begun is None else begun, Path(out)
     check_free(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
     values = dict(settings or {})
     values["accumulate"] = values.get("accumulate", TrainSettings.accumulate) * ranks
-    length = length_of_training(minutes, tokens, values.get("steps"))
+    check_length(minutes=minutes, tokens=tokens, steps=values.get("steps"))
+    if config is None and minutes is None:
+        raise ConfigError("no model is given, and no time to choose one by", "a preset, or minutes")
     choose_dtype(values)
     draft = TrainSettings(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or 1})
-    own = replace(draft, accumulate=draft.accumulate // ranks)
     prepared = prepared_source(sources)
     if prepared and validation:
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
@@ -98,11 +106,16 @@ def start_run(
         raise DataError(f"{prepared} is prepared already, with its own weights", "mlxlm prepare PATH=WEIGHT ...")
     if STDIN in map(str, sources) and tokenizer is None:
         raise DataError("stdin can be read only once, so it can't train a tokenizer too", "--tokenizer PATH, or a file")
-    vocab_size = config.vocab_size if vocab_size is None else vocab_size
-    config = _fitted(config, draft, {"vocab_size": vocab_size})
+    if vocab_size is None and config is not None:
+        vocab_size = config.vocab_size
+    if vocab_size is None and not prepared and tokenizer is None:
+        vocab_size = guessed_vocabulary(60 * minutes * duty / 100, total_bytes(sources))
+    if config is not None:
+        config = _fitted(config, draft, {"vocab_size": vocab_size})
     words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
-    config = _fitted(config, draft, {"vocab_size": words.vocab_size, **ids})
+    if config is not None:
+        config = _fitted(config, draft, {"vocab_size": words.vocab_size, **ids})
     with os_errors_as(CheckpointError, "write", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         workspace = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -114,7 +127,14 @@ def start_run(
                     sources, words, data, weights=weights, text_column=text_column, validation_paths=validation,
                     validation_fraction=validation_fraction, seed=draft.seed, progress=advance, stdin=stdin,
                 )  # fmt: skip
-        manifest = Manifest.read(data)
+        manifest, choice = Manifest.read(data), None
+        if config is None:
+            with phase("choosing a model", None):
+                worked = time_left(minutes, begun) * duty / 100
+                choice = choose(worked, manifest.train.tokens, words.vocab_size, values, law)
+            values = choice.settings
+            draft = TrainSettings(**{"learning_rate": 1.0, "steps": 1, **values})
+            config = _fitted(choice.config, draft, ids)
         _check_data(manifest, words, draft.sequence_length, data)
         if manifest.chat_documents:
             # An answer ends with the end of its turn, a text with the end of its document.
@@ -124,15 +144,22 @@ def start_run(
         post_norm = config.norm_placement == "post"
         rate = default_learning_rate(config.parameter_count(), draft.optimizer, post_norm)
         values.setdefault("learning_rate", rate)
-        found, steps = None, None if minutes else length(config, draft, None)
+        steps = None if minutes else values.get("steps") or steps_for(tokens, config, draft)
+        found = None
         if minutes or steps >= LEAST_STEPS:
+            own = replace(draft, accumulate=draft.accumulate // ranks)
             with phase("trying three training steps", None):
                 found = probe(config, own, TokenDataset.open(data, "validation"))
-        values["steps"] = steps or length(config, draft, found)
-        settled = TrainSettings(**values)
+        if minutes:
+            values["time_limit"] = time_left(minutes, begun)
+            steps = found.steps_in(values["time_limit"] * duty / 100, draft, manifest.validation.tokens)
+        settled = TrainSettings(**{**values, "steps": steps})
         run = Run.create(out, config, settled, words, data, adopt=not prepared)
+        log = RunLog(run.log_file)
+        if choice is not None:
+            log.record(choice.event)
         if found is not None:
-            RunLog(run.log_file).record(found.forecast(settled, manifest.validation.tokens))
+            log.record(found.forecast(settled, manifest.validation.tokens))
         return run
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
@@ -146,27 +173,26 @@ def choose_dtype(values: dict[str, Any]) -> None:
         raise ConfigError(f"a CPU computes {values['dtype']} products many times slower than float32", hint)
 
 
-def length_of_training(
-    minutes: float | None, tokens: float | None, steps: int | None
-) -> Callable[[ModelConfig, TrainSettings, Probe | None], int]:
-    """How many steps, as a function of what is trained."""
-    given = {"minutes": minutes, "tokens": tokens, "steps": steps}
-    chosen = [name for name, value in given.items() if value is not None]
+def check_length(**given: float | None) -> None:
+    """Raise ConfigError unless at most one of these says how long to train, and says it in a positive number."""
+    chosen = {name: value for name, value in given.items() if value is not None}
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} each say how long to train", "only one of them")
-    for name in chosen:
-        if not (isinstance(given[name], int | float) and 0 < given[name] < float("inf")):
-            raise ConfigError(f"{name} is {given[name]!r}, it must be a positive number")
+    for name, value in chosen.items():
+        if not (isinstance(value, int | float) and 0 < value < float("inf")):
+            raise ConfigError(f"{name} is {value!r}, it must be a positive number")
 
-    def length(config: ModelConfig, draft: TrainSettings, found: Probe | None) -> int:
-        if steps is not None:
-            return steps
-        if minutes is not None:
-            return max(1, int(minutes * 60 * (1 - _OVERHEAD) / found.step))
-        budget = compute_optimal_tokens(config.parameter_count()) if tokens is None else int(tokens)
-        return max(1, -(-budget // draft.tokens_per_step))
 
-    return length
+def steps_for(tokens: float | None, config: ModelConfig, draft: TrainSettings) -> int:
+    """Steps that see `tokens`, by default as many as are compute-optimal for the model."""
+    budget = compute_optimal_tokens(config.parameter_count()) if tokens is None else int(tokens)
+    return max(1, -(-budget // draft.tokens_per_step))
+
+
+def time_left(minutes: float, begun: float) -> float:
+    """Seconds that training has, of minutes that count since `begun`; a little where it was too late before it began,
+    so that a step is done."""
+    return max(1e-3, 60 * minutes - (time.monotonic() - begun))
 
 
 def prepared_source(sources: Sequence[str | Path]) -> Path | None:

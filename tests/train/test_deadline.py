@@ -47,7 +47,7 @@ def test_ends_on_time_at_any_speed(speed, seed):
     draw = random.Random(seed)
     deadline, end, done = simulated(400.0, lambda n: speed(n) * draw.uniform(0.7, 1.3))
     assert done == deadline.steps
-    assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the pictures come after it
+    assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the pictures, which take two seconds, come after it
 
 
 def test_without_a_limit_nothing_is_replanned():
