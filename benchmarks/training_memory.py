@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def step(way: str, length: int) -> dict[str, Any]:
     from mlxlm.data import Batch
     from mlxlm.model import Decoder
     from mlxlm.train import TrainSettings
-    from mlxlm.train.footprint import fit_cache
+    from mlxlm.train.footprint import fit_cache, steady_memory
     from mlxlm.train.step import TrainStep
 
     limit_memory(platform.total_memory())
@@ -79,13 +80,14 @@ def step(way: str, length: int) -> dict[str, Any]:
     settings = TrainSettings(steps=10, learning_rate=1e-3, batch_size=1, recompute=way == "recompute")
     train_step = TrainStep(model, settings)
     batch = [Batch(np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1)).astype(np.int32))]
-    mx.eval(train_step(batch, 1e-3), train_step.state)
-    if way != "plain":
-        fit_cache()
-    mx.reset_peak_memory()
-    start = time.perf_counter()
-    mx.eval(train_step(batch, 1e-3), train_step.state)
-    seconds = time.perf_counter() - start
+    with nullcontext() if way == "plain" else steady_memory():
+        mx.eval(train_step(batch, 1e-3), train_step.state)
+        if way != "plain":
+            fit_cache()
+        mx.reset_peak_memory()
+        start = time.perf_counter()
+        mx.eval(train_step(batch, 1e-3), train_step.state)
+        seconds = time.perf_counter() - start
     megabytes = {"peak_mb": round(mx.get_peak_memory() / 1e6), "resident_mb": round(peak_memory() / 1e6)}
     return {**megabytes, "seconds": round(seconds, 2)}
 
