@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,29 +101,12 @@ def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, opt
 
 def _train(comparison: Comparison) -> list[str]:
     """Train what is unfinished, until a stop is asked for; returns what went wrong, a line for each variant."""
-    from mlxlm.cli.training import phase, run_training
-    from mlxlm.errors import TrainingError
-    from mlxlm.train import Stopped
-    from mlxlm.train.architectures import is_finished
+    from mlxlm.cli.several import train_all
+    from mlxlm.cli.training import phase
 
-    tokenizer, failed = comparison.tokenizer, []
-    for number, variant in enumerate(comparison.variants, start=1):
-        render.say(f"{variant.name} ({number} of {len(comparison.variants)})", style="bold")
-        run = comparison.run(variant, phase)
-        if is_finished(run):
-            render.say("finished before")
-            continue
-        try:
-            ending = run_training(run, tokenizer, resume=True)
-        except TrainingError as error:  # of this variant: the others can still be compared
-            failed.append(f"{variant.name}: {error.message}")
-            render.say(failed[-1], style="red")
-            continue
-        if isinstance(ending, Stopped):
-            render.say(f"stopped after step {ending.step}, saved. Continue with:")
-            render.say(f"mlxlm compare-architectures --out {shlex.quote(str(comparison.path))}")
-            break
-    return failed
+    runs = [(variant.name, partial(comparison.run, variant, phase)) for variant in comparison.variants]
+    command = f"mlxlm compare-architectures --out {shlex.quote(str(comparison.path))}"
+    return train_all(runs, comparison.tokenizer, command)
 
 
 _HEADER = ("variant", "parameters", "tokens", "tokens/s", "time", "memory", "learning rate", "bits per byte")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mlxlm._mlx import mx
-from mlxlm.checkpoint.layout import is_run, step_of
+from mlxlm.checkpoint.layout import is_run
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.data import TokenDataset, prepare, total_bytes
-from mlxlm.data.sources import STDIN
-from mlxlm.errors import ConfigError, DataError
+from mlxlm.data import TokenDataset
+from mlxlm.errors import ConfigError
 from mlxlm.files import new_folder, write_json
 from mlxlm.parts import meaning, parse, value_of, with_parts
 from mlxlm.tokenizer import Tokenizer, load
@@ -24,15 +19,13 @@ from mlxlm.train.curves import draw_runs
 from mlxlm.train.probing import probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
+from mlxlm.train.several import asked, check_asked, is_finished, one_of, shared_data
 from mlxlm.train.start import (
     DEVICE_DTYPE,
     Phase,
     check_length,
     no_phase,
-    prepared_source,
-    start_run,
     steps_for,
-    tokenizer_for,
 )
 
 FILE = "comparison.json"
@@ -143,13 +136,8 @@ class Comparison:
 
     def run(self, variant: Variant, phase: Phase = no_phase) -> Run:
         """The variant's run, made if it isn't there yet."""
-        gc.collect()  # the variant before is held by cycles: its bytes would count as this one's
-        mx.clear_cache()
-        path = self.path / variant.folder
-        if is_run(path):
-            return Run.open(path)
         settings = {**self.settings, **variant.settings}
-        return start_run(path, [self.data], self.config_of(variant), settings=settings, phase=phase)
+        return one_of(self.path / variant.folder, self.data, self.config_of(variant), settings, phase)
 
     def draw(self, path: Path) -> None:
         """Write a picture of the curves so far, as PNG."""
@@ -161,12 +149,6 @@ class Comparison:
 
     def _begun(self) -> list[Variant]:
         return [variant for variant in self.variants if is_run(self.path / variant.folder)]
-
-
-def is_finished(run: Run) -> bool:
-    """Whether its last step is saved."""
-    checkpoints = run.checkpoints()
-    return bool(checkpoints) and step_of(checkpoints[-1]) == run.settings.steps
 
 
 def start_comparison(
@@ -198,42 +180,30 @@ def start_comparison(
     DataError and TokenizerError as `start_run`.
     """
     out, settings = Path(out), dict(settings or {})
-    if STDIN in map(str, sources):
-        raise DataError("stdin can be read only once, and a comparison can be continued", "a file")
     _check(variants)
     configs = [_configured(config, variant) for variant in variants]
-    asked = {
-        "sources": [str(Path(source).resolve()) for source in sources], "weights": weights and list(weights),
-        "text_column": text_column, "tokenizer": tokenizer and str(Path(tokenizer).resolve()), "kind": kind,
-        "vocab_size": vocab_size, "validation": [str(Path(path).resolve()) for path in validation],
-        "validation_fraction": validation_fraction, "minutes": minutes, "tokens": tokens, "settings": settings,
-        "config": config.to_dict(), "variants": [asdict(variant) for variant in variants],
-    }  # fmt: skip
-    asked = json.loads(json.dumps(asked))  # as it will be read back
+    question = asked(
+        sources, weights=weights and list(weights), text_column=text_column, tokenizer=tokenizer, kind=kind,
+        vocab_size=vocab_size, validation=validation, validation_fraction=validation_fraction, minutes=minutes,
+        tokens=tokens, settings=settings, config=config.to_dict(), variants=[asdict(variant) for variant in variants],
+    )  # fmt: skip
     if (out / FILE).is_file():
         there = Comparison.open(out)
-        if changed := [name for name, value in asked.items() if there.asked.get(name) != value]:
-            hint = f"mlxlm compare-architectures --out {shlex.quote(str(out))} to go on with it, or another --out"
-            raise ConfigError(f"{out} is a comparison with other {', '.join(changed)}", hint)
+        check_asked(out, there.asked, question, "comparison", "mlxlm compare-architectures")
         return there
     check_length(minutes=minutes, tokens=tokens, steps=settings.get("steps"))
     shared = TrainSettings(**{"learning_rate": 1.0, "dtype": DEVICE_DTYPE, **settings, "steps": 1})
     drafts = [TrainSettings(**{**shared.to_dict(), **variant.settings}) for variant in variants]
-    prepared = prepared_source(sources)
     with new_folder(out) as folder:
-        vocab_size = config.vocab_size if vocab_size is None else vocab_size
-        words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
-        if not prepared:
-            with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
-                prepare(
-                    sources, words, folder / "data", weights=weights, text_column=text_column,
-                    validation_paths=validation, validation_fraction=validation_fraction, seed=shared.seed,
-                    progress=advance,
-                )  # fmt: skip
+        words, data = shared_data(
+            folder, sources, config.vocab_size if vocab_size is None else vocab_size, tokenizer=tokenizer, kind=kind,
+            text_column=text_column, weights=weights, validation=validation, validation_fraction=validation_fraction,
+            seed=shared.seed, phase=phase,
+        )  # fmt: skip
         fitted = {"vocab_size": words.vocab_size, "max_position_embeddings": shared.sequence_length}
         configs = [variant.with_changes(**fitted) for variant in configs]
         if minutes:
-            held_out = TokenDataset.open(prepared or folder / "data", "validation")
+            held_out = TokenDataset.open(data, "validation")
             with phase("trying three training steps of each variant", None):
                 timed = [(probe(c, d, held_out), d) for c, d in zip(configs, drafts, strict=True)]
             tokens_held_out = held_out.manifest.validation.tokens
@@ -242,7 +212,8 @@ def start_comparison(
             steps = settings.get("steps") or steps_for(tokens, configs[0], drafts[0])
         values = {
             "config": config.to_dict(), "settings": {**settings, "steps": steps},
-            "variants": asked["variants"], "data": str(prepared.resolve()) if prepared else "data", "asked": asked,
+            "variants": question["variants"], "data": "data" if data == folder / "data" else str(data),
+            "asked": question,
         }  # fmt: skip
         write_json(folder / FILE, values)
     return Comparison.open(out)

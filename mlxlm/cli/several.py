@@ -1,0 +1,42 @@
+"""Several runs after each other, shown one by one; each that is interrupted is gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mlxlm.cli import render
+from mlxlm.cli.training import run_training
+from mlxlm.errors import TrainingError
+from mlxlm.train import Run, Stopped
+from mlxlm.train.several import is_finished
+
+
+def train_all(
+    runs: Sequence[tuple[str, Callable[[], Run]]],
+    tokenizer,
+    command: str,
+    left: Callable[[int], str] = lambda _number: "",
+) -> list[str]:
+    """Train what is unfinished of `runs`, (name, what makes or opens it) each, until a stop is asked for.
+
+    command: goes on with the rest. left: what to say beside the number of a run, from 0. Returns what went wrong, a
+    line for each run.
+    """
+    failed = []
+    for number, (name, make) in enumerate(runs):
+        render.say(f"{name} ({number + 1} of {len(runs)}){left(number)}", style="bold")
+        run = make()
+        if is_finished(run):
+            render.say("finished before")
+            continue
+        try:
+            ending = run_training(run, tokenizer, resume=True)
+        except TrainingError as error:  # of this run: the others still tell something
+            failed.append(f"{name}: {error.message}")
+            render.say(failed[-1], style="red")
+            continue
+        if isinstance(ending, Stopped):
+            render.say(f"stopped after step {ending.step}, saved. Continue with:")
+            render.say(command)
+            break
+    return failed
