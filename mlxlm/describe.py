@@ -12,7 +12,7 @@ from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.difference import plain
 from mlxlm.errors import TokenizerError
-from mlxlm.families import only_ours
+from mlxlm.families import caveat
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     exceptions = {name: entry for name, entry in plan.items() if isinstance(entry, Mapping | bool)}
     default = {name: entry for name, entry in plan.items() if name not in exceptions}
     tokenizer, warnings = _tokenizer(checkpoint)
-    if config is not None and (own := only_ours(config)):
+    if config is not None and (own := caveat(config)):
         warnings.append(own)
     unused = [name for name in exceptions if f"{name}.weight" not in checkpoint.tensors]
     if unused:

@@ -128,7 +128,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 def _notes(comparison: Comparison, found: list[Result]) -> Iterator[str]:
     """What to keep in mind when reading the table."""
-    from mlxlm.families import only_ours
+    from mlxlm.families import caveat
 
     sizes = sorted(found, key=lambda result: result.parameters)
     if sizes and sizes[-1].parameters > (1 + _APART) * sizes[0].parameters:
@@ -137,5 +137,5 @@ def _notes(comparison: Comparison, found: list[Result]) -> Iterator[str]:
     if not any("seed" in variant.settings for variant in comparison.variants):
         yield 'one seed each: how much is chance, another one says (--variant "again: seed=1")'
     for variant in comparison.variants:
-        if note := only_ours(comparison.config_of(variant)):
+        if note := caveat(comparison.config_of(variant)):
             yield f"{variant.name}: {note}"

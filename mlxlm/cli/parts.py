@@ -20,14 +20,14 @@ def set_option(command):
 
 
 def configured(config: ModelConfig, parts: Sequence[str], decided: Mapping[str, str]) -> ModelConfig:
-    """`config` with the parts that `--set` gave; says so where no other tool will open such a model.
+    """`config` with the parts that `--set` gave; says what other tools will make of such a model.
 
     decided: parts that another option of the command decides, and which. Raises ConfigError.
     """
-    from mlxlm.families import only_ours
+    from mlxlm.families import caveat
     from mlxlm.parts import parse, with_parts
 
     config = with_parts(config, parse(parts), decided)
-    if parts and (note := only_ours(config)):
+    if parts and (note := caveat(config)):
         render.say(note, style="yellow")
     return config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "sigmoid")
 
 # Other names of the same functions. Source: transformers, activations.py
@@ -12,6 +14,22 @@ _SYNONYMS = {
     "gelu_accurate": "gelu_pytorch_tanh",
     "gelu_python_tanh": "gelu_pytorch_tanh",
 }
+
+
+# What mlx_lm computes in a family, whatever the file says. Source: mlx_lm/models/*.py (0.32)
+_IN_MLX_LM = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2"), "silu"),
+    **dict.fromkeys(("gemma", "gemma2", "gpt2", "gpt_neox"), "gelu"),
+}
+
+
+def misread(config: Any) -> str | None:
+    """That mlx_lm opens a ModelConfig's files and computes another activation; None where it has the same, or another
+    form of gelu."""
+    theirs = _IN_MLX_LM.get(config.model_type)
+    if theirs is None or config.hidden_act.startswith(theirs):
+        return None
+    return f"its {config.model_type} has {theirs} for the activation, this model has {config.hidden_act}"
 
 
 def own_activation(name: str) -> str:

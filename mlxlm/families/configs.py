@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from mlxlm.errors import ConfigError
-from mlxlm.families.activations import ACTIVATIONS, own_activation
+from mlxlm.families.activations import ACTIVATIONS, misread, own_activation
 from mlxlm.families.catalog import FAMILIES
 from mlxlm.families.family import Family
 from mlxlm.families.names import layout, modules_of
@@ -16,6 +16,7 @@ from mlxlm.families.own import OWN
 from mlxlm.families.rotary import lacks_rotary, read_rotary, write_rotary
 
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_LONGEST = 60  # characters of a value in an error
 _PLAN = ("group_size", "bits", "mode")  # of `quantization` itself; every other key is a module
 
 
@@ -120,10 +121,13 @@ def settled(config: Any) -> Any:
     return config.with_changes(model_type=OWN)
 
 
-def only_ours(config: Any) -> str | None:
-    """That no tool but mlxlm opens a ModelConfig's files, and for want of which words; None where others do."""
-    if settled(config).model_type != OWN:
-        return None
+def caveat(config: Any) -> str | None:
+    """What to know before other tools are given a ModelConfig's files: that none but mlxlm opens them, and for want of
+    which words, or that mlx_lm computes something else; None where all is well."""
+    config = settled(config)
+    if config.model_type != OWN:
+        reason = misread(config)
+        return reason and f"mlx_lm opens this model and computes something else: {reason}"
     lacks: dict[str, list[str]] = {}
     for kind in FAMILIES:
         with suppress(ConfigError):
@@ -147,9 +151,16 @@ def _said(config: Any) -> tuple[dict[str, Any], list[str]]:
         values["quantization"] = values["quantization_config"] = _write_quantization(config)
     if unsupported(values):
         return values, [f"{unsupported(values)}"]
-    again = type(config)(**canonical(values, "config.json"))
-    lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
-    return values, [f"{name} {getattr(config, name)!r}" for name in lost]
+    read = canonical(values, "config.json")
+    with suppress(ConfigError):  # what is lost can leave what can't work: a head without ALiBi, but of odd size
+        read = vars(type(config)(**read))
+    lost = [f.name for f in fields(config) if read.get(f.name, f.default) != getattr(config, f.name)]
+    return values, [_phrase(name, getattr(config, name)) for name in lost]
+
+
+def _phrase(name: str, value: Any) -> str:
+    """A field and its value, unless that is long: a list for all layers."""
+    return f"{name} {value!r}" if len(repr(value)) <= _LONGEST else f"such {name}"
 
 
 def _read_quantization(quantization: Any, family: Family) -> Any:
