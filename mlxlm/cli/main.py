@@ -29,6 +29,7 @@ COMMANDS = {
         "mlxlm.cli.compare_architectures:compare_architectures",
         "Train variants of a model on the same data, and draw their curves.",
     ),
+    "scaling": ("mlxlm.cli.scaling:scaling", "Fit scaling laws to a grid of small runs, and plan larger ones."),
     "evaluate": ("mlxlm.cli.evaluate:evaluate", "Measure a model on text or on questions with choices."),
     "report": ("mlxlm.cli.report:report", "Show training runs: curves, samples, settings, in one HTML file."),
     "convert": ("mlxlm.cli.convert:convert", "Write any checkpoint as a folder, GGUF or llama2.c file, verified."),
