@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlxlm import convert as module
+from mlxlm import peers
 from mlxlm._mlx import mx, tree_flatten
 from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.source import open_checkpoint
@@ -340,3 +341,21 @@ def test_types_that_are_not_as_asked_are_told(write_model, tmp_path):
         "kept in F16: blk.*.ffn_down.weight (32 doesn't divide their rows)",
         "kept in Q8_0: token_embd.weight (each of its errors is one of a logit)",
     ]
+
+
+def test_programs_are_not_asked_about_what_they_have_no_words_for(write_model, tmp_path, monkeypatch):
+    asked = []
+
+    def ask(peer, *_args, **_options):
+        asked.append(peer)
+        raise peers.Unavailable("not here")
+
+    monkeypatch.setattr("mlxlm.opinions.peers.ask", ask)
+    monkeypatch.setattr("mlxlm.verify.GREEDY", 4)
+    report = convert(write_model("own", positions="alibi"), tmp_path / "own-out")
+    assert not asked and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"
+    assert "only mlxlm opens this model" in report.checks[-1].detail and not report.warnings
+    report = convert(write_model("geglu", hidden_act="gelu"), tmp_path / "geglu-out")
+    assert asked == ["transformers"] and results(report)["mlx_lm"] == "differs"
+    reason = "its llama has silu for the activation, this model has gelu"
+    assert report.warnings == [f"mlx_lm computes something else: {reason}"]

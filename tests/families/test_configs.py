@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import tracemalloc
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError
-from mlxlm.families import FAMILIES, OWN, canonical, huggingface, own_name, unsaid, unsupported
+from mlxlm.families import FAMILIES, OWN, canonical, caveat, huggingface, own_name, unsaid, unsupported
 from mlxlm.quantization import plan_of
 
 # What decides in published configurations, and how many parameters these models have.
@@ -310,6 +311,30 @@ def test_the_family_is_what_the_configuration_is(changes, family):
     assert found == config.with_changes(model_type=family) and found.settled() == found
     # What goes back to a family's parts goes back to its format.
     assert found.with_changes(model_type="mlxlm").settled().model_type == family
+
+
+def test_a_head_of_odd_size_has_no_family_but_ours():
+    config = ModelConfig(14, 2, 2, 16, 97, positions="alibi")
+    assert config.head_dim == 7 and config.to_dict()["model_type"] == "mlxlm"
+    assert "nearest family, llama, has no positions 'alibi'" in caveat(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"hidden_act": "gelu"}, "mlx_lm opens .* its llama has silu for the activation, this model has gelu"),
+        ({"norm": "layer", "mlp_gated": False, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}, None),
+        (
+            {"positions": "none", "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 500},
+            "no positions 'none', no such layer_types$",
+        ),
+    ],
+)
+def test_what_other_tools_make_of_it(changes, said):
+    layers = len(changes.get("layer_types", "ab"))
+    found = caveat(ModelConfig(32, layers, 4, 128, 97, **changes))
+    assert found is None if said is None else re.search(said, found)
 
 
 def test_quantized_modules_have_the_names_of_the_decoder():
