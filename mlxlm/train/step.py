@@ -8,6 +8,7 @@ from functools import partial, reduce
 from typing import Any
 
 from mlxlm._mlx import mx, tree_flatten, tree_map, tree_unflatten
+from mlxlm.cores import parts_of
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train.averaging import averaged
@@ -15,7 +16,7 @@ from mlxlm.train.loss import summed_loss
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.ranks import Ranks
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.workers import Workers, parts_of
+from mlxlm.train.workers import Workers
 
 Arrays = tuple[mx.array, mx.array | None, mx.array | None]  # of a Batch
 

@@ -6,15 +6,16 @@ import sys
 import numpy as np
 import pytest
 
-from mlxlm import platform
+from mlxlm import cores, platform
 from mlxlm._mlx import ON_CPU, mx, tree_flatten
 from mlxlm.blas import Blas, load_blas
 from mlxlm.config import ModelConfig
+from mlxlm.cores import parts_of
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
-from mlxlm.train import TrainSettings, workers
+from mlxlm.train import TrainSettings
 from mlxlm.train import step as step_module
-from mlxlm.train.workers import Workers, parts_of
+from mlxlm.train.workers import Workers
 
 pytestmark = pytest.mark.skipif(not ON_CPU or not load_blas().sets_threads, reason="for a CPU and a BLAS with threads")
 
@@ -113,20 +114,20 @@ def test_products_run_on_one_thread_of_the_blas_meanwhile():
 
 
 @pytest.mark.parametrize(
-    ("cores", "batch_size", "parts"),
+    ("there", "batch_size", "parts"),
     [(2, 1, 1), (2, 2, 2), (2, 3, 1), (2, 5, 2), (2, 8, 2), (1, 8, 1), (4, 8, 4), (6, 8, 1), (6, 32, 6), (16, 8, 1)],
 )
-def test_a_batch_is_cut_where_all_cores_have_work_for_most_of_the_time(monkeypatch, cores, batch_size, parts):
-    monkeypatch.setattr(platform, "cpu_cores", lambda: cores)
+def test_a_batch_is_cut_where_all_cores_have_work_for_most_of_the_time(monkeypatch, there, batch_size, parts):
+    monkeypatch.setattr(platform, "cpu_cores", lambda: there)
     assert parts_of(batch_size) == parts
 
 
 def test_a_batch_is_not_cut_where_the_threads_of_the_blas_can_not_be_set_or_on_a_gpu(monkeypatch):
     monkeypatch.setattr(platform, "cpu_cores", lambda: 2)
-    monkeypatch.setattr(workers, "load_blas", lambda: Blas("BLIS", "libblis.so"))
+    monkeypatch.setattr(cores, "load_blas", lambda: Blas("BLIS", "libblis.so"))
     assert parts_of(8) == 1
     monkeypatch.undo()
-    monkeypatch.setattr(workers, "ON_CPU", False)
+    monkeypatch.setattr(cores, "ON_CPU", False)
     assert parts_of(8) == 1
 
 
