@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from mlxlm import blas, platform
+from mlxlm import blas, compiled_files, platform
 from mlxlm.errors import PlatformError
 
 blas.load_blas()  # a second call: the first one was in mlxlm/__init__.py; this one raises if it failed
@@ -32,6 +32,7 @@ T = TypeVar("T")
 ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 if ON_CPU:
+    compiled_files.remove_broken(compiled_files.folder(mx.__version__))
     # MLX's CPU allocator keeps only 32 MB of freed buffers by default. A training step frees and takes
     # gigabytes, and each fresh buffer costs page faults: a float32 add over 8M elements takes 17 ms
     # without and 2 ms with a large enough cache.

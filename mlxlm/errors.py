@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,4 +99,8 @@ def describe(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
         return f"out of memory: {text} (try: a smaller model, batch or context)"
+    if isinstance(error, RuntimeError) and (
+        broken := re.match(r"Could not load C\+\+ shared library (/.*?\.so):", text)
+    ):
+        return f"a kernel that MLX compiled can't be loaded: {text} (try: rm {shlex.quote(broken[1])})"
     return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

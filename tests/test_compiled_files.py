@@ -1,0 +1,68 @@
+"""Kernels that MLX compiled on a CPU: what a power cut or a full disk leaves of one stops nobody."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from mlxlm._mlx import ON_CPU, mx
+from mlxlm.compiled_files import folder, remove_broken
+from mlxlm.errors import describe
+from mlxlm.platform import has_compiler
+
+COMPUTE = "from mlxlm._mlx import mx\nprint(mx.compile(lambda x: mx.exp(x) * x + x)(mx.zeros(3)).tolist())"
+OLD = time.time() - 60
+
+
+def age(file, seconds=OLD):
+    os.utime(file, (seconds, seconds))
+
+
+@pytest.mark.skipif(not (ON_CPU and has_compiler() and sys.platform == "linux"), reason="MLX compiles nothing here")
+def test_a_kernel_that_was_cut_short_is_made_again(tmp_path):
+    def computed():
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        return subprocess.run([sys.executable, "-c", COMPUTE], env=environment, capture_output=True, text=True)
+
+    assert computed().stdout == "[0.0, 0.0, 0.0]\n"
+    (kernel,) = (tmp_path / "mlx" / mx.__version__ / "cpu").glob("*.so")
+    whole = kernel.stat().st_size
+    os.truncate(kernel, whole - 1)
+    age(kernel)
+    done = computed()
+    assert done.stdout == "[0.0, 0.0, 0.0]\n", done.stderr
+    assert kernel.stat().st_size == whole
+    age(kernel)
+    before = kernel.stat().st_ino
+    remove_broken(kernel.parent)
+    assert kernel.stat().st_ino == before
+
+
+def test_what_may_be_broken_goes_and_nothing_else(tmp_path):
+    whole = b"\x7fELF" + bytes(36) + (64).to_bytes(8, "little") + bytes(10) + bytes([64, 0, 1, 0]) + bytes(2 + 64)
+    files = {"whole": whole, "short": whole[:-1], "empty": b"", "zeros": bytes(500), "early": whole, "linking": b""}
+    for name, content in files.items():
+        (tmp_path / f"{name}.so").write_bytes(content)
+        age(tmp_path / f"{name}.so")
+    (tmp_path / "source.cpp").write_bytes(b"")
+    age(tmp_path / "early.so", psutil.boot_time() - 5)
+    age(tmp_path / "linking.so", time.time())
+    remove_broken(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["linking.so", "source.cpp", "whole.so"]
+    remove_broken(tmp_path / "none")
+
+
+def test_where_they_are(monkeypatch):
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert str(folder("1.2")) == "/tmp/mlx/1.2/cpu"
+    monkeypatch.setenv("TEMP", "/x")
+    assert str(folder("1.2")) == "/x/mlx/1.2/cpu"
+
+
+def test_one_that_breaks_while_a_program_runs_is_named():
+    said = describe(RuntimeError("Could not load C++ shared library /tmp/a b/libX.so: file too short"))
+    assert said.endswith("file too short (try: rm '/tmp/a b/libX.so')")
