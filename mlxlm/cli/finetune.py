@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,7 @@ def finetune(model, data, out, resume, **options: Any) -> None:
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
-    begun = time.monotonic()
+    begun = click.get_current_context().meta["mlxlm.begun"]
     from mlxlm.cli.training import describe_end, run_training
     from mlxlm.tokenizer import load
     from mlxlm.train import Run

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 
@@ -91,7 +92,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _run(args: list[str] | None) -> int:
-    context = None
+    context, begun = None, time.monotonic()
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
     if sys.stderr is None:  # closed (2>&-): the result is none of what is said there
@@ -102,6 +103,7 @@ def _run(args: list[str] | None) -> int:
         if sys.stdout is None:
             raise MlxlmError("standard output is closed", "a file, or /dev/null")
         with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
+            context.meta["mlxlm.begun"] = begun  # for commands that end on time
             app.invoke(context)
         sys.stdout.flush()
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def pretrain(data, out, resume, hosts, ranks, **options: Any) -> None:
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
-    begun = time.monotonic()
+    begun = click.get_current_context().meta["mlxlm.begun"]
     if hosts is not None or ranks is not None:
         raise click.exceptions.Exit(_launched(hosts, ranks))
     from mlxlm.cli.ranked import joined
@@ -112,8 +111,8 @@ def _new_run(
         file, preset = options["config"], options["preset"] or "1m"
         config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
         decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
-        config = configured(config, options["parts"], decided)
-        settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
+        length = settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
+        config = configured(config, options["parts"], decided, length)
     fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
     return start_run(
         out,
@@ -158,11 +157,11 @@ def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
     own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     has_tokenizer = prepared or options["tokenizer"]
     no_idle_options(
-        options,
+        {**options, "set": options["parts"]},
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
         (options["minutes"] is not None, ["hours"], "--minutes says how long"),
         (not _chooses(options), ["scaling"], "the model's size is chosen only where --hours is given and no --preset"),
-        (_chooses(options), ["parts"], "the model is chosen; give --preset to vary one"),
+        (_chooses(options), ["set"], "the model is chosen; give --preset to vary one"),
         (has_tokenizer, ["vocab_size", "kind"], f"{own} has its own"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),

@@ -29,7 +29,7 @@ SETTINGS = {"batch_size": 1, "sequence_length": 512, "eval_every": 500, "save_ev
 @click.command()
 @click.argument("data", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="A new folder for the run.  [default: mlxlm-quickstart]")
-@click.option("--minutes", type=float, default=2.0, show_default=True, help="How long to train.")
+@click.option("--minutes", type=float, default=2.0, show_default=True, help="For tokenizer, data and training.")
 @click.option("--no-chat", is_flag=True, help="Print a continuation at the end, also in a terminal.")
 def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat: bool) -> None:
     """Train a tokenizer and a small model, quantize it to 4 bits, and chat with it.
@@ -55,7 +55,7 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
         size = human_count(config.parameter_count())
         render.say(f"1. A tokenizer and a model of {size} parameters, from {text}")
         run = start_run(out, sources, config, minutes=minutes, settings=dict(SETTINGS), phase=phase)
-    render.say(f"2. Training for about {minutes:g} minutes (Ctrl-C saves and stops)")
+    render.say(f"2. Training until {minutes:g} minutes are over (Ctrl-C saves and stops)")
     ending = run_training(run, load_tokenizer(run.path))
     describe_end(ending, run)
     if isinstance(ending, Stopped):

@@ -88,7 +88,9 @@ class Deadline:
         left = self._limit - self._elapsed
         self._next_look = self._elapsed + max(0.0, min(self._limit / _LOOKS, 0.1 * left))
         steps = done + self._fitting(done, left)
-        if abs(steps - self.steps) < max(1.0, _WORTH_A_CHANGE * (self.steps - done)):
+        # At the end some more steps must be worth another validation.
+        least = _WORTH_A_CHANGE * (done if done == self.steps else self.steps - done)
+        if abs(steps - self.steps) < max(1.0, least):
             return False
         self.steps = steps
         return True

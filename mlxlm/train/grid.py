@@ -197,7 +197,7 @@ def start_grid(
             steps = max(1, round(n / each))
             seconds = pace(config) * steps * each
             cells.append(Cell(config.hidden_size, config.parameter_count(), steps * each, steps, seconds))
-        cells.sort(key=lambda cell: cell.seconds)
+        cells.sort(key=lambda cell: cell.parameters * cell.tokens)
         content = {
             "cells": [asdict(cell) for cell in cells], "vocab_size": words.vocab_size, "settings": values,
             "data": "data" if data == folder / "data" else str(data), "by_ratio": not tokens and bool(sizes or ratios),
@@ -210,8 +210,8 @@ def start_grid(
 def _fitting(
     members: list[ModelConfig], pace, seconds: float, most: float, ratios: Sequence[float], tokens: Sequence[float]
 ) -> list[tuple[ModelConfig, int]]:
-    """The grid of the largest models that `seconds` are enough for, with no more than `most` tokens in a run; the
-    smallest there is, where they aren't enough for any."""
+    """The grid of the largest models that `seconds` are enough for, with no more than `most` tokens in a run; where
+    they aren't enough for any, the smallest, trained on less."""
     found = None
     for top in range(len(_HALVINGS) - 1, len(members)):
         largest = members[top].parameter_count()
@@ -224,7 +224,10 @@ def _fitting(
             for config in sizes
             for n in ([min(most, ratio * config.parameter_count()) for ratio in ratios] or lengths)
         ]
-        if found and sum(pace(config) * n for config, n in grid) > seconds:
-            break
-        found = grid
+        if (total := sum(pace(config) * n for config, n in grid)) <= seconds:
+            found = grid
+        elif found is None and not ratios and not tokens:
+            return [(config, max(1, int(n * seconds / total))) for config, n in grid]
+        else:
+            return found or grid
     return found

@@ -1,0 +1,162 @@
+"""Grids of runs, and models chosen for the time there is."""
+
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+from training_runs import finish
+
+from mlxlm.cli.main import _run
+from mlxlm.errors import ConfigError
+from mlxlm.scaling import fitting
+from mlxlm.scaling.laws import Law
+from mlxlm.scaling.sizes import family
+from mlxlm.train import Run, choice
+from mlxlm.train.grid import Grid, _fitting, start_grid
+from mlxlm.train.several import is_finished
+
+TINY = {"sequence_length": 16, "batch_size": 4, "eval_tokens": 500}
+
+
+@pytest.fixture
+def start(tmp_path, text_file, tokenizer_folder):
+    def make(**changes):
+        given = {"sizes": [2e4, 1e5], "tokens": [128, 256], "tokenizer": tokenizer_folder, "settings": TINY, **changes}
+        return start_grid(tmp_path / "grid", [text_file], **given)
+
+    return make
+
+
+def test_a_grid_is_made_trained_and_gone_on_with(start, text_file):
+    grid = start()
+    assert [(c.hidden, c.tokens, c.steps) for c in grid.cells] == [(32, 128, 2), (32, 256, 4), (64, 128, 2),
+                                                                    (64, 256, 4)]  # fmt: skip
+    assert grid.points() == [] and grid.seconds_left(0) == pytest.approx(sum(c.seconds for c in grid.cells))
+    with pytest.raises(ConfigError, match="no run of .* is finished"):
+        grid.flops_per_second()
+    finish(grid.run(grid.cells[0]))
+    finish(grid.run(grid.cells[1]), stop_at=2)
+    again = start()  # the same arguments: the same grid
+    assert again.cells == grid.cells and len(again.points()) == 1
+    for cell in again.cells:
+        run = again.run(cell)
+        if not is_finished(run):
+            finish(run, resume=True)
+    points = again.points()
+    assert [(p.parameters, p.tokens) for p in points] == [(c.parameters, c.tokens) for c in again.cells]
+    last = [e for e in Run.open(again.path / again.cells[-1].name).read_log() if e["event"] == "validation"][-1]
+    assert points[-1].loss == last["loss"] and again.seconds_left(4) == 0
+    assert again.flops_per_second() > 0
+    with pytest.raises(ConfigError, match="grid of runs with other tokens"):
+        start(tokens=[128])
+    assert not again.by_ratio
+
+
+def test_ratios_multiply_parameters(start):
+    grid = start(tokens=[], ratios=[0.01, 0.02])
+    assert grid.by_ratio
+    for cell in grid.cells:
+        assert min(abs(cell.tokens - r * cell.parameters) for r in (0.01, 0.02)) <= 32  # half a step
+
+
+def test_a_grid_says_how_long_once(start):
+    with pytest.raises(ConfigError, match="only one of them"):
+        start(ratios=[5])
+
+
+@pytest.mark.parametrize("seconds", [10.0, 1e4, 1e5])
+def test_the_default_grid_fills_the_time_and_keeps_to_the_text(seconds):
+    members = family(512)
+
+    def pace(config):
+        return 6 * config.parameter_count() / 1e10
+
+    found = _fitting(members, pace, seconds, 1e7, [], [])
+    assert len(found) == 16 and len({c.hidden_size for c, _ in found}) == 4 and len({n for _, n in found}) == 4
+    assert max(n for _, n in found) <= 1e7
+    total = sum(pace(c) * n for c, n in found)
+    assert total <= seconds
+    if seconds > 100:
+        assert total > 0.3 * seconds
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """A machine that does 60 GFLOP/s in every model."""
+    monkeypatch.setattr(choice, "pace_of", lambda members, seconds, settings: lambda c: c.parameter_count() / 1e10)
+
+
+def test_the_choice_sees_20_tokens_a_parameter(steady):
+    chosen = choice.choose(3600.0, 10**12, 1024, {})
+    count = chosen.config.parameter_count()
+    assert chosen.tokens == pytest.approx(0.9 * 3600 * 1e10 / count)
+    assert 13 < chosen.tokens / count < 30  # the family has steps
+    assert chosen.settings["sequence_length"] == 512 and chosen.settings["batch_size"] >= 8
+
+
+def test_little_text_makes_the_model_smaller(steady):
+    sizes = [choice.choose(3600.0, unique, 1024, {}).config.parameter_count() for unique in (10**9, 10**6, 10**5)]
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert sizes[1] < 1e6 * 16.4 / 20 * 1.3  # no number of passes is worth more
+
+
+def test_a_law_decides(steady):
+    hungry, easy = Law(1.0, 1.0, 0.5, 1e4, 0.5), Law(1.0, 1e4, 0.5, 1.0, 0.5)
+    small, large = (choice.choose(60.0, 10**12, 1024, {}, law).config.parameter_count() for law in (hungry, easy))
+    assert large > 100 * small
+
+
+def test_given_settings_are_kept(steady):
+    values = {"batch_size": 3, "sequence_length": 64, "eval_every": 7}
+    chosen = choice.choose(60.0, 10**6, 1024, values)
+    assert values.items() <= chosen.settings.items()
+
+
+def test_pretrain_by_the_clock_chooses_a_model(tmp_path, text_file, tokenizer_folder, capfd, monkeypatch):
+    out, options = tmp_path / "run", ["--eval-tokens", "200", "--sequence-length", "32"]
+    assert _run(["pretrain", str(text_file), "--out", str(out), "--hours", "0.0008", "--tokenizer",
+                 str(tokenizer_folder), *options]) == 0  # fmt: skip
+    run = Run.open(out)
+    entries = run.read_log()
+    assert [e["event"] for e in entries[:2]] == ["chosen", "forecast"]
+    assert entries[0]["parameters"] == run.config.parameter_count() and 0 < run.settings.time_limit < 2.88
+    assert "chosen by 20 tokens a parameter" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hours", "1", "--minutes", "2"], "--hours would have no effect: --minutes says how long"),
+        (["--steps", "3", "--scaling", "x"], "--scaling would have no effect: the model's size is chosen only"),
+        (["--hours", "1", "--set", "positions=alibi"], "--set would have no effect: the model is chosen"),
+    ],
+)
+def test_idle_options_are_refused(tmp_path, text_file, capsys, options, message):
+    assert _run(["pretrain", str(text_file), "--out", str(tmp_path / "x"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_fits_what_is_finished(start, capfd, monkeypatch):
+    monkeypatch.setattr(fitting, "_STARTS", (0.4,))
+    law, grid = Law(1.0, 20.0, 0.4, 20.0, 0.4), start(sizes=[2e4, 1e5, 2e5], tokens=[64, 256, 512])
+    for cell in grid.cells:  # runs as if they had been trained
+        run = grid.run(cell)
+        (run.path / "checkpoints" / f"step-{cell.steps}").mkdir(parents=True)
+        entry = {"step": cell.steps, "seconds": 2.0, "event": "step"}
+        checked = {"event": "validation", "step": cell.steps, "loss": law.loss(cell.parameters, cell.tokens)}
+        run.log_file.write_text(json.dumps(entry) + "\n" + json.dumps(checked) + "\n")
+    command = ["scaling", "--out", str(grid.path), "--fit-only"]
+    if not is_finished(grid.run(grid.cells[0])):
+        pytest.fail("a finished run is known by its last checkpoint")
+    assert _run([*command, "--json", "--predict", "1m:1e4", "--budget", "2h"]) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert said["joint"]["alpha"] == pytest.approx(0.4, abs=0.02)
+    assert said["held_out"]["predicted"] == pytest.approx(said["held_out"]["run"]["loss"], rel=1e-3)
+    assert said["predicted"]["tokens"] == 1e4 and said["predicted"]["far"]
+    assert said["best"]["parameters_interval"][0] <= said["best"]["parameters"]
+    assert any("a guess more than a prediction" in note for note in said["notes"])
+    picture = matplotlib.image.imread(grid.path / "scaling.png")
+    assert picture.shape[1] > 1000 and np.std(picture) > 0.05
+    assert _run([*command, "--sizes", "1m"]) == 2 and _run([*command, "--budget", "soon"]) == 2
+    assert Grid.open(grid.path) == grid
