@@ -15,7 +15,8 @@ from mlxlm.kernels.mask import distance, visible
 
 # Of one block's scores in float32; MLX holds up to 20 such arrays at once. Fewer blocks make a smaller graph,
 # which counts where it is dispatched to a GPU and memory is not in a cache either way.
-_BLOCK_BYTES = (16 if ON_CPU else 128) << 20
+BLOCK_BYTES = {"cpu": 16 << 20, "gpu": 128 << 20}
+_BLOCK_BYTES = BLOCK_BYTES["cpu" if ON_CPU else "gpu"]
 _LEAST_ROWS = 32  # products of fewer rows are slow
 
 
@@ -45,9 +46,10 @@ def blockwise_attention(
     return out.reshape(B, H, T, D)
 
 
-def block_rows(T: int, heads: int, reach: int) -> int:
-    """Query rows of a block of T, for so many heads in the batch, each row having up to `reach` scores."""
-    return max(_LEAST_ROWS, min(_BLOCK_BYTES // (4 * heads * reach), T // 8))
+def block_rows(T: int, heads: int, reach: int, block_bytes: int | None = None) -> int:
+    """Query rows of a block of T, for so many heads in the batch, each row having up to `reach` scores; here, or where
+    a block has so many bytes."""
+    return max(_LEAST_ROWS, min((block_bytes or _BLOCK_BYTES) // (4 * heads * reach), T // 8))
 
 
 @cache

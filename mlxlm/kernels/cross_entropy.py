@@ -8,7 +8,7 @@ from mlxlm._mlx import ON_CPU, mx, nn
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.sums import sum_of_rows
 
-_CHUNK_BYTES = (8 if ON_CPU else 256) << 20  # of one chunk's logits in float32
+_CHUNK_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}  # of one chunk's logits in float32
 _LEAST_ROWS = 64  # at 32,000 tokens 64 rows cost a tenth more time than 512, and take a fifth of the memory
 
 
@@ -72,9 +72,9 @@ def linear_cross_entropy(
     return out[0] if training else out
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Rows of a chunk where nobody says how many."""
-    return max(_LEAST_ROWS, _CHUNK_BYTES // (4 * vocab_size))
+def chunk_rows(vocab_size: int, device: str = "cpu" if ON_CPU else "gpu") -> int:
+    """Rows of a chunk where nobody says how many, here or on the other kind of device."""
+    return max(_LEAST_ROWS, _CHUNK_BYTES[device] // (4 * vocab_size))
 
 
 @cache
