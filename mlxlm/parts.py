@@ -24,6 +24,7 @@ _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 _DECIDED = {
     "model_type": "the parts: the family follows from them",
     "quantization": "mlxlm quantize, once the model is trained",
+    "dropout": "the training, which has it beside the learning rate",
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), "the tokenizer, which has its own"),
 }
 _WORDS: dict[str, dict[str, Changes]] = {
@@ -128,6 +129,7 @@ def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[s
     changes |= {field: _DEFAULTS[field] for field in unread}  # or no family could say what nothing reads
     if now("sliding_window") is None:
         changes.setdefault("layer_types", None)
+    changes |= _without_idle_window(changes, now)
     return config.with_changes(**changes).settled()
 
 
@@ -162,7 +164,10 @@ def value_of(name: str, text: str, kind: str) -> Any:
         if "bool" in kind:
             return {"true": True, "false": False}[low]
         if "int" in kind or "float" in kind:
-            return int(text) if "int" in kind else float(text)
+            number = float(text)
+            if not text.isascii() or "_" in text or ("int" in kind and not number.is_integer()):
+                raise ValueError
+            return int(number) if "int" in kind else number
     except (ValueError, KeyError):
         wanted = "true or false" if "bool" in kind else "a whole number" if "int" in kind else "a number"
         raise ConfigError(f"{name} is {text!r}", wanted + or_none) from None
@@ -178,6 +183,18 @@ def _resized(config: ModelConfig, changes: Changes) -> Changes:
         if config.num_key_value_heads == config.num_attention_heads:
             follow["num_key_value_heads"] = None
     return follow
+
+
+def _without_idle_window(changes: Changes, now: Now) -> Changes:
+    """No list of layers where all of them see everything. Raises ConfigError for a new window that no row would
+    reach the end of."""
+    window, types, context = changes.get("sliding_window"), now("layer_types"), now("max_position_embeddings")
+    full = types is not None and len(types) == now("num_hidden_layers") and all(kind == FULL for kind in types)
+    if window is not None and full:
+        raise ConfigError(f"sliding_window {window} has no effect: no layer has it", "layer_types=alternating")
+    if window is not None and context <= window:
+        raise ConfigError(f"sliding_window {window} has no effect on {context} tokens of context", "a smaller one")
+    return {"sliding_window": None, "layer_types": None} if full else {}
 
 
 def _attention(text: str, now: Now) -> Changes:

@@ -1,6 +1,7 @@
 """A decoder's parts by name: what each name means, what works, and what is said where nothing would."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -59,6 +60,8 @@ def changed(*parts, base=BASE):
         ),
         (["window=32", "layer_types=all"], {"sliding_window": 32}),
         (["softcap=20", "qk_norm=head"], {"attn_logit_softcapping": 20.0, "qk_norm": "head"}),
+        (["layer_types=" + json.dumps(["full_attention"] * 4)], {}),
+        (["hidden_size=1.28e2"], {"hidden_size": 128, "head_dim": 16}),
         (["rope_scaling=linear:4"], {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
         (["rope_scaling=dynamic:2"], {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         (
@@ -105,6 +108,12 @@ def test_what_a_part_means(parts, expected):
         (["num_attention_heads=7", "kv_heads=7"], "no multiple of num_attention_heads 7"),
         (["model_type=gpt2"], "model_type can't be set as a part .try: the parts"),
         (["vocab_size=9"], "vocab_size can't be set as a part .try: --vocab-size"),
+        (["dropout=0.1"], "dropout can't be set as a part .try: the training"),
+        (["hidden_size=1_000"], "hidden_size is '1_000' .try: a whole number"),
+        (["hidden_size=٣٢"], "hidden_size is '٣٢' .try: a whole number"),
+        (["hidden_size=1.5"], "hidden_size is '1.5' .try: a whole number"),
+        (["window=128"], "sliding_window 128 has no effect on 128 tokens of context"),
+        (["window=9", "layer_types=" + json.dumps(["full_attention"] * 4)], "sliding_window 9 .* no layer has it"),
         (["num_attention_heads=1", "attention=grouped-query"], "1 heads can't be grouped"),
     ],
 )
@@ -145,7 +154,9 @@ def test_words_alone():
 @given(
     st.dictionaries(
         st.sampled_from(NAMES),
-        st.sampled_from(["1", "2", "64", "0.5", "1e-5", "true", "none", "rms", "layer", "post", "alibi", "sinusoidal"])
+        st.sampled_from(
+            ["1", "2", "7", "9", "64", "0.5", "1e-5", "true", "none", "rms", "layer", "post", "alibi", "sinusoidal"]
+        )
         | st.sampled_from(["gelu", "glu", "all", "tied", "yarn:4", "ntk:4", "alternating", "multi-query", "head"])
         | st.text(min_size=1, max_size=6),
         min_size=1,

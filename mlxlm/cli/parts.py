@@ -19,14 +19,19 @@ def set_option(command):
     return click.option("--set", "parts", multiple=True, metavar="NAME=VALUE", help=text)(command)
 
 
-def configured(config: ModelConfig, parts: Sequence[str], decided: Mapping[str, str]) -> ModelConfig:
+def configured(
+    config: ModelConfig, parts: Sequence[str], decided: Mapping[str, str], context: int | None = None
+) -> ModelConfig:
     """`config` with the parts that `--set` gave; says what other tools will make of such a model.
 
-    decided: parts that another option of the command decides, and which. Raises ConfigError.
+    decided: parts that another option of the command decides, and which. context: tokens that the model will see,
+    where that is decided, too; some parts go by it. Raises ConfigError.
     """
     from mlxlm.families import caveat
     from mlxlm.parts import parse, with_parts
 
+    if parts and context is not None:
+        config = config.with_changes(max_position_embeddings=context)
     config = with_parts(config, parse(parts), decided)
     if parts and (note := caveat(config)):
         render.say(note, style="yellow")
