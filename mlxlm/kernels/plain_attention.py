@@ -8,7 +8,7 @@ from mlxlm.kernels.mask import distance, visible
 from mlxlm.kernels.sums import sum_of_rows
 
 _MANY_SCORES = 1 << 14  # of a decoded token: from here on `exp_nonpositive` is worth a larger graph
-_MIN_ROWS = 64  # least query rows per block on the CPU: below that the products are too small
+MIN_ROWS = 64  # least query rows per block on the CPU: below that the products are too small
 
 
 def plain_attention(queries, keys, values, scale, *, window=None, first=None, segments=None):
@@ -47,7 +47,7 @@ def _attention_cpu(queries, keys, values, scale, window, first, segments):
     queries = (queries * scale).reshape(B, kv_heads, groups, T, D)
     # As they come from a projection, [B, S, H, D] in memory, each product would copy them.
     keys, values = mx.contiguous(keys), mx.contiguous(values)
-    step = max(_MIN_ROWS, -(-T // 4))
+    step = max(MIN_ROWS, -(-T // 4))
     out = []
     for start in range(0, T, step):
         stop = min(start + step, T)
