@@ -92,7 +92,7 @@ def main() -> None:
         ("left behind", ", ".join(result["litter"]) or "nothing"),
     ]
     report(f"power cuts in runs of {options.steps} steps", rows, {"benchmark": "power_cut", **vars(options), **result})
-    if not result["equal"] == result["logged_once"] == result["runs"]:
+    if result["litter"] or not result["equal"] == result["logged_once"] == result["runs"]:
         raise SystemExit(1)
 
 

@@ -107,6 +107,18 @@ def new_file(
             partial.unlink(missing_ok=True)
 
 
+def working_folder(path: Path) -> Path:
+    """Make a hidden folder beside `path` for what it is made of, which the caller removes. What processes that were
+    killed have left of theirs goes. Raises CheckpointError if the disk refuses."""
+    parts = path.with_name(f"{path.name}-parts")  # another name than `new_folder(path)`'s own
+    folder = parts.with_name(f".{parts.name}.{os.getpid()}.partial")
+    with os_errors_as(CheckpointError, "write", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(parts)
+        folder.mkdir()
+    return folder
+
+
 @contextmanager
 def _parent(path: Path) -> Iterator[None]:
     """The folders above `path`, made where they are missing; those made go again on any error, if still empty."""

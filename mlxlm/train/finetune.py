@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from mlxlm._mlx import mx
 from mlxlm.checkpoint import Checkpoint, float_weights, open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
-from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
-from mlxlm.files import check_free, new_folder
+from mlxlm.errors import CheckpointError, ConfigError, DataError
+from mlxlm.files import check_free, new_folder, working_folder
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.log import RunLog
@@ -98,9 +97,7 @@ def start_finetune(
         problem = f"sequences of {draft.sequence_length} tokens are longer than the model's context"
         raise ConfigError(problem, f"--sequence-length {config.max_position_embeddings} or less")
     check_memory(config, draft)
-    with os_errors_as(CheckpointError, "write", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        workspace = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    workspace = working_folder(out)
     try:
         data = workspace / "data"
         with phase("preparing conversations", total_bytes([*sources, *validation])) as advance:

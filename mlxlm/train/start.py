@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +17,8 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, prepare, texts, total_bytes
 from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import STDIN
-from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
-from mlxlm.files import check_free
+from mlxlm.errors import CheckpointError, ConfigError, DataError
+from mlxlm.files import check_free, working_folder
 from mlxlm.plan import Training, cheapest, training_memory
 from mlxlm.plan.textbook import compute_optimal_tokens
 from mlxlm.scaling.laws import Law
@@ -116,9 +115,7 @@ def start_run(
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
     if config is not None:
         config = _fitted(config, draft, {"vocab_size": words.vocab_size, **ids})
-    with os_errors_as(CheckpointError, "write", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        workspace = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    workspace = working_folder(out)
     try:
         data = prepared or workspace / "data"
         if not prepared:

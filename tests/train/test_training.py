@@ -325,6 +325,15 @@ def test_settings_are_checked_before_the_work(tmp_path, text_file, tiny_config, 
             start(**changes)
 
 
+def test_what_a_killed_start_left_goes_with_the_next(tmp_path, new_run):
+    """A process that is gone had prepared tokens for a run of this name."""
+    left = tmp_path / ".run-parts.4999999.partial"  # a number that Linux gives to no process
+    left.mkdir()
+    (left / "tokens").write_bytes(bytes(100))
+    new_run("run")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "text.txt"]
+
+
 def test_a_model_larger_than_the_memory_is_refused(tmp_path, text_file, tiny_config):
     huge = tiny_config.with_changes(hidden_size=2**15, intermediate_size=2**17, num_hidden_layers=100, head_dim=64)
     with pytest.raises(ConfigError, match="training this takes about .* of memory, there are .*preset"):
