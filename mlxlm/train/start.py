@@ -20,6 +20,7 @@ from mlxlm.data.sources import STDIN
 from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.files import check_free, working_folder
 from mlxlm.plan import Training, cheapest, training_memory
+from mlxlm.plan.advice import room
 from mlxlm.plan.textbook import compute_optimal_tokens
 from mlxlm.scaling.laws import Law
 from mlxlm.tokenizer import Tokenizer, load, train
@@ -226,13 +227,13 @@ def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any
 
 
 def check_memory(config: ModelConfig, settings: TrainSettings) -> None:
-    """Raise a ConfigError if training takes more memory than this machine has."""
+    """Raise a ConfigError if training takes more memory than this machine has for it."""
     training, there = Training.of(settings), platform.total_memory()
-    if (needed := training_memory(config, training).total) > there:
+    if (needed := training_memory(config, training).total) > room(there):
         change = cheapest(config, training, there)
         hint = f"{change.text}, which takes {human_bytes(change.needed)}" if change else "a smaller model"
         raise ConfigError(
-            f"training this takes about {human_bytes(needed)} of memory, there are {human_bytes(there)}", hint
+            f"training this takes about {human_bytes(needed)} of memory, there are {human_bytes(room(there))} for it", hint
         )
 
 
