@@ -17,7 +17,6 @@ from mlxlm.units import human_bytes, human_count, human_seconds
 if TYPE_CHECKING:
     from mlxlm.train.architectures import Comparison, Result
 
-PICTURE = "comparison.png"
 _LONGEST = 512  # tokens of a sequence, unless asked for: as for pretrain
 _APART = 0.01  # parameter counts that differ by more than this share are remarked on
 
@@ -51,17 +50,16 @@ def compare_architectures(data, variants, out, as_json, **options: Any) -> None:
     """
     comparison = _comparison(data, variants, out, options)
     failed = _train(comparison)
-    found, picture = comparison.results(), out / PICTURE
-    comparison.draw(picture)
+    found = comparison.results()
     notes = [*failed, *_notes(comparison, found)]
     if as_json:
         rows = [result.to_dict() for result in found]
-        render.emit_json({"path": str(out), "picture": str(picture), "variants": rows, "notes": notes})
+        render.emit_json({"path": str(out), "picture": str(comparison.draw()), "variants": rows, "notes": notes})
     else:
         render.print_result(render.table([*map(_row, found)], _HEADER))
         for note in notes:
             render.say(note, style="yellow")
-        render.result(str(picture))
+        render.result(str(comparison.draw()))
     if failed:
         raise click.exceptions.Exit(1)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,10 @@ from mlxlm.train.probing import probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.several import asked, check_asked, is_finished, one_of, shared_data
-from mlxlm.train.start import (
-    DEVICE_DTYPE,
-    Phase,
-    check_length,
-    no_phase,
-    steps_for,
-)
+from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, steps_for
 
 FILE = "comparison.json"
+PICTURE = "comparison.png"
 BASE = "base"  # the variant that changes nothing
 # What the variants have in common, and what says so.
 _SHARED = {
@@ -37,6 +34,7 @@ _SHARED = {
     "vocab_size": "one tokenizer for all variants",
     "max_position_embeddings": "the sequence length, one for all variants",
 }
+_LONGEST_NAME = 100  # bytes of a folder's name, where file systems have 255 and names of files are made from it
 _SETTINGS = {field.name: field.type for field in fields(TrainSettings)}
 
 
@@ -63,15 +61,37 @@ class Variant:
             if found is None:
                 raise ConfigError(f"variant {name!r} says nothing", f'"{name}: NAME=VALUE", or {BASE}')
             return cls(name, found, {})
-        values = parse(re.split(r",(?![^\[{]*[\]}])", rest))  # commas of JSON are not between parts
-        own = {key: value_of(key, value, _SETTINGS[key]) for key, value in values.items() if key in _SETTINGS}
-        for key in (key for key in values if key in _SHARED):
-            raise ConfigError(f"variant {name}: {key} can't be a variant's own", _SHARED[key])
+        with _about(name):
+            values = parse(_pieces(rest))
+            for key in (key for key in values if key in _SHARED):
+                raise ConfigError(f"{key} can't be a variant's own", _SHARED[key])
+            own = {key: value_of(key, value, _SETTINGS[key]) for key, value in values.items() if key in _SETTINGS}
         return cls(name, {key: value for key, value in values.items() if key not in own}, own)
 
     @property
     def folder(self) -> str:
         return re.sub(r"[^\w.=-]+", "-", self.name).strip("-.") or "variant"
+
+
+def _pieces(text: str) -> list[str]:
+    """What is between the commas of `text`, but for those inside of JSON."""
+    found, depth = [""], 0
+    for sign in text:
+        depth += (sign in "[{") - (sign in "]}")
+        if sign == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += sign
+    return found
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Says of which variant a ConfigError is."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"variant {name}: {error.message}", error.hint) from None
 
 
 @dataclass(frozen=True)
@@ -115,7 +135,7 @@ class Comparison:
 
     @classmethod
     def open(cls, path: Path | str) -> Comparison:
-        """An existing comparison. Raises ConfigError naming the file."""
+        """An existing comparison. Raises ConfigError naming the file, or the variant."""
         path = Path(path)
         if not (path / FILE).is_file():
             raise ConfigError(f"{path} is no comparison: it has no {FILE}", "the --out of compare-architectures")
@@ -123,9 +143,15 @@ class Comparison:
         try:
             config = ModelConfig.from_dict(values["config"], str(path / FILE))
             variants = tuple(Variant(**variant) for variant in values["variants"])
-            return cls(path, config, dict(values["settings"]), variants, path / values["data"], values["asked"])
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{path / FILE} lacks config, settings, variants, data or asked") from None
+            texts = [text for v in variants for text in (v.name, *v.parts, *v.parts.values())]
+            settings = [values["settings"], *(variant.settings for variant in variants)]
+            if not all(isinstance(text, str) for text in texts) or any(own.keys() - _SETTINGS for own in settings):
+                raise ValueError
+            found = cls(path, config, settings[0], variants, path / values["data"], dict(values["asked"]))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ConfigError(f"{path / FILE} lacks config, settings, variants, data or asked, or is damaged") from None
+        _check(variants)
+        return found
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -139,9 +165,10 @@ class Comparison:
         settings = {**self.settings, **variant.settings}
         return one_of(self.path / variant.folder, self.data, self.config_of(variant), settings, phase)
 
-    def draw(self, path: Path) -> None:
-        """Write a picture of the curves so far, as PNG."""
-        draw_runs({v.name: Run.open(self.path / v.folder) for v in self._begun()}, path)
+    def draw(self) -> Path:
+        """Write a picture of the curves so far, as PNG; its path."""
+        draw_runs({v.name: Run.open(self.path / v.folder) for v in self._begun()}, self.path / PICTURE)
+        return self.path / PICTURE
 
     def results(self) -> list[Result]:
         """Of the variants whose runs have begun, in their order."""
@@ -181,6 +208,8 @@ def start_comparison(
     """
     out, settings = Path(out), dict(settings or {})
     _check(variants)
+    shared = TrainSettings(**{"learning_rate": 1.0, **settings, "steps": 1})
+    config = config.with_changes(max_position_embeddings=shared.sequence_length)  # which some parts go by
     configs = [_configured(config, variant) for variant in variants]
     question = asked(
         sources, weights=weights and list(weights), text_column=text_column, tokenizer=tokenizer, kind=kind,
@@ -192,16 +221,14 @@ def start_comparison(
         check_asked(out, there.asked, question, "comparison", "mlxlm compare-architectures")
         return there
     check_length(minutes=minutes, tokens=tokens, steps=settings.get("steps"))
-    shared = TrainSettings(**{"learning_rate": 1.0, "dtype": DEVICE_DTYPE, **settings, "steps": 1})
-    drafts = [TrainSettings(**{**shared.to_dict(), **variant.settings}) for variant in variants]
+    drafts = _drafts(variants, configs, settings, settings.get("steps") or 1)
     with new_folder(out) as folder:
         words, data = shared_data(
             folder, sources, config.vocab_size if vocab_size is None else vocab_size, tokenizer=tokenizer, kind=kind,
             text_column=text_column, weights=weights, validation=validation, validation_fraction=validation_fraction,
             seed=shared.seed, phase=phase,
         )  # fmt: skip
-        fitted = {"vocab_size": words.vocab_size, "max_position_embeddings": shared.sequence_length}
-        configs = [variant.with_changes(**fitted) for variant in configs]
+        configs = [variant.with_changes(vocab_size=words.vocab_size) for variant in configs]
         if minutes:
             held_out = TokenDataset.open(data, "validation")
             with phase("trying three training steps of each variant", None):
@@ -210,6 +237,7 @@ def start_comparison(
             steps = min(found.steps_in(60 * minutes, draft, tokens_held_out) for found, draft in timed)
         else:
             steps = settings.get("steps") or steps_for(tokens, configs[0], drafts[0])
+        _drafts(variants, configs, settings, steps)  # of all, before the first is trained
         values = {
             "config": config.to_dict(), "settings": {**settings, "steps": steps},
             "variants": question["variants"], "data": "data" if data == folder / "data" else str(data),
@@ -222,18 +250,35 @@ def start_comparison(
 def _check(variants: Sequence[Variant]) -> None:
     if len(variants) < 2:
         raise ConfigError("a comparison needs two variants or more", f'--variant {BASE} --variant "positions=alibi"')
-    folders = [variant.folder for variant in variants]
-    if twice := next((name for name in folders if folders.count(name) > 1), None):
-        raise ConfigError(f"two variants are called {twice}", '"another name: ..."')
-    if taken := next((name for name in folders if name in ("data", FILE)), None):
-        raise ConfigError(f"a variant can't be called {taken}", '"another name: ..."')
+    # macOS takes names for one that differ in case or in how accents are composed.
+    folders = [unicodedata.normalize("NFC", variant.folder).casefold() for variant in variants]
+    for variant, folder in zip(variants, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise ConfigError(f"two variants are called {variant.folder}", '"another name: ..."')
+        if folder in ("data", FILE, PICTURE):
+            raise ConfigError(f"a variant can't be called {variant.folder}", '"another name: ..."')
+        if not variant.name.isprintable() or len(folder.encode()) > _LONGEST_NAME:
+            what = f"{ascii(variant.name[:20])} can't be the name of a variant, which has a folder of that name"
+            raise ConfigError(what, f"at most {_LONGEST_NAME} letters")
 
 
 def _configured(config: ModelConfig, variant: Variant) -> ModelConfig:
-    try:
+    with _about(variant.name):
         return with_parts(config, variant.parts, _SHARED)
-    except ConfigError as error:
-        raise ConfigError(f"variant {variant.name}: {error.message}", error.hint) from None
+
+
+def _drafts(
+    variants: Sequence[Variant], configs: Sequence[ModelConfig], settings: Mapping[str, Any], steps: int
+) -> list[TrainSettings]:
+    """The settings of each variant, but for the learning rate. Raises ConfigError for what can't be trained here."""
+    found = []
+    for variant, config in zip(variants, configs, strict=True):
+        values = {"learning_rate": 1.0, **settings, **variant.settings, "steps": steps}
+        with _about(variant.name):
+            choose_dtype(values)
+            found.append(TrainSettings(**values))
+            check_memory(config, found[-1])
+    return found
 
 
 def _result(variant: Variant, run: Run) -> Result:

@@ -31,8 +31,9 @@ def draw_runs(runs: Mapping[str, Run], path: Path) -> None:
         training.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, lw=1.3)
         ends += [loss for _, loss in points[len(points) // 10 :]]
         checks = [(e["tokens"], e["bits_per_byte"]) for e in entries if e["event"] == "validation"]
-        best = f": {min(bits for _, bits in checks):.4f}" if checks else ""
-        validation.plot(*zip(*checks, strict=True) if checks else ((), ()), "o-", ms=3, color=colour, label=name + best)
+        label = name.replace("$", r"\$")  # which would begin a formula
+        label += f": {min(bits for _, bits in checks):.4f}" if checks else ""
+        validation.plot(*zip(*checks, strict=True) if checks else ((), ()), "o-", ms=3, color=colour, label=label)
     if ends:
         ends.sort()
         low, high = ends[0], ends[int(0.98 * (len(ends) - 1))]  # a spike leaves the picture

@@ -50,6 +50,8 @@ def test_variants_are_read():
     assert read.folder == "my-way"
     scaling = '{"rope_type": "linear", "factor": 2}'
     assert Variant.read(f"x: rope_scaling={scaling}, norm=layer").parts == {"rope_scaling": scaling, "norm": "layer"}
+    nested = '{"rope_type": "linear", "a": {"b": [1, 2], "c": 1}, "factor": 2}'
+    assert Variant.read(f"x: rope_scaling={nested}, seed=1") == Variant("x", {"rope_scaling": nested}, {"seed": 1})
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,10 @@ def test_variants_are_read():
     [
         ("wide", "variant 'wide' says nothing .try: \"wide: NAME=VALUE\", or base"),
         ("wide:", "'wide:' is no variant"),
-        ("x: dropout=many", "dropout is 'many' .try: a number"),
+        ("x: dropout=many", "variant x: dropout is 'many' .try: a number"),
         ("x: batch_size=4", "variant x: batch_size can't be a variant's own .try: one budget"),
-        ("x: seed=1, seed=2", "seed is set to both 1 and 2"),
+        ("x: norm=layer,", "variant x: '' sets nothing"),
+        ("x: seed=1, seed=2", "variant x: seed is set to both 1 and 2"),
     ],
 )
 def test_what_is_no_variant(text, message):
@@ -73,6 +76,17 @@ def test_what_is_no_variant(text, message):
         (["base"], "needs two variants or more"),
         (["base", "base"], "two variants are called base"),
         (["base", "data: norm=layer"], "a variant can't be called data"),
+        (["base", "Base: norm=layer"], "two variants are called base"),  # of macOS
+        (["\uac00: norm=layer", "\u1100\u1161: norm=rms"], "two variants are called"),  # composed, and not
+        (["base", "comparison.png: norm=layer"], "a variant can't be called comparison.png"),
+        (["base", "Data: norm=layer"], "a variant can't be called Data"),
+        (["base", f"{'x' * 101}: norm=layer"], "can't be the name of a variant, .* .try: at most 100"),
+        (["base", "a\x1bb: norm=layer"], r"'a.x1bb' can't be the name"),
+        (["base", "x: dtype=bfloat16"], "variant x: .*bfloat16"),
+        (["base", "x: warmup_steps=10000"], "variant x: .* warmup_steps 10000 leaves nothing of 6 steps"),
+        (["base", "x: optimizer=adafactor, beta2=0.9"], "variant x: .* adafactor has no beta2"),
+        (["base", "x: hidden_size=65536, num_hidden_layers=99"], "variant x: training this takes about"),
+        (["base", "x: window=16"], "variant x: sliding_window 16 has no effect on 16 tokens"),
         (["base", "x: foo=1"], "variant x: there is no part 'foo'"),
         (["base", "x: vocab_size=5"], "variant x: vocab_size can't be .* .try: one tokenizer"),
     ],
@@ -114,16 +128,21 @@ def test_it_goes_on_where_it_stopped(start):
         assert contents(whole.path / name / last) == contents(parts.path / name / last)
     with pytest.raises(ConfigError, match="is a comparison with other settings, variants .try: mlxlm compare-arch"):
         start("parts", variants=VARIANTS[::-1], settings={**SETTINGS, "steps": 7})
-    (parts.path / "comparison.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"comparison.json lacks config"):
-        Comparison.open(parts.path)
+    values = json.loads((parts.path / "comparison.json").read_text())
+    variant = values["variants"][1]
+    hostile = [{"name": 1}, {"parts": None}, {"parts": {"norm": 3}}, {"settings": {"lr": 1}}, {"more": 1}]
+    for damaged in ({}, {**values, "asked": 1}, *({**values, "variants": [variant | change]} for change in hostile)):
+        (parts.path / "comparison.json").write_text(json.dumps(damaged))
+        with pytest.raises(ConfigError, match=r"comparison.json lacks config"):
+            Comparison.open(parts.path)
     with pytest.raises(ConfigError, match=r"is no comparison"):
         Comparison.open(parts.path / "rope")
 
 
 def test_budgets(start, tmp_path, text_file, tokenizer_folder):
     free = {name: value for name, value in SETTINGS.items() if name != "steps"}
-    assert start("tokens", tokens=1000, settings=free).settings["steps"] == 16  # of 64 tokens
+    other = [Variant.read("base"), Variant.read("x: optimizer=adafactor")]  # which has no beta2 to share
+    assert start("tokens", other, tokens=1000, settings=free).settings["steps"] == 16  # of 64 tokens
     assert start("minutes", minutes=0.02, settings=free).settings["steps"] > 0
     with pytest.raises(ConfigError, match="tokens and steps each say how long"):
         start("both", tokens=1000)
@@ -140,14 +159,14 @@ def test_budgets(start, tmp_path, text_file, tokenizer_folder):
 def test_the_command(tmp_path, text_file, capsys):
     out = str(tmp_path / "out")
     command = ["compare-architectures", str(text_file), "--out", out, *TINY, "--eval-every", "2"]
-    variants = ["--variant", "rope", "--variant", "small: hidden_size=48, intermediate_size=40, positions=alibi"]
+    variants = ["--variant", "rope", "--variant", "a$_{b$: hidden_size=48, intermediate_size=40, positions=alibi"]
     assert _run([*command, *variants]) == 0
     table, said = capsys.readouterr()
     lines = table.splitlines()
     assert lines[0].split()[:2] == ["variant", "parameters"] and lines[-1] == f"{out}/comparison.png"
-    assert [line.split()[0] for line in lines[1:-1]] == ["rope", "small"]
-    assert "% more parameters than small: a part of its result is size" in said and "one seed each" in said
-    assert "small: only mlxlm opens this model: the nearest family, llama, has no positions 'alibi'" in said
+    assert [line.split()[0] for line in lines[1:-1]] == ["rope", "a$_{b$"]
+    assert "% more parameters than a$_{b$: a part of its result is size" in said and "one seed each" in said
+    assert "a$_{b$: only mlxlm opens this model: the nearest family, llama, has no positions 'alibi'" in said
     picture = matplotlib.image.imread(f"{out}/comparison.png")
     colours = set(map(tuple, np.round(255 * picture.reshape(-1, 4)[:, :3]).astype(int).tolist()))
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # both curves
@@ -155,7 +174,7 @@ def test_the_command(tmp_path, text_file, capsys):
     found, said = capsys.readouterr()
     values = json.loads(found)
     assert said.count("finished before") == 2
-    assert [v["name"] for v in values["variants"]] == ["rope", "small"] and len(values["notes"]) == 3
+    assert [v["name"] for v in values["variants"]] == ["rope", "a$_{b$"] and len(values["notes"]) == 3
     assert all(v["finished"] and v["tokens"] == 128 for v in values["variants"])
     assert _run(["compare-architectures", "--out", out, "--steps", "5"]) == 2
     assert "--steps would have no effect" in capsys.readouterr().err
