@@ -19,14 +19,14 @@ def report(runs: tuple[Path, ...], out: Path | None, show: bool) -> None:
 
     It can be asked for at any time, while a run is trained too; a run writes its own when it ends.
     """
-    from mlxlm.report import REPORT_FILE, write_report
+    from mlxlm.report import REPORT_FILE, read_run, write_report
     from mlxlm.train import TrainSettings
 
     if out is None:
         if len(runs) > 1:
             raise click.UsageError("several runs need --out FILE.html")
         out = runs[0] / REPORT_FILE
-    write_report(runs, out, TrainSettings.defaults)
+    write_report([read_run(run) for run in runs], out, TrainSettings.defaults)
     if show:
         webbrowser.open(out.absolute().as_uri())
     render.result(str(out))

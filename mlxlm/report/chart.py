@@ -47,7 +47,7 @@ def chart(
     width, height = size
     every_x = [x for _, p in drawn for x, _ in p]
     x_low, x_high = min(every_x), max(every_x)
-    x_high = x_high if x_high > x_low else x_low + 1
+    x_high = max(x_high, x_low + 1, x_low * (1 + 1e-9))  # apart also where one more is the same in float64
     scale = _Scale.of([[y for _, y in p] for s, p in drawn if s.style != "faint" or len(drawn) == 1], from_zero)
 
     def across(x: float) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,22 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(entry, dict) and isinstance(entry.get("event"), str) and _is_step(entry.get("step", 0)):
                 yield entry
+
+
+def announced(path: Path, event: str, figures: Sequence[str]) -> dict[str, Any] | None:
+    """The entry of this name from before the run began, if all of `figures` in it are numbers."""
+    for entry in read_entries(path):
+        if entry["event"] == event and not any(math.isnan(number(entry.get(name))) for name in figures):
+            return entry
+        if entry["event"] == "started":
+            break
+    return None
+
+
+def number(value: Any) -> float:
+    """A finite number, else NaN."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if usable else math.nan
 
 
 def _is_step(value: Any) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.report.chart import COLOURS, Series, chart, figure
+from mlxlm.report.entries import number
 from mlxlm.report.runs import RunFacts
 from mlxlm.units import human_bytes, human_count, human_seconds
 
@@ -57,7 +58,7 @@ def _table(rows: Iterable[Sequence[Any]], header: Sequence[str] = (), changed: I
     known = set(changed)
     head = f"<thead><tr>{''.join(f'<th>{_text(cell)}</th>' for cell in header)}</tr></thead>" if header else ""
     lines = (
-        f'<tr{_CHANGED if row[0] in known else ""}>{"".join(f"<td>{_text(_short(cell))}</td>" for cell in row)}</tr>'
+        f"<tr{_CHANGED if row[0] in known else ''}>{''.join(f'<td>{_text(_short(cell))}</td>' for cell in row)}</tr>"
         for row in rows
     )
     return f'<div class="scroll"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'
@@ -143,7 +144,7 @@ def _curve(run: RunFacts, i: int, axis: str, column: str, style: str = "line", n
 
 
 def _loss(run: RunFacts, i: int, axis: str) -> list[Series]:
-    validation = [(_place(run, axis, step), loss) for step, loss, _ in run.validations]
+    validation = [(run.place(axis, step), loss) for step, loss, _ in run.validations]
     return [
         _curve(run, i, axis, "loss", "faint", " each step"),
         _curve(run, i, axis, "smoothed", "line", " smoothed"),
@@ -152,17 +153,7 @@ def _loss(run: RunFacts, i: int, axis: str) -> list[Series]:
 
 
 def _bits(run: RunFacts, i: int, axis: str) -> list[Series]:
-    return [Series(run.name, [(_place(run, axis, step), bits) for step, _, bits in run.validations], i, "dots")]
-
-
-def _place(run: RunFacts, axis: str, step: int) -> float:
-    """Where step `step` is on an axis; between two steps that were logged, that of the one before."""
-    steps = run.steps["step"]
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if steps[middle] <= step else (low, middle)
-    return run.steps[axis][low - 1] if low else math.nan
+    return [Series(run.name, [(run.place(axis, step), bits) for step, _, bits in run.validations], i, "dots")]
 
 
 def _curves(
@@ -186,7 +177,7 @@ def _curves(
         for kind, size, most in both if wide else (("", (400, 240), points // 2),):
             picture = chart(curves, axis, unit, size=size, points=most, from_zero=from_zero, marks=marks)
             drawn += picture and f'<div class="by-{axis} {kind}">{picture}</div>'
-    return drawn and f'<figure{_WIDE_CLASS if wide else ""}><figcaption>{_text(title)}</figcaption>{drawn}</figure>'
+    return drawn and f"<figure{_WIDE_CLASS if wide else ''}><figcaption>{_text(title)}</figcaption>{drawn}</figure>"
 
 
 _WIDE_CLASS = ' class="wide"'
@@ -196,7 +187,7 @@ def _marks(run: RunFacts, axis: str) -> list[tuple[float, str]]:
     """Where the run was interrupted."""
     kinds = {"paused", "slowed", "stopped", "failed", "not_saved"}
     found = [(e.get("step", 0), _told(e)) for e in run.events if e["event"] in kinds or _resumed(e)]
-    return [(_place(run, axis, step), f"step {step}: {text}") for step, text in found[-_EVENTS:]]
+    return [(run.place(axis, step), f"step {step}: {text}") for step, text in found[-_EVENTS:]]
 
 
 def _resumed(event: Mapping[str, Any]) -> bool:
@@ -220,7 +211,7 @@ def _changed(run: RunFacts, defaults: Callable[[int], Mapping[str, Any]]) -> lis
 
 
 def _about(run: RunFacts, changed: Sequence[str], several: bool) -> list[str]:
-    heading = f"<h2>{_text(run.name)}</h2><p class=\"soft\">{_text(_summary(run))}</p>" if several else ""
+    heading = f'<h2>{_text(run.name)}</h2><p class="soft">{_text(_summary(run))}</p>' if several else ""
     facts = [
         ("Settings", _table(run.settings.items(), changed=changed)),
         ("Model", _table(run.model.items())),
@@ -266,7 +257,7 @@ def _told(event: Mapping[str, Any]) -> str:
     kind = event["event"]
     what = {"started": "resumed" if _resumed(event) else "started", "not_saved": "not saved", "resumed": "went on"}
     extra = [str(event[name])[:500] for name in ("reason", "message", "machine") if event.get(name)]
-    seconds = event.get("seconds")
-    if kind == "resumed" and isinstance(seconds, int | float):
+    seconds = number(event.get("seconds"))
+    if kind == "resumed" and not math.isnan(seconds):
         extra.append(f"after {figure(seconds, 'seconds')}")
     return ": ".join([what.get(kind, kind), ", ".join(extra)]) if extra else what.get(kind, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +13,13 @@ from typing import Any
 
 from mlxlm.config import ModelConfig, read_json
 from mlxlm.errors import CheckpointError, ConfigError, MlxlmError
-from mlxlm.report.entries import read_entries
+from mlxlm.report.entries import number, read_entries
 from mlxlm.report.smooth import Smoothed, span_of
 
 FIGURES = ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "memory")
 _RUN_FILE, _LOG, _MANIFEST = "train.json", "log.jsonl", "manifest.json"
-_TOLD = (
-    "started", "not_saved", "paused", "slowed", "resumed", "warned", "stopped", "failed", "finished",
-)  # fmt: skip
+_ENDS = ("stopped", "failed", "finished")
+_TOLD = ("started", "not_saved", "paused", "slowed", "resumed", "warned", *_ENDS)
 
 
 @dataclass
@@ -49,13 +49,19 @@ class RunFacts:
 
     @property
     def state(self) -> str:
-        """How the run stands, by its last entry."""
-        last = self.events[-1]["event"] if self.events else ""
-        return last if last in ("finished", "stopped", "failed") else "not finished"
+        """How the run stands, by the last entry that says so: a warning may come after the end."""
+        known = (e["event"] for e in reversed(self.events) if e["event"] in ("started", *_ENDS))
+        last = next(known, "started")
+        return "not finished" if last == "started" else last
 
     def last(self, figure: str) -> float:
         column = self.steps[figure]
         return column[-1] if column else math.nan
+
+    def place(self, axis: str, step: int) -> float:
+        """Where step `step` is on an axis; between two steps that were logged, that of the one before."""
+        logged = bisect_right(self.steps["step"], step)
+        return self.steps[axis][logged - 1] if logged else math.nan
 
 
 def read_run(path: Path) -> RunFacts:
@@ -75,12 +81,6 @@ def read_run(path: Path) -> RunFacts:
     )
     _read_log(facts, path / _LOG)
     return facts
-
-
-def number(value: Any) -> float:
-    """A finite number, else NaN."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if usable else math.nan
 
 
 def _data(folder: Path) -> dict[str, Any]:
@@ -120,4 +120,3 @@ def _read_log(facts: RunFacts, path: Path) -> None:
         elif kind in _TOLD:
             facts.events.append(entry)
     facts.steps = columns
-

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,14 +19,17 @@ from mlxlm.report.entries import read_entries
 from mlxlm.train.events import Event, Step
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_AGAIN_AFTER = 1.0  # seconds, on a full disk
 
 
 class RunLog:
-    """The log at `path`. Lines that a full disk does not take are kept in memory until it does."""
+    """The log at `path`. Lines that a full disk does not take are kept in memory until it does; where steps wait, that
+    is tried once a second."""
 
     def __init__(self, path: Path):
         self.path = path
         self._waiting: list[bytes] = []
+        self._again_at = 0.0
 
     def record(self, event: Event) -> None:
         """Append an event: its name (`not_saved` for NotSaved), its fields but for paths, and, but for steps, the time.
@@ -34,11 +38,16 @@ class RunLog:
         """
         fields = {name: _plain(value) for name, value in asdict(event).items() if not isinstance(value, Path)}
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
-        time = {} if isinstance(event, Step) else {"time": datetime.now(UTC).isoformat(timespec="seconds")}
-        self.append({"event": name, **fields, **time})
+        if isinstance(event, Step):
+            self._waiting.append(json_line({"event": name, **fields}))
+            if time.monotonic() < self._again_at:  # each step would try all lines again
+                return
+        else:
+            fields["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+            self._waiting.append(json_line({"event": name, **fields}))
+        self._write()
 
-    def append(self, entry: dict[str, Any]) -> None:
-        self._waiting.append(json_line(entry))
+    def _write(self) -> None:
         lines = b"".join(self._waiting)
         with os_errors_as(CheckpointError, "write", self.path), self.path.open("ab", buffering=0) as file:
             end, written = file.tell(), 0
@@ -49,28 +58,38 @@ class RunLog:
                     raise
             if written < len(lines):
                 file.truncate(end)  # no half line
+                self._again_at = time.monotonic() + _AGAIN_AFTER
             else:
                 self._waiting.clear()
+                self._again_at = 0.0
 
     def flush(self) -> None:
         """To the disk, so that a checkpoint is never newer than the log."""
+        if self._waiting:
+            self._write()
         if self.path.exists():
             with os_errors_as(CheckpointError, "write", self.path), self.path.open("ab") as file:
                 os.fsync(file.fileno())
 
-    def rewind(self, step: int, validated: bool) -> None:
+    def rewind(self, step: int, validated: bool) -> set[str]:
         """Drop what was logged after `step`, so that a resumed run doesn't log it twice; with `validated` False the
-        validation of `step`, too."""
-        if not self.path.exists():
-            return
+        validation of `step`, too. Returns the names of the events of `step` that are left."""
+        kept, size = set(), 0
+        for entry in self._until(step, validated):
+            size += len(json_line(entry))
+            if entry.get("step") == step:
+                kept.add(entry["event"])
+        if not self.path.exists() or size == self.path.stat().st_size:
+            return kept  # there is nothing to drop, and a full disk would not take it
         with replaced_file(self.path) as file:
-            file.writelines(self._until(step, validated))
+            file.writelines(map(json_line, self._until(step, validated)))
+        return kept
 
-    def _until(self, step: int, validated: bool) -> Iterator[bytes]:
+    def _until(self, step: int, validated: bool) -> Iterator[dict[str, Any]]:
         for entry in read_entries(self.path):
             at = entry.get("step", 0)
             if at < step or at == step and (validated or entry.get("event") != "validation"):
-                yield json_line(entry)
+                yield entry
 
 
 def _plain(value: Any) -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.data import Batch, TokenDataset, read_ahead
-from mlxlm.errors import CheckpointError, MlxlmError, TrainingError
+from mlxlm.errors import CheckpointError, MlxlmError, TrainingError, describe
 from mlxlm.evaluate import evaluate
 from mlxlm.model import Decoder
-from mlxlm.report.entries import read_entries
+from mlxlm.report.entries import announced
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.clock import Clock
 from mlxlm.train.deadline import Deadline
@@ -76,7 +76,7 @@ def train(
     run has others. A resumed one has the time that was left.
 
     A checkpoint that the disk has no room for is put off (NotSaved). The one that a run ends with is waited for: the
-    run pauses until there is room, or until `should_stop` says yes.
+    run pauses until there is room, or until `should_stop` says yes; without a `should_stop` it may wait for ever.
 
     Raises TrainingError, naming the last good checkpoint, when a loss is not finite or has risen by
     `settings.spike`; the step that went wrong is never saved. Raises DataError or CheckpointError for data
@@ -90,52 +90,53 @@ def train(
         if run.checkpoints() and not resume:
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
         log = RunLog(run.log_file)
-        loop = _Loop(run, tokenizer, log, resume, _pace(power, ranks), ranks, now)
+        loop = _Loop(run, tokenizer, log, _pace(power, ranks), ranks, now)
         with closing(Trackers(run, loop.first, tensorboard, wandb)) as trackers, steady_memory():
             try:
                 for event in loop.events(lambda: should_stop() or any(ranks.told("stop"))):
                     for told in (event, *trackers.record(event)):
                         log.record(told)
                         yield told
-            except MlxlmError as error:
-                log.record(Failed(loop.at, error.message))
+            except Exception as error:
+                message = error.message if isinstance(error, MlxlmError) else describe(error)
                 with suppress(MlxlmError):  # the first error counts
+                    log.record(Failed(loop.at, message))
                     draw_run(run)
                 raise
         try:
             draw_run(run)
         except MlxlmError as error:
-            yield Warned(loop.at, error.message)
+            warned = Warned(loop.at, error.message)
+            log.record(warned)
+            yield warned
 
 
 class _Loop:
     """The state of a run between its steps."""
 
     def __init__(
-        self, run: Run, tokenizer: Tokenizer, log: RunLog, resume: bool, pace: Pace, ranks: Ranks,
-        now: Callable[[], float],
+        self, run: Run, tokenizer: Tokenizer, log: RunLog, pace: Pace, ranks: Ranks, now: Callable[[], float],
     ):  # fmt: skip
         self.run, self.tokenizer, self.settings, self.pace, self.ranks = run, tokenizer, run.settings, pace, ranks
         mx.reset_peak_memory()
         self.model = Decoder(run.config, dropout=self.settings.dropout)
         self.model.initialize(self.settings.seed)
         self.step = TrainStep(self.model, self.settings, ranks)
-        state = run.restore(self.step) if resume else {}
+        state = run.restore(self.step)
         self.first: int = state.get("step", 0)
         self.at = self.first  # the step that is done, or in work
         self.guard = SpikeGuard(self.settings.spike, state.get("guard"))
         self.best: dict | None = state.get("best")
         self.spent: float = state.get("seconds", 0.0)
-        forecast = next((entry for entry in read_entries(run.log_file) if entry["event"] == "forecast"), None)
+        forecast = announced(run.log_file, "forecast", ("steps", "step_seconds", "seconds"))
         self.deadline = Deadline(self.settings, state, forecast, now)
-        self.owed = self.due(self.first, self.settings.eval_every) and state.get("validation_loss", 0) is None
         self.feed = Feed(run, ranks)
         self.held_out = TokenDataset.open(run.data, "validation")
         self.clock = Clock()
         self.saver = Saver(run, self.step, log)
         self.saver.saved = self.first
-        if resume:
-            log.rewind(self.first, validated=not self.owed)
+        validated = state.get("validation_loss", 0) is not None
+        self.had = log.rewind(self.first, validated)  # of the step that is saved: a stop may have come between
         ranks.rescue = self.rescued
         ranks.share({**run.announcement(), "step": self.first})
         share_state(self.step, ranks)
@@ -145,7 +146,7 @@ class _Loop:
         yield self.started()
         for missing in self.pace.missing():
             yield Warned(self.first, missing)
-        if self.owed:  # the run was stopped between a step and its validation
+        if self.first and (self.validates(self.first) or self.samples(self.first)):
             yield from self.look_after(self.first, should_stop)
         if self.first < self.deadline.steps:
             yield from self.rest(self.first, should_stop)
@@ -199,11 +200,10 @@ class _Loop:
     def look_after(self, done: int, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """What is due after step `done`: validation, sample, checkpoint."""
         settings, found = self.settings, None
-        if self.due(done, settings.eval_every):
+        if self.validates(done):
             found = self.validate(done)
             yield found
-        sampled = done > self.first and settings.sample_every and self.due(done, settings.sample_every)
-        if sampled:
+        if sampled := self.samples(done):
             yield self.sample(done)
         if sampled or found:  # their buffers are of other sizes than a step's, and would be kept beside those
             mx.clear_cache()
@@ -216,6 +216,13 @@ class _Loop:
             with suppress(MlxlmError):
                 draw_run(self.run)
             self.deadline.took("pictures")
+
+    def validates(self, done: int) -> bool:
+        return self.due(done, self.settings.eval_every) and (done > self.first or "validation" not in self.had)
+
+    def samples(self, done: int) -> bool:
+        every = self.settings.sample_every
+        return every > 0 and self.due(done, every) and (done > self.first or "sample" not in self.had)
 
     def due(self, done: int, every: int) -> bool:
         return done == self.deadline.steps or (every > 0 and done % every == 0)
@@ -259,9 +266,7 @@ class _Loop:
             text = sample_text(self.model, self.tokenizer, self.run, self.settings)
         return Sample(done, self.settings.sample_prompt, text)
 
-    def save(
-        self, done: int, found: Validation | None, until: Callable[[], bool] | None = None
-    ) -> Iterator[Event]:
+    def save(self, done: int, found: Validation | None, until: Callable[[], bool] | None = None) -> Iterator[Event]:
         """Save the state after step `done`, if it is not saved yet. With `until`, it must be saved: where the disk
         does not take it, pause until it does, or until that says yes."""
         state = self.state_after(done, found)

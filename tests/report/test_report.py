@@ -12,7 +12,7 @@ import pytest
 
 from mlxlm.cli.main import _run
 from mlxlm.errors import CheckpointError, ConfigError
-from mlxlm.report import write_report
+from mlxlm.report import read_run, write_report
 from mlxlm.report.chart import Series, chart, figure
 from mlxlm.report.smooth import Smoothed, span_of
 from mlxlm.report.thin import thinned
@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
 
 def written(tmp_path, *runs):
-    write_report(runs, tmp_path / "out.html", defaults)
+    write_report([read_run(run) for run in runs], tmp_path / "out.html", defaults)
     return (tmp_path / "out.html").read_text(encoding="utf-8")
 
 
@@ -152,19 +152,46 @@ def test_what_a_log_may_lack(tmp_path, tiny_config):
     assert "not finished" in page.texts["td"] and not page.all("polyline")
 
 
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, 10**400])
+def test_seconds_that_are_no_time(tmp_path, tiny_config, seconds):
+    odd = [{"event": "resumed", "step": 3, "seconds": seconds}, {"event": "step", "step": 51, "loss": 1, "tokens": 0}]
+    Page(written(tmp_path, make_run(tmp_path / "run", tiny_config, entries=odd)))
+
+
+@pytest.mark.parametrize("x", [0.0, 5.0, 2.0**53, 1e30, 9e299])
+def test_a_chart_of_one_point(x):
+    assert "<polyline" in chart([Series("a", [(x, 1.0)])], "tokens")
+
+
+def test_the_end_of_a_run_is_its_state_whatever_is_warned_of_then(tmp_path, tiny_config):
+    ends = [{"event": "finished", "step": 50}, {"event": "warned", "step": 50, "message": "no more"}]
+    run = make_run(tmp_path / "run", tiny_config, entries=ends)
+    assert read_run(run).state == "finished"
+    with (run / "log.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "started", "step": 50}) + "\n")
+    assert read_run(run).state == "not finished"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path, tiny_config):
+    runs = [make_run(tmp_path / name, tiny_config) for name in ("a/run", "b/run", "b/x/run", "other")]
+    page = Page(written(tmp_path, *runs))
+    names = {a["data-name"] for a in page.all("polyline") if a.get("data-name", "").endswith("run")}
+    assert names == {"a/run", "b/run", "x/run"}
+
+
 def test_what_is_no_run_and_what_is_no_report(tmp_path, tiny_config):
     with pytest.raises(CheckpointError, match="is not a run"):
-        write_report([tmp_path], tmp_path / "out.html", defaults)
+        write_report([read_run(tmp_path)], tmp_path / "out.html", defaults)
     run = make_run(tmp_path / "run", tiny_config)
     (tmp_path / "mine.html").write_text("precious")
     with pytest.raises(CheckpointError, match="mine.html is there already, and is no report"):
-        write_report([run], tmp_path / "mine.html", defaults)
+        write_report([read_run(run)], tmp_path / "mine.html", defaults)
     assert (tmp_path / "mine.html").read_text() == "precious"
     for _ in range(2):  # a report replaces a report
-        write_report([run], tmp_path / "out.html", defaults)
+        write_report([read_run(run)], tmp_path / "out.html", defaults)
     (run / "train.json").write_text("[1]")
     with pytest.raises(ConfigError, match="train.json is not a JSON object"):
-        write_report([run], tmp_path / "out.html", defaults)
+        write_report([read_run(run)], tmp_path / "out.html", defaults)
 
 
 def test_the_command(tmp_path, tiny_config, capsys, monkeypatch):

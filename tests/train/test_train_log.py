@@ -71,8 +71,37 @@ def test_lines_wait_for_room(tmp_path, monkeypatch, number):
     log.record(step(3))
     monkeypatch.undo()
     assert [e["step"] for e in read_entries(log.path)] == [1] and log.path.read_bytes().endswith(b"}\n")
-    log.record(step(4))
-    assert [e["step"] for e in read_entries(log.path)] == [1, 2, 3, 4]
+    log.record(Validation(3, 3, 1.0, 2.7, 1.0, True))
+    assert [e["step"] for e in read_entries(log.path)] == [1, 2, 3, 3]
+
+
+def test_a_full_disk_is_not_tried_at_each_step(tmp_path, monkeypatch):
+    """All lines that wait are tried together: at each of many steps that would be quadratic work."""
+    log, clock, disk = RunLog(tmp_path / "log.jsonl"), [0.0], {"room": 0, "error": errno.ENOSPC}
+    opened, real = [], Path.open
+    monkeypatch.setattr("mlxlm.train.log.time.monotonic", lambda: clock[0])
+    with monkeypatch.context() as full:
+        full.setattr(
+            Path, "open", lambda path, *args, **kwargs: opened.append(1) or FullFile(real(path, *args, **kwargs), disk)
+        )
+        for n in range(1, 31):
+            clock[0] += 0.1
+            log.record(step(n))
+        assert len(opened) == 3
+    log.record(step(31))
+    assert not list(read_entries(log.path))
+    log.flush()  # before a checkpoint all of it has to be there
+    assert [e["step"] for e in read_entries(log.path)] == list(range(1, 32))
+
+
+def test_rewinding_a_log_with_nothing_to_drop_takes_no_room(tmp_path, monkeypatch):
+    log = RunLog(tmp_path / "log.jsonl")
+    log.record(step(1))
+    log.record(step(2))
+    monkeypatch.setattr("mlxlm.train.log.replaced_file", None)
+    assert log.rewind(2, validated=True) == {"step"}
+    with pytest.raises(TypeError):
+        log.rewind(1, validated=True)
 
 
 def test_another_error_is_one(tmp_path):

@@ -12,8 +12,10 @@ from mlxlm.checkpoint.layout import best_checkpoint
 from mlxlm.data import Batch
 from mlxlm.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mlxlm.evaluate import Evaluation
+from mlxlm.report import read_run
 from mlxlm.tokenizer import load
-from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validation, start_run
+from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validation, Warned, start_run, train
+from mlxlm.train.events import Failed
 from mlxlm.train.step import TrainStep
 
 
@@ -157,9 +159,7 @@ def test_adamw_equals_torch(tiny_config):
         weight.grad = torch.tensor(np.array(gradient["model"]["layers"][0]["mlp"]["up_proj"]["weight"]) / 32)
         optimizer.step()
         mx.eval(step([Batch(batch)], 1e-2), step.state)
-        np.testing.assert_allclose(
-            np.array(model.layers[0].mlp.up_proj.weight), weight.detach().numpy(), atol=2e-5
-        )
+        np.testing.assert_allclose(np.array(model.layers[0].mlp.up_proj.weight), weight.detach().numpy(), atol=2e-5)
 
 
 def test_an_existing_run_is_refused(new_run, tmp_path):
@@ -262,6 +262,59 @@ def test_a_validation_that_a_stop_skipped_is_made_up_for(new_run):
 
     assert validations(whole) == validations(parts)
     assert best_checkpoint(whole.path).name == best_checkpoint(parts.path).name
+
+
+def test_a_sample_that_a_stop_skipped_is_made_up_for_once(new_run):
+    run = new_run("run", steps=8, eval_every=0, sample_every=4, sample_tokens=3)
+    for stop_at in (4, 0, 8, 8):  # before the sample of step 4, after it, at the end, and with nothing to do
+        finish(Run.open(run.path), resume=True, stop_at=stop_at)
+    finish(Run.open(run.path), resume=True)
+    assert [e["step"] for e in run.read_log() if e["event"] == "sample"] == [4, 8]
+
+
+def test_a_start_that_died_before_its_first_checkpoint_is_logged_once(new_run):
+    run = new_run("run", steps=4)
+    events = train(run, load(run.path))
+    while getattr(next(events), "step", 0) < 2:
+        pass
+    events.close()
+    finish(Run.open(run.path))
+    assert [e["step"] for e in run.read_log() if e["event"] == "step"] == [1, 2, 3, 4]
+
+
+def test_any_error_is_logged_and_leaves_a_report(new_run, monkeypatch):
+    """Also one of MLX's own, and also where the log can't be written then: it is the first that counts."""
+    run, real = new_run("run", steps=4), TrainStep.__call__
+
+    def broken(self, batches, rate):
+        if loop_step[0] == 2:
+            raise RuntimeError("[malloc] Unable to allocate 99 bytes.")
+        loop_step[0] += 1
+        return real(self, batches, rate)
+
+    loop_step = [0]
+    monkeypatch.setattr(TrainStep, "__call__", broken)
+    with pytest.raises(RuntimeError, match="malloc"):
+        finish(run)
+    last = run.read_log()[-1]
+    assert (last["event"], last["step"]) == ("failed", 3) and last["message"].startswith("out of memory")
+    assert (run.path / "report.html").exists()
+
+    def full(log, event):
+        raise CheckpointError("cannot write")
+
+    monkeypatch.setattr("mlxlm.train.loop.RunLog.record", lambda log, e: full(log, e) if type(e) is Failed else None)
+    with pytest.raises(RuntimeError, match="malloc"):
+        finish(Run.open(run.path), resume=True)
+
+
+def test_a_report_that_is_refused_is_warned_of_in_the_log(new_run):
+    run = new_run("run", steps=2)
+    (run.path / "report.html").write_text("mine")
+    events = finish(run)
+    assert isinstance(events[-1], Warned) and "is no report" in events[-1].message
+    assert run.read_log()[-1]["message"] == events[-1].message
+    assert read_run(run.path).state == "finished"
 
 
 def test_the_last_good_checkpoint_is_one_before_the_rise(new_run, monkeypatch):
