@@ -45,29 +45,32 @@ def _size_options(command):
     without=set(FLAGS) - set(_TRAINING),
     texts={"sequence_length": "Tokens per sequence (default: the model's context, at most 512)."},
 )
-@click.option("--attention", type=click.Choice(["plain", "blockwise", "fused"]), help="In training (default: as here).")
-@click.option("--loss-chunk", type=click.IntRange(min=0), help="Rows of logits at a time; 0: all (default: as here).")
+@click.option("--attention", type=click.Choice(["plain", "blockwise", "fused"]), help="In training.")
+@click.option("--loss-chunk", type=click.IntRange(min=0), help="To compare: rows of logits at a time; 0: all.")
 @click.option("--tokens", type=float, help="To train on, such as 1.4e12 (default: 20 per parameter).")
 @click.option("--data", multiple=True, help="Text or prepared shards, to count passes over. Can be repeated.")
-@click.option("--machine", help="here, or one of the table: a100, h100, m1-max, ...  [default: here]")
+@click.option("--machine", help="here, a100, h100, h200, m1 or m1-pro.  [default: here]")
 @click.option("--flops", type=float, help="A machine of so many operations per second, such as 312e12, instead.")
 @click.option("--utilisation", type=float, help="Share of its speed that training reaches.  [default: 0.4]")
-@click.option("--devices", type=click.IntRange(min=1), help="How many such machines.  [default: 1]")
-@click.option("--bits", type=int, help="Of a weight in use: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: 16]")
+@click.option("--devices", type=click.IntRange(min=1), help="How many such machines share each step.  [default: 1]")
+@click.option("--bits", type=int, help="Of a weight in use: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: 16, on a CPU 32]")
 @click.option("--group-size", type=int, help="Of quantized weights: 32, 64 or 128.  [default: 64]")
 @click.option("--context", type=int, help="Tokens of a text in use.  [default: 4096]")
 @click.option("--texts", type=int, help="Texts side by side in use.  [default: 1]")
-@click.option("--kv-bits", type=int, help="Of a cached number: 32, 16, 8 or 4.  [default: 16]")
+@click.option("--kv-bits", type=int, help="Of a cached number: 32, 16, 8 or 4.  [default: 16, on a CPU 32]")
 @click.option("--probe", "probed", is_flag=True, help="Try three steps here: predicted beside measured.")
+@click.option("--textbook", is_flag=True, help="Also what the literature's short formulas say of it.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw where the memory goes to this .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def plan(model: str | None, probed: bool, picture: Path | None, as_json: bool, **options: Any) -> None:
+def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, as_json: bool, **options: Any) -> None:
     """Count parameters, operations, memory, time and disk of MODEL: a preset, a published model, a folder, a run, a
     config.json, a .gguf file or a hub id; or of the sizes that you give.
     """
     from mlxlm import plan as planner
 
     _no_idle_options(model, probed, options)
+    if textbook and as_json:
+        raise click.UsageError("--textbook would have no effect: it is a table, which --json has none of")
     config = _config(model, options)
     own = {name: options[name] for name in ("bits", "group_size", "context", "texts", "kv_bits")}
     found = planner.plan(
@@ -91,7 +94,7 @@ def plan(model: str | None, probed: bool, picture: Path | None, as_json: bool, *
     else:
         from mlxlm.cli.plan_tables import show
 
-        show(found)
+        show(found, textbook)
 
 
 def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -> None:
@@ -102,6 +105,8 @@ def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -
     needed = [flag for flag, field, _ in _SIZES[:3] if options[field] is None]
     if model is None and needed:
         raise click.UsageError(f"give MODEL, or its sizes ({', '.join(needed)} missing)")
+    if options["group_size"] is not None and (options["bits"] or 16) >= 16:
+        raise click.UsageError("--group-size would have no effect: --bits says no quantized weights")
     elsewhere = options["flops"] is not None or options["machine"] not in (None, "here")
     if options["flops"] is not None and options["machine"] is not None:
         raise click.UsageError("--flops and --machine each say what the machine is: give one")
@@ -150,17 +155,14 @@ def _probed(found: Plan) -> Plan:
     """With the time and memory that three steps took."""
     from mlxlm.cli.waiting import waiting
     from mlxlm.train import TrainSettings, probe
+    from mlxlm.train.start import check_memory, choose_dtype
 
     names = {name: getattr(found.training, name) for name in _TRAINING}
+    choose_dtype(names)
     settings = TrainSettings(steps=1, learning_rate=1.0, **names)
     length = found.training.sequence_length
     config = found.config.with_changes(max_position_embeddings=length, quantization=None)
-    if found.fits is not None and not found.fits.training:
-        from mlxlm.errors import ConfigError
-        from mlxlm.units import human_bytes
-
-        change = f"{found.change.text}: {human_bytes(found.change.needed)}" if found.change else "a smaller model"
-        raise ConfigError(f"training this takes about {human_bytes(found.memory.total)}, more than is here", change)
+    check_memory(config, settings)
     if not sys.stderr.isatty():
         render.say("trying three training steps")
     with waiting("trying three training steps"):

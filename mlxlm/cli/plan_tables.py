@@ -6,28 +6,39 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlxlm.cli import render
-from mlxlm.plan import Fits, Plan
+from mlxlm.plan import Duration, Fits, Plan, textbook
 from mlxlm.units import human_bytes, human_count, human_seconds
 
 _BAR = 32  # characters of the longest bar
+_SHORT = {"projections": "project", "scores_values": "times values", "feed_forward": "feed fwd"}
 _SHOWN = (512, 2048, 8192, 32768, 131072)  # lengths of the trend
 
 
-def show(plan: Plan) -> None:
-    """Tables on stdout; what is only assumed, and what would help, on stderr."""
+def show(plan: Plan, formulas: bool = False) -> None:
+    """What fits and how long it takes, then tables, on stdout; what is only assumed on stderr."""
+    for line in advice(plan):
+        render.result(line)
+    render.result(_summary(plan))
+    render.result("")
     _table("parameters", [(name, human_count(n), _percent(n, plan.parameter_count)) for name, n in _parts(plan)])
     _table("operations (forward, a token)", list(_flops(plan)))
-    _table("forward operations by length of the text", list(_trend(plan)), ("tokens", *plan.flops.forward, "total"))
+    header = ("tokens", *(_SHORT.get(part, part) for part in plan.flops.forward), "total")
+    _table("forward operations by length of the text", list(_trend(plan)), header)
     _table(_memory_title(plan), list(_memory(plan)))
     _table(_use_title(plan), list(_use(plan)))
     _table("time", list(_time(plan)))
     _table("disk", list(_disk(plan)))
-    _table("by the textbook", list(_textbook(plan)))
-    for line in advice(plan):
-        render.result(line)
-    if plan.duration.known == "assumed":
+    if formulas:
+        _table("by the textbook", list(_textbook(plan)))
+    if plan.duration.known == "assumed" and plan.measured_duration is None:
         share = f"{100 * plan.duration.utilisation:.0f} %"
         render.say(f"a utilisation of {share} is assumed (try: --utilisation, or --probe on this machine)")
+
+
+def _summary(plan: Plan) -> str:
+    found = plan.measured_duration or plan.duration
+    how = "by the probe" if plan.measured_duration else "planned"
+    return f"{human_count(found.tokens)} tokens take {long_time(found.seconds)} of training, {how}"
 
 
 def _table(title: str, rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None) -> None:
@@ -88,8 +99,8 @@ def _bars(parts: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
 def _memory_title(plan: Plan) -> str:
     t = plan.training
     peak = "the update" if plan.memory.update > plan.memory.backward else "the backward pass"
-    how = f"{t.optimizer}, {t.path} attention{', layers recomputed' if t.recompute else ''}"
-    return f"memory in training: {t.batch_size} x {t.sequence_length} tokens, {how}; the peak is in {peak}"
+    how = f"{t.optimizer}, {t.path(plan.config)} attention{', recomputed' if t.recompute else ''}"
+    return f"memory of {t.batch_size} x {t.sequence_length} tokens, {how}; peak in {peak}"
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -97,8 +108,11 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "a layer's activations", human_bytes(plan.memory.layer), ""
     yield "peak", human_bytes(plan.memory.total), "predicted"
     if plan.measured is not None:
-        off = 100 * (plan.memory.total / plan.measured - 1)
-        yield "", human_bytes(plan.measured), f"measured: the prediction was {off:+.0f} % off"
+        yield "", human_bytes(plan.measured), f"measured: {_off(plan.memory.total, plan.measured)}"
+
+
+def _off(predicted: float, measured: float) -> str:
+    return f"the prediction was {100 * (predicted / measured - 1):+.0f} % off"
 
 
 def _use_title(plan: Plan) -> str:
@@ -126,8 +140,18 @@ def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if plan.corpus is not None:
         how = "counted" if plan.corpus.counted else f"estimated from {human_bytes(plan.corpus.bytes)}"
         yield "text", human_count(plan.corpus.tokens), f"tokens, {how}: {plan.epochs:.1f} passes"
-    yield "a step", f"{d.seconds_per_step:.3g} s", f"{d.tokens_per_second:,.0f} tokens/s"
-    yield "training", long_time(d.seconds), f"{d.steps:,.0f} steps"
+    yield "a step", f"{d.seconds_per_step:.3g} s", f"{d.tokens_per_second:,.0f} tokens/s, predicted"
+    yield "training", long_time(d.seconds), f"{d.steps:,.0f} steps, predicted"
+    if (m := plan.measured_duration) is not None:
+        yield "a step", f"{m.seconds_per_step:.3g} s", f"measured: {_off(d.seconds_per_step, m.seconds_per_step)}"
+        yield "training", long_time(m.seconds), f"by measured steps, {m.tokens_per_second:,.0f} tokens/s"
+        yield "utilisation", f"{100 * m.utilisation:.1f} %", _reached(m)
+
+
+def _reached(measured: Duration) -> str:
+    if measured.utilisation > 1:
+        return "measured: other work slowed the machine when its speed was, so it says nothing"
+    return "measured, of the operations that are done"
 
 
 def long_time(seconds: float) -> str:
@@ -143,15 +167,18 @@ def _disk(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _textbook(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    book = plan.textbook
-    yield "12lh²", human_count(book["dense_parameters"]), "parameters of a dense decoder's layers"
-    yield "2Φ", human_bytes(book["inference_bytes"]), "16-bit weights"
-    yield "20Φ", human_bytes(book["training_bytes"]), "AdamW in mixed precision"
-    yield "l(34bsh + 5bs²a)", human_bytes(book["activation_bytes"]), "16-bit activations, none recomputed"
-    yield "4lbh(s + n)", human_bytes(book["cache_bytes"]), "16-bit cache of the batch, multi-head"
-    yield "l(24bsh² + 4bs²h) + 2bshV", _operations(book["forward_flops"]), "operations forward, of the batch"
-    rule = "8ΦD" if plan.training.recompute else "6ΦD"
-    yield rule, _operations(book["training_flops"]), "operations of the whole training"
+    c, t, count = plan.config, plan.training, plan.parameter_count
+    h, layers, b, n = c.hidden_size, c.num_hidden_layers, t.batch_size, t.sequence_length
+    yield "12lh²", human_count(textbook.dense_parameters(h, layers)), "parameters of a dense decoder's layers"
+    yield "2Φ", human_bytes(textbook.inference_bytes(count)), "16-bit weights, of Φ parameters"
+    yield "20Φ", human_bytes(sum(textbook.training_bytes(count).values())), "AdamW in mixed precision"
+    activations = textbook.activation_bytes(b, n, h, c.num_attention_heads, layers)
+    yield "l(34bsh + 5bs²a)", human_bytes(activations), "16-bit activations, none recomputed"
+    yield "4lbh(s + n)", human_bytes(textbook.cache_bytes(b, h, layers, n, 0)), "16-bit cache of the batch, multi-head"
+    forward = textbook.forward_flops(b, n, h, layers, c.vocab_size)
+    yield "l(24bsh² + 4bs²h) + 2bshV", _operations(forward), "operations forward, of the batch"
+    total = textbook.training_flops(count, plan.tokens, t.recompute)
+    yield "8ΦD" if t.recompute else "6ΦD", _operations(total), "operations of the whole training, D tokens"
 
 
 def advice(plan: Plan) -> Iterator[str]:
@@ -162,7 +189,7 @@ def advice(plan: Plan) -> Iterator[str]:
     if plan.fits.training:
         return
     if plan.change is None:
-        yield "training does not fit, and no change that mlxlm has makes it fit"
+        yield "no change makes this model fit"
     else:
         yield f"it fits with {plan.change.text} ({human_bytes(plan.change.needed)}): {plan.change.cost}"
 
@@ -171,7 +198,7 @@ def _fits(plan: Plan, fits: Fits) -> Iterator[str]:
     here = f"{human_bytes(fits.memory)} of {plan.duration.machine.name}"
     word = "fits" if fits.training else "does not fit"
     yield f"training {word} into the {here}: {human_bytes(plan.memory.total)}"
-    yield (
-        f"room for at most: batch {fits.batch_size:,}, or sequences of {fits.sequence_length:,} tokens, or preset "
-        f"{fits.preset or '-'} in training; a text of {fits.context:,} tokens in use"
-    )
+    most = f"batch {fits.batch_size:,}, or {fits.sequence_length:,} tokens a sequence"
+    yield f"most in training: {most}, or preset {fits.preset or '-'}"
+    least = plan.config.max_position_embeddings
+    yield f"most in use: a text of {fits.context:,} tokens{', all positions' if fits.context == least else ''}"

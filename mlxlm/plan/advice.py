@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 from mlxlm.config import ModelConfig, preset_names
 from mlxlm.plan.inference import Serving, inference_memory
@@ -13,13 +15,15 @@ from mlxlm.plan.training import Training
 # Of the memory; the rest is the system's, Python's and the allocator's.
 USABLE = 0.9
 _MOST = 1 << 24  # sequences, or tokens, that are looked for
+_OTHER_MODEL = 100  # times fewer parameters: no smaller version of this model, but another one
+_KERNELS = "MLXLM_KERNELS=blockwise"
 
 
 @dataclass(frozen=True)
 class Fits:
     """The largest that fits `memory` bytes, everything else as planned, 0 where none does: sequences of a batch, tokens
-    of a sequence in training, and tokens of context in use; `preset`: the largest preset that can be trained, with its
-    own vocabulary, None where none can."""
+    of a sequence in training, and tokens of context in use, no more than the model's own positions; `preset`: the
+    largest preset that can be trained, with its own vocabulary, None where none can."""
 
     memory: int
     training: bool
@@ -63,81 +67,120 @@ def fits(config: ModelConfig, training: Training, serving: Serving, memory: int)
         inference=serves(serving.context),
         batch_size=_largest(lambda n: trains(batch_size=n)),
         sequence_length=_largest(lambda n: trains(sequence_length=n)),
-        context=_largest(serves),
+        context=_largest(serves, config.max_position_embeddings),
         preset=presets[-1] if presets else None,
     )
 
 
-def _largest(works: Callable[[int], bool]) -> int:
-    """The largest number that works, where none above one that doesn't does."""
-    if not works(1):
-        return 0
-    low, high = 1, 2
-    while high <= _MOST and works(high):
-        low, high = high, 2 * high
-    if high > _MOST:
-        return _MOST
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low
+def _largest(works: Callable[[int], bool], most: int = _MOST) -> int:
+    """The largest number up to `most` that works, where none above one that doesn't does."""
+    return bisect_right(range(1, most + 1), False, key=lambda n: not works(n))
 
 
 def cheapest(config: ModelConfig, training: Training, memory: int) -> Change | None:
-    """The first change, from the cheapest on, that makes training fit; all cheaper ones are made with it where it alone
-    isn't enough. None if it fits as it is, or if nothing helps."""
+    """The first change, from the cheapest on, that makes training fit, or where none alone does, those that do
+    together: none of them that isn't needed, and the largest batch that they leave room for. None if it fits as it is,
+    or if nothing helps but a model that is a hundred times smaller."""
     there = room(memory)
-    if training_memory(config, training).total <= there:
+
+    def needed(changes: list[_Step]) -> int:
+        return training_memory(config, _with(training, changes)).total
+
+    if needed([]) <= there:
         return None
-    together: dict[str, tuple[str, str]] = {}  # by what is changed: of two optimizers the last one counts
-    now = training
-    for text, cost, changed in _changes(training):
-        alone = training_memory(config, changed(training)).total
-        if alone <= there:
-            return Change(text, cost, changed(training), config, alone)
-        now = changed(now)
-        together[text.split()[0]] = (text, cost)
-        if (needed := training_memory(config, now).total) <= there:
-            texts, costs = zip(*together.values(), strict=True)
-            return Change(", ".join(texts), "; ".join(costs), now, config, needed)
+    if training.loss_chunk is not None:  # only plans have it
+        training = replace(training, loss_chunk=None)
+        if needed([]) <= there:
+            return Change("--loss-chunk left out, as in training,", "nothing", training, config, needed([]))
+    steps = _steps(config, training)
+    alone = next(([step] for step in steps if needed([step]) <= there), None)
+    together = alone or _fewest(steps, lambda changes: needed(changes) <= there)
+    if together is not None:
+        found = _with(training, together)
+        return Change(_command(together), "; ".join(step.cost for step in together), found, config, needed(together))
     for name in reversed(preset_names()):
         smaller = ModelConfig.preset(name, vocab_size=config.vocab_size)
-        needed = training_memory(smaller, training).total
-        if smaller.parameter_count() < config.parameter_count() and needed <= there:
-            return Change(f"preset {name}", "a smaller model", training, smaller, needed)
+        share = smaller.parameter_count() / config.parameter_count()
+        size = training_memory(smaller, training).total
+        if 1 / _OTHER_MODEL < share < 1 and size <= there:
+            return Change(f"preset {name}", "a smaller model", training, smaller, size)
     return None
 
 
-def _changes(training: Training) -> Iterator[tuple[str, str, Callable[[Training], Training]]]:
-    """(what, its cost, the change), the cheapest first."""
-    length = training.sequence_length
-    if training.loss_chunk == 0:
-        yield "the loss in chunks", "no time to speak of", lambda t: replace(t, loss_chunk=None)
-    if training.batch_size > 1:
-        for batch in _halves(training.batch_size):
-            times = training.accumulate * -(-training.batch_size // batch)
-            text = f"--batch-size {batch} --accumulate {times}"
-            yield text, "the same step in parts", _smaller_batch(batch, times)
-    if training.path == "plain" and length >= 512:
-        yield "MLXLM_KERNELS=blockwise", "scores are computed twice", lambda t: replace(t, attention="blockwise")
+@dataclass(frozen=True)
+class _Step:
+    """text: an option, or a variable of the environment. Of two with one `kind`, the last counts."""
+
+    kind: str
+    text: str
+    cost: str
+    change: Callable[[Training], Training]
+
+
+def _with(training: Training, steps: list[_Step]) -> Training:
+    return reduce(lambda changed, step: step.change(changed), steps, training)
+
+
+def _command(steps: list[_Step]) -> str:
+    """What to add to a command; a variable stands before it."""
+    options = " ".join(step.text for step in steps if step.text != _KERNELS)
+    if all(step.text != _KERNELS for step in steps):
+        return options
+    return f"{_KERNELS} mlxlm pretrain ... {options}".strip()
+
+
+def _fewest(steps: list[_Step], fits: Callable[[list[_Step]], bool]) -> list[_Step] | None:
+    """The changes up to the first with which it fits, without those that aren't needed: the dearest go first, and the
+    batch is as large as it can be. None if all of them are too few."""
+    enough: list[_Step] | None = None
+    for i in range(1, len(steps) + 1):
+        if fits(together := list({step.kind: step for step in steps[:i]}.values())):
+            enough = together
+            break
+    if enough is None:
+        return None
+    for step in reversed(enough):
+        if fits(fewer := [other for other in enough if other is not step]):
+            enough = fewer
+    batches = (step for step in steps if step.kind == "batch")
+    larger = ([batch if step.kind == "batch" else step for step in enough] for batch in batches)
+    return next((changes for changes in larger if fits(changes)), enough)
+
+
+def _steps(config: ModelConfig, training: Training) -> list[_Step]:
+    """The changes there are, the cheapest first."""
+    steps: list[_Step] = []
+    for batch in _halves(training.batch_size):
+        times = training.accumulate * -(-training.batch_size // batch)
+        text = f"--batch-size {batch} --accumulate {times}"
+        steps.append(_Step("batch", text, "the same step in parts", _smaller_batch(batch, times)))
+    if training.path(config) == "plain" and training.sequence_length >= 512:
+        change = partial(replace, attention="blockwise")
+        steps.append(_Step("attention", _KERNELS, "scores are computed twice", change))
     if not training.recompute:
-        yield "--recompute", "a third more operations", lambda t: replace(t, recompute=True)
+        steps.append(_Step("recompute", "--recompute", "a third more operations", partial(replace, recompute=True)))
     if training.ema:
-        yield "no --ema", "the last weights instead of their average", lambda t: replace(t, ema=0.0)
-    if training.optimizer == "adamw":
-        yield "--optimizer lion", "other learning rates", lambda t: replace(t, optimizer="lion")
+        cost = "the last weights instead of their average"
+        steps.append(_Step("ema", "--ema 0", cost, partial(replace, ema=0.0)))
+    if training.optimizer in ("adamw", "muon"):
+        steps.append(_optimizer("lion", "other learning rates"))
     if training.optimizer != "adafactor":
-        yield "--optimizer adafactor", "slower progress", lambda t: replace(t, optimizer="adafactor")
+        steps.append(_optimizer("adafactor", "slower progress"))
+    return steps
+
+
+def _optimizer(name: str, cost: str) -> _Step:
+    return _Step("optimizer", f"--optimizer {name}", cost, partial(replace, optimizer=name))
 
 
 def _smaller_batch(batch: int, times: int) -> Callable[[Training], Training]:
-    return lambda t: replace(t, batch_size=batch, accumulate=times)
+    return partial(replace, batch_size=batch, accumulate=times)
 
 
-def _halves(batch: int) -> Iterator[int]:
-    """The batch halved as often as it can be, and one sequence."""
+def _halves(batch: int) -> list[int]:
+    """The batch halved as often as it can be, and one sequence, the largest first."""
+    found = []
     while batch % 2 == 0:
         batch //= 2
-        yield batch
-    if batch > 1:
-        yield 1
+        found.append(batch)
+    return found if batch == 1 else [*found, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mlxlm.errors import ConfigError
@@ -36,11 +37,11 @@ class Duration:
 
 
 def seconds_for(flops: float, flops_per_second: float, utilisation: float, devices: int = 1) -> float:
-    """Raises ConfigError for machines that deliver nothing."""
-    if not (0 < utilisation <= 1 and devices >= 1 and flops_per_second > 0):
+    """Raises ConfigError for machines that deliver nothing, or no number."""
+    if not (0 < utilisation <= 1 and devices >= 1 and 1 <= flops_per_second < math.inf):
         raise ConfigError(
             f"{devices} devices of {flops_per_second:g} FLOP/s, utilisation {utilisation:g}, can't be planned with",
-            "at least 1 device, a positive speed, a utilisation above 0 and at most 1",
+            "at least 1 device, a speed of at least 1, a utilisation above 0 and at most 1",
         )
     return flops / (flops_per_second * utilisation * devices)
 
@@ -56,6 +57,8 @@ def duration_of(
 
 
 def measured_duration(flops: Flops, tokens: float, machine: Machine, seconds_per_step: float) -> Duration:
-    """From the measured time of a step, which also says how much of the machine's speed training reaches."""
-    share = flops.per_step / seconds_per_step / machine.flops
+    """From the measured time of a step, which also says how much of the machine's speed training reaches: of the
+    operations that are done, with scores of those keys only that attention computes here. A share above 1 says that
+    the machine was slower when its speed was measured, having other work."""
+    share = flops.done_per_step / seconds_per_step / machine.flops
     return Duration(machine, 1, share, "measured", seconds_per_step, tokens / flops.tokens_per_step, tokens)

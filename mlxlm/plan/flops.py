@@ -22,7 +22,8 @@ class Flops:
     window): the convention of the literature, and what is computed where nothing skips the hidden half. causal: the
     two attention parts with only the keys that a token sees. backward: twice the forward pass (one product for the
     gradient of each factor). recomputed: the layers' forward pass once more, where they are recomputed.
-    rule: 6 for each parameter, 8 with recomputation.
+    rule: 6 for each parameter, 8 with recomputation. done: the share of the square of scores that our own attention
+    computes: four blocks of rows in "plain", eight or more "blockwise", each as wide as its last row.
     """
 
     forward: dict[str, float]
@@ -30,6 +31,7 @@ class Flops:
     recomputed: float
     rule: float
     tokens_per_step: int
+    done: float = 1.0
 
     @property
     def forward_total(self) -> float:
@@ -53,6 +55,13 @@ class Flops:
     def per_step(self) -> float:
         return self.per_token * self.tokens_per_step
 
+    @property
+    def done_per_step(self) -> float:
+        """Without the scores that nothing computes; where probabilities aren't kept, scores are computed twice, which
+        no count has."""
+        passes = self.per_token / self.forward_total
+        return self.per_step - (1 - self.done) * passes * self.attention * self.tokens_per_step
+
 
 def flops_of(config: ModelConfig, training: Training) -> Flops:
     """What training on one token of a sequence takes."""
@@ -65,6 +74,7 @@ def flops_of(config: ModelConfig, training: Training) -> Flops:
         recomputed=sum(forward.values()) - forward["head"] if training.recompute else 0.0,
         rule=textbook.training_flops(config.parameter_count(), 1, training.recompute),
         tokens_per_step=training.tokens_per_step,
+        done=training.share_of_scores(config),
     )
 
 

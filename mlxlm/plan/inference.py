@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mlxlm import counting
 from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError
+from mlxlm.plan.machines import Machine
 
 BITS = (32, 16, 8, 6, 5, 4, 3, 2)
 CACHE_BITS = (32, 16, 8, 4)
@@ -15,8 +16,11 @@ WINDOW = 4096  # of the table's sliding window, for a model without one (Mistral
 
 @dataclass(frozen=True)
 class Serving:
-    """bits of a weight, in groups of `group_size` where quantized; `texts` side by side, of `context` tokens each;
-    kv_bits of a cached number. Raises ConfigError for what MLX doesn't have."""
+    """bits of a weight in memory, in groups of `group_size` where quantized; `texts` side by side, of `context` tokens
+    each; kv_bits of a cached number. Raises ConfigError for what MLX doesn't have.
+
+    mlxlm on a CPU computes in 32 bits: see `usual_serving`. A quantized model is loaded as 32 bits there, too, where
+    these fit the memory."""
 
     bits: int = 16
     group_size: int = 64
@@ -34,12 +38,19 @@ class Serving:
             if value not in allowed
         ]  # fmt: skip
         problems += [
-            f"{name} is {value!r}, it must be a whole number from 1 up"
+            f"{name} is {value!r}, it must be a whole number from 1 to {2**40 - 1:,}"
             for name, value in (("texts", self.texts), ("context", self.context))
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**40
         ]
         if problems:
             raise ConfigError("this use can't be planned: " + "; ".join(problems))
+
+
+def usual_serving(machine: Machine, config: ModelConfig) -> Serving:
+    """What mlxlm does there unless asked: on a CPU weights and cache have 32 bits, elsewhere 16. A text of 4,096
+    tokens, or as many as the model has positions."""
+    bits = 32 if machine.kind == "cpu" else 16
+    return Serving(bits=bits, kv_bits=bits, context=min(Serving.context, config.max_position_embeddings))
 
 
 @dataclass(frozen=True)
@@ -113,10 +124,9 @@ def _kinds(config: ModelConfig) -> dict[str, ModelConfig]:
     """The same model with each kind of attention."""
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     plain = config.with_changes(sliding_window=None, layer_types=None)
-    grouped = kv if 1 < kv < heads else next((n for n in (8, 4, 2) if heads % n == 0 and n < heads), None)
     kinds = {"multi-head": plain.with_changes(num_key_value_heads=heads)}
-    if grouped:
-        kinds[f"grouped-query, {grouped} key-value heads"] = plain.with_changes(num_key_value_heads=grouped)
+    if 1 < kv < heads:
+        kinds[f"grouped-query, {kv} key-value heads"] = plain
     kinds["multi-query"] = plain.with_changes(num_key_value_heads=1)
     if config.sliding_window is None:
         kinds[f"sliding window of {WINDOW} in all layers"] = config.with_changes(sliding_window=WINDOW)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from mlxlm import counting
 from mlxlm.config import ModelConfig
-from mlxlm.kernels.blockwise import block_rows
 from mlxlm.plan.training import DTYPES, Training
 
 # Fitted to MLX's peaks over the presets from 0.3m to 5m on a CPU, where the thread that builds the graph takes memory
@@ -88,7 +87,7 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
         compute_copy=0 if training.dtype == "float32" else size * count,
         optimizer=optimizer_bytes(config, training.optimizer),
         ema=4 * count if training.ema else 0,
-        gradients=4 * count * (2 if training.accumulate > 1 else 1),
+        gradients=4 * count * training.parts * (2 if training.accumulate > 1 else 1),
         layer=layer,
         activations=layers + tokens * size * 2 * config.hidden_size,
         logits=logits,
@@ -115,30 +114,29 @@ def layer_bytes(config: ModelConfig, training: Training) -> int:
 def _softmax_bytes(config: ModelConfig, training: Training) -> int:
     """Of one token in the mean over layers: its row of probabilities, or its log-sum-exp."""
     heads = config.num_attention_heads
-    if training.path != "plain":
+    if training.path(config) != "plain":
         return 4 * heads
-    # Four blocks of rows, each as wide as its last row: 5/8 of the square.
     seen = counting.keys_seen(config, training.sequence_length) / config.num_hidden_layers
-    return round(DTYPES[training.dtype] * heads * 0.625 * seen)
+    return round(DTYPES[training.dtype] * heads * training.share_of_scores(config) * seen)
 
 
 def _block_bytes(config: ModelConfig, training: Training) -> int:
     """Of the scores that blockwise attention has at a time."""
-    if training.path != "blockwise":
+    if training.path(config) != "blockwise":
         return 0
-    length, heads = training.sequence_length, training.batch_size * config.num_attention_heads
-    rows = min(block_rows(length, heads, length), length)
-    return _SCORES_AT_A_TIME * 4 * heads * rows * length
+    heads, part = config.num_attention_heads, -(-training.batch_size // training.parts)
+    rows = training.block_rows(heads)
+    return training.parts * _SCORES_AT_A_TIME * 4 * heads * part * rows * training.sequence_length
 
 
 def logits_bytes(config: ModelConfig, training: Training) -> int:
     """The head's results at the loss, in float32: logits, their exponentials, the probabilities; with chunks those of
     one chunk, and the gradients of the hidden states and of the head, which are made beside the loss."""
     rows, chunk = training.batch_size * training.sequence_length, training.loss_rows(config.vocab_size)
-    logits = 4 * 3 * chunk * config.vocab_size
-    if chunk == rows:
+    logits = 4 * 3 * chunk * config.vocab_size * training.parts
+    if chunk * training.parts >= rows:
         return logits
-    return logits + 4 * config.hidden_size * (rows + config.vocab_size)
+    return logits + 4 * config.hidden_size * (rows + config.vocab_size * training.parts)
 
 
 def optimizer_bytes(config: ModelConfig, optimizer: str) -> int:

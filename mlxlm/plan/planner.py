@@ -16,7 +16,7 @@ from mlxlm.plan.corpus import Corpus, corpus_of
 from mlxlm.plan.disk import Disk, disk_of
 from mlxlm.plan.duration import Duration, duration_of, measured_duration
 from mlxlm.plan.flops import Flops, Trend, flops_of, trend
-from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory
+from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory, usual_serving
 from mlxlm.plan.machines import Machine, find
 from mlxlm.plan.memory import TrainingMemory, training_memory
 from mlxlm.plan.models import find_config
@@ -26,9 +26,10 @@ from mlxlm.plan.training import Training
 @dataclass(frozen=True)
 class Plan:
     """parameters: by part. tokens: what it is trained on, `optimal_tokens` unless said; corpus: the text that was
-    named, `epochs` passes over which that is. memory: of mlxlm's own training step. fits, change: what the machine has
-    room for, and the cheapest change that makes training fit, None where its memory isn't known or nothing has to
-    change. measured: bytes of a probe's peak. textbook: what the literature's short formulas say."""
+    named, `epochs` passes over which that is. memory: of mlxlm's own training step, on each device. fits, change: what
+    the machine has room for, and the cheapest change that makes training fit, None where its memory isn't known or
+    nothing has to change. measured, measured_duration: bytes of a probe's peak, and the time by its steps, beside what
+    was planned."""
 
     config: ModelConfig
     training: Training
@@ -45,8 +46,8 @@ class Plan:
     disk: Disk
     fits: Fits | None
     change: Change | None
-    textbook: dict[str, float]
     measured: int | None = None
+    measured_duration: Duration | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -60,11 +61,11 @@ class Plan:
     def probed(self, seconds_per_step: float, peak_memory: int) -> Plan:
         """The same with the time and the memory that a step was measured to take on this plan's machine."""
         measured = measured_duration(self.flops, self.tokens, self.duration.machine, seconds_per_step)
-        return replace(self, duration=measured, measured=peak_memory)
+        return replace(self, measured=peak_memory, measured_duration=measured)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON has it: bytes, seconds, counts."""
-        memory, inference, flops, duration = self.memory, self.inference, self.flops, self.duration
+        memory, inference, flops = self.memory, self.inference, self.flops
         return {
             "config": self.config.to_dict(),
             "parameters": {**self.parameters, "total": self.parameter_count},
@@ -85,16 +86,18 @@ class Plan:
             "tokens": self.tokens,
             "optimal_tokens": self.optimal_tokens,
             "corpus": None if self.corpus is None else {**asdict(self.corpus), "epochs": self.epochs},
-            "duration": {
-                **asdict(duration), "seconds": duration.seconds, "tokens_per_second": duration.tokens_per_second,
-            },
+            "duration": _duration(self.duration),
+            "measured_duration": None if self.measured_duration is None else _duration(self.measured_duration),
             "disk": {**asdict(self.disk), "total": self.disk.total},
             "fits": None if self.fits is None else asdict(self.fits),
             "change": self.change and {
                 "text": self.change.text, "cost": self.change.cost, "needed": self.change.needed,
             },
-            "textbook": self.textbook,
         }  # fmt: skip
+
+
+def _duration(duration: Duration) -> dict[str, Any]:
+    return {**asdict(duration), "seconds": duration.seconds, "tokens_per_second": duration.tokens_per_second}
 
 
 def plan(
@@ -115,21 +118,27 @@ def plan(
     training, serving: how it is trained and used. `changes`: fields of either, instead or beside (`batch_size=8`,
         `bits=4`).
     tokens: to train on (None: 20 for each parameter). data: text or prepared shards to say epochs of.
-    machine: a name of `mlxlm.plan.MACHINES`, a Machine, or "here", whose speed is measured in a third of a second.
+    machine: a name of `mlxlm.plan.MACHINES`, a Machine, or "here", whose speed is measured.
     utilisation: the share of the machine's speed that training reaches (None: 0.4 is assumed).
+
+    devices: share out each step's sequences, and each has all weights and states in memory.
 
     Raises ConfigError, CheckpointError or DataError for what can't be planned.
     """
     config = find_config(model)
+    known = {*Serving.__dataclass_fields__, *Training.__dataclass_fields__}
+    if unknown := [name for name in changes if name not in known]:
+        raise ConfigError(f"a plan has no {', '.join(unknown)}", "one of " + ", ".join(sorted(known)))
     own = {name: changes.pop(name) for name in list(changes) if name in Serving.__dataclass_fields__}
-    serving = replace(serving or Serving(), **own)
-    training = replace(training or Training(), **changes)
     machine = find(machine) if isinstance(machine, str) else machine
+    serving = replace(serving or usual_serving(machine, config), **own)
+    training = replace(training or Training(), **{"device": machine.kind, **changes})
+    each = _on_each(training, devices) if devices > 1 else training
     count = config.parameter_count()
     corpus = corpus_of(data, config.vocab_size) if data else None
     optimal = textbook.compute_optimal_tokens(count)
     tokens = optimal if tokens is None else tokens
-    if not 0 < tokens < float("inf"):
+    if not (isinstance(tokens, int | float) and 0 < tokens < float("inf")):
         raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")
     flops = flops_of(config, training)
     memory = machine.memory
@@ -140,29 +149,28 @@ def plan(
         parameters=counting.parameters(config),
         flops=flops,
         trend=trend(config),
-        memory=training_memory(config, training),
+        memory=training_memory(config, each),
         inference=inference_memory(config, serving),
         tokens=tokens,
         optimal_tokens=optimal,
         corpus=corpus,
         duration=duration_of(flops, tokens, machine, devices, utilisation),
         disk=disk_of(config, training, corpus.tokens if corpus else tokens),
-        fits=None if memory is None else fits(config, training, serving, memory),
-        change=None if memory is None else cheapest(config, training, memory),
-        textbook=_textbook(config, training, tokens),
+        fits=None if memory is None else fits(config, each, serving, memory),
+        change=None if memory is None else cheapest(config, each, memory),
     )
 
 
-def _textbook(config: ModelConfig, training: Training, tokens: float) -> dict[str, float]:
-    """The short formulas' figures for this model and batch, in parameters, operations and bytes."""
-    h, layers, a = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    b, s, count = training.batch_size, training.sequence_length, config.parameter_count()
-    return {
-        "dense_parameters": textbook.dense_parameters(h, layers),
-        "inference_bytes": textbook.inference_bytes(count),
-        "training_bytes": sum(textbook.training_bytes(count).values()),
-        "activation_bytes": textbook.activation_bytes(b, s, h, a, layers),
-        "cache_bytes": textbook.cache_bytes(b, h, layers, s, 0),
-        "forward_flops": textbook.forward_flops(b, s, h, layers, config.vocab_size),
-        "training_flops": textbook.training_flops(count, tokens, training.recompute),
-    }
+def _on_each(training: Training, devices: int) -> Training:
+    """What one of them does in a step, each having all states: parts of the step, or rows of the batch.
+
+    Raises ConfigError where the step can't be shared out evenly.
+    """
+    if training.accumulate % devices == 0:
+        return replace(training, accumulate=training.accumulate // devices)
+    if training.batch_size % devices == 0:
+        return replace(training, batch_size=training.batch_size // devices)
+    raise ConfigError(
+        f"a step of {training.batch_size} sequences can't be shared out to {devices} devices",
+        f"a batch size, or accumulate, that {devices} divides",
+    )

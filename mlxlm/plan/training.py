@@ -6,22 +6,32 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mlxlm._mlx import ON_CPU, mx
+from mlxlm.config import ModelConfig
+from mlxlm.cores import parts_of
 from mlxlm.errors import ConfigError
-from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM
+from mlxlm.kernels import tiled_attention
+from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM, TRAINING, attention_case
+from mlxlm.kernels.blockwise import BLOCK_BYTES, block_rows
 from mlxlm.kernels.cross_entropy import chunk_rows
+from mlxlm.kernels.dispatch import choose
+from mlxlm.kernels.plain_attention import MIN_ROWS
 
 OPTIMIZERS = ("adamw", "muon", "lion", "adafactor")  # of mlxlm.train.optimizers
 DTYPES = {"float32": 4, "bfloat16": 2}  # bytes of a number
 ATTENTION = ("plain", "blockwise", "fused")
+DEVICES = ("cpu", "metal", "cuda")
+MOST = 1 << 53  # of anything that is counted here
+HERE = "cpu" if ON_CPU else "metal" if mx.metal.is_available() else "cuda"
 
 
 @dataclass(frozen=True)
 class Training:
     """Fields as in `mlxlm.train.TrainSettings`. `dtype`: of the products and activations; weights, gradients and
     optimizer are float32. `ema`: decay of the averaged weights, 0 for none. `attention`: "plain" keeps the
-    probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" compute them again (None: plain below 1,024
-    tokens, blockwise from there on, as training chooses). `loss_chunk`: rows of logits that exist at a time (None: as
-    training chooses, 0: all of them).
+    probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" compute them again (None: as training
+    chooses). `loss_chunk`: rows of logits that exist at a time (None: as training chooses, 0: all of them).
+    `device`: what trains, which decides what training chooses (None: this machine's).
 
     Raises ConfigError naming every field that can't work.
     """
@@ -35,6 +45,7 @@ class Training:
     recompute: bool = False
     attention: str | None = None
     loss_chunk: int | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if found := list(self._problems()):
@@ -51,21 +62,56 @@ class Training:
             value = getattr(self, name)
             if name == "loss_chunk" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
-                yield f"{name} is {value!r}, it must be a whole number from {least} up"
-        for name, allowed in (("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("attention", (None, *ATTENTION))):
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MOST:
+                yield f"{name} is {value!r}, it must be a whole number from {least} to {MOST - 1:,}"
+        if isinstance(self.ema, bool) or not isinstance(self.ema, int | float) or not 0 <= self.ema < 1:
+            yield f"ema is {self.ema!r}, it must be 0 or above, and below 1"
+        for name, allowed in (
+            ("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("attention", (None, *ATTENTION)),
+            ("device", (None, *DEVICES)),
+        ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 yield f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(filter(None, allowed))}"
 
     @property
-    def path(self) -> str:
-        """Of attention."""
-        return self.attention or ("plain" if self.sequence_length < LINEAR_MEMORY_FROM else "blockwise")
+    def parts(self) -> int:
+        """Cores that a batch's rows are shared out to, each with gradients of its own; a GPU takes all of them."""
+        return parts_of(self.batch_size) if self._on == "cpu" else 1
+
+    def path(self, config: ModelConfig) -> str:
+        """Of attention: as it is asked for, or as training on the device chooses for this model and length."""
+        if self.attention:
+            return self.attention
+        return _path_here(config, self) if self._on == HERE else _path_elsewhere(config, self)
 
     def loss_rows(self, vocab_size: int) -> int:
-        """Rows of logits that exist at a time."""
-        rows = self.batch_size * self.sequence_length
-        return min(chunk_rows(vocab_size) if self.loss_chunk is None else self.loss_chunk or rows, rows)
+        """Rows of logits that exist at a time, in each of the parts."""
+        rows = -(-self.batch_size // self.parts) * self.sequence_length
+        chosen = chunk_rows(vocab_size, self._kind)
+        return min(chosen if self.loss_chunk is None else self.loss_chunk or rows, rows)
+
+    def block_rows(self, heads: int) -> int:
+        """Query rows of which blockwise attention has the scores at a time, in each of the parts."""
+        length, rows = self.sequence_length, -(-self.batch_size // self.parts)
+        return min(length, block_rows(length, heads * rows, length, BLOCK_BYTES[self._kind]))
+
+    def share_of_scores(self, config: ModelConfig) -> float:
+        """Of the square of scores, how much our own attention computes and, if the path is "plain", keeps: blocks of
+        rows are as wide as their last row. A GPU's own kernels are counted with the whole square."""
+        path, length = self.path(config), self.sequence_length
+        if path == "fused" or (path == "plain" and self._on != "cpu"):
+            return 1.0
+        rows = self.block_rows(config.num_attention_heads) if path == "blockwise" else max(MIN_ROWS, -(-length // 4))
+        ends = [min(end, length) for end in range(rows, length + rows, rows)]
+        return sum((end - start) * end for start, end in zip([0, *ends], ends, strict=False)) / length**2
+
+    @property
+    def _on(self) -> str:
+        return self.device or HERE
+
+    @property
+    def _kind(self) -> str:
+        return "cpu" if self._on == "cpu" else "gpu"
 
     @property
     def tokens_per_step(self) -> int:
@@ -73,3 +119,35 @@ class Training:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _path_here(config: ModelConfig, training: Training) -> str:
+    """What the dispatcher takes on this machine, `$MLXLM_KERNELS` and what was measured here included."""
+    window = next((w for w in map(config.window, range(config.num_hidden_layers)) if w is not None), None)
+    slopes = True if config.positions == "alibi" else None
+    length, softcap = training.sequence_length, config.attn_logit_softcapping
+    sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
+    case = attention_case(TRAINING, training.dtype, *sizes, window, softcap, slopes)
+    path = choose(TRAINING, case).path
+    if path == "mlx":
+        return "fused" if _fused_by_mlx(training) else "plain"
+    return "fused" if path == "metal" else path
+
+
+def _path_elsewhere(config: ModelConfig, training: Training) -> str:
+    """What `attention_paths` prefers there: MLX's own has neither ALiBi nor a soft cap, and keeps the probabilities
+    unless CUDA's fused gradient serves; ours on Metal takes head dims in eights."""
+    special = config.positions == "alibi" or config.attn_logit_softcapping is not None
+    if special:
+        return "blockwise"
+    if training.sequence_length < LINEAR_MEMORY_FROM:
+        return "plain"
+    if training.device == "metal":
+        kernel = config.head_dim % 8 == 0 and config.head_dim <= tiled_attention.MAX_HEAD_DIM
+        return "fused" if kernel else "blockwise"
+    return "fused" if _fused_by_mlx(training) else "blockwise"
+
+
+def _fused_by_mlx(training: Training) -> bool:
+    long = training.sequence_length >= LINEAR_MEMORY_FROM
+    return training._on == "cuda" and training.dtype != "float32" and long

@@ -232,9 +232,8 @@ def check_memory(config: ModelConfig, settings: TrainSettings) -> None:
     if (needed := training_memory(config, training).total) > room(there):
         change = cheapest(config, training, there)
         hint = f"{change.text}, which takes {human_bytes(change.needed)}" if change else "a smaller model"
-        raise ConfigError(
-            f"training this takes about {human_bytes(needed)} of memory, there are {human_bytes(room(there))} for it", hint
-        )
+        there = human_bytes(room(there))
+        raise ConfigError(f"training this takes about {human_bytes(needed)} of memory, there are {there} for it", hint)
 
 
 def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Path) -> None:
