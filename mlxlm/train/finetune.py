@@ -90,7 +90,7 @@ def start_finetune(
     config = _tuned(base.config, turns)
     choose_dtype(values)
     values.setdefault("sequence_length", min(LENGTH, config.max_position_embeddings))
-    peak = default_learning_rate(config.parameter_count(), values.get("optimizer", TrainSettings.optimizer))
+    peak = default_learning_rate(config, values.get("optimizer", TrainSettings.optimizer))
     values.setdefault("learning_rate", _RATE * peak)
     draft = TrainSettings(**{**values, "steps": values.get("steps") or 1})
     if draft.sequence_length > config.max_position_embeddings:

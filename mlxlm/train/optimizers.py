@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mlxlm._mlx import mx, optim
 
 if TYPE_CHECKING:
+    from mlxlm.config import ModelConfig
     from mlxlm.train.settings import TrainSettings
 
 _MUON_MOMENTUM = 0.95  # of Jordan et al. 2024 and of Moonshot 2025
@@ -43,17 +44,21 @@ DEFAULTS = {
 OPTIMIZERS = tuple(DEFAULTS)
 
 
-def default_learning_rate(parameters: int, optimizer: str = "adamw", post_norm: bool = False) -> float:
+def default_learning_rate(config: ModelConfig, optimizer: str = "adamw") -> float:
+    """A peak learning rate for the model: `rate_by_size`, and a third of it where norms are after the addition, which
+    asks for less (Xiong et al. 2020): at 0.3M parameters 6e-3 stayed at the frequencies of tokens, 2e-3 learned."""
+    rate = rate_by_size(config.parameter_count(), optimizer)
+    return rate / 3 if config.norm_placement == "post" else rate
+
+
+def rate_by_size(parameters: int, optimizer: str = "adamw") -> float:
     """A peak learning rate by model size, for AdamW 6e-4 · (N / 125M)^-0.39, at most 0.01.
 
     The power law runs near GPT-3's rates from 125M to 1.3B parameters (Brown et al. 2020, table 2.1), and
-    through 6e-3 at 0.4M parameters, where 1e-2 did no better on a megabyte of plays. A third of it where norms are
-    after the addition, which asks for less (Xiong et al. 2020): at 0.3M parameters 6e-3 stayed at the frequencies of
-    tokens, 2e-3 learned.
+    through 6e-3 at 0.4M parameters, where 1e-2 did no better on a megabyte of plays.
     """
     defaults = DEFAULTS[optimizer]
-    rate = max(defaults.least_rate, defaults.rate * min(0.01, 6e-4 * (parameters / 125e6) ** -0.39))
-    return rate / 3 if post_norm else rate
+    return max(defaults.least_rate, defaults.rate * min(0.01, 6e-4 * (parameters / 125e6) ** -0.39))
 
 
 def make_optimizer(settings: TrainSettings) -> optim.MultiOptimizer:

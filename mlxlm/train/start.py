@@ -139,9 +139,7 @@ def start_run(
             config = config.with_changes(eos_token_id=[words.eos_id, words.special_tokens["<|end|>"]])
         # Without conversations in the text there are no roles to speak of: such a model continues texts.
         words.chat_template = CHAT_TEMPLATE if manifest.chat_documents else None
-        post_norm = config.norm_placement == "post"
-        rate = default_learning_rate(config.parameter_count(), draft.optimizer, post_norm)
-        values.setdefault("learning_rate", rate)
+        values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer))
         steps = None if minutes else values.get("steps") or steps_for(tokens, config, draft)
         found = None
         if minutes or steps >= LEAST_STEPS:

@@ -145,7 +145,7 @@ def test_defaults_by_the_size_of_model_and_data(new_run, tiny_config):
     assert run.settings.batch_size == max(1, rows // 8) < 16
     assert run.settings.steps == -(-3 * rows // run.settings.batch_size)
     assert run.settings.eval_every == run.settings.steps // 10
-    assert run.settings.learning_rate == pytest.approx(default_learning_rate(tiny_config.parameter_count()) / 5)
+    assert run.settings.learning_rate == pytest.approx(default_learning_rate(tiny_config) / 5)
     assert run.settings.packing == "best-fit" and run.settings.document_mask and run.settings.answers_only
 
 

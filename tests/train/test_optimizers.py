@@ -8,7 +8,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train import TrainSettings
-from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS, default_learning_rate, make_optimizer
+from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS, default_learning_rate, make_optimizer, rate_by_size
 from mlxlm.train.step import TrainStep
 
 RATE = 0.01
@@ -112,7 +112,7 @@ def test_muons_update_is_orthogonal_and_as_large_as_adamws(shape):
 def test_a_state_that_is_loaded_continues_to_the_bit(optimizer, tiny_config, tmp_path):
     rng = np.random.default_rng(0)
     batches = [[Batch(rng.integers(0, 300, (2, 17)).astype(np.int32))] for _ in range(3)]
-    rate = default_learning_rate(10**6, optimizer)
+    rate = rate_by_size(10**6, optimizer)
     settings = TrainSettings(steps=9, learning_rate=rate, optimizer=optimizer, dropout=0.1, ema=0.9)
 
     def fresh() -> TrainStep:
@@ -142,7 +142,7 @@ def test_the_default_rate_learns(optimizer, tiny_config):
     """Three words over and over: the loss falls far below that of guessing, within 30 steps."""
     model = Decoder(tiny_config)
     model.initialize(0)
-    rate = default_learning_rate(tiny_config.parameter_count(), optimizer)
+    rate = default_learning_rate(tiny_config, optimizer)
     step = TrainStep(model, TrainSettings(steps=30, learning_rate=rate, optimizer=optimizer))
     batch = [Batch(np.tile(np.array([5, 90, 17], np.int32), (4, 11)))]
     losses = []
@@ -163,12 +163,11 @@ def test_defaults_are_taken_and_can_be_given():
 
 
 def test_rates_by_size():
-    assert default_learning_rate(125 * 10**6) == pytest.approx(6e-4)
-    assert default_learning_rate(1) == 0.01
-    assert default_learning_rate(125 * 10**6, post_norm=True) == pytest.approx(2e-4)
-    assert default_learning_rate(10**6, "muon") == default_learning_rate(10**6)
-    assert default_learning_rate(10**6, "lion") == pytest.approx(default_learning_rate(10**6) * DEFAULTS["lion"].rate)
-    assert default_learning_rate(10**9, "adafactor") == 0.01 < default_learning_rate(10**6, "adafactor")
+    assert rate_by_size(125 * 10**6) == pytest.approx(6e-4)
+    assert rate_by_size(1) == 0.01
+    assert rate_by_size(10**6, "muon") == rate_by_size(10**6)
+    assert rate_by_size(10**6, "lion") == pytest.approx(rate_by_size(10**6) * DEFAULTS["lion"].rate)
+    assert rate_by_size(10**9, "adafactor") == 0.01 < rate_by_size(10**6, "adafactor")
 
 
 def test_every_weight_of_a_model_has_one_optimizer(tiny_config):
@@ -190,3 +189,10 @@ def test_every_weight_of_a_model_has_one_optimizer(tiny_config):
     assert moved.keys() == dict(tree_flatten(model.trainable_parameters())).keys()
     orthogonal = {n for n, o in moved.items() if o is step._optimizer.optimizers[0]}
     assert orthogonal == {n for n in moved if n.endswith("_proj.weight")}
+
+
+def test_norms_after_the_addition_ask_for_less(tiny_config):
+    size = rate_by_size(tiny_config.parameter_count())
+    assert default_learning_rate(tiny_config) == size
+    post = tiny_config.with_changes(norm_placement="post")
+    assert default_learning_rate(post) == pytest.approx(size / 3, rel=0.01)
