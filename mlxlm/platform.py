@@ -70,6 +70,8 @@ def chip() -> str:
 
 def on_battery() -> bool | None:
     """Whether this machine runs on its battery now; None where it has none, or none that can be seen."""
+    if sys.platform == "linux":
+        return _discharging(Path("/sys/class/power_supply"))
     import psutil
 
     try:
@@ -77,6 +79,24 @@ def on_battery() -> bool | None:
     except OSError:  # a driver that is gone
         return None
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def _discharging(supplies: Path) -> bool | None:
+    """`on_battery` by Linux's power supplies. psutil takes them by their names, a wireless mouse for the machine's."""
+
+    def says(supply: Path, name: str) -> str:
+        try:
+            return (supply / name).read_text().strip()
+        except OSError:  # without that fact, or gone
+            return ""
+
+    found = [supply for supply in supplies.iterdir() if says(supply, "scope") != "Device"] if supplies.is_dir() else []
+    states = {says(supply, "status") for supply in found if says(supply, "type") == "Battery"}
+    if not states:
+        return None
+    if mains := {says(supply, "online") for supply in found if says(supply, "type") == "Mains"} & {"0", "1"}:
+        return "1" not in mains
+    return "Discharging" in states or (None if states <= {"Unknown", ""} else False)
 
 
 def heat() -> str | None:

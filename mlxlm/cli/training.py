@@ -21,6 +21,8 @@ from mlxlm.cli.chart import line_chart
 from mlxlm.cli.training_figures import Figures
 from mlxlm.cli.waiting import waiting
 from mlxlm.plan.machines import measure_matmul
+from mlxlm.report import read_run
+from mlxlm.report.entries import announced
 from mlxlm.train import (
     Event,
     Finished,
@@ -97,23 +99,21 @@ def run_training(run: Run, tokenizer, resume: bool = False, **options: Any) -> F
 
 def describe_forecast(run: Run) -> None:
     """Which model was chosen, and what a probe said of the run, a line each; nothing where there was none."""
-    if found := _logged(run, "chosen"):
+    if found := announced(run.log_file, "chosen", ("parameters", "tokens", "epochs")):
         passes = f"{found['epochs']:.1f} passes over the text"
         more = "; after 4 passes the same text teaches less and less: more of it would help" * (found["epochs"] > 4.5)
         render.say(
-            f"chosen by {found['by']}: {human_count(found['parameters'])} parameters, about "
+            f"chosen by {printable(str(found.get('by')))}: {human_count(found['parameters'])} parameters, about "
             f"{human_count(found['tokens'])} tokens, {passes}{more}"
         )
-    if found := _logged(run, "forecast"):
+    if found := announced(run.log_file, "forecast", _FORECAST):
         render.say(
             f"predicted from three steps: {human_seconds(found['seconds'])} with validation, and "
             f"{human_bytes(found['memory'])} of memory at the peak"
         )
 
 
-def _logged(run: Run, name: str) -> dict[str, Any] | None:
-    """The first event of this name."""
-    return next((entry for entry in run.read_log() if entry["event"] == name), None)
+_FORECAST = ("seconds", "step_seconds", "memory")
 
 
 def describe_end(ending: Finished | Stopped, run: Run) -> None:
@@ -122,22 +122,22 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
         render.say(f"stopped after step {ending.step}, saved. Continue with:")
         render.say(f"mlxlm pretrain --resume {shlex.quote(str(run.path))}")
         return
-    if not ending.tokens_per_second:
+    if ending.tokens_per_second is None:
         render.say(f"{run.path} had finished its {ending.step} steps already; nothing was left to do")
         return
-    entries = run.read_log()
-    validations = [(e["tokens"], e["loss"]) for e in entries if e["event"] == "validation"]
-    steps = [(e["tokens"], e["loss"]) for e in entries if e["event"] == "step"]
     if render.console.is_terminal:
+        steps = read_run(run.path).steps
         render.say("training loss (nats per token)")
-        for line in line_chart(steps, width=min(72, render.console.width - 12)):
+        points = list(zip(steps["tokens"], steps["loss"], strict=True))
+        for line in line_chart(points, width=min(72, render.console.width - 12)):
             render.say(line)
-    if validations:
+    if ending.best_loss is not None:
         render.say(
             f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
-            f"{ending.tokens_per_second:,.0f} tokens/s, {human_seconds(ending.seconds)} of steps"
+            + (f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else "")
+            + f"{human_seconds(ending.seconds)} of steps"
         )
-    if found := _logged(run, "forecast"):
+    if found := announced(run.log_file, "forecast", _FORECAST):
         render.say(
             f"predicted were {human_seconds(found['step_seconds'])} of steps and {human_bytes(found['memory'])}, "
             f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"
@@ -184,7 +184,7 @@ class _Plain:
 def _tell(event: Event) -> None:
     """A line about what is worth one."""
     at = f"step {event.step}: " if hasattr(event, "step") else ""
-    if isinstance(event, Started):
+    if isinstance(event, Started) and event.step < event.steps:
         render.say(
             f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
             f"of {event.tokens_per_step:,} tokens, {_passes(event)}"
@@ -203,7 +203,7 @@ def _tell(event: Event) -> None:
     elif isinstance(event, Slowed):
         render.say(f"{at}working {event.duty:g}% of the time: {event.reason}", style="yellow")
     elif isinstance(event, Resumed):
-        render.say(f"{at}going on after {human_seconds(event.seconds)}: no longer {event.reason}")
+        render.say(f"{at}going on after {human_seconds(event.seconds)}, as before")
     elif isinstance(event, Warned):
         render.say(f"warning: {event.message}", style="yellow")
 

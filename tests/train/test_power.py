@@ -189,7 +189,35 @@ def test_a_run_that_starts_on_battery_waits_and_says_what_it_cannot_know(new_run
 def test_the_battery_of_psutil(monkeypatch, battery, expected):
     found = battery and SimpleNamespace(percent=battery[0], secsleft=battery[1], power_plugged=battery[2])
     monkeypatch.setattr(psutil, "sensors_battery", lambda: found, raising=False)
+    monkeypatch.setattr("sys.platform", "darwin")
     assert platform.on_battery() is expected
+
+
+MOUSE = {"type": "Battery", "scope": "Device", "status": "Discharging"}
+
+
+@pytest.mark.parametrize(
+    ("supplies", "expected"),
+    [
+        ([], None),
+        ([MOUSE], None),
+        ([MOUSE, {"type": "Battery", "status": "Charging"}], False),
+        ([MOUSE, {"type": "Battery", "scope": "System", "status": "Discharging"}], True),
+        ([{"type": "Battery", "status": "Not charging"}, {"type": "Battery", "status": "Discharging"}], True),
+        ([{"type": "Mains", "online": "1"}, {"type": "Battery", "status": "Discharging"}], False),
+        ([{"type": "Mains", "online": "0"}, {"type": "Battery", "status": "Unknown"}], True),
+        ([{"type": "Mains", "online": "1"}], None),
+        ([{"type": "Battery", "status": "Unknown"}], None),
+        ([{"type": "Battery"}], None),
+    ],
+)
+def test_the_power_supplies_of_linux(tmp_path, supplies, expected):
+    for i, facts in enumerate(supplies):
+        (tmp_path / f"hidpp_battery_{i}").mkdir()
+        for name, value in facts.items():
+            (tmp_path / f"hidpp_battery_{i}" / name).write_text(f"{value}\n")
+    assert platform._discharging(tmp_path) is expected
+    assert platform._discharging(tmp_path / "none") is None
 
 
 def test_a_battery_whose_driver_is_gone(monkeypatch):
@@ -199,7 +227,9 @@ def test_a_battery_whose_driver_is_gone(monkeypatch):
     monkeypatch.setattr(psutil, "sensors_battery", gone, raising=False)
     monkeypatch.setattr(psutil, "sensors_temperatures", gone, raising=False)
     monkeypatch.setattr(platform.sys, "platform", "linux")
-    assert platform.on_battery() is None and platform.heat() is None
+    assert platform.heat() is None
+    monkeypatch.setattr(platform.sys, "platform", "win32")
+    assert platform.on_battery() is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxlm.errors import CheckpointError
-from mlxlm.report.entries import read_entries
+from mlxlm.report.entries import announced, read_entries
 from mlxlm.train import NotSaved, Sample, Saved, Step, Validation
 from mlxlm.train.log import RunLog
 
@@ -136,6 +136,16 @@ def test_lines_that_are_no_entries(tmp_path):
     path.write_bytes(b"\n".join(lines))
     assert list(read_entries(path)) == [good]
     assert list(read_entries(tmp_path / "none.jsonl")) == []
+
+
+def test_what_was_announced_before_a_run(tmp_path):
+    path, good = tmp_path / "log.jsonl", {"event": "forecast", "seconds": 1.5, "steps": 3}
+    entries = [{"event": "forecast", "seconds": "long", "steps": 3}, {"event": "forecast"}, good, {"event": "started"},
+               {"event": "chosen", "seconds": 1}]  # fmt: skip
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert announced(path, "forecast", ("seconds", "steps")) == good
+    assert announced(path, "chosen", ("seconds",)) is None
+    assert announced(tmp_path / "none.jsonl", "forecast", ()) is None
 
 
 def test_a_line_without_an_end(tmp_path, monkeypatch):
