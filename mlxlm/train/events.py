@@ -50,8 +50,8 @@ class Started:
 @dataclass(frozen=True)
 class Step:
     """A finished step. `loss` in nats per token; `memory` in bytes; `seconds` spent in the run's steps so far, before
-    a resume too, without pauses and rests; `seconds_left` until the run's end by the clock on the wall, rests
-    included."""
+    a resume too, without pauses and rests; `seconds_left` until the run's end by the clock on the wall, from
+    the second step on with rests and all else that went between steps."""
 
     step: int
     steps: int
@@ -163,12 +163,13 @@ class Failed:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last step is done and saved. `tokens_per_second` is 0 where nothing was left to do. `memory`: MLX's peak in
+    """The last step is done and saved. `tokens_per_second` is over all steps but the first, 0 where there are no
+    others, and None where nothing was left to do. `memory`: MLX's peak in
     bytes since the run began or was resumed."""
 
     step: int
     seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     best_loss: float | None
     bits_per_byte: float | None
     memory: int
