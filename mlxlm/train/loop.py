@@ -171,7 +171,8 @@ class _Loop:
                     yield Replanned(done, self.deadline.steps)
                 if done == self.deadline.steps or not should_stop():
                     yield from self.look_after(done, should_stop)
-        seconds, rate = self.spent + self.clock.seconds, self.clock.rate(settings.tokens_per_step)
+        seconds = self.spent + self.clock.seconds
+        rate = self.clock.rate(settings.tokens_per_step) if self.at > self.first else None
         best = self.best or {}
         bits, peak = best.get("bits_per_byte"), mx.get_peak_memory()
         yield Finished(self.deadline.steps, seconds, rate, best.get("loss"), bits, peak, self.run.path)
