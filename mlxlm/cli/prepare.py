@@ -22,18 +22,17 @@ from mlxlm.units import human_bytes, human_seconds
     "--dedup",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="SIMILARITY",
-    help="Leave out documents that repeat an earlier one, or whose runs of five words are as similar as this "
-    "(Jaccard; such as 0.8). About 1 kB of memory for each document.",
+    help="Leave out documents that repeat an earlier one, or whose runs of five words are as similar as this, "
+    "case and punctuation apart (Jaccard, estimated to about 0.04; such as 0.8; 1: repetitions only). About 1 kB of "
+    "memory for each document.",
 )
 @click.option(
     "--validation-fraction",
     type=click.FloatRange(0, 1, max_open=True),
-    default=0.05,
-    show_default=True,
-    help="Share of the documents (of the tokens, where there are few documents) held out.",
+    help="Share of the documents (of the tokens, where there are few documents) held out.  [default: 0.05]",
 )
 @click.option("--validation", multiple=True, metavar="FILE", help="Hold out this source instead. Repeatable.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the documents held out.")
+@click.option("--seed", type=int, help="Draws the documents held out.  [default: 0]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as one JSON object.")
 def prepare(
     sources: tuple[str, ...],
@@ -41,9 +40,9 @@ def prepare(
     out: Path,
     text_column: str | None,
     dedup: float | None,
-    validation_fraction: float,
+    validation_fraction: float | None,
     validation: tuple[str, ...],
-    seed: int,
+    seed: int | None,
     as_json: bool,
 ) -> None:
     """Turn text into memory-mapped token shards for `mlxlm pretrain`.
@@ -55,6 +54,9 @@ def prepare(
     from mlxlm.data import total_bytes, weighted
     from mlxlm.tokenizer import load
 
+    drawn = {"--validation-fraction": validation_fraction, "--seed": seed}
+    if validation and (idle := [flag for flag, value in drawn.items() if value is not None]):
+        raise click.UsageError(f"{' and '.join(idle)} would have no effect: --validation says what is held out")
     sources, weights = weighted(sources)
     tokenizer = load(tokenizer_path)
     started = time.perf_counter()
@@ -66,9 +68,9 @@ def prepare(
             weights=weights,
             text_column=text_column,
             dedup=dedup,
-            validation_fraction=validation_fraction,
+            validation_fraction=0.05 if validation_fraction is None else validation_fraction,
             validation_paths=validation,
-            seed=seed,
+            seed=seed or 0,
             progress=advance,
             stdin=sys.stdin.buffer,
         )

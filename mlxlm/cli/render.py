@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from mlxlm.errors import one_line
 from mlxlm.files import json_line
 from mlxlm.units import human_bytes
 
@@ -77,7 +78,7 @@ def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, ti
         numeric = bool(rows) and all(_looks_numeric(row[i]) for row in rows)
         view.add_column(header[i] if header else "", justify="right" if numeric else "left")
     for row in rows:
-        view.add_row(*(Text(str(cell)) for cell in row))
+        view.add_row(*(Text(one_line(str(cell))) for cell in row))
     return view
 
 

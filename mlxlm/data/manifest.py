@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import DataError, os_errors_as
+from mlxlm.errors import DataError
+from mlxlm.reading import parsed_object, read_bytes
 
 VERSION = 2
+_LARGEST = 1 << 28  # bytes of a manifest; a shard of 64M tokens has a line of 120
 FILE = "manifest.json"
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes per token, little-endian
@@ -127,12 +128,8 @@ class Manifest:
         path = folder / FILE
         if not is_prepared(folder):
             raise DataError(f"{folder} is not a prepared dataset: it has no {FILE}", "mlxlm prepare")
-        with os_errors_as(DataError, "read", path):
-            content = path.read_bytes()
-        try:
-            fields = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not valid JSON: {error}", "preparing the data again") from error
+        content = read_bytes(path, _LARGEST, DataError)
+        fields = parsed_object(content, str(path), DataError, "preparing the data again")
         reader = _Fields(path, fields)
         if reader.get("version", int) != VERSION:
             raise DataError(f"{path}: version {fields['version']} is not known", "preparing the data again")
@@ -152,11 +149,15 @@ class Manifest:
 
 
 def shares(weights: list[float]) -> list[float]:
-    """The weights divided by their sum. Raises ValueError where one of them is not a positive number."""
+    """The weights divided by their sum. Raises ValueError where one of them is not a positive number, and for a share
+    below a thousandth, which is what rows are drawn by (`mlxlm.data.mixture`)."""
     for weight in weights:
         if not 0 < weight < math.inf:
             raise ValueError(f"a weight is {weight}, it must be a positive number")
-    return [weight / math.fsum(weights) for weight in weights]
+    found = [weight / math.fsum(weights) for weight in weights]
+    if found and min(found) < 1e-3:
+        raise ValueError(f"a weight is {min(weights)}, {min(found):.2g} of their sum: the least share is 0.001")
+    return found
 
 
 class _Fields:

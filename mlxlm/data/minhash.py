@@ -80,8 +80,9 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 class Index:
     """Texts that are less similar to each other than `threshold`.
 
-    Memory: a text takes 256 bytes of its signature (16 bits of each minimum), 8 of its digest, and with b bands 8·b for
-    buckets and links (b = 18 at 0.8), all of it in tables that double when they are full.
+    A threshold of 1 compares digests alone. Memory: a text takes about 100 bytes of its digest, 256 of its signature
+    (16 bits of each minimum), and with b bands 8·b for buckets and links (b = 18 at 0.8), in tables that double when
+    they are full.
     """
 
     def __init__(self, threshold: float):
@@ -90,33 +91,39 @@ class Index:
         self._rows = max((r for r in range(1, 33) if (1 - threshold**r) ** (MINIMA // r) <= _MISSED), default=1)
         self._bands = MINIMA // self._rows
         self._count = 0
+        self._seen: set[bytes] = set()
         self._allocate(1024)
 
     def add(self, minima: np.ndarray, digest: bytes) -> bool | None:
-        """Add a text if no other is like it: None. Otherwise whether the other has the same `digest` (8 bytes)."""
+        """Add a text if no other is like it: None. Otherwise whether another has the same `digest`."""
+        if digest in self._seen:
+            return True
+        if self._threshold < 1 and self._is_near(minima):
+            return False
+        self._seen.add(digest)
+        return None
+
+    def _is_near(self, minima: np.ndarray) -> bool:
+        """Whether the minima are those of a text much like one before; if not, they are added."""
         # The upper bits of a minimum are small for all long texts; the lowest of a product depend on few others.
         signature = (minima >> np.uint64(24)).astype(np.uint16)
-        [digest_number] = np.frombuffer(digest, np.uint64)
         buckets = self._buckets(signature[None])[0]
         candidates = self._candidates(buckets)
-        if len(candidates):
-            alike = (self._signatures[candidates] == signature).mean(axis=1) >= self._threshold
-            if alike.any():
-                return bool((self._digests[candidates[alike]] == digest_number).any())
-        if self._count == len(self._digests):
+        if len(candidates) and (self._signatures[candidates] == signature).mean(axis=1).max() >= self._threshold:
+            return True
+        if self._count == len(self._signatures):
             self._allocate(2 * self._count)
             buckets = self._buckets(signature[None])[0]
         self._signatures[self._count] = signature
-        self._digests[self._count] = digest_number
         self._link(self._count, buckets)
         self._count += 1
-        return None
+        return False
 
     def _allocate(self, capacity: int) -> None:
-        signatures, digests = np.empty((capacity, MINIMA), np.uint16), np.empty(capacity, np.uint64)
+        signatures = np.empty((capacity, MINIMA), np.uint16)
         if self._count:
-            signatures[: self._count], digests[: self._count] = self._signatures, self._digests
-        self._signatures, self._digests = signatures, digests
+            signatures[: self._count] = self._signatures
+        self._signatures = signatures
         self._next = np.zeros((capacity, self._bands), np.uint32)  # the text before in the same bucket, + 1
         self._heads = np.zeros((self._bands, capacity), np.uint32)  # the last text of each bucket, + 1
         for start in range(0, self._count, 4096):

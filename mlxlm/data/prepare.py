@@ -198,9 +198,12 @@ class _Builder:
 
     def _counted(self, source: Iterable[Document]) -> Iterator[Document]:
         document = None
+        read_before = self._unique.found.documents if self._unique else 0
         for document in source if self._unique is None else self._unique(source):
             self._chat_documents += document.messages is not None
             yield document
+        if document is None and self._unique and self._unique.found.documents > read_before:
+            raise DataError("all documents of a source repeat earlier ones", "preparing without it, or without dedup")
         if document is None:
             raise DataError("there is no text in the sources", "files with some text")
 

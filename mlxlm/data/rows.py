@@ -30,6 +30,10 @@ def json_documents(stream: IO[bytes], name: str, named: bool, text_column: str |
             where = f"{name}, line {number}"
             row = _parsed(line, where, offset)
             found = row.keys() & ({text_column} if text_column else set(COLUMNS))
+            if found and all(row[key] is None for key in found):  # as the empty cells of tables
+                offset += len(line)
+                continue
+            found = {key for key in found if row[key] is not None}
             if len(found) != 1:
                 raise DataError(f"{where} must have {_wanted(text_column)}", f"{_EXAMPLE}, or --text-column NAME")
             [key] = found

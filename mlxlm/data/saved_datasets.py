@@ -35,12 +35,13 @@ def saved_files(folder: Path) -> list[Path] | None:
 def _only_split(folder: Path) -> list[Path]:
     path = folder / "dataset_dict.json"
     splits = _object(path).get("splits")
-    if not (isinstance(splits, list) and splits and all(isinstance(s, str) and Path(s).name == s for s in splits)):
+    if not (isinstance(splits, list) and splits and all(map(_is_name, splits))):
         raise DataError(f"{path}: field 'splits' is not a list of folder names", "saving the dataset again")
     if len(splits) > 1:
         hint = f"one of them, such as {folder / splits[0]}"
         raise DataError(f"{folder} has the splits {', '.join(splits)}", hint)
-    files = saved_files(folder / splits[0])
+    nested = (folder / splits[0] / "dataset_dict.json").exists()  # a split is never divided again
+    files = None if nested else saved_files(folder / splits[0])
     if files is None:
         raise DataError(f"{folder / splits[0]} is no saved dataset: it has no state.json", "saving the dataset again")
     return files
@@ -48,9 +49,14 @@ def _only_split(folder: Path) -> list[Path]:
 
 def _file_name(file: Any, path: Path) -> str:
     name = file.get("filename") if isinstance(file, dict) else None
-    if not isinstance(name, str) or not name or Path(name).name != name:
+    if not _is_name(name):
         raise DataError(f"{path}: field '_data_files' has no plain file name in {file!r}", "saving the dataset again")
     return name
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it names something directly inside a folder."""
+    return isinstance(value, str) and Path(value).name == value not in ("", "..")
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -83,20 +83,25 @@ def total_bytes(paths: Sequence[str | Path]) -> int | None:
     files = [path for path, _ in _files(paths)]
     if STDIN in files:
         return None
-    with os_errors_as(DataError, "read", "the sources"):
-        return sum(os.path.getsize(path) for path in files)
+    return sum(map(_size, files))
+
+
+def _size(path: str | Path) -> int:
+    with os_errors_as(DataError, "read", path):
+        return os.path.getsize(path)
 
 
 def _files(paths: Sequence[str | Path]) -> Iterator[tuple[str | Path, bool]]:
-    """Files of `paths` in order, each with whether it was named itself (and not found in a folder)."""
+    """Files of `paths` in order, each with whether it was named, by the user or by a saved dataset (and not just found
+    in a folder)."""
     for path in paths:
         if str(path) == STDIN:
             yield STDIN, True
         elif (path := Path(path)).is_dir():
             found = False
-            for file in _folder(path):
+            for file, named in _folder(path):
                 found = True
-                yield file, False
+                yield file, named
             if not found:
                 kinds = f"{', '.join(_COMPRESSIBLE)} (also as .gz or .zst), {' or '.join(TABLES)} files"
                 raise DataError(f"no text in {path}", f"a folder with {kinds}")
@@ -106,17 +111,19 @@ def _files(paths: Sequence[str | Path]) -> Iterator[tuple[str | Path, bool]]:
             raise DataError(f"cannot read {path}: no such file or folder", "check the path")
 
 
-def _folder(path: Path) -> Iterator[Path]:
+def _folder(path: Path) -> Iterator[tuple[Path, bool]]:
     for folder, subfolders, names in os.walk(path):
         saved = saved_files(Path(folder))
         if saved is not None:
-            yield from saved
+            yield from ((file, True) for file in saved)
             subfolders.clear()
             continue
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(names):
-            if not name.startswith(".") and _plain_suffix(Path(name)) in FOLDER_SUFFIXES:
-                yield Path(folder, name)
+            file = Path(folder, name)
+            # A pipe would be waited for for ever; a link to nothing is an error when it is read.
+            if not name.startswith(".") and _plain_suffix(file) in FOLDER_SUFFIXES and not file.is_fifo():
+                yield file, False
 
 
 def _plain_suffix(path: Path) -> str:

@@ -21,7 +21,8 @@ def table_documents(path: Path, advance: Advance, text_column: str | None, named
 
     One page of one column (parquet) or a batch of rows mapped into memory (arrow) is held at a time.
     """
-    size = path.stat().st_size if path.exists() else 0
+    with reading(str(path)):
+        size = path.stat().st_size
     if size == 0 and not named:
         return
     told = 0
