@@ -72,10 +72,15 @@ def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, 
     if textbook and as_json:
         raise click.UsageError("--textbook would have no effect: it is a table, which --json has none of")
     config = _config(model, options)
+    training = _training(config, options)
+    if probed:
+        from mlxlm.train.start import choose_dtype
+
+        choose_dtype(training.to_dict())
     own = {name: options[name] for name in ("bits", "group_size", "context", "texts", "kv_bits")}
     found = planner.plan(
         config,
-        training=_training(config, options),
+        training=training,
         tokens=options["tokens"],
         data=options["data"],
         machine=_machine(options),
@@ -155,10 +160,9 @@ def _probed(found: Plan) -> Plan:
     """With the time and memory that three steps took."""
     from mlxlm.cli.waiting import waiting
     from mlxlm.train import TrainSettings, probe
-    from mlxlm.train.start import check_memory, choose_dtype
+    from mlxlm.train.start import check_memory
 
     names = {name: getattr(found.training, name) for name in _TRAINING}
-    choose_dtype(names)
     settings = TrainSettings(steps=1, learning_rate=1.0, **names)
     length = found.training.sequence_length
     config = found.config.with_changes(max_position_embeddings=length, quantization=None)

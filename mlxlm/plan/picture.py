@@ -8,6 +8,7 @@ from pathlib import Path
 from mlxlm.errors import ConfigError
 from mlxlm.files import write_bytes
 from mlxlm.plan.planner import Plan
+from mlxlm.units import human_count
 
 KINDS = (".png", ".svg", ".pdf")
 
@@ -19,7 +20,8 @@ def draw(plan: Plan, path: Path | str) -> None:
         raise ConfigError(f"{path} is no kind of picture that can be drawn", f"a name with {', '.join(KINDS)}")
     from matplotlib.figure import Figure  # half a second: only where a picture is drawn
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure.suptitle(f"{human_count(plan.parameter_count)} parameters in {plan.config.num_hidden_layers} layers")
     memory, operations = figure.subplots(2, 1, height_ratios=[3, 4])
     _draw_memory(plan, memory)
     _draw_operations(plan, operations)
@@ -30,14 +32,17 @@ def draw(plan: Plan, path: Path | str) -> None:
 
 def _draw_memory(plan: Plan, axes) -> None:
     """Two stacked bars, in GB: training at its peak, and use."""
+    training = plan.memory.parts()
+    if "activations" in training:  # those of the layers, all together
+        training = {f"{name}, all layers" if name == "activations" else name: n for name, n in training.items()}
     use = {"weights": plan.inference.weights, "cache": plan.inference.cache}
     colours = iter(("#4878a8", "#8fb2d4", "#b9cbdc", "#d97a4a", "#b8b8b8", "#8abf8a", "#c9a0c9", "#e6b86a", "#7fb7b7"))
-    names = dict.fromkeys([*plan.memory.parts(), *use])
+    names = dict.fromkeys([*training, *use])
     colour = {name: next(colours) for name in names}
-    for row, parts in enumerate((plan.memory.parts(), use)):
+    for row, parts in enumerate((training, use)):
         left = 0.0
         for name, size in parts.items():
-            label = name if row == 0 or name not in plan.memory.parts() else None
+            label = name if row == 0 or name not in training else None
             axes.barh(row, size / 1e9, left=left, color=colour[name], label=label, height=0.6)
             left += size / 1e9
     longest = max(plan.memory.total, plan.inference.total)
@@ -46,9 +51,9 @@ def _draw_memory(plan: Plan, axes) -> None:
     axes.set_yticks([0, 1], ["training", "use"])
     axes.invert_yaxis()
     axes.set_xlabel("GB")
-    axes.legend(fontsize=8, ncols=2)
-    training = plan.training
-    axes.set_title(f"{training.batch_size} x {training.sequence_length} tokens, {training.optimizer}", fontsize=10)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    how = plan.training
+    axes.set_title(f"{how.batch_size} x {how.sequence_length} tokens, {how.optimizer}", fontsize=10)
 
 
 def _draw_operations(plan: Plan, axes) -> None:
@@ -63,4 +68,4 @@ def _draw_operations(plan: Plan, axes) -> None:
     axes.set_ylim(0, 100)
     axes.set_xlabel("tokens of the text")
     axes.set_ylabel("% of the forward operations")
-    axes.legend(fontsize=8, loc="lower left")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mlxlm._mlx import ON_CPU
 from mlxlm.cli.main import main
 
 
@@ -19,11 +20,14 @@ def run(capfdbinary):
 
 
 def test_tables(run):
-    code, out, err = run("llama3-405b", "--machine", "h100", "--devices", 16000, "--tokens", "15.6e12")
-    assert code == 0 and "406B" in out and "training does not fit into the 80 GB of h100" in out
+    shared = ("--devices", 16000, "--batch-size", 16000)
+    code, out, err = run("llama3-405b", "--machine", "h100", *shared, "--tokens", "15.6e12", "--textbook")
+    assert code == 0 and out.startswith("training does not fit into the 80 GB of h100")
+    assert "no change makes this model fit" in out and "406B" in out
     assert "a utilisation of 40 % is assumed" in err
-    for line in ("feed forward", "cache, multi-query", "20Φ", "12lh²", "it fits with preset"):
+    for line in ("feed forward", "cache, multi-query", "20Φ", "12lh²"):
         assert line in out
+    assert "20Φ" not in run("1m", "--machine", "h100")[1]
 
 
 def test_json_of_sizes_without_a_name(run):
@@ -37,9 +41,41 @@ def test_json_of_sizes_without_a_name(run):
     assert found["parameters"]["total"] == 2 * layer + 100 * 64 + 5 * 2 * 64
 
 
-def test_a_probe_shows_predicted_beside_measured(run):
-    code, out, _ = run("0.3m", "--probe", "--batch-size", 2, "--sequence-length", 32)
-    assert code == 0 and "measured: the prediction was" in out and "measured, of what is measured" in out
+def test_a_probe_shows_predicted_beside_measured(run, monkeypatch):
+    from mlxlm import train
+    from mlxlm.plan import machines
+
+    monkeypatch.setattr(train, "probe", lambda config, settings: train.Probe(9.0, 0.5, 0.0, 10**9))
+    monkeypatch.setattr(machines, "measure_matmul", lambda **_: 100.0)
+    shape = ("0.3m", "--probe", "--batch-size", 2, "--sequence-length", 32)
+    code, out, _ = run(*shape)
+    steps = [line.split() for line in out.splitlines() if line.startswith("a step ")]
+    _, predicted, measured = steps  # the first one is of operations
+    assert code == 0 and measured[2:4] == ["0.5", "s"] and float(predicted[2]) < 0.01
+    assert "1 GB" in out and out.count("measured: the prediction was -") == 2
+    found = json.loads(run(*shape, "--json")[1])
+    step = found["flops"]["per_token"] * 64 / (0.4 * 100e9)
+    assert found["duration"]["seconds_per_step"] == pytest.approx(step) and found["duration"]["known"] == "assumed"
+    assert found["measured_duration"]["seconds_per_step"] == 0.5 and found["measured_memory"] == 10**9
+    monkeypatch.setattr(machines, "measure_matmul", lambda **_: 1e-3)
+    assert "other work slowed the machine" in run(*shape)[1]
+
+
+@pytest.mark.skipif(not ON_CPU, reason="of a CPU")
+def test_what_a_cpu_is_no_use_for_is_not_probed(run):
+    code, _, err = run("1m", "--probe", "--dtype", "bfloat16")
+    assert code == 1 and "a CPU computes bfloat16 products many times slower" in err
+
+
+def test_advice_is_read_from_the_environment_that_it_asks_for(run):
+    from mlxlm.kernels import dispatch
+
+    def peak():
+        return json.loads(run("5m", "--json")[1])["memory"]["total"]
+
+    kept = peak()
+    with dispatch.using("blockwise"):
+        assert peak() < 0.9 * kept
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
@@ -58,6 +94,8 @@ def test_a_picture(run, tmp_path, kind):
         (["--hidden", "8"], "--layers, --heads missing"),
         (["1m", "--machine", "a100", "--flops", "1e12"], "give one"),
         (["1m", "--machine", "a100", "--probe"], "--probe measures this machine"),
+        (["1m", "--machine", "a100", "--group-size", "32"], "--group-size would have no effect"),
+        (["1m", "--machine", "a100", "--textbook", "--json"], "--textbook would have no effect"),
         (["1m", "--probe", "--attention", "plain"], "--attention is for plans"),
     ],
 )
@@ -71,6 +109,11 @@ def test_wrong_values(run, tmp_path):
         (["1m", "--machine", "abacus"], "there is no machine 'abacus'"),
         (["1m", "--machine", "a100", "--picture", tmp_path / "plan.gif"], "no kind of picture"),
         (["1m", "--flops", "0"], "can't be planned with"),
+        (["1m", "--flops", "inf"], "can't be planned with"),
+        (["1m", "--flops", "1e-300", "--json"], "can't be planned with"),
+        (["1m", "--machine", "a100", "--ema", "5"], "ema is 5.0"),
+        (["1m", "--machine", "a100", "--context", "99999999999999"], "from 1 to 1,099,511,627,775"),
+        (["1m", "--machine", "a100", "--devices", "3"], "16 sequences can't be shared out to 3 devices"),
         (["1m", "--machine", "a100", "--tokens", "-5"], "tokens"),
     ):
         code, out, err = run(*arguments)

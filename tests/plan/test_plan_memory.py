@@ -44,7 +44,7 @@ def test_activations_of_a_layer_by_hand():
 
 @pytest.mark.parametrize(
     ("batch", "length", "options"),
-    [(1, 8, {}), (8, 128, {}), (2, 512, {}), (1, 1024, {}), (4, 128, {"accumulate": 2}), (4, 128, {"ema": 0.9})],
+    [(8, 128, {}), (1, 1024, {}), (4, 128, {"accumulate": 2, "ema": 0.9})],
 )
 def test_a_real_step_is_near_the_plan(batch, length, options):
     """MLX takes memory ahead of the computing thread, so that its peak depends on how busy the machine is."""
@@ -53,7 +53,7 @@ def test_a_real_step_is_near_the_plan(batch, length, options):
     config = ModelConfig.preset("0.3m", max_position_embeddings=length)
     settings = TrainSettings(1, 1.0, batch_size=batch, sequence_length=length, **options)
     planned, found = training_memory(config, Training.of(settings)), probe(config, settings)
-    assert planned.total / found.memory == pytest.approx(1, abs=0.45)
+    assert planned.total / found.memory == pytest.approx(1, abs=0.25)
     assert found.memory > planned.states and found.step > 0 and found.validation == 0
 
 
@@ -109,10 +109,81 @@ def test_the_cheapest_change_that_fits():
     alone = replace(training, batch_size=1)
     assert cheapest(config, alone, 200 * 10**6).text == "--recompute"
     together = cheapest(config, alone, 140 * 10**6)
-    assert together.text == "MLXLM_KERNELS=blockwise, --recompute, --optimizer adafactor"
+    assert together.text == "--recompute --optimizer adafactor"
     assert (together.training.recompute, together.training.optimizer) == (True, "adafactor")
     assert cheapest(config, replace(alone, recompute=True, optimizer="adafactor"), 60 * 10**6).text == "preset 1m"
     assert cheapest(config, alone, 10**6) is None
+
+
+@pytest.mark.parametrize("memory", [150, 160, 200, 250, 300, 350, 500, 700, 900, 1100])
+def test_no_change_is_advised_that_is_not_needed(memory):
+    """Each change taken back, or a batch twice as large, is too much."""
+    config, there = ModelConfig.preset("5m"), 0.9 * memory * 10**6
+    training = Training(batch_size=16, sequence_length=512)
+    found = cheapest(config, training, memory * 10**6)
+    assert found.needed <= there
+    for field in ("attention", "recompute", "optimizer"):
+        if getattr(found.training, field) != getattr(training, field):
+            less = replace(found.training, **{field: getattr(training, field)})
+            assert training_memory(config, less).total > there, field
+    if found.training.batch_size < 16:
+        larger = replace(found.training, batch_size=2 * found.training.batch_size)
+        assert training_memory(config, larger).total > there
+
+
+def test_a_variable_stands_before_the_command():
+    config = ModelConfig.preset("5m")
+    training = Training(batch_size=1, sequence_length=768, recompute=True, device="cpu")
+    with_kernels = replace(training, attention="blockwise")
+    needed = training_memory(config, with_kernels).total
+    assert needed < training_memory(config, training).total
+    change = cheapest(config, training, round(needed / 0.9) + 1)
+    assert change.text == "MLXLM_KERNELS=blockwise mlxlm pretrain ..." and change.training == with_kernels
+
+
+@pytest.mark.parametrize(
+    ("device", "path"), [("cpu", "blockwise"), ("metal", "fused"), ("cuda", "fused")]
+)  # fmt: skip
+def test_the_path_is_what_training_takes_there(device, path):
+    """Long sequences; ALiBi, which MLX's own attention doesn't have; and what is in blocks of the device's size."""
+    config, training = ModelConfig.preset("5m"), Training(dtype="bfloat16", device=device)
+    long = replace(training, sequence_length=1024)
+    assert (training.path(config), long.path(config)) == ("plain", path)
+    assert replace(training, sequence_length=512).path(config.with_changes(positions="alibi")) == "blockwise"
+    assert replace(training, attention="fused").path(config) == "fused"
+    expected = (8 if device == "cpu" else 256) << 20
+    assert replace(long, batch_size=1 << 20).loss_rows(4096) == expected // (4 * 4096)
+
+
+def test_devices_share_the_batch_in_memory_as_well_as_in_time():
+    one, four = (mlxlm.plan("5m", machine="a100", devices=n, batch_size=16) for n in (1, 4))
+    assert four.memory == mlxlm.plan("5m", machine="a100", batch_size=4).memory
+    assert four.memory.states == one.memory.states and four.training.batch_size == 16
+    assert four.duration.seconds == pytest.approx(one.duration.seconds / 4)
+    parts = mlxlm.plan("5m", machine="a100", devices=4, batch_size=2, accumulate=8)
+    assert parts.memory == mlxlm.plan("5m", machine="a100", batch_size=2, accumulate=2).memory
+
+
+def test_each_core_has_gradients_of_its_own(monkeypatch):
+    from mlxlm.plan import training as module
+
+    config, training = ModelConfig.preset("5m"), replace(SMALL, device="cpu")
+    found = {}
+    for parts in (1, 2):
+        monkeypatch.setattr(module, "parts_of", lambda batch_size, parts=parts: parts)
+        found[parts] = training_memory(config, training)
+    assert found[2].gradients == 2 * found[1].gradients == 8 * config.parameter_count()
+    assert found[2].activations == found[1].activations
+
+
+def test_use_here_is_in_what_the_device_computes_with():
+    from mlxlm.plan.inference import usual_serving
+    from mlxlm.plan.machines import MACHINES, Machine
+
+    config = ModelConfig.preset("5m")
+    here = usual_serving(Machine("here", 1e9, "float32", None, True, "", "cpu"), config)
+    assert (here.bits, here.kv_bits, here.context) == (32, 32, 512)
+    assert usual_serving(MACHINES["a100"], config).bits == 16
 
 
 def test_impossible_plans_are_one_error():
@@ -122,6 +193,10 @@ def test_impossible_plans_are_one_error():
         Serving(bits=7, kv_bits=3)
     with pytest.raises(ConfigError, match="no machine 'pdp11' in the table"):
         mlxlm.plan("1m", machine="pdp11")
+    with pytest.raises(ConfigError, match="a plan has no nonsense"):
+        mlxlm.plan("1m", machine="a100", nonsense=3)
+    with pytest.raises(ConfigError, match="tokens is 'x'"):
+        mlxlm.plan("1m", machine="a100", tokens="x")
     with pytest.raises(ConfigError, match="there is no model 'nothing here'"):
         mlxlm.plan("nothing here", machine="a100")
 
@@ -137,8 +212,9 @@ def test_time_is_work_over_speed():
     planned = mlxlm.plan("1m", machine="a100", devices=2, utilisation=0.5, tokens=1e9)
     assert planned.duration.seconds == pytest.approx(planned.flops.per_token * 1e9 / (2 * 312e12 * 0.5))
     probed = mlxlm.plan("1m", machine="a100", tokens=4096 * 10).probed(2.0, 10**9)
-    assert probed.duration.seconds == pytest.approx(20.0) and probed.measured == 10**9
-    assert probed.duration.utilisation == pytest.approx(probed.flops.per_step / 2.0 / 312e12)
+    assert probed.measured_duration.seconds == pytest.approx(20.0) and probed.measured == 10**9
+    assert probed.measured_duration.utilisation == pytest.approx(probed.flops.done_per_step / 2.0 / 312e12)
+    assert probed.duration.known == "assumed" and probed.duration.seconds < 1
 
 
 def test_a_text_and_its_passes(text_file):
