@@ -123,7 +123,7 @@ class _Loop:
         self.model.initialize(self.settings.seed)
         self.step = TrainStep(self.model, self.settings, ranks)
         state = run.restore(self.step)
-        self.first: int = state.get("step", 0)
+        self.restored, self.first = bool(state), state.get("step", 0)
         self.at = self.first  # the step that is done, or in work
         self.guard = SpikeGuard(self.settings.spike, state.get("guard"))
         self.best: dict | None = state.get("best")
@@ -146,7 +146,7 @@ class _Loop:
         yield self.started()
         for missing in self.pace.missing():
             yield Warned(self.first, missing)
-        if self.first and (self.validates(self.first) or self.samples(self.first)):
+        if self.restored and (self.validates(self.first) or self.samples(self.first)):
             yield from self.look_after(self.first, should_stop)
         if self.first < self.deadline.steps:
             yield from self.rest(self.first, should_stop)
@@ -223,7 +223,7 @@ class _Loop:
 
     def samples(self, done: int) -> bool:
         every = self.settings.sample_every
-        return every > 0 and self.due(done, every) and (done > self.first or "sample" not in self.had)
+        return every > 0 and done > 0 and self.due(done, every) and (done > self.first or "sample" not in self.had)
 
     def due(self, done: int, every: int) -> bool:
         return done == self.deadline.steps or (every > 0 and done % every == 0)
