@@ -30,7 +30,7 @@ def _cross_entropy_cpu(logits: mx.array, targets: mx.array) -> tuple[mx.array, m
     e = exp_nonpositive(logits - top)
     total = mx.sum(e, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)
-    losses = (mx.log(total) + top - chosen).squeeze(-1)
+    losses = (mx.log(total) - (chosen - top)).squeeze(-1)  # the difference is exact where both are large
     return losses, e / total
 
 
@@ -58,7 +58,8 @@ def linear_cross_entropy(
 
     hidden `[N, h]` and weight `[V, h]` of one dtype, targets int `[N]`, weights `[N]` (None: all 1); returns a
     float32 scalar, in nats. `chunk` rows of logits exist at a time, each chunk waiting for the one before it; None
-    takes as many as are worth it here. `softcap` c: logits become c·tanh(logit / c).
+    takes as many as are worth it here. `softcap` c: logits become c·tanh(logit / c). Targets from 0 to V - 1: others are
+    not looked for, and give a number without meaning. Raises ValueError for a `chunk` below 1.
 
     Gradients by hidden and weight are exact; the weights take none. `training`: they will be taken, and are made
     beside the loss (Hsu et al. 2024, "Liger Kernel", 3.2); without it nothing of them is computed before they are
@@ -66,6 +67,8 @@ def linear_cross_entropy(
     chunks in float32.
     """
     weights = mx.ones(targets.shape) if weights is None else weights.astype(mx.float32)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"a chunk of {chunk} rows: at least 1, or None")
     rows = chunk or chunk_rows(weight.shape[0])
     function = _with_gradients if training else _without_gradients
     out = function(rows, softcap)(hidden, weight, targets, weights)
@@ -147,7 +150,7 @@ def _chunk(hidden, weight, targets, weights, softcap):
     top = mx.max(logits, axis=-1, keepdims=True)
     e = _exp(logits - top)
     total = sum_of_rows(e) if ON_CPU else mx.sum(e, axis=-1, keepdims=True)
-    losses = mx.log(total) + top - mx.take_along_axis(logits, targets, axis=-1)
+    losses = mx.log(total) - (mx.take_along_axis(logits, targets, axis=-1) - top)
     # d loss / d logits = probs - onehot(target); only one entry a row differs from probs.
     scale = weights / total
     slopes = e * scale

@@ -22,6 +22,8 @@ class SpikeGuard:
         """Take the loss and the gradient's norm of a step; say what is wrong, if anything."""
         if not math.isfinite(loss) or not math.isfinite(norm):
             return f"the loss is {loss} and the gradient's norm {norm}"
+        if loss == norm == 0:  # of a step that had no token to learn, see `TrainStep`
+            return None
         self._recent.append(loss)
         if len(self._recent) == 10:
             self._lowest = min(self._lowest, self._mean)

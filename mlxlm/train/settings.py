@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -14,6 +13,7 @@ from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS
 from mlxlm.train.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
+_LARGEST = 1e9  # of a number here: far from the end of float32, whose squares an optimizer takes
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**53
 
     def number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
     for name in ("steps", "batch_size", "sequence_length", "accumulate", "eval_tokens", "keep", "sample_tokens"):
         if not whole(getattr(s, name), 1):
@@ -135,5 +135,7 @@ def _problems(s: TrainSettings) -> Iterator[str]:
     for name in ("document_mask", "answers_only", "recompute"):
         if not isinstance(getattr(s, name), bool):
             yield f"{name} is {getattr(s, name)!r}, it must be true or false"
-    if whole(s.steps, 1) and whole(s.warmup_steps, 0) and s.warmup_steps >= s.steps > 1:
+    if not isinstance(s.sample_prompt, str):
+        yield f"sample_prompt is {s.sample_prompt!r}, it must be text"
+    if whole(s.steps, 1) and whole(s.warmup_steps, 0) and s.warmup_steps >= s.steps:
         yield f"warmup_steps {s.warmup_steps} leaves nothing of {s.steps} steps (at most {s.steps - 1})"

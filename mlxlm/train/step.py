@@ -48,26 +48,29 @@ class TrainStep:
         """Update the model on one batch after another, their gradients added: one step.
 
         All steps have as many batches, of one shape. Returns the mean loss in nats per token, each counted by its
-        weight, and the gradient's norm before clipping; not evaluated: evaluate them with `state`.
+        weight, and the gradient's norm before clipping; not evaluated: evaluate them with `state`. Both are 0 where
+        all weights are 0.
 
-        With several ranks each gives its own batches, and the sums are over those of all. Raises RankLost, and leaves
-        `state` as it was, if one is lost.
+        With several ranks each gives its own batches, and the sums are over those of all. Raises RankLost if one is
+        lost. After any error `state` is as it was.
         """
-        rate = mx.array(learning_rate, mx.float32)
+        held = self.weights(), self.save_state()
+        try:
+            return self._stepped(batches, mx.array(learning_rate, mx.float32))
+        except BaseException:  # a graph that could not be traced leaves arrays without values in the state
+            self.load(*held)
+            raise
+
+    def _stepped(self, batches: Sequence[Batch], rate: mx.array) -> tuple[mx.array, mx.array]:
         if self.ranks.size == 1:
             if self._workers is None:
                 return self._step(_arrays(batches), rate)
             return self._use_sums(self._workers(batches), rate)
-        key = mx.random.state[0]
-        following, *keys = mx.random.split(key, 1 + self.ranks.size)
+        following, *keys = mx.random.split(mx.random.state[0], 1 + self.ranks.size)
         _set_key(keys[self.ranks.rank])  # each rank drops out elements of its own
-        try:
-            # Out of the compiled graph: no weight is touched before all sums have come.
-            parts = [self._own_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
-            sums = self.ranks.summed(_added(parts))
-        except BaseException:
-            _set_key(key)
-            raise
+        # Out of the compiled graph: no weight is touched before all sums have come.
+        parts = [self._own_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
+        sums = self.ranks.summed(_added(parts))
         _set_key(following)
         return self._use_sums([sums], rate)
 
@@ -128,7 +131,8 @@ class TrainStep:
         """Update the model; what `_sums` gave is divided once: every token weighs the same, whichever part of a step
         and whichever rank it is in."""
         sums = _added(parts)
-        count = mx.maximum(sums["count"], 1.0)  # 0 where cropped conversations have no answer in them
+        # 0 where cropped conversations have no answer in them.
+        count = mx.where(sums["count"] > 0, sums["count"], 1.0)
         gradients = tree_map(lambda g: g / count, sums["gradients"])
         norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
         if self.settings.clip > 0:

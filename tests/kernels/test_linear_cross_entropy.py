@@ -162,3 +162,17 @@ def test_a_loss_alone_makes_no_gradient():
     arrays = [mx.array(x) for x in make(32, 1024, 512)[:3]]
     assert peak(lambda *xs: linear_cross_entropy(*xs), *arrays) < arrays[1].nbytes / 2
     assert peak(lambda *xs: linear_cross_entropy(*xs, training=True), *arrays) > arrays[1].nbytes
+
+
+def test_large_logits_that_are_close():
+    hidden, weight, targets = mx.array([[1.0]]), mx.array([[30000.0], [29999.5]]), mx.array([1])
+    exact = np.log(1 + np.exp(0.5))
+    assert linear_cross_entropy(hidden, weight, targets).item() == pytest.approx(exact, rel=1e-6)
+    assert cross_entropy(hidden @ weight.T, targets).item() == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [0, -5])
+def test_chunks_have_rows(chunk):
+    arrays = [mx.array(x) for x in make(3, 4, 5)]
+    with pytest.raises(ValueError, match=f"a chunk of {chunk} rows"):
+        linear_cross_entropy(*arrays, chunk=chunk)

@@ -11,6 +11,7 @@ from mlxlm.model import Decoder
 from mlxlm.model.dropout import Dropout
 from mlxlm.train import TrainSettings, start_run
 from mlxlm.train.averaging import averaged
+from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.loss import summed_loss
 from mlxlm.train.step import TrainStep
 
@@ -65,6 +66,34 @@ def test_the_mean_is_over_the_weights_of_all_batches(tiny_config):
     total = summed_loss(step.model, *map(mx.array, batches[0])).item()
     loss, _ = step(batches, 1e-2)
     assert loss.item() == pytest.approx(total / WEIGHTS.sum(), rel=1e-5)
+
+
+def test_the_loss_of_one_token_is_a_mean_whatever_it_weighs(tiny_config):
+    weights = np.zeros((2, 16), np.float32)
+    found = []
+    for weight in (0.25, 4.0, 0.0):
+        weights[0, 3] = weight
+        found.append([x.item() for x in a_step(tiny_config)([Batch(TOKENS, None, weights)], 1e-2)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[2] == [0.0, 0.0]
+
+
+def test_steps_without_a_token_to_learn_are_no_part_of_a_spike():
+    guard = SpikeGuard(1.0)
+    assert [guard.problem(*((0.0, 0.0) if i % 3 else (3.0, 1.0))) for i in range(90)] == [None] * 90
+    assert guard.healthy and guard.state == {"recent": [3.0] * 10, "lowest": 3.0}
+    assert [guard.problem(4.5, 1.0) for _ in range(10)][-1] is not None
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_an_error_in_a_step_leaves_the_model_as_it_was(tiny_config, rows):
+    step = a_step(tiny_config, batch_size=rows)
+    before = {name: np.array(x) for name, x in step.weights().items()}
+    tokens = np.resize(TOKENS, (rows, 17))
+    with pytest.raises(ValueError):
+        step([Batch(tokens, None, np.ones((rows, 3), np.float32))], 1e-2)
+    assert all((np.array(x) == before[name]).all() for name, x in step.weights().items())
+    assert step([Batch(tokens)], 1e-2)[0].item() == pytest.approx(np.log(300), rel=0.1)
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
@@ -193,8 +222,12 @@ def test_a_state_of_other_settings_is_refused(tiny_config):
         ({"recompute": 1}, "recompute is 1, it must be true or false"),
         ({"optimizer": "adafactor", "beta2": 0.9}, "beta2 is 0.9, but adafactor has no beta2"),
         ({"optimizer": "lion", "beta2": 2}, "beta2 is 2, it must be at least 0 and below 1"),
+        ({"clip": 10**400}, "clip is 10+, it must be a positive number"),
+        ({"spike": float("nan")}, "spike is nan, it must be a positive number"),
+        ({"sample_prompt": 5}, "sample_prompt is 5, it must be text"),
+        ({"steps": 1, "warmup_steps": 5}, "warmup_steps 5 leaves nothing of 1 steps"),
     ],
 )
 def test_impossible_settings_of_a_step(change, expected):
     with pytest.raises(ConfigError, match=expected):
-        TrainSettings(steps=50, learning_rate=1e-3, **change)
+        TrainSettings(**{"steps": 50, "learning_rate": 1e-3, **change})
