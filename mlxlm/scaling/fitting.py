@@ -16,9 +16,9 @@ LEVEL = 0.9  # of intervals
 RESAMPLES = 200
 LEAST = 8  # points of a joint fit, which has five numbers to find
 LEAST_OF_ONE = 4  # points of L(N) or L(D), which have three
-_EXPONENTS = (0.02, 2.0)  # nothing outside was ever measured; without bounds a straight line has no best exponent
-_STARTS = (0.15, 0.4, 1.0)  # exponents to begin from, in every combination
-_FLOORS = (0.2, 0.6, 0.9)  # and the irreducible loss, as a share of the lowest one
+EXPONENTS = (0.02, 2.0)  # nothing outside was ever measured; without bounds a straight line has no best exponent
+_STARTS = (0.2, 0.7)  # exponents to begin from, in every combination
+_FLOOR = 0.5  # and the irreducible loss, as a share of the lowest one
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Fit:
 
 def fit_joint(points: Sequence[Point], resamples: int = RESAMPLES, seed: int = 0) -> Fit:
     """L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3): the Huber loss of the log losses, by
-    L-BFGS from a grid of beginnings.
+    trust regions from several beginnings.
 
     Raises DataError for less than 8 points, 3 sizes or 3 token counts.
     """
@@ -103,14 +103,6 @@ def held_out(points: Sequence[Point]) -> tuple[Point, Fit] | None:
 
 def _fit(where: np.ndarray, points: Sequence[Point], law, names: tuple[str, ...], resamples: int, seed: int) -> Fit:
     """where: log x of each point, a column for each term."""
-    from threadpoolctl import threadpool_limits
-
-    # Its BLAS on five numbers: threads that wait for each other made it 15 times slower on two busy cores.
-    with threadpool_limits(1):
-        return _fitted(where, points, law, names, resamples, seed)
-
-
-def _fitted(where: np.ndarray, points: Sequence[Point], law, names: tuple[str, ...], resamples: int, seed: int) -> Fit:
     losses = np.array([p.loss for p in points])
     if not (np.isfinite(losses).all() and (losses > 0).all()):
         raise DataError("a loss is not a positive number", "runs that ended well")
@@ -118,9 +110,9 @@ def _fitted(where: np.ndarray, points: Sequence[Point], law, names: tuple[str, .
     centred = where - centre  # of two numbers per term, which would depend on each other, this makes the fit quick
     low = logs.min()
     # Each term has as much of what is above the floor.
+    share = float(np.log((losses.mean() - _FLOOR * losses.min()) / where.shape[1]))
     starts = [
-        np.array([low + np.log(floor), *itertools.chain.from_iterable((_share(losses, floor, where), x) for x in xs)])
-        for floor in _FLOORS
+        np.array([low + np.log(_FLOOR), *itertools.chain.from_iterable((share, x) for x in xs)])
         for xs in itertools.product(_STARTS, repeat=where.shape[1])
     ]
     best = min((_descended(start, centred, logs) for start in starts), key=lambda found: found[1])[0]
@@ -129,18 +121,12 @@ def _fitted(where: np.ndarray, points: Sequence[Point], law, names: tuple[str, .
     # What was fitted leaves residuals smaller than the noise: by as much as it has numbers.
     spread = residuals * np.sqrt(len(points) / max(1, len(points) - len(best)))
     draw = np.random.default_rng(seed)
-    others = [
-        _descended(best, centred, predicted + draw.choice(spread, len(points)))[0] for _ in range(resamples)
-    ]
+    others = [_descended(best, centred, predicted + draw.choice(spread, len(points)))[0] for _ in range(resamples)]
     exponents = best[2::2]
-    ended = [min(abs(x - bound) for bound in _EXPONENTS) < 1e-6 for x in exponents]
+    ended = [min(abs(x - bound) for bound in EXPONENTS) < 1e-4 for x in exponents]
     bounded = tuple(itertools.compress(names, ended))
     laws = [law(_uncentred(found, centre)) for found in (best, *others)]
     return Fit(laws[0], tuple(laws[1:]), tuple(float(r) for r in residuals), bounded)
-
-
-def _share(losses: np.ndarray, floor: float, where: np.ndarray) -> float:
-    return float(np.log((losses.mean() - floor * losses.min()) / where.shape[1]))
 
 
 def _uncentred(found: np.ndarray, centre: np.ndarray) -> np.ndarray:
@@ -158,24 +144,22 @@ def _terms(found: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _descended(start: np.ndarray, where: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, float]:
-    """The minimum near `start`, and its value."""
-    from scipy.optimize import minimize
+    """The minimum of the Huber loss near `start`, and its value."""
+    # Not L-BFGS: its BLAS uses threads for five numbers, which took a hundred times longer on two busy cores.
+    from scipy.optimize import least_squares
 
-    def value(found: np.ndarray) -> tuple[float, np.ndarray]:
-        total, shares = _terms(found, where)
-        off = total - logs
-        small = np.abs(off) <= DELTA
-        # The Huber loss divided by its delta: values around 1, which the method's tolerances are made for.
-        huber = np.where(small, off**2 / (2 * DELTA), np.abs(off) - DELTA / 2)
-        slope = np.clip(off / DELTA, -1, 1)
-        gradient = np.empty_like(found)
-        gradient[0] = slope @ shares[:, 0]
-        gradient[1::2] = slope @ shares[:, 1:]
-        gradient[2::2] = -(slope[:, None] * shares[:, 1:] * where).sum(axis=0)
-        return huber.sum(), gradient
+    def slopes(found: np.ndarray) -> np.ndarray:
+        shares = _terms(found, where)[1]
+        table = np.empty((len(where), len(found)))
+        table[:, 0], table[:, 1::2], table[:, 2::2] = shares[:, 0], shares[:, 1:], -shares[:, 1:] * where
+        return table
 
+    least, most = EXPONENTS
     terms = where.shape[1]
-    bounds = [(None, float(logs.max())), *[(None, None), _EXPONENTS] * terms]
-    options = {"maxiter": 2000, "maxfun": 5000, "ftol": 1e-13, "gtol": 1e-9}
-    result = minimize(value, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-    return result.x, float(result.fun)
+    low, high = np.array([-np.inf, *[-np.inf, least] * terms]), np.array([logs.max(), *[np.inf, most] * terms])
+    inside = np.clip(start, low + 1e-9, high - 1e-9)  # where it must begin
+    result = least_squares(
+        lambda found: _terms(found, where)[0] - logs, inside, slopes, (low, high), loss="huber", f_scale=DELTA,
+        max_nfev=300, ftol=1e-12, xtol=1e-10, gtol=1e-12,
+    )  # fmt: skip
+    return result.x, float(result.cost)

@@ -9,7 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 OPERATIONS = 6  # of training, for each parameter and token (Kaplan et al. 2020, 2.1)
-_WORTH = 15.39  # passes after which a repeated token has lost most of its worth (Muennighoff et al. 2023, 3.1)
+# Repetitions after which another one adds little, of tokens and of parameters (Muennighoff et al. 2023, 6 and A).
+_OF_TOKENS, _OF_PARAMETERS = 15.39, 5.31
 FEW_PASSES = 4.0  # up to here repeated text is nearly as good as new text (the same)
 
 Number = TypeVar("Number", float, np.ndarray)
@@ -48,19 +49,47 @@ class Law:
         """Parameters and tokens of the lowest loss that `flops` = 6 N D operations reach (the same, equation 4):
         N = G (C/6)^(beta / (alpha + beta)), G = (alpha A / (beta B))^(1 / (alpha + beta))."""
         each = flops / OPERATIONS
-        scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
-        parameters = scale * each ** (self.beta / (self.alpha + self.beta))
+        parameters = _exp((self._ratio() + self.beta * math.log(each)) / (self.alpha + self.beta))
         return parameters, each / parameters
+
+    def tokens_for(self, parameters: float) -> float:
+        """Tokens on which a model of this size is compute-optimal: N's term falls as fast as D's."""
+        return _exp((self.alpha * math.log(parameters) - self._ratio()) / self.beta)
+
+    def parameters_for(self, tokens: float) -> float:
+        """The inverse of `tokens_for`."""
+        return _exp((self._ratio() + self.beta * math.log(tokens)) / self.alpha)
+
+    def repeated(self, parameters: float, tokens: float, unique: float) -> float:
+        """The loss where the tokens are passes over a text of `unique` ones: those after the first count less and less,
+        and so do parameters above the compute-optimal ones of the text, which learn it by heart (Muennighoff et al.
+        2023, "Scaling Data-Constrained Language Models", equation 4)."""
+        few = self.parameters_for(min(tokens, unique))
+        return self.loss(worth(parameters, few, _OF_PARAMETERS), worth(tokens, unique))
+
+    def _ratio(self) -> float:
+        small = 1e-300  # a term that the runs don't show is fitted as none
+        return math.log(self.alpha * self.A + small) - math.log(self.beta * self.B + small)
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
 
 
-def worth(tokens: float, unique: float) -> float:
-    """How many new tokens `tokens` are worth when they are passes over a text of `unique` ones: U + 15.39 U
-    (1 - exp(-R / 15.39)) with R passes after the first (Muennighoff et al. 2023, "Scaling Data-Constrained Language
-    Models", equation 5). Four passes are worth 3.7 texts, and no number of them 16.4."""
-    if tokens <= unique:
-        return tokens
-    again = tokens / unique - 1
-    return unique * (1 + _WORTH * (1 - math.exp(-again / _WORTH)))
+def _exp(x: float) -> float:
+    """Of laws with exponents near 0, too: finite, and not 0."""
+    return math.exp(min(300.0, max(-300.0, x)))
+
+
+# Of text from the web (Hoffmann et al. 2022, equation 10). Its best models have 5 tokens a parameter at 0.03M
+# parameters, 8 at 0.4M and 17 at 10M: 20 for each would make the smallest ones smaller than they should be.
+HOFFMANN = Law(1.69, 406.4, 0.34, 410.7, 0.28)
+
+
+def worth(amount: float, unique: float, fading: float = _OF_TOKENS) -> float:
+    """How many new tokens `amount` are worth when they are passes over a text of `unique` ones: U + f U
+    (1 - exp(-R / f)) with R passes after the first and f = `fading` (Muennighoff et al. 2023, equation 5). Four passes
+    are worth 3.7 texts, and no number of them 16.4."""
+    if amount <= unique:
+        return amount
+    again = amount / unique - 1
+    return unique * (1 + fading * (1 - math.exp(-again / fading)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxlm.config import read_json
 from mlxlm.errors import ConfigError, DataError
-from mlxlm.scaling.fitting import Fit, Point, fit_joint, fit_power, held_out
+from mlxlm.scaling.fitting import EXPONENTS, Fit, Point, fit_joint, fit_power, held_out
 from mlxlm.scaling.laws import OPERATIONS, Law
 
 FILE = "scaling.json"
@@ -132,8 +132,10 @@ def read_law(folder: Path | str) -> Law:
         raise ConfigError(f"{path} has no joint fit", "the folder of mlxlm scaling, with enough runs for one")
     try:
         law = Law(*(float(joint[name]) for name in ("E", "A", "alpha", "B", "beta")))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{path}: its joint fit needs E, A, alpha, B and beta") from None
-    if not all(0 < value < float("inf") for value in law.to_dict().values()):
-        raise ConfigError(f"{path}: its joint fit has numbers that are not positive")
+    least, most = EXPONENTS
+    scales, exponents = (law.E, law.A, law.B), (law.alpha, law.beta)
+    if not all(0 <= x < 1e300 for x in scales) or not all(least <= x <= most for x in exponents):
+        raise ConfigError(f"{path}: its joint fit has numbers that no fit gives", "the folder as mlxlm scaling left it")
     return law

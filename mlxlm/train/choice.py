@@ -1,15 +1,17 @@
 """Which model to train in a given time: the best size by a scaling law, for the text there is, at this machine's speed.
 
-By default a model has seen 20 tokens for each parameter at its end (Hoffmann et al. 2022). Passes over the same text
-count by what they are worth (Muennighoff et al. 2023): up to four are nearly as good as new text, later ones teach
-less and less, so that little text makes the model smaller than the time alone would.
+By default the law is that of Hoffmann et al. 2022. Passes over the same text count by what they are worth (Muennighoff
+et al. 2023): up to four are nearly as good as new text, later ones teach less and less, and so do parameters that learn
+the text by heart: the size depends on the text, too.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from mlxlm import platform
@@ -18,8 +20,7 @@ from mlxlm.errors import ConfigError
 from mlxlm.plan import Training, training_memory
 from mlxlm.plan.advice import room
 from mlxlm.plan.machines import measure_matmul
-from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
-from mlxlm.scaling.laws import OPERATIONS, Law, worth
+from mlxlm.scaling.laws import HOFFMANN, OPERATIONS, Law
 from mlxlm.scaling.sizes import family, nearest, vocabulary
 from mlxlm.train.events import Chosen
 from mlxlm.train.probing import probe
@@ -30,6 +31,9 @@ _UTILISATION = 0.3  # of the speed of large products, which small models reach; 
 _BYTES_PER_TOKEN = 3  # the same, of small vocabularies
 _STEPS = 4000  # about so many updates: in two minutes 512 tokens a step did better than 2,048
 _MOST_ROWS = 32
+_ALIKE = 0.005  # losses differ by less: the smallest model is taken, which learns less of a short text by heart
+# Of the time, and at most so many seconds, for each of two sizes: beside other programs three short steps say little.
+_PROBING, _LONGEST = 0.01, 3.0
 _SHORT, _LONG, _WIDE = 256, 512, 1_000_000  # tokens of a sequence below and from so many parameters on
 
 
@@ -48,18 +52,17 @@ class Choice:
 
 def guessed_vocabulary(seconds: float, text_bytes: int | None) -> int:
     """Tokens of a tokenizer for the model that will be chosen, before there is one: by the speed of products here."""
-    flops = measure_matmul(seconds=0.1) * 1e9 * _UTILISATION * seconds
-    guess = (flops / OPERATIONS / TOKENS_PER_PARAMETER) ** 0.5
-    if text_bytes:
-        guess = min(guess, worth(math.inf, text_bytes / _BYTES_PER_TOKEN) / TOKENS_PER_PARAMETER)
-    return vocabulary(guess)
+    each = _flops_in(seconds) / OPERATIONS
+    unique = text_bytes / _BYTES_PER_TOKEN if text_bytes else math.inf
+    sizes = [config.parameter_count() for config in family(1024)]
+    return vocabulary(min(sizes, key=lambda size: HOFFMANN.repeated(size, each / size, unique)))
 
 
 def choose(seconds: float, unique: int, vocab_size: int, values: Mapping[str, Any], law: Law | None = None) -> Choice:
     """The model of `mlxlm.scaling.sizes` that is best after `seconds` of training on a text of `unique` tokens.
 
     values: settings that are given; what of batch, sequence length and intervals is not among them is chosen, too.
-    law: of the user's own runs, whose lowest loss is looked for then.
+    law: of the user's own runs; None: `HOFFMANN`.
 
     Raises ConfigError where not even the smallest model fits the memory.
     """
@@ -69,7 +72,7 @@ def choose(seconds: float, unique: int, vocab_size: int, values: Mapping[str, An
         return TrainSettings(**{"learning_rate": 1.0, "steps": 1, **_form(config, tokens, values)})
 
     def usual(config: ModelConfig) -> TrainSettings:
-        return settings(config, TOKENS_PER_PARAMETER * config.parameter_count())
+        return settings(config, HOFFMANN.tokens_for(config.parameter_count()))
 
     fitting = [c for c in family(vocab_size) if training_memory(c, Training.of(usual(c))).total <= there]
     if not fitting:
@@ -79,19 +82,17 @@ def choose(seconds: float, unique: int, vocab_size: int, values: Mapping[str, An
     def tokens(config: ModelConfig) -> float:
         return _TRAINING * seconds / pace(config)
 
-    def badness(config: ModelConfig) -> float:
-        count, seen = config.parameter_count(), worth(tokens(config), unique)
-        if law is not None:
-            return law.loss(count, seen)
-        return abs(math.log(seen / (TOKENS_PER_PARAMETER * count)))
+    def loss(config: ModelConfig) -> float:
+        return (law or HOFFMANN).repeated(config.parameter_count(), tokens(config), unique)
 
-    best = min(fitting, key=badness)
+    lowest = min(map(loss, fitting))
+    best = next(config for config in fitting if loss(config) <= (1 + _ALIKE) * lowest)
     many = tokens(best)
     form = _form(best, many, values)
     steps = many / settings(best, many).tokens_per_step
     for name in ("eval_every", "save_every"):
         form.setdefault(name, max(1, round(steps / 20)))
-    by = f"{TOKENS_PER_PARAMETER} tokens a parameter" if law is None else "the scaling law of the user's runs"
+    by = "the scaling law of Hoffmann et al. 2022" if law is None else "the scaling law of the user's runs"
     return Choice(best, many, many / unique, form, by)
 
 
@@ -100,15 +101,17 @@ def pace_of(
 ) -> Callable[[ModelConfig], float]:
     """Seconds for each token of training, as a function of the model: two of `members` are probed, others follow by
     their operations. The probes take a small part of `seconds`."""
-    flops = measure_matmul(seconds=0.1) * 1e9 * _UTILISATION * seconds
-    guess = (flops / OPERATIONS / TOKENS_PER_PARAMETER) ** 0.5
+    guess = HOFFMANN.optimum(_flops_in(seconds))[0]
     by_size = sorted(members, key=lambda c: c.parameter_count())
     large = next((c for c in reversed(by_size) if c.parameter_count() <= guess), by_size[0])
     small = next((c for c in reversed(by_size) if c.parameter_count() <= large.parameter_count() / 4), by_size[0])
     found = []
     for config in {c.hidden_size: c for c in (small, large)}.values():
-        tried = settings(config)
-        found.append((math.log(_flops(config, tried)), math.log(probe(config, tried).step / tried.tokens_per_step)))
+        tried, until = settings(config), time.monotonic() + min(_LONGEST, _PROBING * seconds)
+        steps = [probe(config, tried).step]
+        while time.monotonic() < until:
+            steps.append(probe(config, tried).step)
+        found.append((math.log(_flops(config, tried)), math.log(median(steps) / tried.tokens_per_step)))
     slope = 1.0
     if len(found) == 2 and found[1][0] > found[0][0]:
         slope = min(1.2, max(0.3, (found[1][1] - found[0][1]) / (found[1][0] - found[0][0])))
@@ -124,6 +127,11 @@ def nearest_members(sizes: list[float], vocab_size: int) -> list[ModelConfig]:
     """One member of the family for each of these numbers of parameters, without repeats, from the smallest."""
     found = {c.hidden_size: c for c in (nearest(size, vocab_size) for size in sizes)}
     return [found[hidden] for hidden in sorted(found)]
+
+
+def _flops_in(seconds: float) -> float:
+    """Operations that training does here in so long: a first guess."""
+    return measure_matmul(seconds=0.1) * 1e9 * _UTILISATION * seconds
 
 
 def _flops(config: ModelConfig, settings: TrainSettings) -> float:

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize_scalar
+from scipy.optimize import minimize, minimize_scalar
 
 from mlxlm.errors import ConfigError, DataError
 from mlxlm.files import write_json
-from mlxlm.scaling.fitting import Point, fit_joint, fit_power, held_out
+from mlxlm.scaling.fitting import DELTA, Point, fit_joint, fit_power, held_out
+from mlxlm.scaling.laws import HOFFMANN as CHINCHILLA
 from mlxlm.scaling.laws import Law, PowerLaw, worth
 from mlxlm.scaling.sizes import family, nearest, parse_size, vocabulary
 from mlxlm.scaling.study import FILE, analyse, notes, read_law
-
-CHINCHILLA = Law(1.69, 406.4, 0.34, 410.7, 0.28)  # Hoffmann et al. 2022, equation 10
 
 
 def grid(law, sizes=(1e5, 1e7), lengths=(1e7, 1e9), count=4, noise=0.0, seed=0):
@@ -52,14 +51,31 @@ def test_one_run_that_went_astray_changes_little():
     assert found.residuals[5] == pytest.approx(math.log(2), abs=0.01)
 
 
+def test_a_general_minimizer_finds_nothing_lower():
+    points = grid(CHINCHILLA, noise=0.01)
+
+    def value(numbers):
+        e, a, alpha, b, beta = numbers
+        law = Law(math.exp(e), math.exp(a), alpha, math.exp(b), beta)
+        off = np.abs([math.log(law.loss(p.parameters, p.tokens) / p.loss) for p in points])
+        return np.where(off <= DELTA, off**2 / 2, DELTA * (off - DELTA / 2)).sum()
+
+    law = fit_joint(points, resamples=0).law
+    here = [math.log(law.E), math.log(law.A), law.alpha, math.log(law.B), law.beta]
+    assert minimize(value, here, method="Nelder-Mead", options={"maxfev": 600}).fun >= value(here) * (1 - 1e-6)
+    planted = (1.69, 406.4, None, 410.7, None)
+    truth = [math.log(x) if x else y for x, y in zip(planted, (0, 0, 0.34, 0, 0.28), strict=True)]
+    assert value(here) < value(truth)
+
+
 def test_intervals_cover_the_truth_most_of_the_time():
     truth, covered = CHINCHILLA.loss(3e7, 3e9), 0
-    for seed in range(12):
-        fit = fit_joint(grid(CHINCHILLA, noise=0.003, seed=seed), resamples=30, seed=seed)
+    for seed in range(10):
+        fit = fit_joint(grid(CHINCHILLA, noise=0.003, seed=seed), resamples=20, seed=seed)
         low, high = fit.interval(lambda law: law.loss(3e7, 3e9))
         assert low < fit.law.loss(3e7, 3e9) < high
         covered += low <= truth <= high
-    assert covered >= 8
+    assert covered >= 7
 
 
 def test_a_power_law_of_one():
@@ -91,6 +107,22 @@ def test_the_optimum_is_the_lowest_loss_of_its_operations(power, alpha, beta):
                            options={"xatol": 1e-10})  # fmt: skip
     assert law.loss(parameters, tokens) <= best.fun * (1 + 1e-12)
     assert math.log(parameters) == pytest.approx(best.x, abs=1e-3)
+    assert law.tokens_for(parameters) == pytest.approx(tokens)
+    assert law.parameters_for(tokens) == pytest.approx(parameters)
+
+
+@pytest.mark.parametrize("law", [Law(0.0, 0.0, 0.02, 1.0, 0.02), Law(1.0, 1e30, 0.02, 1e-30, 0.02)])
+def test_a_law_at_its_bounds_has_finite_answers(law):
+    assert all(math.isfinite(x) and x > 0 for x in (*law.optimum(1e15), law.parameters_for(1e6)))
+    assert math.isfinite(law.repeated(1e6, 1e7, 1e5))
+
+
+def test_what_learns_a_text_by_heart_is_no_better():
+    few = CHINCHILLA.parameters_for(1e5)
+    assert CHINCHILLA.repeated(few, 1e5, 1e5) == CHINCHILLA.loss(few, 1e5)
+    ten, hundred = CHINCHILLA.repeated(10 * few, 4e5, 1e5), CHINCHILLA.repeated(100 * few, 4e5, 1e5)
+    assert ten > CHINCHILLA.loss(10 * few, 4e5)
+    assert hundred == pytest.approx(CHINCHILLA.repeated(1e4 * few, 4e5, 1e5), rel=1e-3)
 
 
 def test_the_largest_run_is_predicted_from_the_others():
@@ -121,7 +153,10 @@ def test_an_analysis_predicts_and_says_how_far_that_is(tmp_path):
     assert notes(found)[:2] == list(found.missing)
 
 
-@pytest.mark.parametrize("joint", [None, {}, {"E": 1}, dict.fromkeys(("E", "A", "alpha", "B", "beta"), -1)])
+@pytest.mark.parametrize(
+    "joint",
+    [None, {}, {"E": 1}, [1], *(dict.fromkeys(("E", "A", "alpha", "B", "beta"), x) for x in (-1, 1e-9, 10**400))],
+)
 def test_a_folder_without_a_law(tmp_path, joint):
     write_json(tmp_path / FILE, {"joint": joint})
     with pytest.raises(ConfigError, match="joint fit"):
