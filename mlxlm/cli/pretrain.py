@@ -98,6 +98,7 @@ def _new_run(
     from mlxlm.config import ModelConfig
     from mlxlm.data import weighted
     from mlxlm.train import start_run
+    from mlxlm.train.start import check_length
 
     if not data or out is None:
         raise click.UsageError("give DATA and --out RUN, or --resume RUN")
@@ -105,6 +106,7 @@ def _new_run(
     _no_idle_options(options, data)
     if ranks > 1 and "-" in data:
         raise click.UsageError("several processes can't read stdin: give DATA as files")
+    check_length(hours=options["hours"])
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
     settings, config = settings_of(options), None
     if not _chooses(options):

@@ -53,9 +53,9 @@ def scaling(data, out, budget, predict, fit_only, as_json, **options: Any) -> No
     alone, goes on with what is unfinished. pretrain --hours --scaling FOLDER chooses a model by the result.
     """
     _parse_budget(budget)  # before hours of training
-    grid = _grid(data, out, options, fit_only)
     if predict:
-        _parse_size(predict, grid.vocab_size)
+        _parse_size(predict)
+    grid = _grid(data, out, options, fit_only)
     failed = [] if fit_only else _train(grid)
     _report(grid, failed, budget, predict, as_json)
     if failed:
@@ -123,10 +123,11 @@ def _report(grid: Grid, failed: list[str], budget: str | None, predict: str | No
     points = grid.points()
     found = analyse(points, grid.by_ratio)
     said, plans = [*failed, *notes(found)], {}
-    if predict:
-        parameters, tokens = _parse_size(predict, grid.vocab_size)
-        plans["predicted"] = found.predict(parameters, tokens)
-    if budget:
+    if found.joint is None and (predict or budget):
+        said.append("without a joint fit nothing can be predicted")
+    elif predict:
+        plans["predicted"] = found.predict(*_parse_size(predict, grid.vocab_size))
+    if budget and found.joint is not None:
         flops, in_hours = _parse_budget(budget)
         flops = grid.flops_per_second() * 3600 * flops if in_hours else flops
         plans["best"], around = found.best(flops)
@@ -145,7 +146,7 @@ def _report(grid: Grid, failed: list[str], budget: str | None, predict: str | No
             said.append(f"{human_count(plan.tokens)} tokens are {plan.tokens / grid.unique:.1f} passes over this text")
     if as_json:
         shown = {name: {**vars(plan), "far": plan.far} for name, plan in plans.items()}
-        if budget:
+        if "best" in shown:
             shown["best"]["parameters_interval"] = list(around)
         render.emit_json({"path": str(grid.path), "picture": str(picture), **values, **shown, "notes": said})
         return
@@ -218,13 +219,19 @@ def _parameters(text: str, vocab_size: int | None = None) -> float:
     return parse_size(text)
 
 
-def _parse_size(text: str, vocab_size: int) -> tuple[float, float]:
-    """Parameters and tokens of SIZE[:TOKENS]."""
+def _parse_size(text: str, vocab_size: int | None = None) -> tuple[float, float]:
+    """Parameters and tokens of SIZE[:TOKENS], of a preset with this vocabulary."""
     from mlxlm.plan.textbook import compute_optimal_tokens
 
     size, colon, tokens = text.partition(":")
     parameters = _parameters(size, vocab_size)
-    return parameters, _numbers(tokens)[0] if colon and tokens else compute_optimal_tokens(parameters)
+    try:
+        count = float(tokens) if colon else compute_optimal_tokens(parameters)
+    except ValueError:
+        count = 0.0
+    if not 0 < count < 1e18:
+        raise click.UsageError(f"--predict {text!r} is not SIZE or SIZE:TOKENS, such as 50m or 50m:1e9")
+    return parameters, count
 
 
 def _parse_budget(text: str | None) -> tuple[float, bool]:

@@ -72,12 +72,15 @@ class Grid:
         values = read_json(path / FILE)
         try:
             cells = tuple(Cell(**cell) for cell in values["cells"])
+            whole = [n for cell in cells for n in (cell.hidden, cell.parameters, cell.tokens, cell.steps)]
+            if not cells or not all(isinstance(n, int) and n > 0 for n in (values["unique"], *whole)):
+                raise ValueError
             return cls(
                 path, cells, values["vocab_size"], dict(values["settings"]), path / values["data"],
                 values["by_ratio"], values["unique"], values["asked"],
             )  # fmt: skip
         except (KeyError, TypeError, ValueError):
-            problem = f"{path / FILE} lacks cells, vocab_size, settings, data, by_ratio, unique or asked"
+            problem = f"{path / FILE} lacks or spoils cells, vocab_size, settings, data, by_ratio, unique or asked"
             raise ConfigError(problem) from None
 
     @property
