@@ -74,11 +74,75 @@ def test_products_by_two_libraries_each_where_it_is_faster():
     assert done.stdout == "MKL and OpenBLAS True\n", done.stderr
 
 
+# Forces the branch for processors of AMD, on a folder of libraries of a test.
+_FORCED = """
+import sys
+from pathlib import Path
+from mlxlm import blas
+class Any:
+    def __contains__(self, name): return isinstance(name, bytes)
+blas._AVX512, blas._amd_with_avx512 = Any(), lambda: True
+blas._loaded, sys.prefix = None, {prefix!r}
+"""
+
+
 @LINUX
+@pytest.mark.skipif(not MKL, reason="MKL is not installed")
+def test_a_broken_mkl_leaves_mlx_no_half_made_router(tmp_path):
+    """It went on with the system's library by name, while MLX's products went to functions at no address."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmkl_rt.so.3").write_bytes(b"broken")
+    code = _FORCED.format(prefix=str(tmp_path)) + (
+        f"blas._SYSTEM = ({str(MKL[0])!r},)\nprint(blas.load_blas().name)\nfrom mlxlm._mlx import mx\n"
+        "print((mx.ones((9, 9)) @ mx.ones((9, 9))).sum().item())"
+    )
+    del_choice = {"MLXLM_BLAS": "none"}  # nothing is loaded with the package
+    done = python(f"import os\nimport mlxlm\ndel os.environ['MLXLM_BLAS']\n{code}", **del_choice)
+    assert (done.returncode, done.stdout) == (0, "MKL\n729.0\n"), done.stderr
+
+
+@LINUX
+@pytest.mark.skipif(not MKL, reason="MKL is not installed")
+def test_mkl_alone_says_why_and_a_router_cut_short_is_made_again(tmp_path):
+    code = f"import os\nimport mlxlm\ndel os.environ['MLXLM_BLAS']\n{_FORCED.format(prefix=sys.prefix)}"
+    code += "print(blas.load_blas().name, '|', blas.blas_warning())"
+    cache = {"MLXLM_BLAS": "none", "XDG_CACHE_HOME": str(tmp_path)}
+    alone = python(code, **cache, PATH="/nowhere").stdout
+    assert alone.startswith("MKL | MKL works without numpy's OpenBLAS") and "there is no C compiler" in alone
+    assert python(code, **cache).stdout == "MKL and OpenBLAS | None\n"
+    [library] = tmp_path.rglob("blas-*.so")
+    library.write_bytes(b"")
+    assert python(code, **cache).stdout == "MKL and OpenBLAS | None\n"
+
+
+@LINUX
+def test_a_library_without_the_function_is_an_error_that_says_so(tmp_path):
+    """numpy of another build, whose OpenBLAS has other names."""
+    code = (
+        "import ctypes\nfrom mlxlm import blas\n"
+        "blas._in_numpy = lambda: ctypes.util.find_library('m')\nimport ctypes.util\nblas._routed(None)"
+    )
+    done = python(code, MLXLM_BLAS="none")
+    assert "OSError: libm.so" in done.stderr and "has no scipy_cblas_sgemm64_" in done.stderr
+
+
+@LINUX
+@pytest.mark.skipif(not MKL, reason="MKL is not installed")
 def test_mkl_stays_alone_where_openblas_would_not_use_avx512():
     code = f"from mlxlm import blas\nblas._routed({str(MKL[0] if MKL else '')!r})"
     done = python(code, MLXLM_BLAS="none", OPENBLAS_CORETYPE="Haswell")
-    assert "its kernels are not those of AVX-512" in done.stderr
+    assert "_NotFaster" in done.stderr
+
+
+@LINUX
+def test_the_last_to_leave_puts_the_threads_back():
+    code = (
+        "from mlxlm.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
+        "one, other = blas.one_thread(), blas.one_thread()\none.__enter__()\nother.__enter__()\n"
+        "one.__exit__(None, None, None)\nassert tells() == 1\nother.__exit__(None, None, None)\n"
+        "assert tells() == before == 2\nprint('put back')"
+    )
+    assert python(code, MLXLM_BLAS="numpy", OPENBLAS_NUM_THREADS="2").stdout == "put back\n"
 
 
 @LINUX

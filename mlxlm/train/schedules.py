@@ -22,7 +22,8 @@ def learning_rate(
 
     First `warmup` steps up to `peak`, in equal parts. Then, down to `final` · peak at the last step: "cosine"
     (Loshchilov & Hutter 2017), "linear", "wsd" (warmup, stable, decay: constant, then linear over the last
-    `decay_fraction` of all steps, at least the very last; Hu et al. 2024, "MiniCPM", 4); or "constant", which stays at the peak.
+    `decay_fraction` of all steps, at least the very last; Hu et al. 2024, "MiniCPM", 4); or "constant", which stays at
+    the peak.
     """
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
