@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import secrets
-import select
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from mlxlm.errors import TrainingError
@@ -122,7 +123,6 @@ class Pulse:
             self._watch()
         except Exception as error:  # without this thread nobody would notice that a rank is lost
             self._lose(f"rank {self.rank} can't watch the others ({type(error).__name__}: {error})")
-            raise
 
     def _watch(self) -> None:
         beat = min(BEAT, self.patience / 4)
@@ -135,7 +135,7 @@ class Pulse:
                 if self._problem is not None:
                     self._on_lost(self._problem)
             open_links = [link for link in self._links if not link.done]
-            ready = select.select([self._woken, *(link.socket for link in open_links)], [], [], beat / 2)[0]
+            ready = _readable([self._woken, *(link.socket for link in open_links)], beat / 2)
             for link in open_links:
                 if link.socket in ready:
                     self._read(link)
@@ -184,6 +184,14 @@ class Pulse:
                     continue
 
 
+def _readable(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
+    """Those that have something to read, after so many seconds at most; of any number of open files."""
+    with selectors.DefaultSelector() as selector:
+        for each in sockets:
+            selector.register(each, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(seconds)]
+
+
 def listen(address: str, peers: int) -> socket.socket:
     """A socket on a free port of `address` for `peers` others to connect to."""
     return socket.create_server((address, 0), backlog=max(1, peers))
@@ -212,7 +220,7 @@ def accept(server: socket.socket, secret: str, peers: int, patience: float) -> l
     links: list[tuple[socket.socket, int]] = []
     deadline = time.monotonic() + patience
     while len(links) < peers:
-        server.settimeout(max(0.01, deadline - time.monotonic()))
+        server.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             connection, _ = server.accept()
         except OSError:
@@ -220,22 +228,31 @@ def accept(server: socket.socket, secret: str, peers: int, patience: float) -> l
                 f"{peers - len(links)} processes of the run did not connect within {patience:g} seconds",
                 "a firewall that lets the machines of the run reach each other",
             ) from None
-        connection.settimeout(1.0)
-        line = b""
-        try:
-            while not line.endswith(b"\n") and len(line) < 64:
-                received = connection.recv(1)
-                if not received:
-                    break
-                line += received
-        except OSError:
-            line = b""
-        words = line.decode("ascii", "replace").split()
-        if len(words) == 2 and secrets.compare_digest(words[0].encode(), secret.encode()) and words[1].isdigit():
+        words = _line(connection, min(1.0, deadline - time.monotonic())).decode("ascii", "replace").split()
+        if (
+            len(words) == 2
+            and secrets.compare_digest(words[0].encode(), secret.encode())
+            and words[1].isdecimal()
+            and int(words[1]) not in (rank for _, rank in links)
+        ):
             links.append((_prompt(connection), int(words[1])))
         else:
             connection.close()
     return links
+
+
+def _line(connection: socket.socket, seconds: float) -> bytes:
+    """The line that comes within so many seconds, all of it, or nothing."""
+    line, deadline = b"", time.monotonic() + seconds
+    with suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < 64:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            received = connection.recv(1)
+            if not received or time.monotonic() > deadline:
+                return b""
+            line += received
+        return line
+    return b""
 
 
 def _prompt(connection: socket.socket) -> socket.socket:
