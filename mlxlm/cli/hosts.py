@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -24,7 +26,9 @@ from mlxlm.cli.ranked import SIGN
 from mlxlm.errors import ConfigError, PlatformError
 
 _LOCAL = "127.0.0.1"  # what mlx.launch starts without ssh
-_AFTER_THE_FIRST = 30.0  # seconds in which the other processes have to end after one has
+# Seconds in which all have to end after one has: rank 0 saves, on a disk that may be slow, and nobody else.
+_AFTER_RANK_0, _AFTER_ANOTHER = 30.0, 600.0
+_BACKENDS = ("ring", "jaccl")
 # What MLX says of connections and exits, several threads at once; we tell it ourselves.
 _NOISE = (b"[ring]", b"closed by the peer", b"Too many send/recv", b"[WARN] Node with rank")
 _THREADS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
@@ -36,7 +40,11 @@ def hostfile_of(hosts: str | None, ranks: int | None) -> dict[str, Any]:
     This machine has to come first: it leads the run and has its folder. Raises ConfigError.
     """
     if hosts is None:
+        if ranks > max(2, cores := platform.cpu_cores()):
+            raise ConfigError(f"{ranks} processes for {cores} cores", f"--ranks {max(2, cores)} or fewer")
         content: dict[str, Any] = {"hosts": [{"ssh": _LOCAL, "ips": [_LOCAL]}] * ranks}
+    elif hosts.endswith(".json") and not Path(hosts).exists():
+        raise ConfigError(f"--hosts: there is no file {hosts}", "the path of a hostfile, or names, a,b,c")
     elif Path(hosts).is_file():
         content = _read_hostfile(Path(hosts))
     else:
@@ -60,22 +68,25 @@ def hostfile_of(hosts: str | None, ranks: int | None) -> dict[str, Any]:
 def launch(content: dict[str, Any], args: list[str]) -> int:
     """Run `mlxlm ARGS` on the hosts of a hostfile; returns the exit code: 0 if all of them gave 0.
 
-    Their stdout and stderr go to this process's. Ctrl-C and SIGTERM go to the first, which ends the others in order.
-    Raises PlatformError where there is no mlx.launch.
+    Their stdout and stderr go to this process's. Ctrl-C and SIGTERM go to the first, which ends the others in order;
+    so it does when this process is killed. Processes of one machine have equal shares of its cores. Raises
+    PlatformError where there is no mlx.launch.
     """
     count, secret = len(content["hosts"]), secrets.token_hex(8)
     program = shutil.which("mlx.launch", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if program is None:
         raise PlatformError("mlx.launch, which comes with MLX, is not there", "pip install --upgrade mlx")
     local = sum(host["ssh"] == _LOCAL for host in content["hosts"])
-    threads = str(max(1, platform.cpu_cores() // local))
-    share = [f"{name}={threads}" for name in _THREADS if local == count and name not in os.environ]
+    sharing = local if local == count else 1
+    threads = str(max(1, platform.cpu_cores() // sharing))  # a BLAS counts the cores before `ranked` takes its share
+    share = [f"{name}={threads}" for name in _THREADS if sharing > 1 and name not in os.environ]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(content, file)
         file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)  # how rank 0 knows that this process lives
         command = [program, "--hostfile", file.name, "--starting-port", str(_free_ports(count))]
         command += [word for setting in share for word in ("--env", setting)]
-        command += ["--", sys.executable, "-m", "mlxlm.cli.ranked", secret, *args]
+        command += ["--", sys.executable, "-m", "mlxlm.cli.ranked", secret, file.name, str(sharing), *args]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # A session of its own: a terminal's Ctrl-C would reach all processes, and end mlx.launch before them.
         with subprocess.Popen(command, **pipes, start_new_session=True) as process:
@@ -100,7 +111,7 @@ class _Group:
         self._process, self._count, self._sign = process, count, sign
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
-        self._ended: float | None = None  # when the first one did
+        self._ended: float | None = None  # when the last one that has did
         self._signals = 0
 
     def run(self) -> int:
@@ -113,7 +124,8 @@ class _Group:
         with self._listening():
             while self._process.poll() is None:
                 time.sleep(0.05)
-                if self._ended is not None and time.monotonic() - self._ended > _AFTER_THE_FIRST:
+                patience = _AFTER_RANK_0 if 0 in self._codes else _AFTER_ANOTHER
+                if self._ended is not None and time.monotonic() - self._ended > patience:
                     self._signal_all(signal.SIGKILL)
         for reader in readers:
             reader.join(timeout=5)
@@ -138,7 +150,7 @@ class _Group:
                 self._process.stdin.flush()
         else:
             self._codes[int(rank)] = int(number)
-            self._ended = self._ended or time.monotonic()
+            self._ended = time.monotonic()
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -172,21 +184,29 @@ def _read_hostfile(path: Path) -> dict[str, Any]:
         content = json.loads(reading.read_bytes(path, 1 << 20, ConfigError))
         content = content if isinstance(content, dict) else {"hosts": content}
         for host in content["hosts"]:
-            if (
-                not isinstance(host["ssh"], str)
-                or not all(isinstance(ip, str) for ip in host["ips"])
-                or not host["ips"]
-            ):
+            if not (isinstance(host["ips"], list) and host["ips"] and all(map(_is_name, [host["ssh"], *host["ips"]]))):
                 raise TypeError
-    except (ValueError, TypeError, KeyError):
+        envs, backend = content.get("envs", []), content.get("backend", "ring")
+        if not (isinstance(envs, list) and all(isinstance(env, str) for env in envs)):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ConfigError(f"{path} is not a hostfile", hint) from None
+    if backend not in _BACKENDS:
+        raise ConfigError(f"{path}: backend is {backend!r}, it must be one of {', '.join(_BACKENDS)}")
     return content
+
+
+def _is_name(text: Any) -> bool:
+    """Whether this can be a host's name or address, and no option of ssh."""
+    return isinstance(text, str) and re.fullmatch(r"[\w\[][\w.:%@\[\]-]*", text) is not None
 
 
 def _host(name: str) -> dict[str, Any]:
     try:
-        return {"ssh": name, "ips": [socket.gethostbyname(name)]}
-    except OSError:
+        if not _is_name(name):  # an empty one has the address 0.0.0.0
+            raise OSError
+        return {"ssh": name, "ips": [socket.gethostbyname(name.rpartition("@")[2])]}
+    except (OSError, UnicodeError):
         raise ConfigError(f"--hosts: {name or 'an empty name'} has no address", "names or addresses, a,b,c") from None
 
 
@@ -202,7 +222,7 @@ def _free_ports(count: int) -> int:
     """The first of `count` ports in a row that are free here: runs of one machine must not meet each other."""
     for _ in range(100):
         first = 20_000 + secrets.randbelow(12_000)
-        with suppress(OSError):
+        with suppress(OSError, OverflowError):
             for port in range(first, first + count):
                 socket.create_server(("", port)).close()
             return first

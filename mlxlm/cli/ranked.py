@@ -6,12 +6,14 @@ begins and ends. `mlx.launch` itself passes on neither process numbers nor exit 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlxlm.train import Ranks
@@ -44,10 +46,35 @@ def report(secret: str, *words: object) -> None:
     print(f"{SIGN}{secret}", rank, *words, file=sys.__stdout__, flush=True)
 
 
+def take_share(rank: int, ranks: int) -> None:
+    """Leave this process its share of the cores that it may use, where `ranks` processes have to share them and the
+    system knows such a limit."""
+    if ranks > 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+        os.sched_setaffinity(0, own or [cores[rank % len(cores)]])
+
+
+def _outlive(hostfile: IO[str]) -> None:
+    """Wait for the end of the launcher, which has locked its hostfile; then end as after SIGTERM, and with this process
+    the others. The launcher's own end in order comes later than this process's."""
+    fcntl.flock(hostfile, fcntl.LOCK_EX)
+    with suppress(OSError):
+        os.unlink(hostfile.name)
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # nobody reads what is said
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _main() -> int:
     from mlxlm.cli.main import main
 
-    secret, *args = sys.argv[1:]
+    secret, hostfile, sharing, *args = sys.argv[1:]
+    rank = int(os.environ.get("MLX_RANK", "0"))
+    take_share(rank, int(sharing))
+    if rank == 0:
+        threading.Thread(target=_outlive, args=[open(hostfile)], daemon=True).start()
     # mlx.launch looks without a pause whether it can write to stdin, which takes a core, until that fails.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     report(secret, "pid", os.getpid())

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mlxlm.cli import hosts as module
+from mlxlm.cli import ranked
 from mlxlm.cli.hosts import hostfile_of, without
 from mlxlm.errors import ConfigError
 
@@ -27,7 +28,10 @@ def network(monkeypatch):
     monkeypatch.setattr(module, "_is_own", lambda host: host["ips"][0] in ("10.0.0.1", "127.0.0.1"))
 
 
-def test_processes_on_this_machine(network):
+def test_processes_on_this_machine(network, monkeypatch):
+    monkeypatch.setattr(module.platform, "cpu_cores", lambda: 4)
+    with pytest.raises(ConfigError, match="5 processes for 4 cores.*--ranks 4"):
+        hostfile_of(None, 5)
     assert hostfile_of(None, 3) == {"backend": "ring", "hosts": [HERE] * 3}
     assert hostfile_of("localhost,127.0.0.1", None) == {"backend": "ring", "hosts": [HERE] * 2}
 
@@ -61,6 +65,9 @@ def test_a_hostfile_keeps_what_mlx_needs(network, tmp_path):
         ("localhost,a", "can't reach this one as localhost"),
         ("here,c", "c has no address"),
         ("here,", "an empty name has no address"),
+        ("here,a..b", "a..b has no address"),
+        ("here,-oProxyCommand=x", "-oProxyCommand=x has no address"),
+        ("nowhere.json", "there is no file nowhere.json"),
     ],
 )
 def test_hosts_that_cannot_work(network, hosts, message):
@@ -68,12 +75,39 @@ def test_hosts_that_cannot_work(network, hosts, message):
         hostfile_of(hosts, None)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"hosts": 3}', '[{"ssh": "a"}]', '[{"ssh": "a", "ips": []}]', '"ab"'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{", "[1]", '{"hosts": 3}', '[{"ssh": "a"}]', '[{"ssh": "a", "ips": []}]', '"ab"', "[" * 100_000,
+        '[{"ssh": "a", "ips": "10.0.0.1"}]', '[{"ssh": "a", "ips": [""]}]', '[{"ssh": "a", "ips": ["1\\u00002"]}]',
+        '[{"ssh": "-oProxyCommand=touch x", "ips": ["10.0.0.1"]}]', '[{"ssh": "a b", "ips": ["10.0.0.1"]}]',
+        '{"envs": "A=1", "hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}]}',
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_hostfile(network, tmp_path, content):
     file = tmp_path / "hosts.json"
     file.write_text(content)
     with pytest.raises(ConfigError, match="hosts.json is not a hostfile"):
         hostfile_of(str(file), None)
+
+
+def test_a_hostfile_of_another_backend(network, tmp_path):
+    (tmp_path / "hosts.json").write_text('{"backend": "nonsense", "hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}]}')
+    with pytest.raises(ConfigError, match="backend is 'nonsense', it must be one of ring, jaccl"):
+        hostfile_of(str(tmp_path / "hosts.json"), None)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "shares"), [(4, 2, [{0, 1}, {2, 3}]), (3, 2, [{0}, {1, 2}]), (1, 2, [{0}] * 2)]
+)
+def test_processes_share_the_cores_of_a_machine(monkeypatch, cores, ranks, shares):
+    taken = []
+    monkeypatch.setattr(ranked.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(ranked.os, "sched_setaffinity", lambda pid, own: taken.append(set(own)), raising=False)
+    for rank in range(ranks):
+        ranked.take_share(rank, ranks)
+    ranked.take_share(0, 1)
+    assert taken == shares
 
 
 def test_the_hosts_get_the_command_line_without_the_hosts():

@@ -1,5 +1,6 @@
 """Several processes: collectives, the pulse, and real runs by mlx.launch with ranks that end, hang and are stopped."""
 
+import fcntl
 import json
 import os
 import re
@@ -177,7 +178,6 @@ def test_silence_is_a_loss():
     theirs.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_pulse_that_fails_is_a_loss():
     ours, theirs = socket.socketpair()
     pulse = Pulse(2, [(ours, 0)], 5.0, lambda: {"facts": {1, 2}}, lambda _problem: None)
@@ -185,6 +185,30 @@ def test_a_pulse_that_fails_is_a_loss():
         pulse.hear()
     pulse.leave(orderly=False)
     theirs.close()
+
+
+def test_a_pulse_of_a_process_with_many_open_files():
+    ours, theirs = socket.socketpair()
+    moved = ours.detach()
+    try:
+        high = fcntl.fcntl(moved, fcntl.F_DUPFD, 1500)  # beyond what select() takes
+    except OSError:
+        pytest.skip("this machine allows fewer open files")
+    finally:
+        os.close(moved)
+    pulse = Pulse(0, [(socket.socket(fileno=high), 1)], 5.0, dict, lambda _problem: None)
+    assert pulse.problem(wait=0.1) is None
+    theirs.close()
+    assert pulse.problem(wait=5) == "rank 1 has ended"
+    pulse.leave(orderly=False)
+
+
+def drip(connection: socket.socket) -> None:
+    """A byte now and then, for two seconds."""
+    with suppress(OSError):
+        for _ in range(40):
+            connection.sendall(b"x")
+            time.sleep(0.05)
 
 
 @needs_sockets
@@ -203,6 +227,17 @@ def test_strangers_are_turned_away():
         link.close()
         with pytest.raises(RankLost, match="1 processes of the run did not connect"):
             pulses.accept(server, secret, 1, 0.05)
+        with socket.create_connection(address) as slow:
+            threading.Thread(target=drip, args=[slow], daemon=True).start()
+            begun = time.monotonic()
+            with pytest.raises(RankLost, match="did not connect within 0.2 seconds"):
+                pulses.accept(server, secret, 1, 0.2)
+            assert time.monotonic() - begun < 0.6
+        twice = [pulses.connect(address, secret, 2, 5.0) for _ in range(2)]
+        with pytest.raises(RankLost, match="1 processes of the run did not connect"):
+            pulses.accept(server, secret, 2, 0.05)
+        for connection in twice:
+            connection.close()
     with pytest.raises(RankLost, match="can't connect to 127.0.0.1"):
         pulses.connect(address, secret, 1, 1.0)
 
@@ -362,4 +397,22 @@ def test_rank_1_saves_for_a_killed_rank_0_and_after_a_resume_ctrl_c_stops_both(p
     assert err.count("Ctrl-C: finishing this step") == 1
     last = int(re.search(r"stopped after step (\d+), saved", err)[1])
     assert [c.name for c in Run.open(path).checkpoints()] == [f"step-{step}", f"step-{last}"]
-    assert len(losses(path)) == last and "error" not in err
+    # Rank 0 may have been killed before it had logged the step that rank 1 saved.
+    assert last - 1 <= len(losses(path)) <= last and "error" not in err
+
+
+@needs_sockets
+def test_a_killed_launcher_ends_the_run_in_order(pretrain, tmp_path):
+    path = tmp_path / "run"
+    process = pretrain(path, "--steps", "100000", "--save-every", "0", "--ranks", "2")
+    wait_for_steps(path, 5)
+    others = psutil.Process(process.pid).children(recursive=True)
+    if hasattr(os, "sched_getaffinity"):
+        shares = [rank_process(process, rank).cpu_affinity() for rank in range(2)]
+        assert len(shares[0]) == len(shares[1]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    process.kill()
+    gone, left = psutil.wait_procs(others, timeout=60)
+    for one in left:
+        one.kill()
+    assert not left
+    assert [c.name for c in Run.open(path).checkpoints()] == [f"step-{len(losses(path))}"]
