@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -101,17 +102,35 @@ def test_pretrain_prints_the_run_on_stdout_only(tmp_path, text_file):
     assert "bits per byte" in done.stderr and "\x1b" not in done.stderr
 
 
-def start_pretraining(text_file, out, **kwargs):
-    arguments = ["pretrain", text_file, "--preset", "0.3m", "--out", out, *QUICK[2:], "--steps", "100000"]
-    return subprocess.Popen(
-        [sys.executable, "-c", "from mlxlm.cli.main import main; main()", *map(str, arguments)],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True, **kwargs,
-    )  # fmt: skip
+@pytest.fixture
+def start():
+    """Commands in processes of their own, which end with the test."""
+    started = []
+
+    def run(*arguments, **kwargs):
+        command = [sys.executable, "-c", "from mlxlm.cli.main import main; main()", *map(str, arguments)]
+        started.append(
+            subprocess.Popen(
+                command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True, **kwargs
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+
+
+def endless(text_file, out, steps=100_000):
+    return ["pretrain", text_file, "--preset", "0.3m", "--out", out, *QUICK[2:], "--steps", steps]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number):
-    process = start_pretraining(text_file, tmp_path / "my run")
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number, start):
+    process = start(*endless(text_file, tmp_path / "my run"))
     for line in process.stderr:
         if line.startswith("step 1/"):
             break
@@ -121,19 +140,17 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number):
     assert len(list((tmp_path / "my run/checkpoints").iterdir())) == 1
     [resume] = [line for line in rest.splitlines() if line.startswith("mlxlm pretrain --resume")]
     assert shlex.split(resume)[1:] == ["pretrain", "--resume", str(tmp_path / "my run")]
-    again = subprocess.Popen(
-        [sys.executable, "-c", "from mlxlm.cli.main import main; main()", *shlex.split(resume)[1:]],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    assert "steps " in again.stderr.readline()
+    again = start(*shlex.split(resume)[1:])
+    assert any(" to 100000 of " in line for line in again.stderr)
     again.send_signal(number)
-    assert again.wait(60) in (0, 130, 143) and again.stderr.close() is None
+    assert again.wait(60) in (0, 130, 143)
 
 
-def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file):
+def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
     """A terminal sends SIGINT to the compiler, too; neither it nor the step may die of that."""
     (tmp_path / "tmp").mkdir()  # empty: everything is compiled anew
-    process = start_pretraining(text_file, tmp_path / "run", env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
+    few = endless(text_file, tmp_path / "run", steps=99)  # so few are not tried beforehand, which would compile them
+    process = start(*few, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
     for line in process.stderr:
         if "steps 1 to" in line:
             break
@@ -145,11 +162,12 @@ def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file):
     assert "--resume" in rest and [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-1"]
 
 
-def test_training_outlives_the_reader_of_its_messages(tmp_path, text_file):
-    process = start_pretraining(text_file, tmp_path / "run")
+def test_training_outlives_the_reader_of_its_messages(tmp_path, text_file, start):
+    process = start(*endless(text_file, tmp_path / "run"))
     process.stderr.readline()
     process.stderr.close()
-    while not (tmp_path / "run/log.jsonl").exists() and process.poll() is None:
+    log = tmp_path / "run/log.jsonl"
+    while not (log.exists() and '"step"' in log.read_text()) and process.poll() is None:
         pass
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
