@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from itertools import count
-from shlex import quote
 from typing import Any
 
 from mlxlm import platform
@@ -43,6 +42,7 @@ def follow(ranks: Ranks, should_stop: Callable[[], bool] = lambda: False) -> Non
     settings = run.settings
     model = Decoder(run.config, dropout=settings.dropout)
     step = TrainStep(model, settings, ranks)
+    step.go_on_as(announcement["machine"])
     feed = Feed(run, ranks)
     share_state(step, ranks)
     state = None
@@ -90,7 +90,7 @@ def _inherited(run: Run, step: TrainStep, state: dict[str, Any] | None, ranks: R
                 run.save(step, state)
     except MlxlmError:
         return lost
-    return RankLost(f"{lost.message}; step {state['step']} is saved", f"mlxlm pretrain --resume {quote(str(run.path))}")
+    return RankLost(f"{lost.message}; step {state['step']} is saved", run.resume_command)
 
 
 def _check_data(run: Run, rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -123,6 +122,7 @@ class _Loop:
         self.model.initialize(self.settings.seed)
         self.step = TrainStep(self.model, self.settings, ranks)
         state = run.restore(self.step)
+        self.unlike = self.step.go_on_as(state.get("machine"))
         self.restored, self.first = bool(state), state.get("step", 0)
         self.at = self.first  # the step that is done, or in work
         self.guard = SpikeGuard(self.settings.spike, state.get("guard"))
@@ -138,14 +138,14 @@ class _Loop:
         validated = state.get("validation_loss", 0) is not None
         self.had = log.rewind(self.first, validated)  # of the step that is saved: a stop may have come between
         ranks.rescue = self.rescued
-        ranks.share({**run.announcement(), "step": self.first})
+        ranks.share({**run.announcement(), "step": self.first, "machine": self.step.machine})
         share_state(self.step, ranks)
 
     def events(self, should_stop: Callable[[], bool]) -> Iterator[Event]:
         settings = self.settings
         yield self.started()
-        for missing in self.pace.missing():
-            yield Warned(self.first, missing)
+        for warning in (*self.pace.missing(), *filter(None, [self.unlike])):
+            yield Warned(self.first, warning)
         if self.restored and (self.validates(self.first) or self.samples(self.first)):
             yield from self.look_after(self.first, should_stop)
         if self.first < self.deadline.steps:
@@ -301,7 +301,7 @@ class _Loop:
     def deserted(self, lost: RankLost) -> TrainingError:
         saved = f"step {self.saver.saved} is saved" if self.saver.saved else "nothing is saved yet"
         problem = f"stopped in step {self.at}: {lost.message}; {saved}"
-        return TrainingError(problem, f"mlxlm pretrain --resume {shlex.quote(str(self.run.path))}")
+        return TrainingError(problem, self.run.resume_command)
 
     def failure(self, done: int, problem: str) -> TrainingError:
         good = self.run.last_good()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,12 @@ class Run:
             content = {"settings": settings.to_dict(), "data": where, "data_digest": digest}
             write_json(folder / RUN_FILE, content)
         return cls.open(path)
+
+    @property
+    def resume_command(self) -> str:
+        """The command that goes on with this run."""
+        name = "finetune" if self.settings.answers_only else "pretrain"
+        return f"mlxlm {name} --resume {shlex.quote(str(self.path))}"
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
@@ -131,7 +138,7 @@ class Run:
         with new_folder(target) as folder:
             save_weights(folder, step.weights())
             save_tensors(folder / "optimizer.safetensors", step.save_state())
-            write_json(folder / "state.json", {**state, "settings": self.settings.to_dict()})
+            write_json(folder / "state.json", {**state, "settings": self.settings.to_dict(), "machine": step.machine})
         self.drop(self.outdated())
         return target
 

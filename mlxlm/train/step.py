@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
 
+from mlxlm import platform
 from mlxlm._mlx import mx, tree_flatten, tree_map, tree_unflatten
+from mlxlm.blas import load_blas
 from mlxlm.cores import parts_of
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
@@ -41,8 +43,7 @@ class TrainStep:
         self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
         self._own_sums = mx.compile(self._sums, inputs=[model.state, mx.random.state], outputs=mx.random.state)
         self._use_sums = mx.compile(self._use, inputs=self.state, outputs=self.state)
-        parts = parts_of(settings.batch_size)
-        self._workers = Workers(self._sums, model.state, parts) if parts > 1 else None
+        self._cut(parts_of(settings.batch_size))
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> tuple[mx.array, mx.array]:
         """Update the model on one batch after another, their gradients added: one step.
@@ -73,6 +74,35 @@ class TrainStep:
         sums = self.ranks.summed(_added(parts))
         _set_key(following)
         return self._use_sums([sums], rate)
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What decides here how sums are rounded, beside settings and data: JSON's types."""
+        return {
+            "chip": platform.chip(), "blas": load_blas().name, "ranks": self.ranks.size, "parts": self._parts,
+        }  # fmt: skip
+
+    def go_on_as(self, machine: Any) -> str | None:
+        """Cut batches as a step whose `machine` this is, where nothing else differs, however many cores there are now.
+
+        Says what differs on the same chip; of another one nobody expects the same bits.
+        """
+        own = self.machine
+        if not isinstance(machine, dict) or own["chip"] != machine.get("chip") or own["ranks"] != machine.get("ranks"):
+            return None
+        if own["blas"] != machine.get("blas"):
+            return (
+                f"products come from {own['blas']}, and came from {machine.get('blas')} before: the weights will not "
+                "be those of a run without interruption, to the bit (mlxlm doctor tells more)"
+            )
+        parts = machine.get("parts")
+        if isinstance(parts, int) and 1 <= parts <= self.settings.batch_size and parts != self._parts:
+            self._cut(parts)
+        return None
+
+    def _cut(self, parts: int) -> None:
+        self._parts = parts
+        self._workers = Workers(self._sums, self.model.state, parts) if parts > 1 else None
 
     @property
     def state(self) -> list[Any]:

@@ -5,16 +5,18 @@ import sys
 
 import numpy as np
 import pytest
+from training_runs import contents, finish
 
 from mlxlm import cores, platform
 from mlxlm._mlx import ON_CPU, mx, tree_flatten
 from mlxlm.blas import Blas, load_blas
-from mlxlm.config import ModelConfig
+from mlxlm.config import ModelConfig, read_json
 from mlxlm.cores import parts_of
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train import TrainSettings
 from mlxlm.train import step as step_module
+from mlxlm.train.events import Warned
 from mlxlm.train.workers import Workers
 
 pytestmark = pytest.mark.skipif(not ON_CPU or not load_blas().sets_threads, reason="for a CPU and a BLAS with threads")
@@ -139,3 +141,34 @@ def test_a_process_ends_orderly_with_threads_and_their_graphs_alive():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[8.0, 8.0]\n", "")
+
+
+def test_a_resumed_run_is_cut_as_it_began_whatever_cores_there_are_now(monkeypatch, new_run):
+    monkeypatch.setattr(platform, "cpu_cores", lambda: 2)
+    whole = new_run("whole", steps=6, eval_every=0, save_every=0)
+    finish(whole)
+    broken = new_run("broken", steps=6, eval_every=0, save_every=0)
+    finish(broken, stop_at=3)
+    monkeypatch.setattr(platform, "cpu_cores", lambda: 1)
+    assert not [e for e in finish(broken, resume=True) if isinstance(e, Warned)]
+    assert contents(whole.checkpoints()[-1]) == contents(broken.checkpoints()[-1])
+    assert read_json(broken.checkpoints()[-1] / "state.json")["machine"]["parts"] == 2
+
+
+def test_another_blas_since_the_last_checkpoint_is_said(monkeypatch, new_run):
+    run = new_run("run", steps=4, eval_every=0)
+    finish(run, stop_at=2)
+    monkeypatch.setattr(step_module, "load_blas", lambda: Blas("other", None))
+    warnings = [e.message for e in finish(run, resume=True) if isinstance(e, Warned)]
+    assert len(warnings) == 1 and "products come from other, and came from" in warnings[0]
+
+
+@pytest.mark.parametrize("parts", [0, 9, "2", None, 2**70])
+def test_a_number_of_parts_that_can_not_be_is_not_taken(parts):
+    model = Decoder(ModelConfig(**SHAPE))
+    model.initialize(0)
+    step = step_module.TrainStep(model, TrainSettings(steps=3, learning_rate=1e-3, batch_size=4))
+    own = step.machine
+    assert step.go_on_as({**own, "parts": parts}) is None and step.machine == own
+    assert step.go_on_as(None) is None and step.go_on_as({**own, "chip": "x", "blas": "y", "parts": 3}) is None
+    assert step.machine == own
