@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
 from mlxlm.chat.formats import FORMATS
 from mlxlm.chat.stand_ins import StandIns
 from mlxlm.chat.template import ChatTemplate, Message, transcript_for
-from mlxlm.data import CHAT_TEMPLATE, Chunk, Document
+from mlxlm.data import CHAT_TEMPLATE, ROLES, Chunk, Document, check_role
 from mlxlm.errors import DataError, TokenizerError
 from mlxlm.tokenizer import Tokenizer
 
 _OWN_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")  # of CHAT_TEMPLATE
+_CHARACTERS = 4  # of a token, about
 _ROWS = 'rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
@@ -40,6 +42,7 @@ class Labels:
         self._tokenizer = tokenizer
         self._form = self._chosen(tokenizer, end_ids, template)
         self.template, self.end_ids = self._form.source, self._form.end_ids
+        self._roles = ROLES if self.template == CHAT_TEMPLATE else (*ROLES, "tool")
         if not self.end_ids:
             raise TokenizerError(
                 f"the chat template {self._form.name} puts no special token behind an answer, so that a model can't "
@@ -57,25 +60,56 @@ class Labels:
         hint = "--template " + (" or ".join([*fitting, "FILE"])) + ", a jinja file with tokens that the model has"
         raise TokenizerError(f"{'plain text' if template else 'this model'} has no turns to be learned", hint)
 
-    def __call__(self, document: Document) -> Chunk:
-        """Raises DataError, naming file and line, for what is no conversation, or has no answer, and where the
-        template refuses it or changes earlier turns when later ones come."""
+    def __call__(self, document: Document, room: int) -> Iterator[Chunk]:
+        """A conversation as documents of at most `room` tokens: longer ones are cut in front of questions, and every
+        piece begins with the system message. A question with its answers that is longer is a piece of its own, as long
+        as it is. What comes after the last answer is left out.
+
+        Raises DataError, naming file and line, for what is no conversation, or has no answer or an unknown role, and
+        where the template refuses it or changes earlier turns when later ones come.
+        """
         if document.messages is None:
             raise DataError(f"{document.where} is a text, not a conversation", _ROWS)
-        messages = [Message(role, content) for role, content in document.messages]
-        answers = [n for n, m in enumerate(messages) if m.role == "assistant"]
-        if not answers:
+        for role, _ in document.messages:
+            check_role(role, document.where, self._roles)
+        system, rounds = _rounds([Message(role, content) for role, content in document.messages])
+        if not rounds:
             raise DataError(f"{document.where} has no message of the assistant", _ROWS)
-        try:
-            ids, learned = self.encode(messages)
-        except TokenizerError as error:
-            raise DataError(f"{document.where}: {error.message}", error.hint) from None
-        spoken = sum(len(messages[n].content.encode("utf-8")) for n in answers)
-        return Chunk(np.array(ids, np.uint32), spoken, True, np.array(learned, np.uint8))
+        while rounds:
+            try:
+                count, ids, learned = self._fitting(system, rounds, room)
+            except TokenizerError as error:
+                begun = rounds[0][0].role == "assistant"
+                hint = "a question in front of the assistant's first message" if begun else error.hint
+                raise DataError(f"{document.where}: {error.message}", hint) from None
+            said = sum(len(m.content.encode("utf-8")) for m in chain(*rounds[:count]) if m.role == "assistant")
+            yield Chunk(np.array(ids, np.uint32), said, True, np.array(learned, np.uint8))
+            rounds = rounds[count:]
+
+    def _fitting(
+        self, system: list[Message], rounds: list[list[Message]], room: int
+    ) -> tuple[int, list[int], list[int]]:
+        """How many of the first rounds `room` holds, at least one, and what `encode` says of them."""
+        size = count = 0
+        while count < len(rounds) and (not count or size <= _CHARACTERS * room):
+            size += sum(len(message.content) + 16 for message in rounds[count])  # 16: as much as a header
+            count += 1
+        found, too_many = None, len(rounds) + 1
+        while found is None or (len(found[1]) <= room and found[0] + 1 < too_many):
+            ids, learned = self.encode([*system, *chain(*rounds[:count])])
+            if len(ids) <= room or count == 1:
+                found = count, ids, learned
+                count += 1
+            else:
+                too_many = count
+                count = max(1, min(count - 1, count * room // len(ids)))
+        return found
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """The ids of a conversation, and for each 1 if it is to be learned, else 0. Raises TokenizerError."""
         stand_ins, plain = self._form.shielded(messages)
+        if stand_ins.restored(self._render(plain)) != self._render(messages):
+            raise self._changes()  # it acts on what the stand-ins hide, such as <think>
         shown, contents = self._marked(plain, stand_ins)
         text = self._render(shown)
         ids: list[int] = []
@@ -112,8 +146,11 @@ class Labels:
             text = self._render(shown)
             if text.translate(str.maketrans(contents)) == wanted and all(text.count(mark) == 1 for mark in contents):
                 return shown, contents
+        raise self._changes()
+
+    def _changes(self) -> TokenizerError:
         problem = "leaves out or changes something that the assistant says (such as its reasoning)"
-        raise TokenizerError(f"the chat template {self._form.name} {problem}", "answers without it")
+        return TokenizerError(f"the chat template {self._form.name} {problem}", "answers without it")
 
     def _spans(self, shown: list[Message], text: str) -> Iterator[tuple[int, int]]:
         """Where in `text` each of the assistant's turns is, from the end of the prompt to that of its end token."""
@@ -132,3 +169,19 @@ class Labels:
                 problem = f"ends message {n + 1} with another token than an answer"
                 raise TokenizerError(f"the chat template {self._form.name} {problem}", "another template")
             yield len(prompt), end.end()
+
+
+def _rounds(messages: list[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """The system messages at the beginning, and what follows in parts that begin with a question and end with an
+    answer, but for the first, which may begin with anything."""
+    begin = next((n for n, m in enumerate(messages) if m.role != "system"), len(messages))
+    rounds: list[list[Message]] = []
+    current: list[Message] = []
+    for message in messages[begin:]:
+        if message.role == "user" and current and current[-1].role == "assistant":
+            rounds.append(current)
+            current = []
+        current.append(message)
+    while current and current[-1].role != "assistant":
+        current.pop()
+    return messages[:begin], [*rounds, current] if current else rounds

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # What samples would show is no conversation; the form of the rows is that of all tuning.
 _WITHOUT = ("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens")
+_SHORT = 1024  # tokens of a context that a chat is soon at the end of
 _TEXTS = {
     "batch_size": "Rows per forward pass (default: 16, fewer for few conversations).",
     "sequence_length": "Tokens per row (default: the model's context, at most 512).",
@@ -47,6 +48,9 @@ def finetune(model, data, out, resume, **options: Any) -> None:
 
     All parameters are trained, on what the assistant says. The run is a model to chat with: mlxlm chat RUN.
 
+    Conversations longer than a row are cut in front of questions. A template that rewrites answers, as those of
+    reasoning models do with <think>, needs answers without it. A chat holds no more tokens than MODEL's context.
+
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
     begun = click.get_current_context().meta["mlxlm.begun"]
@@ -62,6 +66,11 @@ def finetune(model, data, out, resume, **options: Any) -> None:
         run = _new_run(model, data, out, options, going["power"].duty, begun)
     ending = run_training(run, load(run.path), resume=True, **going)
     describe_end(ending, run)
+    if run.config.max_position_embeddings <= _SHORT:
+        render.say(
+            f"a chat with it holds {run.config.max_position_embeddings} tokens, its context from pretrain's "
+            "--sequence-length: mlxlm chat --overflow drop goes on beyond them"
+        )
     render.result(str(run.path))
 
 

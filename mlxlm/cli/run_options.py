@@ -10,7 +10,7 @@ import click
 # Options that are fields of TrainSettings, left to its defaults where not given.
 SETTINGS = (
     ("--batch-size", int, "Sequences per forward pass."),
-    ("--sequence-length", int, "Tokens per sequence (default: the preset's context, at most 512)."),
+    ("--sequence-length", int, "Tokens per sequence, and of chats (default: the preset's context, at most 512)."),
     ("--accumulate", int, "Forward passes per step, their gradients added."),
     ("--packing", click.Choice(["concatenate", "best-fit"]), "Rows cut from the text, or begun with a document each."),
     ("--document-mask", bool, "Tokens see their own document only."),

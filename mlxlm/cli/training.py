@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import sys
 import time
@@ -106,11 +105,29 @@ def describe_forecast(run: Run) -> None:
             f"chosen by {printable(str(found.get('by')))}: {human_count(found['parameters'])} parameters, about "
             f"{human_count(found['tokens'])} tokens, {passes}{more}"
         )
+    if found := announced(run.log_file, "conversations", ("conversations", "pieces", "learned", "sequence_length")):
+        render.say(_learned(found))
     if found := announced(run.log_file, "forecast", _FORECAST):
         render.say(
             f"predicted from three steps: {human_seconds(found['seconds'])} with validation, and "
             f"{human_bytes(found['memory'])} of memory at the peak"
         )
+
+
+def _learned(found: dict[str, Any]) -> str:
+    """How much of the conversations a tuning run learns, and what would help."""
+    told = f"{found['conversations']:,} conversations, in rows as {found['pieces']:,}: "
+    if found["learned"] >= 1:
+        return told + "all that the assistant says is learned"
+    longer = found.get("longer")
+    hint = "shorter answers, or a model with a longer context"
+    if longer is not None:
+        hint = f"--sequence-length {printable(str(longer))}"
+    share = math.floor(1000 * found["learned"]) / 10
+    return told + (
+        f"{share:g}% of what the assistant says is learned, the rest has no room in rows of "
+        f"{found['sequence_length']} tokens (try: {hint})"
+    )
 
 
 _FORECAST = ("seconds", "step_seconds", "memory")
@@ -120,7 +137,7 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
     """The last lines of a run: the curve, the result, and what to do next."""
     if isinstance(ending, Stopped):
         render.say(f"stopped after step {ending.step}, saved. Continue with:")
-        render.say(f"mlxlm pretrain --resume {shlex.quote(str(run.path))}")
+        render.say(run.resume_command)
         return
     if ending.tokens_per_second is None:
         render.say(f"{run.path} had finished its {ending.step} steps already; nothing was left to do")

@@ -7,12 +7,13 @@ from mlxlm.data.manifest import Manifest, Split
 from mlxlm.data.prepare import prepare
 from mlxlm.data.sources import documents, texts, total_bytes
 from mlxlm.data.text import Document
-from mlxlm.data.tokenize import CHAT_TEMPLATE, Chunk
+from mlxlm.data.tokenize import CHAT_TEMPLATE, ROLES, Chunk, check_role
 from mlxlm.data.weights import weighted
 
 __all__ = [
     "CHAT_TEMPLATE",
     "PACKINGS",
+    "ROLES",
     "Batch",
     "Chunk",
     "Document",
@@ -20,6 +21,7 @@ __all__ = [
     "Split",
     "TokenDataset",
     "TrainBatches",
+    "check_role",
     "documents",
     "prepare",
     "read_ahead",

@@ -15,8 +15,8 @@ def read_ahead(read: Callable[[int], T], numbers: Iterable[int], ahead: int = 2)
     """`read(n)` for each of `numbers`, in order, up to `ahead` of them before they are asked for.
 
     `read` runs in one thread of its own, one call after another. What it raises is raised where its result would have
-    come, and nothing after it is read. When the iterator ends or is closed, the thread has ended: close it where it
-    may be left early.
+    come, and nothing after it is read; an error of `numbers` itself comes up to `ahead` results early. When the
+    iterator ends or is closed, the thread has ended: close it where it may be left early.
     """
     rest = iter(numbers)
     pending: deque[Future[T]] = deque()

@@ -74,7 +74,7 @@ class TrainBatches:
         self.cropped = float(sum(share * p.cropped for share, p in zip(shares, self._packings, strict=True)))
 
     def batch(self, index: int) -> Batch:
-        """Batch number `index`, of `batch_size` rows."""
+        """Batch number `index`, of `batch_size` rows. Raises DataError where it has nothing to be learned."""
         shape = self._batch_size, self._length
         tokens = np.empty((shape[0], shape[1] + 1), np.int32)
         segments = np.empty(shape, np.int32) if self._document_mask else None
@@ -88,6 +88,9 @@ class TrainBatches:
                 segments[i] = _numbered([data.segments(*span) for span in spans])[:-1]
             if weights is not None:
                 weights[i] = np.concatenate([data.learned(*span) for span in spans])[1:]
+        if weights is not None and not weights.any():
+            hint = "a longer sequence length, or conversations with messages of the assistant"
+            raise DataError(f"batch {index} of {self._parts[0].data.name} has nothing to be learned", hint)
         return Batch(tokens, segments, weights)
 
     def epochs(self, index: int) -> dict[str, float]:
@@ -122,19 +125,20 @@ def validation_batches(
 
     Rows are windows: every target (token 1, 2, ... of the data) has weight 1 exactly once. With `answers_only` they
     are conversations, as many in a row as fit whole, each from its start and cropped to a row; what counts is what is
-    to be learned, see `TokenDataset.learned`. With `max_tokens`, only as many rows as hold so many targets (at least
-    one), spread evenly over the data. `document_mask`: see `TrainBatches`.
+    to be learned, see `TokenDataset.learned`, and those without it are left out. With `max_tokens`, only as many rows
+    as hold so many targets (at least one), spread evenly over the data. `document_mask`: see `TrainBatches`.
 
-    Raises DataError if the data has fewer than two tokens, or none in it to be learned.
+    Raises DataError if the data has fewer than two tokens, or none in it to be learned within a row.
     """
     if len(data) < 2:
         raise DataError(
             f"{data.name} has {len(data)} tokens, too few to predict any",
             "more text, or a larger validation fraction",
         )
-    if answers_only and not data.targets():
-        raise DataError(f"{data.name} has no answers", "conversations with messages of the assistant")
     rows = _whole_documents(data, sequence_length) if answers_only else range(0, len(data) - 1, sequence_length)
+    if not rows:
+        problem = f"{data.name} has no answers that begin in rows of {sequence_length} tokens"
+        raise DataError(problem, "a longer sequence length, or conversations with messages of the assistant")
     count = len(rows) if max_tokens is None else max(1, min(len(rows), max_tokens // sequence_length))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
     if not answers_only:
@@ -161,11 +165,13 @@ def _padded(
 
 
 def _whole_documents(data: TokenDataset, length: int) -> list[list[Span]]:
-    """Rows of at most `length` + 1 tokens: documents in order, a longer one cropped."""
+    """Rows of at most `length` + 1 tokens: documents in order, a longer one cropped, those without targets left out."""
     rows: list[list[Span]] = []
     room = 0
     starts, stops = data.starts.bounds(np.arange(len(data.starts)))
     for start, stop in zip(starts.tolist(), np.minimum(stops, starts + length + 1).tolist(), strict=True):
+        if not data.learned(start, stop)[1:].any():
+            continue
         if stop - start > room:
             rows.append([])
             room = length + 1

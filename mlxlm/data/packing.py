@@ -13,8 +13,8 @@ from mlxlm.data.permutation import keys_of, permuted
 from mlxlm.errors import DataError
 
 CHAPTER = 1 << 15  # documents that are fitted together: 40 ms of work, a megabyte of tables
-# What is cropped is the shortest of so many: of all, it would be the same few in every epoch, and of one, three times as
-# much would be lost (0.5% of 32,768 documents, lognormal around 150 tokens, in rows of 513; of all 0.3%, of one 1.6%).
+# What is cropped is the shortest of so many: of all, it would be the same few in every epoch, and of one, three times
+# as much is lost (0.5% of 32,768 documents, lognormal around 150 tokens, in rows of 513; of all 0.3%, of one 1.6%).
 _HAND = 8
 
 

@@ -23,7 +23,7 @@ from mlxlm.errors import DataError
 from mlxlm.files import new_folder, write_json
 from mlxlm.tokenizer import Tokenizer
 
-Encode = Callable[[Document], Chunk]
+Encode = Callable[[Document], Iterable[Chunk]]
 FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 
 
@@ -63,8 +63,8 @@ def prepare(
     that is decided.
 
     progress: called with the number of bytes read since the last call.
-    encode: makes the tokens of a whole document, instead of `tokenize`; a document is never cut then, so that of few
-        the last one or more are held out.
+    encode: makes the tokens of a whole document, instead of `tokenize`, as any number of documents of their own, which
+        stay in one split. None of them is cut then, so that of few the last one or more are held out.
 
     Raises DataError for unusable sources, sources without text, an `out` in use, and a disk that cannot be
     written.
@@ -149,33 +149,42 @@ class _Builder:
         return self._stack.enter_context(closing(writer))
 
     def add(self, source: Iterable[Document], writer: ShardWriter) -> None:
-        for chunk in self._chunks(source):
+        for _, chunk in self._chunks(source):
             writer.add(*chunk)
 
-    def _chunks(self, source: Iterable[Document]) -> Iterator[Chunk]:
+    def _chunks(self, source: Iterable[Document]) -> Iterator[tuple[bool, Chunk]]:
+        """Each chunk, and whether it is the first of a document of the source."""
         counted = self._counted(source)
-        return tokenize(counted, self._tokenizer) if self._encode is None else map(self._encode, counted)
+        if self._encode is None:
+            yield from ((chunk.starts_document, chunk) for chunk in tokenize(counted, self._tokenizer))
+        else:
+            yield from ((i == 0, chunk) for document in counted for i, chunk in enumerate(self._encode(document)))
 
     def _add_and_split(self, source: Iterable[Document], train: ShardWriter, fraction: float, seed: int) -> str:
         """Write `source` to both splits; returns how, "document" or "tail"."""
         few = max(FEW_DOCUMENTS, math.ceil(1 / fraction)) if fraction else 0
         writers = (self.validation if drawn else train for drawn in _drawn(fraction, seed))
         count = 0
+        pieces: list[int] = []  # of each document of the source that is staged
         with closing(Staging(self._folder / "staging", self._dtype)) as staging:
             target: ShardWriter | Staging = staging
-            for chunk in self._chunks(source):
-                count += chunk.starts_document
-                if chunk.starts_document and count >= few:
+            for first, chunk in self._chunks(source):
+                count += first
+                if first and count >= few:
                     if target is staging:
-                        for document in staging.documents():
-                            _move(staging, next(writers), *document)
+                        _move_all(staging, pieces, writers)
                         staging.close()
                     target = next(writers)
+                if target is staging and first:
+                    pieces.append(0)
+                if target is staging:
+                    pieces[-1] += chunk.starts_document
                 target.add(*chunk)
             if target is not staging:
                 return "document"
             if self._encode is not None:
-                self._split_last(staging, train, fraction, count)
+                held = min(count - 1, math.ceil(fraction * count))
+                _move_all(staging, pieces, (self.validation if i >= count - held else train for i in range(count)))
                 return "document"
             self._split_tail(staging, train, fraction)
             return "tail"
@@ -206,11 +215,6 @@ class _Builder:
             raise DataError("all documents of a source repeat earlier ones", "preparing without it, or without dedup")
         if document is None:
             raise DataError("there is no text in the sources", "files with some text")
-
-    def _split_last(self, staging: Staging, train: ShardWriter, fraction: float, documents: int) -> None:
-        held = min(documents - 1, math.ceil(fraction * documents))
-        for i, document in enumerate(staging.documents()):
-            _move(staging, self.validation if i >= documents - held else train, *document)
 
     def _split_tail(self, staging: Staging, train: ShardWriter, fraction: float) -> None:
         cut = staging.tokens - max(1, round(fraction * staging.tokens))
@@ -244,6 +248,15 @@ def _move(staging: Staging, writer: ShardWriter, start: int, stop: int, text_byt
     """Write the staged tokens [start, stop) as a document of so many bytes; none as nothing."""
     for i, (ids, learned) in enumerate(staging.blocks(start, stop)):
         writer.add(ids, 0 if i else text_bytes, i == 0, learned)
+
+
+def _move_all(staging: Staging, pieces: Sequence[int], writers: Iterator[ShardWriter]) -> None:
+    """Write what is staged, so many documents together to each of the writers."""
+    documents = staging.documents()
+    for count in pieces:
+        writer = next(writers)
+        for document in itertools.islice(documents, count):
+            _move(staging, writer, *document)
 
 
 def _drawn(fraction: float, seed: int) -> Iterator[bool]:

@@ -12,7 +12,7 @@ from mlxlm.errors import DataError
 
 COLUMNS = ("text", "messages")  # where text is looked for
 LONGEST_ROW = 1 << 28  # bytes of a line: it is held whole, and a file without line ends may be of any size
-_EXAMPLE = 'rows such as {"text": "..."}'
+_EXAMPLE = 'rows such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
 def json_documents(stream: IO[bytes], name: str, named: bool, text_column: str | None) -> Iterator[Document]:
@@ -87,7 +87,8 @@ def _message(message: Any, where: str) -> tuple[str, str]:
 
 def _string(value: Any, where: str, field: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where}: '{field}' is not text but {type(value).__name__}")
+        hint = "text in all messages, and no calls of tools" if field == "content" else None
+        raise DataError(f"{where}: '{field}' is not text but {type(value).__name__}", hint)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -94,9 +94,14 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
     yield _Part([], "", eos, learned=None if document.messages is None else False)
 
 
+def check_role(role: str, where: str, known: Collection[str] = ROLES) -> None:
+    """Raise DataError for the role of a message, `where`, that isn't one of those known."""
+    if role not in known:
+        raise DataError(f"{where}: role '{role}' is not known", f"one of {', '.join(known)}")
+
+
 def _role_id(tokenizer: Tokenizer, role: str, where: str) -> int:
-    if role not in ROLES:
-        raise DataError(f"{where}: role '{role}' is not known", f"one of {', '.join(ROLES)}")
+    check_role(role, where)
     return _control_id(tokenizer, role, where)
 
 

@@ -32,6 +32,19 @@ class Forecast:
 
 
 @dataclass(frozen=True)
+class Conversations:
+    """What a tuning run is made of: conversations, cut where they are longer than a row, and the share of the answers'
+    tokens that rows of `sequence_length` have room for. `longer`: one that has room for more of them, if the model's
+    context allows one."""
+
+    conversations: int
+    pieces: int
+    learned: float
+    sequence_length: int
+    longer: int | None
+
+
+@dataclass(frozen=True)
 class Started:
     """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step, `epochs_of` each
     part that has a weight. `flops_per_token`: floating-point operations that training on one token takes, forward and
@@ -177,6 +190,6 @@ class Finished:
 
 
 Event = (
-    Chosen | Forecast | Started | Step | Replanned | Validation | Sample | Saved | NotSaved | Paused | Slowed | Resumed
-    | Warned | Stopped | Failed | Finished
+    Chosen | Forecast | Conversations | Started | Step | Replanned | Validation | Sample | Saved | NotSaved | Paused
+    | Slowed | Resumed | Warned | Stopped | Failed | Finished
 )  # fmt: skip

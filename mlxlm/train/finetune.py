@@ -6,9 +6,11 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+import numpy as np
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import Checkpoint, float_weights, open_checkpoint
@@ -18,6 +20,7 @@ from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.files import check_free, new_folder, working_folder
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.train.events import Conversations
 from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.probing import LEAST_STEPS, Probe, probe
@@ -46,9 +49,45 @@ class Turns(Protocol):
     template: str
     end_ids: frozenset[int]
 
-    def __call__(self, document: Document) -> Chunk:
-        """The tokens of a conversation, and which of them are to be learned."""
+    def __call__(self, document: Document, room: int) -> Iterable[Chunk]:
+        """The tokens of a conversation, in pieces of at most `room` where it can be cut, and which are learned."""
         ...
+
+
+class _Encoder:
+    """`turns` for `prepare`, without the pieces whose answers all lie behind a row of `length` targets.
+
+    Attributes:
+        conversations, pieces: how many came, and how many documents were made of them.
+        answers, learned: tokens of the answers, and those of them that a row has room for.
+        needed: the sequence length that the longest piece would take.
+    """
+
+    def __init__(self, turns: Turns, length: int):
+        self._turns, self._length = turns, length
+        self.conversations = self.pieces = self.answers = self.learned = self.needed = 0
+
+    def __call__(self, document: Document) -> Iterator[Chunk]:
+        self.conversations += 1
+        for chunk in self._turns(document, self._length + 1):
+            [places] = np.nonzero(chunk.learned)
+            self.answers += len(places)
+            self.needed = max(self.needed, int(places[-1]))
+            if inside := int(np.count_nonzero(places <= self._length)):
+                self.learned += inside
+                self.pieces += 1
+                yield chunk
+
+    def longer(self, context: int) -> int | None:
+        """A sequence length within `context` that more of the answers fit into; None where there is none."""
+        length = min(64 * -(-self.needed // 64), context)
+        return length if self.needed > self._length and length > self._length else None
+
+    def nothing(self, of: str, context: int) -> DataError:
+        """The error where of a part of the data no answer is left."""
+        longer = self.longer(context)
+        hint = f"--sequence-length {longer}" if longer else "shorter questions, or a model with a longer context"
+        return DataError(f"no answer of {of} begins within {self._length} tokens of its question", hint)
 
 
 def start_finetune(
@@ -70,7 +109,9 @@ def start_finetune(
 ) -> Run:
     """Make the run `out` that tunes the model `base` on `sources`: JSON lines with "messages".
 
-    Conversations are packed by best fit, each seeing itself only, and of them what `turns` says is learned. The run
+    Conversations are packed by best fit, each seeing itself only, and of them what `turns` says is learned. Longer ones
+    than a row are cut in front of questions; what of an answer has no room even so is left out, and the run's log says
+    how much that is (`Conversations`). Where an answer's beginning has none, the question is left out too. The run
     begins with a checkpoint at step 0, the model in float32, so that it is continued from there, as it would be from
     any other: `train(run, tokenizer, resume=True)`, which first validates the model as it came.
 
@@ -100,13 +141,21 @@ def start_finetune(
     workspace = working_folder(out)
     try:
         data = workspace / "data"
+        encoder, context = _Encoder(turns, draft.sequence_length), config.max_position_embeddings
         with phase("preparing conversations", total_bytes([*sources, *validation])) as advance:
-            prepare(
-                sources, tokenizer, data, validation_paths=validation, validation_fraction=validation_fraction,
-                seed=draft.seed, progress=advance, stdin=stdin, encode=turns,
-            )  # fmt: skip
+            try:
+                prepare(
+                    sources, tokenizer, data, validation_paths=validation, validation_fraction=validation_fraction,
+                    seed=draft.seed, progress=advance, stdin=stdin, encode=encoder,
+                )  # fmt: skip
+            except DataError:
+                if encoder.answers and not encoder.pieces:
+                    raise encoder.nothing("the conversations", context) from None
+                raise
         if not Manifest.read(data).validation.documents:
-            hint = "more conversations, --validation-fraction 0.05, or --validation FILE"
+            if validation:
+                raise encoder.nothing("those for validation", context)
+            hint = "more conversations, or --validation FILE" if validation_fraction else "--validation-fraction 0.05"
             raise DataError("no conversation is held out for validation", hint)
         found = _lengths(values, draft, config, data, epochs, minutes, begun, duty, phase)
         final = TrainSettings(**values)
@@ -114,8 +163,11 @@ def start_finetune(
         with new_folder(out) as folder:
             run = Run.create(folder, config, final, tokenizer, data, adopt=True)
             _save_base(run, base)
+            log = RunLog(run.log_file)
+            share, length = encoder.learned / encoder.answers, draft.sequence_length
+            log.record(Conversations(encoder.conversations, encoder.pieces, share, length, encoder.longer(context)))
             if found is not None:
-                RunLog(run.log_file).record(found.forecast(final, Manifest.read(run.data).validation.tokens))
+                log.record(found.forecast(final, Manifest.read(run.data).validation.tokens))
         return Run.open(out)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)

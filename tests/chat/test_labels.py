@@ -76,7 +76,7 @@ def test_a_conversation_token_by_token(tokens):
 
 
 def test_a_document_of_the_data(tokens):
-    chunk = Labels(tokens, frozenset())(document(TALK))
+    [chunk] = Labels(tokens, frozenset())(document([*TALK, Message("user", "Never answered")]), 500)
     ids, learned = Labels(tokens, frozenset()).encode(TALK)
     assert chunk.ids.dtype == np.uint32 and chunk.ids.tolist() == ids
     assert chunk.learned.dtype == np.uint8 and chunk.learned.tolist() == learned
@@ -207,12 +207,14 @@ def test_models_without_a_form_of_conversation(tokens):
     [
         (None, "talks.jsonl, line 3 is a text, not a conversation"),
         ([Message("user", "?")], "talks.jsonl, line 3 has no message of the assistant"),
+        ([Message("human", "?")], "line 3: role 'human' is not known .try: one of system, user, assistant"),
+        ([Message("user|>x<|end|><|assistant", "?"), Message("assistant", "!")], "role 'user.* is not known"),
     ],
 )
 def test_rows_that_are_no_conversations(tokens, messages, message):
     row = document(messages) if messages else Document("talks.jsonl, line 3", iter(["text"]))
     with pytest.raises(DataError, match=message):
-        Labels(tokens, frozenset())(row)
+        list(Labels(tokens, frozenset())(row, 500))
 
 
 def test_what_a_template_refuses_names_the_line(tokens):
@@ -221,5 +223,61 @@ def test_what_a_template_refuses_names_the_line(tokens):
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ))  # fmt: skip
-    with pytest.raises(DataError, match="talks.jsonl, line 3: .*begin with a question"):
-        labels(document(TALK[2:]))
+    with pytest.raises(DataError, match="line 3: .*begin with a question .try: a question in front of"):
+        list(labels(document(TALK[2:]), 500))
+
+
+def test_tools_are_for_templates_that_know_them(tokens):
+    talk = [*TALK[:2], Message("tool", "4"), *TALK[2:3]]
+    [chunk] = Labels(tokens, frozenset())(document(talk), 500)
+    assert chunk.learned.any()
+    tokens.chat_template = None
+    with pytest.raises(DataError, match="role 'tool' is not known"):
+        list(Labels(tokens, frozenset())(document(talk), 500))
+
+
+def test_templates_that_look_for_special_tokens_in_an_answer_are_refused(tokens):
+    """As Qwen 3's for </think>, which stand-ins hide from it: it would put a second block in front."""
+    chat = with_tokens(tokens, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "</think>"])
+    chat.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and '</think>' not in m.content %}"
+        "(none){% endif %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    labels = Labels(chat, frozenset())
+    with pytest.raises(TokenizerError, match="changes something that the assistant says .*try: answers without it"):
+        labels.encode([Message("user", "?"), Message("assistant", "hm</think>Yes.")])
+    pieces = told_apart(chat, *labels.encode([Message("user", "</think>?"), Message("assistant", "Yes.")]))
+    assert [text for label, text in pieces if label] == ["(none)Yes.<|end|>"]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=25),
+    room=st.integers(20, 200),
+    system=st.booleans(),
+)
+def test_long_conversations_are_cut_in_front_of_questions(tokens, turns, room, system):
+    """As few pieces as a greedy cut makes, each what it would be as a conversation, and together all turns."""
+    head = TALK[:1] if system else []
+    rounds = [[Message("user", "q " * q), Message("assistant", "a " * a)] for q, a in turns]
+    labels = Labels(tokens, frozenset())
+    wanted, count = [], 0
+    while rounds[count:]:
+        longest = count + 1
+        while longest < len(rounds) and len(labels.encode(head + sum(rounds[count : longest + 1], []))[0]) <= room:
+            longest += 1
+        wanted.append(labels.encode(head + sum(rounds[count:longest], [])))
+        count = longest
+    found = list(labels(document(head + sum(rounds, [])), room))
+    assert [(c.ids.tolist(), c.learned.tolist()) for c in found] == wanted
+    assert all(c.starts_document for c in found) and sum(c.text_bytes for c in found) == sum(2 * a for _, a in turns)
+
+
+def test_a_conversation_of_many_turns_is_not_rendered_whole(tokens, monkeypatch):
+    """For every answer the prompt in front of it is rendered: of one piece, not of thousands of messages."""
+    labels = Labels(tokens, frozenset())
+    sizes, real = [], ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda s, m, **kw: sizes.append(len(m)) or real(s, m, **kw))
+    pieces = list(labels(document(TALK[1:3] * 500), 64))
+    assert sum(chunk.text_bytes for chunk in pieces) == 500 * 3 and all(len(c.ids) <= 64 for c in pieces)
+    assert max(sizes) < 40 and sum(sizes) < 60 * 1000

@@ -245,6 +245,8 @@ def test_validation_of_answers_has_every_conversation_from_its_start(lengths, ro
     wanted: list[list[int]] = []  # the documents of each row
     room = 0
     for number, size in enumerate(np.minimum([3, *lengths], length + 1).tolist()):
+        if not (np.arange(data.first[number], data.first[number] + size)[1:] % 2).any():
+            continue  # nothing to learn
         if size > room:
             wanted.append([])
             room = length + 1
@@ -263,6 +265,24 @@ def test_validation_of_answers_has_every_conversation_from_its_start(lengths, ro
         assert np.array_equal(tokens, np.pad(text, (0, padding)))
         assert np.array_equal(weights, np.pad(text[1:] % 2, (0, padding)))
         assert np.array_equal(numbers, np.pad(of, (0, padding), constant_values=len(documents))[:length])
+
+
+class Unlearned(Documents):
+    """Of which nothing is to be learned but the last token."""
+
+    def learned(self, start, stop):
+        return (np.arange(start, stop) == self.total - 1).astype(np.uint8)
+
+
+def test_rows_without_anything_to_learn_make_up_no_batch():
+    data = Unlearned([30, 10, 30])
+    for form in ({}, {"max_tokens": 1}):
+        with pytest.raises(DataError, match="no answers that begin in rows of 20 tokens .*a longer sequence length"):
+            validation_batches(data, 2, 20, answers_only=True, **form)
+    [batch] = validation_batches(data, 2, 29, answers_only=True)
+    assert batch.weights.sum() == 1 and batch.tokens[0, 0] == 40
+    with pytest.raises(DataError, match="batch 1 of the train data has nothing to be learned"):
+        TrainBatches(data, 1, 20, 0, packing="best-fit", answers_only=True).batch(1)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Tuning on conversations: where it begins, what it learns from, that it resumes to the bit, and the command."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -12,16 +13,19 @@ from mlxlm._mlx import mx, tree_flatten
 from mlxlm.chat.labels import Labels
 from mlxlm.chat.session import Chat
 from mlxlm.checkpoint import load_model, load_weights, save_weights
+from mlxlm.cli import render
 from mlxlm.cli.main import main
+from mlxlm.cli.training import describe_end, describe_forecast
 from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.generation import load
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.train import Finished, Run, Started, Step, Stopped, Validation, open_base, start_finetune
+from mlxlm.train.finetune import FORM
 from mlxlm.train.optimizers import default_learning_rate
 
-QUICK = {"steps": 12, "batch_size": 2, "sequence_length": 48, "learning_rate": 3e-3, "eval_every": 6, "save_every": 6}
+QUICK = {"steps": 6, "batch_size": 2, "sequence_length": 48, "learning_rate": 3e-3, "eval_every": 3, "save_every": 3}
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +67,7 @@ def new_run(tmp_path, base, talks):
 
 
 def test_a_run_begins_with_the_model_as_it_came(new_run, base, tiny_tokenizer):
-    run = new_run("run")
+    run = new_run("run", learning_rate=1e-2)
     found, wanted = load_weights(run.path / "checkpoints/step-0"), load_weights(base)
     assert set(found) == set(wanted) and all(mx.array_equal(found[name], wanted[name]) for name in wanted)
     end = tiny_tokenizer.special_tokens["<|end|>"]
@@ -116,9 +120,9 @@ def test_the_loss_is_of_the_answers_alone(new_run, base):
 
 def test_an_answer_is_learned_and_a_question_is_not(new_run):
     """On one conversation again and again: the answer becomes certain, the question doesn't."""
-    run = new_run("run", steps=40, eval_every=40, learning_rate=1e-2)
+    run = new_run("run", steps=25, eval_every=0, save_every=0, learning_rate=1e-2)
     finish(run, resume=True)
-    loaded = load(run.path / "checkpoints/step-40")
+    loaded = load(run.path / "checkpoints/step-25")
     data = TokenDataset.open(run.data, "train")
     tokens, learned = data.slice(0, len(data)).astype(np.int32), data.learned(0, len(data))
     start, stop = (int(x[0]) for x in data.starts.bounds(np.array([0])))
@@ -133,7 +137,7 @@ def test_resume_is_equal_to_the_bit(new_run, changes):
     finish(whole, resume=True)
     assert finish(parts, resume=True, stop_at=4)[-1] == Stopped(4, parts.path)
     finish(Run.open(parts.path), resume=True)
-    assert contents(whole.path / "checkpoints/step-12") == contents(parts.path / "checkpoints/step-12")
+    assert contents(whole.path / "checkpoints/step-6") == contents(parts.path / "checkpoints/step-6")
 
 
 def test_defaults_by_the_size_of_model_and_data(new_run, tiny_config):
@@ -153,7 +157,7 @@ def test_what_can_not_work(new_run, tmp_path, base, talks):
     new_run("run")
     with pytest.raises(CheckpointError, match="run already exists .try: mlxlm finetune --resume"):
         new_run("run")
-    with pytest.raises(ConfigError, match="epochs, minutes and steps each say"):
+    with pytest.raises(ConfigError, match="epochs and steps each say"):
         new_run("other", epochs=2.0)
     with pytest.raises(ConfigError, match="epochs is -1"):
         new_run("other", steps=None, epochs=-1.0)
@@ -163,16 +167,94 @@ def test_what_can_not_work(new_run, tmp_path, base, talks):
     with pytest.raises(DataError, match="text.jsonl, line 1 is a text, not a conversation"):
         new_run("other", sources=[tmp_path / "text.jsonl"])
     (tmp_path / "one.jsonl").write_text(talks.read_text().splitlines()[0])
-    with pytest.raises(DataError, match="no conversation is held out for validation"):
-        new_run("other", sources=[tmp_path / "one.jsonl"], sequence_length=8)
+    with pytest.raises(DataError, match="no conversation is held out for validation .try: more conversations, or"):
+        new_run("other", sources=[tmp_path / "one.jsonl"])
+    with pytest.raises(DataError, match="no conversation is held out .*try: --validation-fraction 0.05"):
+        new_run("other", validation_fraction=0)
     assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".other*"))
 
 
-def test_few_conversations_are_held_out_whole(new_run, tmp_path, talks):
-    (tmp_path / "few.jsonl").write_text("\n".join(talks.read_text().splitlines()[:6]))
-    run = new_run("run", sources=[tmp_path / "few.jsonl"], validation_fraction=0.3)
-    assert TokenDataset.open(run.data, "train").documents == 4
-    assert TokenDataset.open(run.data, "validation").documents == 2
+def rows_of(path, conversations):
+    """A file of conversations, each a list of what is said in turns."""
+    with path.open("w") as file:
+        for turns in conversations:
+            messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def logged(run):
+    return next(e for e in map(json.loads, run.log_file.read_text().splitlines()) if e["event"] == "conversations")
+
+
+def test_few_conversations_are_held_out_whole(new_run, tmp_path):
+    """With all their pieces; also where there are more than wait for the split to be decided."""
+    for count, held in ((6, 2), (30, 9)):
+        file = rows_of(tmp_path / f"{count}.jsonl", [[f"{i} ?", "the cat sat on the mat"] * 5 for i in range(count)])
+        run = new_run(f"run {count}", sources=[file], validation_fraction=0.3)
+        splits = {name: TokenDataset.open(run.data, name) for name in ("train", "validation")}
+        whole = logged(run)["pieces"] // count
+        assert whole > 1 and splits["validation"].documents == held * whole
+        numbers = {}
+        for name, data in splits.items():
+            text = open_base(run.path)[1].decode(data.slice(0, len(data)).tolist(), skip_special_tokens=False)
+            numbers[name] = set(re.findall(r"<\|user\|>(\d+)", text))
+        assert not numbers["train"] & numbers["validation"] and len(numbers["validation"]) == held
+
+
+def test_what_has_room_is_learned_and_the_rest_is_told(new_run, tmp_path):
+    """Long conversations lose nothing; a long answer its end, a long question its answer."""
+    turns = ["the cat?", "a mat"] * 12
+    run = new_run("all", sources=[rows_of(tmp_path / "long.jsonl", [turns] * 4)])
+    assert logged(run) == {**logged(run), "conversations": 4, "learned": 1.0, "sequence_length": 48, "longer": None}
+    pieces = logged(run)["pieces"]
+    assert describe(run) == [f"4 conversations, in rows as {pieces}: all that the assistant says is learned"]
+    data = [TokenDataset.open(run.data, name) for name in ("train", "validation")]
+    end = open_base(run.path)[1].special_tokens["<|end|>"]
+    ends = sum(int(((d.slice(0, len(d)) == end) & (d.learned(0, len(d)) == 1)).sum()) for d in data)
+    assert ends == 4 * 12
+    for d in data:
+        starts, stops = d.starts.bounds(np.arange(d.documents))
+        assert (stops - starts).max() <= 49
+    run = new_run("some", sources=[rows_of(tmp_path / "some.jsonl", [["a?", "b" * 100], ["q" * 60, "b"], turns] * 4)])
+    found = logged(run)
+    assert 0.4 < found["learned"] < 0.9 and found["longer"] == 128
+    [told] = describe(run)
+    assert told.endswith("the rest has no room in rows of 48 tokens (try: --sequence-length 128)")
+    batches = TrainBatches(TokenDataset.open(run.data, "train"), 1, 48, 0, **FORM)
+    assert all(batches.batch(i).weights.any() for i in range(3 * batches.rows))
+
+
+def describe(run):
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(render, "say", told.append)
+        describe_forecast(run)
+    return told
+
+
+def test_answers_that_begin_in_no_row(new_run, tmp_path, talks):
+    long = rows_of(tmp_path / "long.jsonl", [["q" * 100, "a"]] * 5)
+    with pytest.raises(DataError, match="no answer of the conversations begins within 48 .*try: --sequence-length 128"):
+        new_run("run", sources=[long])
+    with pytest.raises(DataError, match="no answer of those for validation begins within 48 tokens"):
+        new_run("run", validation=[long])
+    long = rows_of(tmp_path / "longer.jsonl", [["q" * 200, "a"]] * 5)
+    with pytest.raises(DataError, match="within 128 tokens of its question .try: shorter questions, or a model with"):
+        new_run("run", sources=[long], sequence_length=128)
+    assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
+
+
+def test_a_first_try_of_five_short_conversations(new_run, tmp_path):
+    run = new_run("run", sources=[rows_of(tmp_path / "few.jsonl", [["a?", "b"]] * 5)], sequence_length=None, steps=1)
+    assert finish(run, resume=True)[-1].step == 1 and run.settings.sequence_length == 128
+
+
+def test_what_continues_a_run_is_its_own_command(new_run, capsys):
+    run = new_run("a run")
+    ending = finish(run, resume=True, stop_at=1)[-1]
+    describe_end(ending, run)
+    assert f"mlxlm finetune --resume '{run.path}'" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -190,14 +272,14 @@ def command(capsys):
 def test_the_command(tmp_path, base, talks, command):
     """From a model to a chat; continued by --resume, which takes nothing else."""
     out = tmp_path / "tuned"
-    options = ["--steps", "8", "--batch-size", "2", "--sequence-length", "48"]
+    options = ["--steps", "4", "--batch-size", "2", "--sequence-length", "48"]
     code, printed, told = command(base, talks, "--out", out, *options)
     assert code == 0 and printed == f"{out}\n" and "step 0: validation" in told
     chat = Chat(load(out), max_tokens=5, temperature=0.0)
     "".join(part.text for part in chat.ask("the cat"))
     assert chat.messages[-1].role == "assistant" and len(chat.messages[-1].ids) <= 5
     code, _, told = command("--resume", out)
-    assert code == 0 and "finished its 8 steps already" in told
+    assert code == 0 and "finished its 4 steps already" in told
     for wrong in (["--resume", out, "--steps", "3"], ["--resume", out, base], [base, "--out", tmp_path / "x"]):
         assert command(*wrong)[0] == 2
     idle = ["--validation", talks, "--validation-fraction", "0.1"]
