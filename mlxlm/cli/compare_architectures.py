@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import no_idle_options, setting_options, settings_of
+from mlxlm.cli.run_options import given_of, no_idle_options, setting_options, settings_of
 from mlxlm.units import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -72,9 +72,8 @@ def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, opt
     from mlxlm.train.architectures import Comparison, Variant, start_comparison
 
     if not data:
-        given = [name for name, value in {**options, "variant": variants}.items() if value not in (None, (), False)]
-        if given:
-            raise click.UsageError(f"without DATA --out goes on as it began, and --{given[0]} would have no effect")
+        if given := given_of(["variants", *options]):
+            raise click.UsageError(f"without DATA --out goes on as it began, and {given[0]} would have no effect")
         return Comparison.open(out)
     data, weights = weighted(data)
     prepared = any(map(is_prepared, data))
@@ -85,6 +84,7 @@ def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, opt
         (prepared or options["tokenizer"], ["vocab_size", "kind"], f"{own} has its own"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
+        (prepared, ["text_column"], "prepared data is read already"),
     )
     config = ModelConfig.load(options["config"]) if options["config"] else ModelConfig.preset(options["preset"] or "1m")
     settings = settings_of(options)

@@ -62,11 +62,16 @@ def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("steps", *FLAGS) if options.get(name) is not None}
 
 
+def given_of(names: Iterable[str]) -> list[str]:
+    """Those of the options that the command line has, as they are written there."""
+    context = click.get_current_context()
+    there = {n for n in names if context.get_parameter_source(n) is click.core.ParameterSource.COMMANDLINE}
+    return [p.opts[0] for p in context.command.params if p.name in there and isinstance(p, click.Option)]
+
+
 def only_resume(*arguments: Any, options: Iterable[str]) -> None:
     """Raise a UsageError if any of the `arguments`, or one of these options, was given beside --resume."""
-    context = click.get_current_context()
-    given = [n for n in options if context.get_parameter_source(n) is click.core.ParameterSource.COMMANDLINE]
-    if any(arguments) or given:
+    if any(arguments) or given_of(options):
         raise click.UsageError("--resume takes the run's own data and settings: give nothing else")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import no_idle_options, setting_options, settings_of
+from mlxlm.cli.run_options import given_of, no_idle_options, setting_options, settings_of
 from mlxlm.units import human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -68,11 +68,10 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
     from mlxlm.train.grid import Grid, start_grid
 
     if not data or fit_only:
-        given = [name for name, value in {**options, "data": data}.items() if value not in (None, (), False)]
+        given = [*(["DATA"] if data else []), *given_of(options)]
         if given:
             why = "--fit-only trains nothing" if fit_only else "without DATA --out goes on as it began"
-            name = "DATA" if given[0] == "data" else f"--{given[0].replace('_', '-')}"
-            raise click.UsageError(f"{why}, and {name} would have no effect")
+            raise click.UsageError(f"{why}, and {given[0]} would have no effect")
         return Grid.open(out)
     prepared = any(map(is_prepared, data))
     own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
@@ -84,6 +83,7 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
         (prepared or options["tokenizer"], ["vocab_size", "kind"], f"{own} has its own"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
+        (prepared, ["text_column"], "prepared data is read already"),
     )
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
     same = ("vocab_size", "tokenizer", "text_column", "validation")

@@ -118,6 +118,7 @@ class _Loop:
     ):  # fmt: skip
         self.run, self.tokenizer, self.settings, self.pace, self.ranks = run, tokenizer, run.settings, pace, ranks
         mx.reset_peak_memory()
+        self.peak = 0
         self.model = Decoder(run.config, dropout=self.settings.dropout)
         self.model.initialize(self.settings.seed)
         self.step = TrainStep(self.model, self.settings, ranks)
@@ -174,7 +175,7 @@ class _Loop:
         seconds = self.spent + self.clock.seconds
         rate = self.clock.rate(settings.tokens_per_step) if self.at > self.first else None
         best = self.best or {}
-        bits, peak = best.get("bits_per_byte"), mx.get_peak_memory()
+        bits, peak = best.get("bits_per_byte"), max(self.peak, mx.get_peak_memory())
         yield Finished(self.deadline.steps, seconds, rate, best.get("loss"), bits, peak, self.run.path)
 
     def started(self) -> Started:
@@ -264,6 +265,7 @@ class _Loop:
 
     def sample(self, done: int) -> Sample:
         with self.step.averaged():
+            self.peak = max(self.peak, mx.get_peak_memory())  # generating begins a peak of its own
             text = sample_text(self.model, self.tokenizer, self.run, self.settings)
         return Sample(done, self.settings.sample_prompt, text)
 
