@@ -10,7 +10,6 @@ from mlxlm.config import ModelConfig
 from mlxlm.plan import textbook
 from mlxlm.plan.training import Training
 
-FLOP_PARTS = ("projections", "scores", "scores_values", "output", "feed_forward", "head")
 ATTENTION_PARTS = ("scores", "scores_values")  # the work that grows with the square of the length
 
 
