@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlxlm.train import Ranks
@@ -55,12 +55,13 @@ def take_share(rank: int, ranks: int) -> None:
         os.sched_setaffinity(0, own or [cores[rank % len(cores)]])
 
 
-def _outlive(hostfile: IO[str]) -> None:
+def _outlive(hostfile: str) -> None:
     """Wait for the end of the launcher, which has locked its hostfile; then end as after SIGTERM, and with this process
     the others. The launcher's own end in order comes later than this process's."""
-    fcntl.flock(hostfile, fcntl.LOCK_EX)
+    with open(hostfile) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
     with suppress(OSError):
-        os.unlink(hostfile.name)
+        os.unlink(hostfile)
     nowhere = os.open(os.devnull, os.O_WRONLY)  # nobody reads what is said
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -74,7 +75,7 @@ def _main() -> int:
     rank = int(os.environ.get("MLX_RANK", "0"))
     take_share(rank, int(sharing))
     if rank == 0:
-        threading.Thread(target=_outlive, args=[open(hostfile)], daemon=True).start()
+        threading.Thread(target=_outlive, args=[hostfile], daemon=True).start()
     # mlx.launch looks without a pause whether it can write to stdin, which takes a core, until that fails.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     report(secret, "pid", os.getpid())
