@@ -6,6 +6,7 @@ from mlxlm._mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mask import distance, visible
 from mlxlm.kernels.sums import sum_of_rows
+from mlxlm.kernels.waypoints import waypoint
 
 _MANY_SCORES = 1 << 14  # of a decoded token: from here on `exp_nonpositive` is worth a larger graph
 MIN_ROWS = 64  # least query rows per block on the CPU: below that the products are too small
@@ -73,7 +74,7 @@ def _attend(rows: mx.array, keys: mx.array, values: mx.array, mask: mx.array) ->
     shifted = rows @ keys.swapaxes(-1, -2) + mask
     e = exp_nonpositive(shifted - mx.max(shifted, axis=-1, keepdims=True))
     n = 1 / sum_of_rows(e)
-    return (e @ values) * n, e, n
+    return waypoint(e @ values) * n, e, n
 
 
 @_attend.vjp
@@ -84,7 +85,7 @@ def _attend_vjp(primals, cotangents, outputs):
     # The softmax p has the gradient p · (dp - Σ dp · p), and the sum is the cotangent times the output
     # (Dao et al. 2022, "FlashAttention", B.4).
     slopes = _slopes(e, cotangent @ values.swapaxes(-1, -2), sum_of_rows(cotangent * out))
-    return slopes @ keys, slopes.swapaxes(-1, -2) @ rows, e.swapaxes(-1, -2) @ cotangent, mx.zeros_like(mask)
+    return waypoint(slopes @ keys), slopes.swapaxes(-1, -2) @ rows, e.swapaxes(-1, -2) @ cotangent, mx.zeros_like(mask)
 
 
 @mx.compile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.kernels.waypoints import waypoint
 
 
 class Linear(nn.Linear):
@@ -16,7 +17,7 @@ class Linear(nn.Linear):
         """x `[..., input]` -> `[..., output]`"""
         if not (ON_CPU and self.training):
             return super().__call__(x)
-        out = project(x, self.weight)
+        out = waypoint(project(x, self.weight))
         return out + self.bias if "bias" in self else out
 
 
@@ -29,4 +30,6 @@ def project(x: mx.array, weight: mx.array) -> mx.array:
 @project.vjp
 def _project_vjp(primals, cotangent, _output):
     x, weight = primals
-    return cotangent @ weight, cotangent.reshape(-1, weight.shape[0]).T @ x.reshape(-1, weight.shape[1])
+    # In this order: what only the gradient by the weight needs is let go of before the gradient goes on.
+    by_weight = waypoint(cotangent.reshape(-1, weight.shape[0]).T @ x.reshape(-1, weight.shape[1]))
+    return waypoint(cotangent @ weight), by_weight

@@ -1,0 +1,42 @@
+"""Arrays along a graph, by which it can be evaluated a piece at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from mlxlm._mlx import mx
+
+_collecting: ContextVar[list[mx.array] | None] = ContextVar("collecting", default=None)
+
+
+def waypoint(x: mx.array) -> mx.array:
+    """x, an array that is in memory anyway: inside of `waypoints`, it becomes one."""
+    if (points := _collecting.get()) is not None:
+        points.append(x)
+    return x
+
+
+@contextmanager
+def waypoints() -> Iterator[list[mx.array]]:
+    """The list of those that a graph built inside of this has, in the order in which it was built."""
+    token = _collecting.set([])
+    try:
+        yield _collecting.get()
+    finally:
+        _collecting.reset(token)
+
+
+def evaluate_along(points: list[mx.array]) -> None:
+    """Evaluate one after another, each begun when the one before the last is done, and let go of them: `points` is
+    empty then."""
+    last = None
+    while points:
+        point = points.pop(0)
+        mx.async_eval(point)
+        if last is not None:
+            mx.eval(last)
+        last = point
+    if last is not None:
+        mx.eval(last)
