@@ -56,7 +56,8 @@ def test_up_to_the_peak_then_never_up_again(steps, share, final, decay, schedule
 def test_a_rate_that_is_never_reached_is_refused(tmp_path, capsys):
     options = ["--out", str(tmp_path / "run"), "--schedule", "constant", "--final-learning-rate", "0.1"]
     assert _run(["pretrain", str(tmp_path), *options]) == 2
-    assert "--final-learning-rate would have no effect: --schedule constant stays at the peak" in capsys.readouterr().err
+    why = "--final-learning-rate would have no effect: --schedule constant stays at the peak"
+    assert why in capsys.readouterr().err
 
 
 def test_settings_give_the_schedule():
