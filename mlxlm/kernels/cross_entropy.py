@@ -59,8 +59,8 @@ def linear_cross_entropy(
 
     hidden `[N, h]` and weight `[V, h]` of one dtype, targets int `[N]`, weights `[N]` (None: all 1); returns a
     float32 scalar, in nats. `chunk` rows of logits exist at a time, each chunk waiting for the one before it; None
-    takes as many as are worth it here. `softcap` c: logits become c·tanh(logit / c). Targets are from 0 to V - 1: others
-    are not looked for, and give a number without meaning. Raises ValueError for a `chunk` below 1.
+    takes as many as are worth it here. `softcap` c: logits become c·tanh(logit / c). Targets are from 0 to V - 1;
+    others are not looked for, and give a number without meaning. Raises ValueError for a `chunk` below 1.
 
     Gradients by hidden and weight are exact; the weights take none. `training`: they will be taken, and are made
     beside the loss (Hsu et al. 2024, "Liger Kernel", 3.2); without it nothing of them is computed before they are
