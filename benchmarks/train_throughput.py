@@ -5,15 +5,18 @@
 All train with AdamW on the same random tokens. "plain_mlx" is the same decoder with MLX's own attention, activation
 and cross-entropy, whole batches, compiled, with MLX's default allocator cache; "mlxlm_whole" is mlxlm without cutting
 the batch in parts. PyTorch is transformers' LlamaForCausalLM, eager, with torch.optim.AdamW, in float32 and with
-weights, activations and optimizer in bfloat16; it is left out where not installed. Ratios are medians over rounds.
+weights, activations and optimizer in bfloat16; it is left out where not installed. Each has a process of its own, and
+ratios are medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from common import in_turn, median, plain_mlx, report, spread
@@ -36,22 +39,27 @@ MODELS = {  # hidden, layers, heads, key-value heads, inner, vocabulary
 }
 
 
+WAYS = ("mlxlm", "mlxlm_whole", "plain_mlx", "pytorch_float32", "pytorch_bfloat16")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="some of them")
-    parser.add_argument("--only", help="some of mlxlm,mlxlm_whole,plain_mlx,pytorch_float32,pytorch_bfloat16")
+    parser.add_argument("--ways", default=",".join(WAYS), help="some of them; ratios are those of the first")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps per round")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--profile", action="store_true", help="also time the parts of a step by themselves")
+    parser.add_argument("--serve", nargs=2, metavar=("WAY", "MODEL"), help="train at each line read (for this program)")
     options = parser.parse_args()
+    if options.serve:
+        serve(*options.serve, options)
+        return
     B, T = options.batch_size, options.sequence_length
     rows, results = [("products by", load_blas().name)], {}
     for name in options.models.split(","):
         results[name] = measured(name, options, rows)
-        gc.collect()
-        mx.clear_cache()
     rows.append(("a product of 1024 x 1024 matrices", f"{measure_matmul():.0f} GFLOP/s"))
     result = {"benchmark": "train_throughput", "blas": load_blas().name, "models": results}
     report(f"training, {B} x {T} tokens a step, tokens/s", rows, result)
@@ -69,30 +77,56 @@ def model_config(name: str) -> ModelConfig:
 
 
 def measured(name: str, options: argparse.Namespace, rows: list[tuple[str, str]]) -> dict:
-    """One model by all that can train it; adds to the `rows` of the table."""
+    """One model in all ways, each in a process of its own; adds to the `rows` of the table."""
+    config = model_config(name)
+    sizes = [f"--{key}={getattr(options, key.replace('-', '_'))}" for key in ("steps", "batch-size", "sequence-length")]
+    servers = {}
+    for way in options.ways.split(","):
+        command = [sys.executable, __file__, "--serve", way, name, *sizes]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if server.stdout.readline():  # compiled and warm, or missing
+            servers[way] = server
+
+    def run(server: subprocess.Popen) -> float:
+        time.sleep(0.3)  # the threads of the one before look for work for 0.2 s
+        server.stdin.write("\n")
+        server.stdin.flush()
+        return float(server.stdout.readline())
+
+    found = in_turn(options.rounds, **{way: partial(run, server) for way, server in servers.items()})
+    for server in servers.values():
+        server.stdin.close()
+        server.wait()
+    first, ratios = next(iter(found)), {}
+    flops = config.flops_per_token(options.sequence_length // 2, training=True)
+    for way, values in found.items():
+        text = f"{spread(values)}, {flops * median(values) / 1e9:.0f} GFLOP/s"
+        if way != first:
+            ratio = median([a / b for a, b in zip(found[first], values, strict=True)])
+            ratios[f"{first}/{way}"] = round(ratio, 3)
+            text += f", {first} is {ratio:.2f}"
+        rows.append((f"{name} {way}", text))
+    speeds = {way: round(median(values), 1) for way, values in found.items()}
+    return {"parameters": config.parameter_count(), "tokens_per_second": speeds, "ratios": ratios}
+
+
+def serve(way: str, name: str, options: argparse.Namespace) -> None:
+    """Say that all is ready, then train and tell tokens/s at each line read. Ends at once where a way is missing."""
     config, B, T = model_config(name), options.batch_size, options.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (B, T + 1)).astype(np.int32)
     makers = {
         "mlxlm": ours,
         "mlxlm_whole": whole,
         "plain_mlx": plain,
-        "pytorch_float32": lambda *a: pytorch(*a, "float32"),
-        "pytorch_bfloat16": lambda *a: pytorch(*a, "bfloat16"),
+        "pytorch_float32": partial(pytorch, dtype="float32"),
+        "pytorch_bfloat16": partial(pytorch, dtype="bfloat16"),
     }
-    wanted = options.only.split(",") if options.only else list(makers)
-    made = {which: makers[which](config, tokens, options.steps) for which in wanted}
-    found = in_turn(options.rounds, **{which: run for which, run in made.items() if run})
-    first, ratios = next(iter(found)), {}
-    flops = config.flops_per_token(T // 2, training=True)
-    for which, values in found.items():
-        ratios[f"{first}/{which}"] = round(median([a / b for a, b in zip(found[first], values, strict=True)]), 3)
-        speed = f"{spread(values)}, {flops * median(values) / 1e9:.0f} GFLOP/s"
-        rows.append(
-            (f"{name} {which}", speed + (f", {first} is {ratios[f'{first}/{which}']:.2f}" if which != first else ""))
-        )
-    del ratios[f"{first}/{first}"]
-    speeds = {which: round(median(values), 1) for which, values in found.items()}
-    return {"parameters": config.parameter_count(), "tokens_per_second": speeds, "ratios": ratios}
+    if (run := makers[way](config, tokens, options.steps)) is None:
+        return
+    run()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(run(), flush=True)
 
 
 def ours(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], float]:
@@ -140,7 +174,7 @@ def plain(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], f
     return with_default_cache
 
 
-def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int, dtype: str) -> Callable[[], float] | None:
+def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int, *, dtype: str) -> Callable[[], float] | None:
     try:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
