@@ -8,10 +8,11 @@ from mlxlm import chat, generation
 
 
 def test_every_name_is_there():
-    assert set(mlxlm.__all__) == {"Chat", "batch", "generate", "load", "score", "stream"}
+    assert set(mlxlm.__all__) == {"Chat", "batch", "generate", "load", "plan", "score", "stream"}
     for name in ("batch", "generate", "load", "score", "stream"):
         assert getattr(mlxlm, name) is getattr(generation, name)
     assert mlxlm.Chat is chat.session.Chat
+    assert mlxlm.plan("1m").parameters == mlxlm.plan.plan("1m").parameters
     assert all(hasattr(generation, name) for name in generation.__all__)
 
 
