@@ -13,6 +13,11 @@ def human_count(n: float) -> str:
     return _scaled(n, ("", "k", "M", "B", "T"))
 
 
+def human_flops(n: float) -> str:
+    """Operations in a second: 104e9 -> 104 GFLOP/s."""
+    return _scaled(n, (" ", " k", " M", " G", " T", " P")) + "FLOP/s"
+
+
 def human_seconds(s: float) -> str:
     """75 -> 1m15s."""
     s = max(0, round(s))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxlm.units import human_bytes, human_count, human_seconds
+from mlxlm.units import human_bytes, human_count, human_flops, human_seconds
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,7 @@ def test_three_digits_and_a_unit(n, bytes, count):
 def test_seconds():
     said = [human_seconds(s) for s in (-1, 0.4, 59.6, 75, 3599.6, 7325)]
     assert said == ["0s", "0s", "1m00s", "1m15s", "1h00m", "2h02m"]
+
+
+def test_operations_in_a_second():
+    assert [human_flops(n) for n in (0, 104e9, 312e12)] == ["0 FLOP/s", "104 GFLOP/s", "312 TFLOP/s"]

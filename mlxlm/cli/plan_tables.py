@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxlm.cli import render
 from mlxlm.plan import Duration, Fits, Plan, textbook
-from mlxlm.units import human_bytes, human_count, human_seconds
+from mlxlm.units import human_bytes, human_count, human_flops, human_seconds
 
 _BAR = 32  # characters of the longest bar
 _SHORT = {"projections": "project", "scores_values": "times values", "feed_forward": "feed fwd"}
@@ -131,7 +131,7 @@ def _use(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
     d = plan.duration
-    speed = f"{human_count(d.machine.flops)}FLOP/s ({d.machine.dtype}, {d.machine.source})"
+    speed = f"{human_flops(d.machine.flops)} ({d.machine.dtype}, {d.machine.source})"
     yield "machine", d.machine.name, speed if d.devices == 1 else f"{d.devices} x {speed}"
     kind = "measured" if d.machine.measured else "as given" if d.machine.source == "as given" else "its maker's peak"
     yield "utilisation", f"{100 * d.utilisation:.1f} %", f"{d.known}, of what is {kind}"

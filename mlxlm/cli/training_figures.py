@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from mlxlm.report.smooth import Smoothed, span_of
 from mlxlm.train import Event, NotSaved, Paused, Resumed, Saved, Slowed, Started, Step, Validation
-from mlxlm.units import human_bytes, human_seconds
+from mlxlm.units import human_bytes, human_flops, human_seconds
 
 _MOST_LINES = 3  # of figures, below the bar
 _BAR = 30  # columns
@@ -57,7 +57,7 @@ class Figures:
         if step.tokens_per_second:
             rate = step.tokens_per_second * self._flops
             share = f" ({rate / self._peak:.0%})" if self._peak else ""
-            found.append(f"{rate / 1e9:.3g} GFLOP/s{share}")
+            found.append(f"{human_flops(rate)}{share}")
         return [*found, f"rate {step.learning_rate:.2g}", f"gradient {step.gradient_norm:.2g}"]
 
     def lines(self, width: int) -> list[str]:
