@@ -167,7 +167,7 @@ def test_training_outlives_the_reader_of_its_messages(tmp_path, text_file, start
     process.stderr.readline()
     process.stderr.close()
     log = tmp_path / "run/log.jsonl"
-    while not (log.exists() and '"step"' in log.read_text()) and process.poll() is None:
+    while not (log.exists() and '"event": "step"' in log.read_text()) and process.poll() is None:
         pass
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
