@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import filecmp
 import glob
+import io
 import json
 import os
 import re
@@ -181,6 +182,13 @@ def write_bytes(path: Path, content: bytes, kind: type[MlxlmError] = CheckpointE
     """Write or replace a file as a whole. Raises `kind` if the disk refuses."""
     with replaced_file(path, kind) as file:
         file.write(content)
+
+
+def write_figure(path: Path, figure: Any, *, dpi: int = 120) -> None:
+    """Write a matplotlib figure as the kind of picture that its name says. Raises CheckpointError as `write_bytes`."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=dpi, format=path.suffix[1:].lower())
+    write_bytes(path, picture.getvalue())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import given_of, no_idle_options, setting_options, settings_of
+from mlxlm.cli.run_options import (
+    LONGEST,
+    data_options,
+    data_rules,
+    given_of,
+    no_idle_options,
+    setting_options,
+    settings_of,
+)
 from mlxlm.units import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
     from mlxlm.train.architectures import Comparison, Result
 
-_LONGEST = 512  # tokens of a sequence, unless asked for: as for pretrain
 _APART = 0.01  # parameter counts that differ by more than this share are remarked on
 
 
@@ -31,12 +38,7 @@ _APART = 0.01  # parameter counts that differ by more than this share are remark
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder; one that is there goes on.")
 @click.option("--preset", default=None, help="What the variants vary, see mlxlm presets.  [default: 1m]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
-@click.option("--vocab-size", type=int, help="Of the tokenizer to train (default: the preset's).")
-@click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]")
-@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
-@click.option("--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated.")
-@click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
+@data_options()
 @click.option("--steps", type=int, help="How long to train each of them, in steps,")
 @click.option("--tokens", type=float, help="in tokens (such as 2e6; default: 20 per parameter of the first),")
 @click.option("--minutes", type=float, help="or in minutes for the slowest; the others see as many tokens.")
@@ -68,7 +70,6 @@ def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, opt
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
     from mlxlm.data import weighted
-    from mlxlm.data.manifest import is_prepared
     from mlxlm.train.architectures import Comparison, Variant, start_comparison
 
     if not data:
@@ -76,19 +77,14 @@ def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, opt
             raise click.UsageError(f"without DATA --out goes on as it began, and {given[0]} would have no effect")
         return Comparison.open(out)
     data, weights = weighted(data)
-    prepared = any(map(is_prepared, data))
-    own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     no_idle_options(
         options,
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
-        (prepared or options["tokenizer"], ["vocab_size", "kind"], f"{own} has its own"),
-        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
-        (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
-        (prepared, ["text_column"], "prepared data is read already"),
+        *data_rules(options, data),
     )
     config = ModelConfig.load(options["config"]) if options["config"] else ModelConfig.preset(options["preset"] or "1m")
     settings = settings_of(options)
-    settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
+    settings.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
     same = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens")
     given = {name: options[name] for name in ("kind", "validation_fraction") if options[name] is not None}
     return start_comparison(

@@ -10,7 +10,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.parts import configured, set_option
-from mlxlm.cli.run_options import FLAGS, setting_options
+from mlxlm.cli.run_options import FLAGS, LONGEST, setting_options
 
 if TYPE_CHECKING:
     from mlxlm.config import ModelConfig
@@ -143,7 +143,7 @@ def _training(config: ModelConfig, options: dict[str, Any]) -> Training:
 
     names = (*_TRAINING, "attention", "loss_chunk")
     given = {name: options[name] for name in names if options[name] is not None}
-    given.setdefault("sequence_length", min(512, config.max_position_embeddings))
+    given.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
     if "dtype" not in given:
         here = options["flops"] is None and options["machine"] in (None, "here")
         given["dtype"] = DEVICE_DTYPE if here else "bfloat16"

@@ -11,9 +11,16 @@ import click
 from mlxlm.cli import render
 from mlxlm.cli.machine_options import machine_options, taken
 from mlxlm.cli.parts import configured, set_option
-from mlxlm.cli.run_options import FLAGS, no_idle_options, only_resume, setting_options, settings_of
-
-_LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more than a small model learns from them
+from mlxlm.cli.run_options import (
+    FLAGS,
+    LONGEST,
+    data_options,
+    data_rules,
+    no_idle_options,
+    only_resume,
+    setting_options,
+    settings_of,
+)
 
 
 @click.command()
@@ -23,12 +30,7 @@ _LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more 
 @click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m, or by the time]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
 @set_option
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
-@click.option("--vocab-size", type=int, help="Of the tokenizer to train (default: the preset's).")
-@click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]")
-@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
-@click.option("--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated.")
-@click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
+@data_options()
 @click.option("--steps", type=int, help="How long to train, in steps,")
 @click.option("--tokens", type=float, help="in tokens (such as 2e7; default: 20 per parameter),")
 @click.option("--hours", type=float, help="in hours from now on until all is done, without --preset the best size too,")
@@ -113,7 +115,7 @@ def _new_run(
         file, preset = options["config"], options["preset"] or "1m"
         config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
         decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
-        length = settings.setdefault("sequence_length", min(_LONGEST, config.max_position_embeddings))
+        length = settings.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
         config = configured(config, options["parts"], decided, length)
     fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
     return start_run(
@@ -153,19 +155,11 @@ def _law(folder: Path | None):
 
 def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
     """Raise a UsageError for an option that would have no effect beside the others."""
-    from mlxlm.data.manifest import is_prepared
-
-    prepared = any(map(is_prepared, data))
-    own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
-    has_tokenizer = prepared or options["tokenizer"]
     no_idle_options(
         {**options, "set": options["parts"]},
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
         (options["minutes"] is not None, ["hours"], "--minutes says how long"),
         (not _chooses(options), ["scaling"], "the model's size is chosen only where --hours is given and no --preset"),
         (_chooses(options), ["set"], "the model is chosen; give --preset to vary one"),
-        (has_tokenizer, ["vocab_size", "kind"], f"{own} has its own"),
-        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
-        (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
-        (prepared, ["text_column"], "prepared data is read already"),
+        *data_rules(options, data),
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
+
+LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more than a small model learns from them
 
 # Options that are fields of TrainSettings, left to its defaults where not given.
 SETTINGS = (
@@ -55,6 +58,43 @@ def setting_options(without: Collection[str] = (), texts: Mapping[str, str] | No
         return command
 
     return added
+
+
+def data_options(vocab_size: str = "the preset's") -> Callable:
+    """Adds what says how DATA becomes tokens; `vocab_size` is that option's default, in words."""
+    options = (
+        click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one)."),
+        click.option("--vocab-size", type=int, help=f"Of the tokenizer to train (default: {vocab_size})."),
+        click.option(
+            "--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]"
+        ),
+        click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]"),
+        click.option(
+            "--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated."
+        ),
+        click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]"),
+    )
+
+    def added(command):
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return added
+
+
+def data_rules(options: Mapping[str, Any], data: Iterable[str]) -> list[tuple[Any, Collection[str], str]]:
+    """The rules of `no_idle_options` for those of `data_options` beside this DATA."""
+    from mlxlm.data.manifest import is_prepared
+
+    prepared = any(map(is_prepared, data))
+    own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
+    return [
+        (prepared or options["tokenizer"], ["vocab_size", "kind"], f"{own} has its own"),
+        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
+        (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
+        (prepared, ["text_column"], "prepared data is read already"),
+    ]
 
 
 def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:

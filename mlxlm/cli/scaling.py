@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import given_of, no_idle_options, setting_options, settings_of
+from mlxlm.cli.run_options import data_options, data_rules, given_of, no_idle_options, setting_options, settings_of
 from mlxlm.units import human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -31,12 +31,7 @@ _WITHOUT = ("eval_every", "sample_every", "sample_prompt", "sample_tokens", "kee
 @click.option("--tokens", metavar="A,B,...", help="The same in tokens, such as 1e6,2e6,4e6.")
 @click.option("--minutes", type=float, help="What the grid may take, where --sizes are not given.  [default: 30]")
 @click.option("--hours", type=float, help="The same in hours.")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one).")
-@click.option("--vocab-size", type=int, help="Of the tokenizer to train (default: by the sizes).")
-@click.option("--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]")
-@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
-@click.option("--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated.")
-@click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
+@data_options(vocab_size="by the sizes")
 @setting_options(_WITHOUT)
 @click.option("--budget", metavar="C", help="The best model for so many operations, such as 1e15, or for 2h here.")
 @click.option("--predict", metavar="SIZE[:TOKENS]", help="The loss of a preset or size (default: 20 tokens each).")
@@ -64,7 +59,6 @@ def scaling(data, out, budget, predict, fit_only, as_json, **options: Any) -> No
 
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
     from mlxlm.cli.training import phase
-    from mlxlm.data.manifest import is_prepared
     from mlxlm.train.grid import Grid, start_grid
 
     if not data or fit_only:
@@ -73,17 +67,12 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
             why = "--fit-only trains nothing" if fit_only else "without DATA --out goes on as it began"
             raise click.UsageError(f"{why}, and {given[0]} would have no effect")
         return Grid.open(out)
-    prepared = any(map(is_prepared, data))
-    own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     no_idle_options(
         {**options, "sample_every": True, "decay_fraction": None},
         (options["sizes"], ["minutes", "hours"], "--sizes say what is trained"),
         (options["minutes"] is not None, ["hours"], "--minutes says how long"),
         (options["tokens"], ["tokens_per_parameter"], "--tokens says how long each is trained"),
-        (prepared or options["tokenizer"], ["vocab_size", "kind"], f"{own} has its own"),
-        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
-        (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
-        (prepared, ["text_column"], "prepared data is read already"),
+        *data_rules(options, data),
     )
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
     same = ("vocab_size", "tokenizer", "text_column", "validation")

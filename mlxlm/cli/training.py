@@ -1,4 +1,4 @@
-"""How a training run is shown and stopped; shared by `pretrain` and `quickstart`."""
+"""How a training run is shown and stopped, for all commands that train."""
 
 from __future__ import annotations
 

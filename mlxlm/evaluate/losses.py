@@ -14,6 +14,11 @@ from mlxlm.model import Decoder
 _ROWS = 512  # positions whose logits a quantized head makes at once: 256 MB for 128k tokens
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def summed(
     model, tokens: np.ndarray, weights: np.ndarray, segments: np.ndarray | None = None, *, start: int = 0
 ) -> float:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mlxlm.data import TokenDataset, validation_batches
-from mlxlm.evaluate.losses import summed
+from mlxlm.evaluate.losses import perplexity, summed
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
 
 def evaluate(

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxlm.data import Document
 from mlxlm.errors import CheckpointError, ConfigError, DataError
-from mlxlm.evaluate.losses import summed
+from mlxlm.evaluate.losses import perplexity, summed
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.tokenizer import Tokenizer
 
@@ -41,8 +41,7 @@ class TextLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 from mlxlm.errors import ConfigError
-from mlxlm.files import write_bytes
+from mlxlm.files import write_figure
 from mlxlm.plan.planner import Plan
 from mlxlm.units import human_count
 
@@ -25,9 +24,7 @@ def draw(plan: Plan, path: Path | str) -> None:
     memory, operations = figure.subplots(2, 1, height_ratios=[3, 4])
     _draw_memory(plan, memory)
     _draw_operations(plan, operations)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format=path.suffix[1:].lower())
-    write_bytes(path, picture.getvalue())
+    write_figure(path, figure)
 
 
 def _draw_memory(plan: Plan, axes) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlxlm.carried import Check
-from mlxlm.files import write_bytes
+from mlxlm.files import write_figure
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+?)(?:_proj)?$")
 _OUTSIDE = {"model.embed_tokens": "embedding", "model.embed_positions": "positions", "lm_head": "head"}
@@ -128,9 +127,7 @@ def draw(report: Report, path: Path) -> None:
         panel.set_xlim(-1.5, max(last, *outside) + 0.5)
         panel.set_xticks([*range(0, last + 1, max(last, 0) // 16 + 1), *outside])
         panel.xaxis.set_major_formatter(lambda x, _position: outside.get(round(x), f"{x:.0f}"))
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_bytes(path, picture.getvalue())
+    write_figure(path, figure)
 
 
 def _last_layer(report: Report) -> int:

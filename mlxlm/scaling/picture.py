@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
 
-from mlxlm.files import write_bytes
+from mlxlm.files import write_figure
 from mlxlm.scaling.fitting import Fit
 from mlxlm.scaling.laws import OPERATIONS
 from mlxlm.scaling.study import Analysis
@@ -29,9 +28,7 @@ def draw(analysis: Analysis, path: Path, by_ratio: bool = False) -> None:
     _row(sizes, analysis, "parameters", "tokens", analysis.by_parameters, f"line: the runs of the {of}")
     _row(lengths, analysis, "tokens", "parameters", analysis.by_tokens, "line: the runs of the largest model")
     _plane(figure, plane, analysis)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
-    write_bytes(path, picture.getvalue())
+    write_figure(path, figure, dpi=110)
 
 
 def _row(axes, analysis: Analysis, over: str, other: str, fit: Fit | None, title: str) -> None:

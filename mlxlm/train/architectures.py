@@ -21,7 +21,7 @@ from mlxlm.train.curves import draw_runs
 from mlxlm.train.probing import probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.several import asked, check_asked, is_finished, one_of, shared_data
+from mlxlm.train.several import asked, check_asked, is_finished, one_of, recorded, shared_data
 from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, steps_for
 
 FILE = "comparison.json"
@@ -240,7 +240,7 @@ def start_comparison(
         _drafts(variants, configs, settings, steps)  # of all, before the first is trained
         values = {
             "config": config.to_dict(), "settings": {**settings, "steps": steps},
-            "variants": question["variants"], "data": "data" if data == folder / "data" else str(data),
+            "variants": question["variants"], "data": recorded(data, folder),
             "asked": question,
         }  # fmt: skip
         write_json(folder / FILE, values)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlxlm.files import write_bytes
+from mlxlm.files import write_figure
 from mlxlm.train.run import Run
 
 _POINTS = 100  # of a training curve, each the mean of the steps around it
@@ -46,9 +45,7 @@ def draw_runs(runs: Mapping[str, Run], path: Path) -> None:
         axes.grid(alpha=0.3)
     if runs:
         figure.legend(loc="outside right upper", title="best", fontsize=9)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_bytes(path, picture.getvalue())
+    write_figure(path, figure)
 
 
 def _means(steps: list[tuple[float, float]], size: int) -> list[tuple[float, float]]:

@@ -20,7 +20,7 @@ from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.choice import guessed_vocabulary, nearest_members, pace_of, rows_for
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.several import asked, check_asked, is_finished, one_of, shared_data
+from mlxlm.train.several import asked, check_asked, is_finished, one_of, recorded, shared_data
 from mlxlm.train.start import DEVICE_DTYPE, Phase, no_phase
 
 FILE = "grid.json"
@@ -203,7 +203,7 @@ def start_grid(
         cells.sort(key=lambda cell: cell.parameters * cell.tokens)
         content = {
             "cells": [asdict(cell) for cell in cells], "vocab_size": words.vocab_size, "settings": values,
-            "data": "data" if data == folder / "data" else str(data), "by_ratio": not tokens and bool(sizes or ratios),
+            "data": recorded(data, folder), "by_ratio": not tokens and bool(sizes or ratios),
             "unique": unique, "asked": question,
         }  # fmt: skip
         write_json(folder / FILE, content)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-from mlxlm.files import write_bytes
+from mlxlm.files import write_figure
 from mlxlm.report import REPORT_FILE, RunFacts, read_run, write_report
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
@@ -41,6 +40,4 @@ def draw_losses(facts: RunFacts, path: Path) -> None:
     rate.set_ylabel("learning rate (dotted)")
     rate.set_ylim(bottom=0)
     axes.legend(loc="upper right")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_bytes(path, picture.getvalue())
+    write_figure(path, figure)

@@ -69,6 +69,11 @@ def shared_data(
     return words, folder / "data"
 
 
+def recorded(data: Path, folder: Path) -> str:
+    """Where the shards are, as a file in `folder` says it: what lies inside goes with the folder."""
+    return data.name if data.parent == folder else str(data)
+
+
 def one_of(path: Path, data: Path, config: ModelConfig, settings: dict[str, Any], phase: Phase = no_phase) -> Run:
     """The run at `path`, made if it isn't there yet."""
     gc.collect()  # the run before is held by cycles: its bytes would count as this one's
