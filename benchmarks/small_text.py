@@ -1,109 +1,94 @@
-"""Bits per byte on a text's last 10% after training on its first 90% for a given time.
+"""Bits per byte on a text's last 10 % after training on its first 90 % for a given time.
 
-    python benchmarks/small_text.py tinyshakespeare.txt --minutes 3 --preset 1m --vocab-size 1024
+    python benchmarks/small_text.py tinyshakespeare.txt --minutes 10 [OPTIONS OF mlxlm pretrain]
 
-The clock starts before the tokenizer is trained and stops after the last step. What counts is the checkpoint
-with the lowest validation loss (--eval-every), over the whole of the held-out text. Reference on
-tinyshakespeare: nanoGPT's CPU recipe (0.8M parameters, characters) ends at 1.88 nats per character, that is
-2.71 bits per byte, in about three minutes.
+This is `mlxlm pretrain --minutes`, which chooses the model for the time where no --preset or --config is given. The
+time is that of the whole command, from training the tokenizer to the last checkpoint; the minutes of the processor,
+all cores together, are stated beside it. What counts is the best checkpoint, over the whole of the held-out text: in
+windows as long as in training, whose tokens see nothing before their window, and with a stride of a quarter of them, so
+that tokens see three quarters of a window.
+
+Reference on tinyshakespeare: nanoGPT's CPU recipe (0.8M parameters, characters) ends at 1.88 nats per character, that
+is 2.71 bits per byte, in about three minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import resource
+import shlex
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from common import peak_memory, report
+from common import report
 
-from mlxlm.config import ModelConfig
-from mlxlm.data import TokenDataset
-from mlxlm.evaluate import evaluate
-from mlxlm.tokenizer import load
-from mlxlm.train import Finished, Run, Validation, start_run, train
+from mlxlm.train import Run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--preset", default="1m")
-    parser.add_argument("--config", type=Path, help="a config.json instead of the preset")
-    parser.add_argument("--vocab-size", type=int, default=1024)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--final-learning-rate", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eval-every", type=int, default=0, help="steps; 0: at the end only")
-    options = parser.parse_args()
-    start = time.perf_counter()
+    parser.add_argument("--keep", type=Path, metavar="RUN", help="where the run is to stay (a new folder)")
+    options, given = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        run = prepare(options, Path(folder))
-        left = options.minutes * 60 - (time.perf_counter() - start)
-        print(f"{run.settings.steps} steps, {left:.0f} s left for them", file=sys.stderr)
-        finished = None
-        for event in train(run, load(run.path)):
-            if isinstance(event, Validation):
-                elapsed = time.perf_counter() - start
-                print(f"{elapsed:5.0f} s  step {event.step}: {event.bits_per_byte:.4f}", file=sys.stderr)
-            if isinstance(event, Finished):
-                finished = event
-        seconds = time.perf_counter() - start
-        best = best_bits_per_byte(run)
+        begun, held_out = split(options.text, Path(folder))
+        path = options.keep or Path(folder, "run")
+        start = time.perf_counter()
+        mlxlm("pretrain", begun, "--validation", held_out, "--out", path, "--minutes", options.minutes, *given)
+        seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        run = Run.open(path)
+        length = run.settings.sequence_length
+        plain, strided = (bits_per_byte(path, held_out, length, stride) for stride in (length, length // 4))
+        steps = [entry["step"] for entry in run.read_log() if entry["event"] == "step"]
+        parameters, passes = run.config.parameter_count(), passes_of(run)
+    cpu = used.ru_utime + used.ru_stime
     rows = [
-        ("parameters", f"{run.config.parameter_count():,}"),
-        ("validation", f"{best:.4f} bits per byte"),
-        ("time", f"{seconds:.0f} s in all, {finished.seconds:.0f} s of steps"),
-        ("speed", f"{finished.tokens_per_second:,.0f} tokens/s"),
-        ("peak memory", f"{peak_memory() / 1e6:.0f} MB"),
+        ("parameters", f"{parameters:,}"),
+        ("steps", f"{steps[-1]:,}, {passes:.1f} passes over the text"),
+        ("held-out text", f"{plain:.4f} bits per byte, {strided:.4f} with a stride of {length // 4}"),
+        ("time", f"{seconds:.0f} s, {cpu / 60:.1f} minutes of the processor's cores"),
+        ("peak memory", f"{used.ru_maxrss * (1 if sys.platform == 'darwin' else 1024) / 1e6:.0f} MB"),
     ]
-    report(
-        f"{options.text.name} in {options.minutes:g} minutes",
-        rows,
-        {
-            "benchmark": "small_text",
-            "bits_per_byte": round(best, 4),
-            "seconds": round(seconds, 1),
-            "parameters": run.config.parameter_count(),
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
-        },
-    )
+    found = {
+        "benchmark": "small_text", "text": options.text.name, "options": shlex.join(given), "bits_per_byte": plain,
+        "strided": strided, "seconds": seconds, "cpu_seconds": cpu, "parameters": parameters, "steps": steps[-1],
+    }  # fmt: skip
+    report(f"{options.text.name} in {options.minutes:g} minutes", rows, found)
 
 
-def prepare(options: argparse.Namespace, folder: Path) -> Run:
-    text = options.text.read_bytes()
-    cut = text.index(b"\n", len(text) * 9 // 10) + 1
-    (folder / "train.txt").write_bytes(text[:cut])
-    (folder / "validation.txt").write_bytes(text[cut:])
-    config = ModelConfig.load(options.config) if options.config else ModelConfig.preset(options.preset)
-    settings = {
-        "batch_size": options.batch_size,
-        "sequence_length": options.sequence_length,
-        "learning_rate": options.learning_rate,
-        "weight_decay": options.weight_decay,
-        "dropout": options.dropout,
-        "final_learning_rate": options.final_learning_rate,
-        "seed": options.seed,
-        "eval_every": options.eval_every,
-        "save_every": 0,
-    }
-    return start_run(
-        folder / "run", [folder / "train.txt"], config, vocab_size=options.vocab_size,
-        validation=[folder / "validation.txt"], minutes=options.minutes, settings=settings,
-    )  # fmt: skip
+def split(text: Path, folder: Path) -> tuple[Path, Path]:
+    """Files of the first 90 % of its bytes and of the rest, from the next line on."""
+    content = text.read_bytes()
+    cut = content.index(b"\n", len(content) * 9 // 10) + 1
+    parts = folder / "train.txt", folder / "validation.txt"
+    for part, piece in zip(parts, (content[:cut], content[cut:]), strict=True):
+        part.write_bytes(piece)
+    return parts
 
 
-def best_bits_per_byte(run: Run) -> float:
-    """Of the best checkpoint, over the whole validation text."""
-    from mlxlm.checkpoint import load_model
+def passes_of(run: Run) -> float:
+    """Over the training text."""
+    from mlxlm.data import Manifest
 
-    data = TokenDataset.open(run.data, "validation")
-    return evaluate(load_model(run.path)[0], data, run.settings.sequence_length).bits_per_byte
+    last = max(entry["tokens"] for entry in run.read_log() if entry["event"] == "step")
+    return last / Manifest.read(run.data).train.tokens
+
+
+def bits_per_byte(run: Path, text: Path, length: int, stride: int) -> float:
+    found = mlxlm("evaluate", run, text, "--context", length, "--stride", stride, "--json", capture=True)
+    return json.loads(found)["bits_per_byte"]
+
+
+def mlxlm(*arguments: object, capture: bool = False) -> str:
+    """Run the command; its output."""
+    command = [str(Path(sys.executable).with_name("mlxlm")), *map(str, arguments)]
+    out = subprocess.PIPE if capture else sys.stderr
+    return subprocess.run(command, check=True, stdout=out, text=True).stdout or ""
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.machine_options import machine_options, taken
 from mlxlm.cli.run_options import (
     LONGEST,
     data_options,
@@ -43,6 +44,7 @@ _APART = 0.01  # parameter counts that differ by more than this share are remark
 @click.option("--tokens", type=float, help="in tokens (such as 2e6; default: 20 per parameter of the first),")
 @click.option("--minutes", type=float, help="or in minutes for the slowest; the others see as many tokens.")
 @setting_options()
+@machine_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def compare_architectures(data, variants, out, as_json, **options: Any) -> None:
     """Train variants of a model on DATA, with one tokenizer, for the same tokens, and draw their curves in one picture.
@@ -50,8 +52,9 @@ def compare_architectures(data, variants, out, as_json, **options: Any) -> None:
     Each is an ordinary run in a folder of its own. Ctrl-C finishes the step and saves; the same command, or --out
     alone, goes on with what is unfinished.
     """
+    how = taken(options)
     comparison = _comparison(data, variants, out, options)
-    failed = _train(comparison)
+    failed = _train(comparison, how)
     found = comparison.results()
     notes = [*failed, *_notes(comparison, found)]
     if as_json:
@@ -93,14 +96,14 @@ def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, opt
     )  # fmt: skip
 
 
-def _train(comparison: Comparison) -> list[str]:
+def _train(comparison: Comparison, how: dict[str, Any]) -> list[str]:
     """Train what is unfinished, until a stop is asked for; returns what went wrong, a line for each variant."""
     from mlxlm.cli.several import train_all
     from mlxlm.cli.training import phase
 
     runs = [(variant.name, partial(comparison.run, variant, phase)) for variant in comparison.variants]
     command = f"mlxlm compare-architectures --out {shlex.quote(str(comparison.path))}"
-    return train_all(runs, comparison.tokenizer, command)
+    return train_all(runs, comparison.tokenizer, command, **how)
 
 
 _HEADER = ("variant", "parameters", "tokens", "tokens/s", "time", "memory", "learning rate", "bits per byte")

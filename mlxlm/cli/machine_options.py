@@ -23,6 +23,9 @@ _OPTIONS = (
 )  # fmt: skip
 
 
+MACHINE = ("on_battery", "on_heat", "duty", "tensorboard", "wandb")
+
+
 def machine_options(command):
     """Add them to a command that trains."""
     for option in reversed(_OPTIONS):

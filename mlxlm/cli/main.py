@@ -88,6 +88,7 @@ def app() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    sys.unraisablehook = _swallowed
     sys.exit(_run(args))
 
 
@@ -135,6 +136,16 @@ def print_error(error: Exception) -> None:
 def _terminate(_number: int, _frame: object) -> None:
     """SIGTERM unwinds, so that half-written folders are removed."""
     raise SystemExit(143)
+
+
+def _swallowed(unraisable: sys.UnraisableHookArgs) -> None:
+    """What a signal raised where nothing can be raised, such as in the callback of a weak reference, comes again."""
+    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(unraisable.exc_type)
+    if number is None:
+        sys.__unraisablehook__(unraisable)
+        return
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds: by then that place is left
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

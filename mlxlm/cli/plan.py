@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,8 +157,9 @@ def _machine(options: dict[str, Any]) -> Machine | str:
 
 def _probed(found: Plan) -> Plan:
     """With the time and memory that three steps took."""
-    from mlxlm.cli.waiting import waiting
+    from mlxlm.cli.training import phase
     from mlxlm.train import TrainSettings, probe
+    from mlxlm.train.probing import TRYING
     from mlxlm.train.start import check_memory
 
     names = {name: getattr(found.training, name) for name in _TRAINING}
@@ -167,8 +167,6 @@ def _probed(found: Plan) -> Plan:
     length = found.training.sequence_length
     config = found.config.with_changes(max_position_embeddings=length, quantization=None)
     check_memory(config, settings)
-    if not sys.stderr.isatty():
-        render.say("trying three training steps")
-    with waiting("trying three training steps"):
+    with phase(TRYING, None):
         measured = probe(config, settings)
     return found.probed(measured.step, measured.memory)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.machine_options import MACHINE, machine_options, taken
 from mlxlm.cli.run_options import data_options, data_rules, given_of, no_idle_options, setting_options, settings_of
 from mlxlm.units import human_count, human_seconds
 
@@ -29,10 +30,11 @@ _WITHOUT = ("eval_every", "sample_every", "sample_prompt", "sample_tokens", "kee
 @click.option("--sizes", metavar="A,B,...", help="Parameters, such as 0.1m,0.3m,1m, or presets (default: by the time).")
 @click.option("--tokens-per-parameter", metavar="A,B,...", help="How long each is trained.  [default: 5,10,20,40]")
 @click.option("--tokens", metavar="A,B,...", help="The same in tokens, such as 1e6,2e6,4e6.")
-@click.option("--minutes", type=float, help="What the grid may take, where --sizes are not given.  [default: 30]")
+@click.option("--minutes", type=float, help="What the grid may work, where --sizes are not given.  [default: 30]")
 @click.option("--hours", type=float, help="The same in hours.")
 @data_options(vocab_size="by the sizes")
 @setting_options(_WITHOUT)
+@machine_options
 @click.option("--budget", metavar="C", help="The best model for so many operations, such as 1e15, or for 2h here.")
 @click.option("--predict", metavar="SIZE[:TOKENS]", help="The loss of a preset or size (default: 20 tokens each).")
 @click.option("--fit-only", is_flag=True, help="Train nothing: fit what is finished.")
@@ -50,8 +52,11 @@ def scaling(data, out, budget, predict, fit_only, as_json, **options: Any) -> No
     _parse_budget(budget)  # before hours of training
     if predict:
         _parse_size(predict)
+    if fit_only and (idle := given_of(MACHINE)):
+        raise click.UsageError(f"{idle[0]} would have no effect: --fit-only trains nothing")
+    how = taken(options)
     grid = _grid(data, out, options, fit_only)
-    failed = [] if fit_only else _train(grid)
+    failed = [] if fit_only else _train(grid, how)
     _report(grid, failed, budget, predict, as_json)
     if failed:
         raise click.exceptions.Exit(1)
@@ -85,7 +90,7 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
     )  # fmt: skip
 
 
-def _train(grid: Grid) -> list[str]:
+def _train(grid: Grid, how: dict[str, Any]) -> list[str]:
     from mlxlm.cli.several import train_all
     from mlxlm.cli.training import phase
     from mlxlm.scaling.laws import FEW_PASSES
@@ -101,7 +106,11 @@ def _train(grid: Grid) -> list[str]:
         name = f"{human_count(cell.parameters)} parameters, {human_count(cell.tokens)} tokens"
         runs.append((name, partial(grid.run, cell, phase)))
     command = f"mlxlm scaling --out {shlex.quote(str(grid.path))}"
-    return train_all(runs, grid.tokenizer, command, lambda n: f", about {human_seconds(grid.seconds_left(n))} left")
+
+    def left(number: int) -> str:
+        return f", about {human_seconds(grid.seconds_left(number) * 100 / how['power'].duty)} left"
+
+    return train_all(runs, grid.tokenizer, command, left, **how)
 
 
 def _report(grid: Grid, failed: list[str], budget: str | None, predict: str | None, as_json: bool) -> None:

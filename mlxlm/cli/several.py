@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mlxlm.cli import render
 from mlxlm.cli.training import run_training
@@ -16,11 +17,12 @@ def train_all(
     tokenizer,
     command: str,
     left: Callable[[int], str] = lambda _number: "",
+    **options: Any,
 ) -> list[str]:
     """Train what is unfinished of `runs`, (name, what makes or opens it) each, until a stop is asked for.
 
-    command: goes on with the rest. left: what to say beside the number of a run, from 0. Returns what went wrong, a
-    line for each run.
+    command: goes on with the rest. left: what to say beside the number of a run, from 0. options: of
+    `mlxlm.train.train`, for each of them. Returns what went wrong, a line for each run.
     """
     failed = []
     for number, (name, make) in enumerate(runs):
@@ -30,7 +32,7 @@ def train_all(
             render.say("finished before")
             continue
         try:
-            ending = run_training(run, tokenizer, resume=True)
+            ending = run_training(run, tokenizer, resume=True, **options)
         except TrainingError as error:  # of this run: the others still tell something
             failed.append(f"{name}: {error.message}")
             render.say(failed[-1], style="red")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from mlxlm.data import TokenDataset
 from mlxlm.errors import ConfigError
 from mlxlm.files import new_folder, write_json
 from mlxlm.parts import meaning, parse, value_of, with_parts
+from mlxlm.report import read_run
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.curves import draw_runs
 from mlxlm.train.probing import probe
@@ -167,7 +169,7 @@ class Comparison:
 
     def draw(self) -> Path:
         """Write a picture of the curves so far, as PNG; its path."""
-        draw_runs({v.name: Run.open(self.path / v.folder) for v in self._begun()}, self.path / PICTURE)
+        draw_runs({v.name: read_run(self.path / v.folder) for v in self._begun()}, self.path / PICTURE)
         return self.path / PICTURE
 
     def results(self) -> list[Result]:
@@ -282,16 +284,19 @@ def _drafts(
 
 
 def _result(variant: Variant, run: Run) -> Result:
-    entries = run.read_log()
-    steps = [entry for entry in entries if entry["event"] == "step"]
-    validations = [entry for entry in entries if entry["event"] == "validation"]
-    ends = [entry for entry in entries if entry["event"] == "finished"]
-    first, last = (steps[0], steps[-1]) if steps else ({}, {})
-    best = min(validations, key=lambda entry: entry["loss"], default={})
-    tokens, seconds = last.get("tokens", 0), last.get("seconds", 0.0)
-    rated = tokens - first.get("tokens", 0), seconds - first.get("seconds", 0.0)
+    facts = read_run(run.path)
+
+    def last(figure: str) -> float:
+        value = facts.last(figure)
+        return 0.0 if math.isnan(value) else value
+
+    first = {name: facts.steps[name][0] for name in ("tokens", "seconds") if facts.steps[name]}
+    seconds = last("seconds") - first.get("seconds", 0.0)
+    rate = (last("tokens") - first.get("tokens", 0.0)) / seconds if seconds > 0 else 0.0
+    _, loss, bits = facts.best or (None, None, None)
+    ends = [entry for entry in facts.events if entry["event"] == "finished"]
     return Result(
         variant.name, str(run.path), run.config.model_type, run.config.parameter_count(), run.settings.learning_rate,
-        last.get("step", 0), run.settings.steps, tokens, seconds, rated[0] / rated[1] if rated[1] > 0 else 0.0,
-        ends[-1].get("memory") if ends else None, best.get("loss"), best.get("bits_per_byte"), is_finished(run),
+        int(last("step")), run.settings.steps, int(last("tokens")), last("seconds"), rate,
+        ends[-1].get("memory") if ends else None, loss, bits, is_finished(run),
     )  # fmt: skip

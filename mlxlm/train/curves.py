@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlxlm.files import write_figure
-from mlxlm.train.run import Run
+from mlxlm.report import RunFacts
 
 _POINTS = 100  # of a training curve, each the mean of the steps around it
 
 
-def draw_runs(runs: Mapping[str, Run], path: Path) -> None:
+def draw_runs(runs: Mapping[str, RunFacts], path: Path) -> None:
     """Draw training loss and validation over tokens, a colour for each run of these names, as a PNG at `path`.
 
     Raises CheckpointError if the disk refuses.
@@ -24,14 +24,13 @@ def draw_runs(runs: Mapping[str, Run], path: Path) -> None:
     ends: list[float] = []  # of what is drawn after the first tenth, which would leave no room for the differences
     for number, (name, run) in enumerate(runs.items()):
         colour = f"C{number % 10}"
-        entries = list(run.read_log())
-        steps = [(e["tokens"], e["loss"]) for e in entries if e["event"] == "step"]
-        points = _means(steps, -(-run.settings.steps // _POINTS))
+        steps = list(zip(run.steps["tokens"], run.steps["loss"], strict=True))
+        points = _means(steps, max(1, -(-len(steps) // _POINTS)))
         training.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, lw=1.3)
         ends += [loss for _, loss in points[len(points) // 10 :]]
-        checks = [(e["tokens"], e["bits_per_byte"]) for e in entries if e["event"] == "validation"]
+        checks = [(run.place("tokens", step), bits) for step, _, bits in run.validations]
         label = name.replace("$", r"\$")  # which would begin a formula
-        label += f": {min(bits for _, bits in checks):.4f}" if checks else ""
+        label += f": {run.best[2]:.4f}" if run.best else ""
         validation.plot(*zip(*checks, strict=True) if checks else ((), ()), "o-", ms=3, color=colour, label=label)
     if ends:
         ends.sort()

@@ -62,7 +62,8 @@ class Started:
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step. `loss` in nats per token; `memory` in bytes; `seconds` spent in the run's steps so far, before
+    """A finished step. `loss` in nats per token; `memory` in bytes, on a CPU that of the process, on a GPU MLX's peak;
+    `seconds` spent in the run's steps so far, before
     a resume too, without pauses and rests; `seconds_left` until the run's end by the clock on the wall, from
     the second step on with rests and all else that went between steps."""
 

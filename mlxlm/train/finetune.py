@@ -23,7 +23,7 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.events import Conversations
 from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate
-from mlxlm.train.probing import LEAST_STEPS, Probe, probe
+from mlxlm.train.probing import LEAST_STEPS, TRYING, Probe, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, time_left
@@ -221,7 +221,7 @@ def _lengths(
     if minutes is None and "steps" not in values:
         values["steps"] = max(1, math.ceil((epochs or EPOCHS) * rows / (draft.batch_size * draft.accumulate)))
     if minutes is not None or values["steps"] >= LEAST_STEPS:
-        with phase("trying three training steps", None):
+        with phase(TRYING, None):
             found = probe(config, draft, TokenDataset.open(data, "validation"))
     if minutes is not None:
         values["time_limit"] = time_left(minutes, begun)

@@ -13,6 +13,7 @@ from mlxlm.data import Manifest, total_bytes
 from mlxlm.errors import ConfigError
 from mlxlm.files import new_folder, write_json
 from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
+from mlxlm.report import read_run
 from mlxlm.scaling.fitting import Point
 from mlxlm.scaling.laws import FEW_PASSES, OPERATIONS
 from mlxlm.scaling.sizes import family, of_width, vocabulary
@@ -100,19 +101,16 @@ class Grid:
         """Of the runs that are finished: the loss of the whole validation at their ends."""
         found = []
         for cell, run in self.begun():
-            ends = [entry["loss"] for entry in run.read_log() if entry["event"] == "validation"]
+            ends = read_run(run.path).validations
             if ends and is_finished(run):
-                found.append(Point(cell.parameters, cell.tokens, ends[-1]))
+                found.append(Point(cell.parameters, cell.tokens, ends[-1][1]))
         return found
 
     def seconds_left(self, number: int) -> float:
         """That the cells from `number` on take, at the speed of those that are finished."""
-        spent = planned = 0.0
-        for cell, run in self.begun():
-            steps = [entry["seconds"] for entry in run.read_log() if entry["event"] == "step"]
-            if steps and is_finished(run):
-                spent, planned = spent + steps[-1], planned + cell.seconds
-        scale = spent / planned if planned else 1.0
+        found = self._timed()
+        planned = sum(cell.seconds for cell, _ in found)
+        scale = sum(seconds for _, seconds in found) / planned if planned else 1.0
         return scale * sum(cell.seconds for cell in self.cells[number:])
 
     def flops_per_second(self) -> float:
@@ -120,12 +118,16 @@ class Grid:
 
         Raises ConfigError where no run is finished.
         """
-        done = [(cell, run) for cell, run in self.begun() if is_finished(run)]
-        if not done:
+        found = self._timed()
+        if not found:
             raise ConfigError(f"no run of {self.path} is finished", "the same command without --fit-only")
-        cell, run = max(done, key=lambda found: found[0].parameters * found[0].tokens)
-        seconds = [entry["seconds"] for entry in run.read_log() if entry["event"] == "step"][-1]
+        cell, seconds = max(found, key=lambda timed: timed[0].parameters * timed[0].tokens)
         return OPERATIONS * cell.parameters * cell.tokens / seconds
+
+    def _timed(self) -> list[tuple[Cell, float]]:
+        """The runs that are finished, and the seconds of their steps."""
+        timed = [(cell, read_run(run.path).last("seconds")) for cell, run in self.begun() if is_finished(run)]
+        return [(cell, seconds) for cell, seconds in timed if seconds > 0]
 
 
 def start_grid(

@@ -27,7 +27,7 @@ from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.choice import choose, guessed_vocabulary
 from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate
-from mlxlm.train.probing import LEAST_STEPS, probe
+from mlxlm.train.probing import LEAST_STEPS, TRYING, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.units import human_bytes
@@ -144,7 +144,7 @@ def start_run(
         found = None
         if minutes or steps >= LEAST_STEPS:
             own = replace(draft, accumulate=draft.accumulate // ranks)
-            with phase("trying three training steps", None):
+            with phase(TRYING, None):
                 found = probe(config, own, TokenDataset.open(data, "validation"))
         if minutes:
             values["time_limit"] = time_left(minutes, begun)

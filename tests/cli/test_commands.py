@@ -146,6 +146,23 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number, start
     assert again.wait(60) in (0, 130, 143)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_callback_that_cant_raise_ends_the_command(tmp_path, number, code):
+    (tmp_path / "victim.py").write_text(
+        "import click, os, time, weakref\n"
+        "class Thing: pass\n"
+        "@click.command()\n"
+        "def victim():\n"
+        "    thing = Thing()\n"
+        f"    watched = weakref.ref(thing, lambda _: os.kill(os.getpid(), {number:d}))\n"
+        "    del thing\n"
+        "    time.sleep(60)\n"
+    )
+    run = "from mlxlm.cli import main; main.COMMANDS['victim'] = ('victim:victim', ''); main.main(['victim'])"
+    done = subprocess.run([sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == code and "ignored" not in done.stderr
+
+
 def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
     """A terminal sends SIGINT to the compiler, too; neither it nor the step may die of that."""
     (tmp_path / "tmp").mkdir()  # empty: everything is compiled anew
@@ -154,7 +171,8 @@ def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
     for line in process.stderr:
         if "steps 1 to" in line:
             break
-    while not list((tmp_path / "tmp").rglob("*.cpp")) and process.poll() is None:
+    before = set((tmp_path / "tmp").rglob("*.cpp"))  # of the weights' first values; what comes now is the step's
+    while set((tmp_path / "tmp").rglob("*.cpp")) == before and process.poll() is None:
         pass
     os.killpg(process.pid, signal.SIGINT)
     rest = process.stderr.read()
