@@ -162,10 +162,6 @@ class ModelConfig:
             return None
         return self.sliding_window
 
-    def matmul_parameters(self) -> int:
-        """Weights that each token is multiplied with: the layers' matrices and the output head."""
-        return counting.matmul_parameters(self)
-
     def parameter_count(self) -> int:
         """All parameters, counted once where embedding and head are tied."""
         return sum(counting.parameters(self).values())

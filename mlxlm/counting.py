@@ -54,12 +54,6 @@ def _biases(c: ModelConfig) -> int:
     return attention + (c.hidden_size if out else 0) + feed_forward
 
 
-def matmul_parameters(c: ModelConfig) -> int:
-    """Weights that each token is multiplied with: the layers' matrices and the output head, tied or not."""
-    found = parameters(c)
-    return sum(found[part] for part in MATRICES) + c.hidden_size * c.vocab_size
-
-
 def forward_flops(c: ModelConfig, keys_seen: float) -> dict[str, float]:
     """Floating-point operations of the forward pass for one token, by part, 2 for each multiply-add.
 
@@ -97,6 +91,19 @@ def mean_keys_seen(c: ModelConfig, length: int) -> float:
 
 
 def cached_values(c: ModelConfig, context: int) -> int:
-    """Keys and values in the cache of one text of `context` tokens, as a count of numbers: a layer with a window holds
-    no more tokens than that."""
-    return 2 * c.num_key_value_heads * c.head_dim * round(keys_seen(c, context))
+    """Keys and values in the cache of one text of `context` tokens, as a count of numbers: a layer with a window has
+    room for no more tokens than that, its slack and its spare positions."""
+    windows = (c.window(layer) for layer in range(c.num_hidden_layers))
+    tokens = sum(context if w is None else min(context, w + window_slack(w) + window_spare(w)) for w in windows)
+    return 2 * c.num_key_value_heads * c.head_dim * tokens
+
+
+def window_slack(window: int) -> int:
+    """Tokens that a cache holds behind a window, for an answer which is taken back without reading the text again: a
+    quarter more, but not below 64 and not above 1,024."""
+    return max(64, min(1024, window // 4))
+
+
+def window_spare(window: int) -> int:
+    """Positions beside them, so that the tokens rarely move to the front of the buffers."""
+    return max(64, window // 8)

@@ -114,7 +114,7 @@ def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[s
 
     for name in (name for name in parts if name not in _LAST):
         add(name, _word(name, parts[name]) if name in _WORDS else _field(name, parts[name]))
-    for field, value in _resized(config, changes).items():
+    for field, value in _resized(config, changes, "attention" in parts).items():
         changes.setdefault(field, value)
     for name in (name for name in _LAST if name in parts):
         add(name, _LAST[name](parts[name], now))
@@ -174,13 +174,14 @@ def value_of(name: str, text: str, kind: str) -> Any:
     return text
 
 
-def _resized(config: ModelConfig, changes: Changes) -> Changes:
-    """A head's size and the number of key heads follow the width and the heads, where they did before."""
+def _resized(config: ModelConfig, changes: Changes, attention: bool) -> Changes:
+    """A head's size and the number of key heads follow the width and the heads, where they did before. attention: it
+    is among the parts, and says the number of key heads."""
     follow: Changes = {}
     if {"hidden_size", "num_attention_heads"} & changes.keys():
         if config.head_dim * config.num_attention_heads == config.hidden_size:
             follow["head_dim"] = None
-        if config.num_key_value_heads == config.num_attention_heads:
+        if config.num_key_value_heads == config.num_attention_heads and not attention:
             follow["num_key_value_heads"] = None
     return follow
 

@@ -161,7 +161,6 @@ def test_malformed_config_is_one_error(tmp_path, content):
 def test_flops_and_cache_bytes():
     c = ModelConfig(**SIZES, num_key_value_heads=2)
     matmul = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 64 * 100
-    assert c.matmul_parameters() == matmul
     assert c.flops_per_token(10) == 2 * matmul + 2 * (4 * 64 * 10)
     assert c.flops_per_token(10, training=True) == 3 * c.flops_per_token(10)
     assert c.kv_bytes_per_token(2) == 2 * 2 * (2 * 16) * 2

@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -67,6 +69,17 @@ def test_every_example_runs(folder, page):
                 run(folder, ["bash", "-euo", "pipefail", "-c", content])
     if left_out:
         pytest.skip(f"all but the examples with {', '.join(left_out)}, which this machine lacks")
+
+
+def test_every_field_of_the_log_is_in_its_table():
+    from mlxlm.train.events import Event
+
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", (DOCS / "runs.md").read_text(encoding="utf-8"), re.MULTILINE)
+    told = {name: text for names, text in rows for name in re.findall(r"`(\w+)`", names)}
+    for event in get_args(Event):
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", event.__name__).lower()
+        lacking = [f.name for f in fields(event) if f.name not in ("step", "path") and f"`{f.name}`" not in told[name]]
+        assert not lacking, f"{name}: {lacking}"
 
 
 def test_every_option_of_the_page_is_one_of_the_command():

@@ -82,6 +82,15 @@ def test_what_a_part_means(parts, expected):
     assert changed(*parts) == expected
 
 
+@pytest.mark.parametrize(("kind", "heads"), [("multi-head", 16), ("grouped-query", 4), ("multi-query", 1)])
+def test_attention_beside_another_number_of_heads(kind, heads):
+    """Of a model in which each head has its own key head."""
+    base = BASE.with_changes(num_key_value_heads=8)
+    found = changed("num_attention_heads=16", f"attention={kind}", base=base)
+    assert found == {"num_attention_heads": 16, "head_dim": 4, "num_key_value_heads": heads}
+    assert changed("hidden_size=128", f"attention={kind}", base=base)["head_dim"] == 16
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

@@ -32,6 +32,25 @@ def test_no_module_but_one_imports_mlx():
     assert [p.name for p in package.rglob("*.py") if importing.search(p.read_text())] == ["_mlx.py"]
 
 
+def test_the_memory_of_each_kind_of_device(monkeypatch):
+    from mlxlm import _mlx
+
+    def memory(**info):
+        monkeypatch.setattr(_mlx.mx, "device_info", lambda: {"device_name": "a GPU", **info})
+        return platform.device_memory()
+
+    monkeypatch.setattr(_mlx, "ON_CPU", True)
+    assert memory() == platform.total_memory()
+    monkeypatch.setattr(_mlx, "ON_CPU", False)
+    assert memory(memory_size=16 << 30, max_recommended_working_set_size=12 << 30) == 12 << 30  # Metal
+    assert memory(total_memory=24 << 30, free_memory=20 << 30) == 24 << 30  # CUDA
+    monkeypatch.setattr(platform, "_processes", 2)
+    assert memory(total_memory=24 << 30) == 24 << 30
+    assert memory(max_recommended_working_set_size=12 << 30) == 6 << 30
+    monkeypatch.setattr(platform, "_processes", 1)
+    assert memory() is None
+
+
 @LINUX
 def test_the_warning_about_a_slow_blas_reaches_the_person():
     code = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlxlm import counting
 from mlxlm._mlx import mx
 from mlxlm.cache.store import Store
 
@@ -63,9 +64,8 @@ class Window:
 
     @classmethod
     def of(cls, size: int) -> Window:
-        """With slack for an answer, which is taken back without reading the text again: a quarter more is held, but
-        not below 64 and not above 1,024 tokens."""
-        return cls(size, max(64, min(1024, size // 4)))
+        """With slack for an answer, which is taken back without reading the text again."""
+        return cls(size, counting.window_slack(size))
 
     @property
     def seen(self) -> int:
@@ -80,7 +80,7 @@ class Window:
     @property
     def spare(self) -> int:
         """Positions beside them, so that the tokens rarely move to the front of the buffers."""
-        return max(64, self.size // 8)
+        return counting.window_spare(self.size)
 
     @property
     def trimmable(self) -> int:

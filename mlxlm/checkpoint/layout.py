@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlxlm.errors import CheckpointError
 from mlxlm.reading import read_bytes
@@ -59,9 +60,15 @@ def step_of(checkpoint: Path) -> int:
     return int(number) if prefix == "step" and number.isascii() and number.isdigit() else -1
 
 
-def _validation_loss(checkpoint: Path) -> float:
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """What `state.json` of a checkpoint says; {} where it can't be read."""
     try:
-        loss = json.loads(read_bytes(checkpoint / "state.json", _LARGEST_STATE, CheckpointError))["validation_loss"]
-    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
-        return float("inf")
+        state = json.loads(read_bytes(checkpoint / "state.json", _LARGEST_STATE, CheckpointError))
+    except (CheckpointError, ValueError, RecursionError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _validation_loss(checkpoint: Path) -> float:
+    loss = state_of(checkpoint).get("validation_loss")
     return loss if isinstance(loss, int | float) else float("inf")

@@ -46,10 +46,15 @@ def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | Fo
     return model, config
 
 
+def fits_float32(config: ModelConfig, memory: int) -> bool:
+    """Whether so much memory has room for the weights in float32, and for what else there is."""
+    return 4 * config.parameter_count() < 0.7 * memory
+
+
 def _fits_float32(checkpoint: Checkpoint) -> bool:
     """Whether this machine has room for the weights in float32; a warning if not, an error if not even as they are."""
     memory, needed = platform.total_memory(), 4 * checkpoint.config.parameter_count()
-    if needed < 0.7 * memory:
+    if fits_float32(checkpoint.config, memory):
         return True
     stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     fewer = "mlxlm quantize" if checkpoint.config.quantization is None else "mlxlm quantize, with fewer bits"

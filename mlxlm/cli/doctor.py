@@ -35,20 +35,18 @@ def collect() -> dict[str, Any]:
     from mlxlm.plan.machines import measure_matmul
 
     blas = load_blas()
-    info = mx.device_info()
-    memory = platform.total_memory()
     return {
         "chip": platform.chip(),
         "cores": platform.cpu_cores(),
-        "device": "CPU" if ON_CPU else f"GPU ({info.get('device_name', 'unnamed')})",
+        "device": "CPU" if ON_CPU else f"GPU ({mx.device_info().get('device_name', 'unnamed')})",
         "python": sys.version.split()[0],
         "mlx": version("mlx"),
         "metal": mx.metal.is_available(),
         "cuda": mx.cuda.is_available(),
         "blas": f"{blas.name} ({blas.path})" if blas.path else blas.name,
         "matmul_gflops": round(measure_matmul(), 1),
-        "memory": memory,
-        "working_set": int(info.get("max_recommended_working_set_size", 0.75 * memory)),
+        "memory": platform.total_memory(),
+        "working_set": platform.device_memory(),
         "compiler": platform.has_compiler() if ON_CPU else "not needed",
         "model_cache": str(platform.model_cache()),
     }
@@ -67,7 +65,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
 
 def _shown(name: str, value: Any) -> str:
     if name in ("memory", "working_set"):
-        return human_bytes(value)
+        return "unknown" if value is None else human_bytes(value)
     if name == "matmul_gflops":
         return f"{value} GFLOP/s (float32, 1024 x 1024)"
     if isinstance(value, bool):

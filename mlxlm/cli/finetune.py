@@ -68,8 +68,8 @@ def finetune(model, data, out, resume, **options: Any) -> None:
     describe_end(ending, run)
     if run.config.max_position_embeddings <= _SHORT:
         render.say(
-            f"a chat with it holds {run.config.max_position_embeddings} tokens, its context from pretrain's "
-            "--sequence-length: mlxlm chat --overflow drop goes on beyond them"
+            f"a chat with it holds {run.config.max_position_embeddings} tokens, its context: "
+            "mlxlm chat --overflow drop goes on beyond them"
         )
     render.result(str(run.path))
 

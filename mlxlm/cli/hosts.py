@@ -139,8 +139,11 @@ class _Group:
             if line.startswith(self._sign):
                 self._note(*line[len(self._sign) :].split())
             elif not any(noise in line for noise in _NOISE):
-                target.write(line)
-                target.flush()
+                try:
+                    target.write(line)
+                    target.flush()
+                except OSError:  # read on all the same: the processes wait where their pipe is full
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
 
     def _note(self, rank: bytes, what: bytes, number: bytes) -> None:
         if what == b"pid":

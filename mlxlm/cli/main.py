@@ -89,7 +89,26 @@ def app() -> None:
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     sys.unraisablehook = _swallowed
+    if sys.stderr is not None and sys.stderr is sys.__stderr__:
+        sys.stderr = _lenient(sys.stderr)
     sys.exit(_run(args))
+
+
+class _Lenient(io.FileIO):
+    """What can't be written (the reader or the terminal is gone, the disk is full) is left out."""
+
+    def write(self, data: bytes) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _lenient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """`stream` for messages, which aren't the result: the work goes on without them. It has no buffer, in which a
+    signal's handler could not write while a line is being written."""
+    raw = _Lenient(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
 
 
 def _run(args: list[str] | None) -> int:

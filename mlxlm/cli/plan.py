@@ -13,9 +13,10 @@ from mlxlm.cli.run_options import FLAGS, LONGEST, setting_options
 
 if TYPE_CHECKING:
     from mlxlm.config import ModelConfig
-    from mlxlm.plan import Machine, Plan, Training
+    from mlxlm.plan import Machine, Plan
 
 _TRAINING = ("batch_size", "sequence_length", "accumulate", "optimizer", "ema", "dtype", "recompute")
+_USE = ("bits", "group_size", "context", "texts", "kv_bits")
 
 # The sizes of a model without a name, and the fields of ModelConfig that they are.
 _SIZES = (
@@ -48,12 +49,15 @@ def _size_options(command):
 @click.option("--loss-chunk", type=click.IntRange(min=0), help="To compare: rows of logits at a time; 0: all.")
 @click.option("--tokens", type=float, help="To train on, such as 1.4e12 (default: 20 per parameter).")
 @click.option("--data", multiple=True, help="Text or prepared shards, to count passes over. Can be repeated.")
+@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
 @click.option("--machine", help="here, a100, h100, h200, m1 or m1-pro.  [default: here]")
 @click.option("--flops", type=float, help="A machine of so many operations per second, such as 312e12, instead.")
 @click.option("--utilisation", type=float, help="Share of its speed that training reaches.  [default: 0.4]")
-@click.option("--devices", type=click.IntRange(min=1), help="How many such machines share each step.  [default: 1]")
-@click.option("--bits", type=int, help="Of a weight in use: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: 16, on a CPU 32]")
-@click.option("--group-size", type=int, help="Of quantized weights: 32, 64 or 128.  [default: 64]")
+@click.option("--devices", type=click.IntRange(min=1), help="Such machines, each with its own batch.  [default: 1]")
+@click.option(
+    "--bits", type=int, help="Of a weight in use: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: its own, or 16; on a CPU 32]"
+)
+@click.option("--group-size", type=int, help="Of quantized weights: 32, 64 or 128.  [default: its own, or 64]")
 @click.option("--context", type=int, help="Tokens of a text in use.  [default: 4096]")
 @click.option("--texts", type=int, help="Texts side by side in use.  [default: 1]")
 @click.option("--kv-bits", type=int, help="Of a cached number: 32, 16, 8 or 4.  [default: 16, on a CPU 32]")
@@ -71,21 +75,22 @@ def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, 
     if textbook and as_json:
         raise click.UsageError("--textbook would have no effect: it is a table, which --json has none of")
     config = _config(model, options)
-    training = _training(config, options)
+    given = {name: options[name] for name in (*_TRAINING, *_USE, "attention", "loss_chunk")}
+    given = {name: value for name, value in given.items() if value is not None}
+    given.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
     if probed:
         from mlxlm.train.start import choose_dtype
 
-        choose_dtype(training.to_dict())
-    own = {name: options[name] for name in ("bits", "group_size", "context", "texts", "kv_bits")}
+        choose_dtype(dict(given))
     found = planner.plan(
         config,
-        training=training,
         tokens=options["tokens"],
         data=options["data"],
+        text_column=options["text_column"],
         machine=_machine(options),
         devices=options["devices"] or 1,
         utilisation=options["utilisation"],
-        **{name: value for name, value in own.items() if value is not None},
+        **given,
     )
     if probed:
         found = _probed(found)
@@ -99,6 +104,8 @@ def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, 
         from mlxlm.cli.plan_tables import show
 
         show(found, textbook)
+    if (bits := given.get("bits", found.serving.bits)) != found.serving.bits:
+        render.say(f"a CPU turns {bits}-bit weights into {found.serving.bits}-bit ones as it loads them")
 
 
 def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -> None:
@@ -111,6 +118,8 @@ def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -
         raise click.UsageError(f"give MODEL, or its sizes ({', '.join(needed)} missing)")
     if options["group_size"] is not None and (options["bits"] or 16) >= 16:
         raise click.UsageError("--group-size would have no effect: --bits says no quantized weights")
+    if options["text_column"] is not None and not options["data"]:
+        raise click.UsageError("--text-column would have no effect: --data is not given")
     elsewhere = options["flops"] is not None or options["machine"] not in (None, "here")
     if options["flops"] is not None and options["machine"] is not None:
         raise click.UsageError("--flops and --machine each say what the machine is: give one")
@@ -136,23 +145,12 @@ def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
     return configured(config, options["parts"], {})
 
 
-def _training(config: ModelConfig, options: dict[str, Any]) -> Training:
-    from mlxlm.plan import Training
-    from mlxlm.train.start import DEVICE_DTYPE
-
-    names = (*_TRAINING, "attention", "loss_chunk")
-    given = {name: options[name] for name in names if options[name] is not None}
-    given.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
-    if "dtype" not in given:
-        here = options["flops"] is None and options["machine"] in (None, "here")
-        given["dtype"] = DEVICE_DTYPE if here else "bfloat16"
-    return Training(**given)
-
-
 def _machine(options: dict[str, Any]) -> Machine | str:
     from mlxlm.plan.machines import custom
 
-    return options["machine"] or "here" if options["flops"] is None else custom(options["flops"])
+    if options["flops"] is None:
+        return options["machine"] or "here"
+    return custom(options["flops"], options["dtype"] or "bfloat16")
 
 
 def _probed(found: Plan) -> Plan:
@@ -166,7 +164,7 @@ def _probed(found: Plan) -> Plan:
     settings = TrainSettings(steps=1, learning_rate=1.0, **names)
     length = found.training.sequence_length
     config = found.config.with_changes(max_position_embeddings=length, quantization=None)
-    check_memory(config, settings)
+    check_memory(config, settings, preset="preset")
     with phase(TRYING, None):
         measured = probe(config, settings)
     return found.probed(measured.step, measured.memory)

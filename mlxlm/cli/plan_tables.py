@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mlxlm.cli import render
@@ -33,6 +34,9 @@ def show(plan: Plan, formulas: bool = False) -> None:
     if plan.duration.known == "assumed" and plan.measured_duration is None:
         share = f"{100 * plan.duration.utilisation:.0f} %"
         render.say(f"a utilisation of {share} is assumed (try: --utilisation, or --probe on this machine)")
+    machine, dtype = plan.duration.machine, plan.training.dtype
+    if dtype != machine.dtype and machine.kind != "metal":  # Apple's GPUs are about as fast in either
+        render.say(f"the time is by the speed of {machine.dtype} products: those of {dtype} have another")
 
 
 def _summary(plan: Plan) -> str:
@@ -100,7 +104,8 @@ def _memory_title(plan: Plan) -> str:
     t = plan.training
     peak = "the update" if plan.memory.update > plan.memory.backward else "the backward pass"
     how = f"{t.optimizer}, {t.path(plan.config)} attention{', recomputed' if t.recompute else ''}"
-    return f"memory of {t.batch_size} x {t.sequence_length} tokens, {how}; peak in {peak}"
+    where = " on each device" if plan.duration.devices > 1 else ""
+    return f"memory of {t.batch_size} x {t.sequence_length} tokens{where}, {how}; peak in {peak}"
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -198,7 +203,10 @@ def _fits(plan: Plan, fits: Fits) -> Iterator[str]:
     here = f"{human_bytes(fits.memory)} of {plan.duration.machine.name}"
     word = "fits" if fits.training else "does not fit"
     yield f"training {word} into the {here}: {human_bytes(plan.memory.total)}"
-    most = f"batch {fits.batch_size:,}, or {fits.sequence_length:,} tokens a sequence"
+    t = plan.training
+    whole = fits.batch_size and replace(t, batch_size=fits.batch_size).parts < t.parts
+    batch = f"batch {fits.batch_size:,}{', which cores do not share,' if whole else ','}"
+    most = f"{batch} or {fits.sequence_length:,} tokens a sequence"
     yield f"most in training: {most}, or preset {fits.preset or '-'}"
     least = plan.config.max_position_embeddings
     yield f"most in use: a text of {fits.context:,} tokens{', all positions' if fits.context == least else ''}"

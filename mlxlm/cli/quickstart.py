@@ -36,13 +36,13 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
 
     On DATA (text files), or on the language reference that every Python carries: no network is needed.
     """
-    from mlxlm.cli.training import describe_end, phase, run_training
+    from mlxlm.cli.training import StopRequest, describe_end, phase, run_training
     from mlxlm.config import ModelConfig
     from mlxlm.data.builtin import write_python_reference
     from mlxlm.generation import load
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import load as load_tokenizer
-    from mlxlm.train import Stopped, start_run
+    from mlxlm.train import start_run
 
     out = out or _free_name(Path("mlxlm-quickstart"))
     config = ModelConfig.preset(PRESET, vocab_size=_vocabulary(data))
@@ -56,9 +56,9 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
         render.say(f"1. A tokenizer and a model of {size} parameters, from {text}")
         run = start_run(out, sources, config, minutes=minutes, settings=dict(SETTINGS), phase=phase)
     render.say(f"2. Training until {minutes:g} minutes are over (Ctrl-C saves and stops)")
-    ending = run_training(run, load_tokenizer(run.path))
-    describe_end(ending, run)
-    if isinstance(ending, Stopped):
+    stop = StopRequest()
+    describe_end(run_training(run, load_tokenizer(run.path), stop=stop), run)
+    if stop.asked:
         return
     small = out / "4bit"
     render.say(f"3. Quantizing the best checkpoint to 4 bits, in {small}")

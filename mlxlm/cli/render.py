@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -22,14 +21,6 @@ from mlxlm.files import json_line
 from mlxlm.units import human_bytes
 
 
-class _StderrConsole(Console):
-    """stderr is not the result: if its reader is gone, the work goes on."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        self.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-
-
 class _StdoutConsole(Console):
     """A reader that is gone ends the command as it does for plain lines: see `main`."""
 
@@ -38,7 +29,7 @@ class _StdoutConsole(Console):
 
 
 # No markup: what is shown are paths, texts and error messages, which may contain brackets and colons.
-console = _StderrConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def say(message: str, style: str | None = None) -> None:

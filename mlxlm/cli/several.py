@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlxlm.cli import render
-from mlxlm.cli.training import run_training
+from mlxlm.cli.training import StopRequest, run_training
 from mlxlm.errors import TrainingError
 from mlxlm.train import Run, Stopped
 from mlxlm.train.several import is_finished
@@ -24,7 +24,7 @@ def train_all(
     command: goes on with the rest. left: what to say beside the number of a run, from 0. options: of
     `mlxlm.train.train`, for each of them. Returns what went wrong, a line for each run.
     """
-    failed = []
+    failed, stop = [], StopRequest()
     for number, (name, make) in enumerate(runs):
         render.say(f"{name} ({number + 1} of {len(runs)}){left(number)}", style="bold")
         run = make()
@@ -32,13 +32,15 @@ def train_all(
             render.say("finished before")
             continue
         try:
-            ending = run_training(run, tokenizer, resume=True, **options)
+            ending = run_training(run, tokenizer, resume=True, stop=stop, **options)
         except TrainingError as error:  # of this run: the others still tell something
             failed.append(f"{name}: {error.message}")
             render.say(failed[-1], style="red")
-            continue
-        if isinstance(ending, Stopped):
-            render.say(f"stopped after step {ending.step}, saved. Continue with:")
+        else:
+            if isinstance(ending, Stopped):
+                render.say(f"stopped after step {ending.step}, saved")
+        if stop.asked:
+            render.say("Continue with:")
             render.say(command)
             break
     return failed

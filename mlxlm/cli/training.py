@@ -56,8 +56,12 @@ def phase(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
             yield advance
 
 
+_STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the terminal is gone"}
+
+
 class StopRequest:
-    """The first Ctrl-C or SIGTERM asks the loop to finish its step; a second one interrupts."""
+    """The first Ctrl-C or SIGTERM, or the end of the terminal, asks the loop to finish its step; a second one
+    interrupts."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.asked, self._quiet = False, quiet
@@ -67,7 +71,10 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in _STOPS}
+        for number, handler in before.items():
+            if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # which nohup asks for
+                signal.signal(number, self._on_signal)
         try:
             yield self
         finally:
@@ -79,16 +86,18 @@ class StopRequest:
             raise KeyboardInterrupt
         self.asked = True
         if not self._quiet:
-            name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-            render.say(f"\n{name}: finishing this step and saving (again to stop at once)")
+            render.say(f"\n{_STOPS[signal.Signals(number)]}: finishing this step and saving (again to stop at once)")
 
 
-def run_training(run: Run, tokenizer, resume: bool = False, **options: Any) -> Finished | Stopped:
-    """Train and show it; `options` are those of `mlxlm.train.train`. Returns how it ended."""
+def run_training(
+    run: Run, tokenizer, resume: bool = False, stop: StopRequest | None = None, **options: Any
+) -> Finished | Stopped:
+    """Train and show it; `options` are those of `mlxlm.train.train`. Returns how it ended; `stop` knows whether a stop
+    was asked for, which may have been too late for this run."""
     describe_forecast(run)
     ending: Finished | Stopped | None = None
     ranks = options["ranks"].size if "ranks" in options else 1
-    with StopRequest().listening() as stop, _shown(ranks) as show:
+    with (stop or StopRequest()).listening() as stop, _shown(ranks) as show:
         for event in train(run, tokenizer, resume=resume, should_stop=stop, **options):
             show(event)
             if isinstance(event, Finished | Stopped):

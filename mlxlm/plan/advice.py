@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
+from mlxlm import platform
 from mlxlm.config import ModelConfig, preset_names
 from mlxlm.plan.inference import Serving, inference_memory
 from mlxlm.plan.memory import training_memory
@@ -45,9 +47,9 @@ class Change:
     needed: int
 
 
-def room(memory: int) -> int:
-    """Bytes of `memory` that a model may take."""
-    return int(USABLE * memory)
+def room(memory: int | None) -> float:
+    """Bytes of `memory` that a model may take; no limit where nobody knows how much there is."""
+    return math.inf if memory is None else int(USABLE * memory)
 
 
 def fits(config: ModelConfig, training: Training, serving: Serving, memory: int) -> Fits:
@@ -65,22 +67,32 @@ def fits(config: ModelConfig, training: Training, serving: Serving, memory: int)
         memory=memory,
         training=trains(),
         inference=serves(serving.context),
-        batch_size=_largest(lambda n: trains(batch_size=n)),
+        batch_size=_largest_batch(lambda n: trains(batch_size=n)),
         sequence_length=_largest(lambda n: trains(sequence_length=n)),
         context=_largest(serves, config.max_position_embeddings),
         preset=presets[-1] if presets else None,
     )
 
 
-def _largest(works: Callable[[int], bool], most: int = _MOST) -> int:
-    """The largest number up to `most` that works, where none above one that doesn't does."""
-    return bisect_right(range(1, most + 1), False, key=lambda n: not works(n))
+def _largest(works: Callable[[int], bool], most: int = _MOST, least: int = 0) -> int:
+    """The largest number up to `most` that works, where none above one that doesn't does; `least` if none above it."""
+    return least + bisect_right(range(least + 1, most + 1), False, key=lambda n: not works(n))
 
 
-def cheapest(config: ModelConfig, training: Training, memory: int) -> Change | None:
+def _largest_batch(works: Callable[[int], bool]) -> int:
+    """The same of batches. With more rows than three for each core a CPU shares all of them out, with fewer or as many
+    only some, which take more memory than a larger batch that stays whole: of these each is tried."""
+    few = 3 * platform.cpu_cores()
+    found = _largest(works, least=few)
+    return found if found > few else next((n for n in range(few, 0, -1) if works(n)), 0)
+
+
+def cheapest(config: ModelConfig, training: Training, memory: int, preset: str = "preset") -> Change | None:
     """The first change, from the cheapest on, that makes training fit, or where none alone does, those that do
     together: none of them that isn't needed, and the largest batch that they leave room for. None if it fits as it is,
-    or if nothing helps but a model that is a hundred times smaller."""
+    or if nothing helps but a model that is a hundred times smaller.
+
+    preset: how one is asked for, empty where none can be."""
     there = room(memory)
 
     def needed(changes: list[_Step]) -> int:
@@ -98,12 +110,12 @@ def cheapest(config: ModelConfig, training: Training, memory: int) -> Change | N
     if together is not None:
         found = _with(training, together)
         return Change(_command(together), "; ".join(step.cost for step in together), found, config, needed(together))
-    for name in reversed(preset_names()):
+    for name in reversed(preset_names() if preset else []):
         smaller = ModelConfig.preset(name, vocab_size=config.vocab_size)
         share = smaller.parameter_count() / config.parameter_count()
         size = training_memory(smaller, training).total
         if 1 / _OTHER_MODEL < share < 1 and size <= there:
-            return Change(f"preset {name}", "a smaller model", training, smaller, size)
+            return Change(f"{preset} {name}", "a smaller model", training, smaller, size)
     return None
 
 

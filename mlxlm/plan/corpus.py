@@ -1,4 +1,4 @@
-"""How many tokens a text has: counted where it is prepared, estimated from its size where it isn't."""
+"""How many tokens a text has: counted where it is prepared, estimated from its bytes where it isn't."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from mlxlm.errors import DataError
 
 _MOST_BYTES = 4.5  # that a token of English stands for, however large the vocabulary
+_PLAIN = (".txt", ".md")  # whose bytes are the text
+_SAMPLE = 1 << 22  # bytes of text that are read of another source
 
 
 def bytes_per_token(vocab_size: int) -> float:
@@ -20,28 +22,52 @@ def bytes_per_token(vocab_size: int) -> float:
 
 @dataclass(frozen=True)
 class Corpus:
-    """tokens of the training part; `counted`: in prepared shards, not estimated from `bytes` of text."""
+    """tokens of the training part; `counted`: in prepared shards, not estimated from `bytes` of text. These are
+    estimated themselves where the text is compressed, or in rows."""
 
     tokens: float
     bytes: int
     counted: bool
 
 
-def corpus_of(paths: Sequence[str | Path], vocab_size: int) -> Corpus:
-    """Of one prepared folder, or of texts as `mlxlm pretrain` takes them.
+def corpus_of(sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None) -> Corpus:
+    """Of one prepared folder, or of texts as `mlxlm pretrain` takes them; how much it is doesn't depend on weights.
 
     Raises DataError for what can't be read, or has no size (a pipe).
     """
-    from mlxlm.data import Manifest, total_bytes
+    from mlxlm.data import Manifest, weighted
     from mlxlm.data.manifest import is_prepared
 
+    paths, _ = weighted(sources)
     prepared = [Path(path) for path in paths if is_prepared(path)]
     if prepared and len(paths) > 1:
         raise DataError(f"{prepared[0]} is prepared data and can't be planned with other sources", "it alone")
     if prepared:
         train = Manifest.read(prepared[0]).train
         return Corpus(train.tokens, train.bytes, True)
-    size = total_bytes(list(map(str, paths)))
-    if size is None:
-        raise DataError("a text from a pipe has no size that could be planned with", "--tokens, or a file")
+    size = round(sum(_text_bytes(path, text_column) for path in paths))
     return Corpus(size / bytes_per_token(vocab_size), size, False)
+
+
+def _text_bytes(path: str | Path, text_column: str | None) -> float:
+    """UTF-8 bytes of a source's text: the bytes of its files, times those of text that the first of them hold each."""
+    from mlxlm.data import texts, total_bytes
+
+    size = total_bytes([path])
+    if not size:
+        raise DataError(f"{path} has no size that could be planned with", "--tokens, or a file with some text")
+    if Path(path).suffix.lower() in _PLAIN:
+        return size
+    read = text = 0
+
+    def advance(count: int) -> None:
+        nonlocal read
+        read += count
+
+    for piece in texts([path], advance=advance, text_column=text_column):
+        text += len(piece.encode())
+        if text >= _SAMPLE and read:
+            break
+    if not text:
+        raise DataError(f"{path} has no text", "a file with some text")
+    return size * text / read

@@ -21,8 +21,8 @@ class Flops:
     window): the convention of the literature, and what is computed where nothing skips the hidden half. causal: the
     two attention parts with only the keys that a token sees. backward: twice the forward pass (one product for the
     gradient of each factor). recomputed: the layers' forward pass once more, where they are recomputed.
-    rule: 6 for each parameter, 8 with recomputation. done: the share of the square of scores that our own attention
-    computes: four blocks of rows in "plain", eight or more "blockwise", each as wide as its last row.
+    rule: 6 for each parameter, 8 with recomputation. tokens_per_step: of all devices. done: the share of those scores
+    that our own attention computes (see `Training.keys_computed`): above 1 where it has more keys than a window.
     """
 
     forward: dict[str, float]
@@ -62,18 +62,19 @@ class Flops:
         return self.per_step - (1 - self.done) * passes * self.attention * self.tokens_per_step
 
 
-def flops_of(config: ModelConfig, training: Training) -> Flops:
-    """What training on one token of a sequence takes."""
+def flops_of(config: ModelConfig, training: Training, devices: int = 1) -> Flops:
+    """What training on one token of a sequence takes; a step has the tokens of all `devices`."""
     length = training.sequence_length
-    forward = counting.forward_flops(config, counting.keys_seen(config, length))
+    keys = counting.keys_seen(config, length)
+    forward = counting.forward_flops(config, keys)
     seen = counting.forward_flops(config, counting.mean_keys_seen(config, length))
     return Flops(
         forward=forward,
         causal=sum(seen[part] for part in ATTENTION_PARTS),
         recomputed=sum(forward.values()) - forward["head"] if training.recompute else 0.0,
         rule=textbook.training_flops(config.parameter_count(), 1, training.recompute),
-        tokens_per_step=training.tokens_per_step,
-        done=training.share_of_scores(config),
+        tokens_per_step=training.tokens_per_step * devices,
+        done=training.keys_computed(config) * config.num_hidden_layers / keys,
     )
 
 

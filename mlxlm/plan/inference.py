@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlxlm import counting
 from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError
 from mlxlm.plan.machines import Machine
+from mlxlm.plan.training import DEVICES
+from mlxlm.quantization import plan_of
 
 BITS = (32, 16, 8, 6, 5, 4, 3, 2)
 CACHE_BITS = (32, 16, 8, 4)
@@ -17,23 +19,22 @@ WINDOW = 4096  # of the table's sliding window, for a model without one (Mistral
 @dataclass(frozen=True)
 class Serving:
     """bits of a weight in memory, in groups of `group_size` where quantized; `texts` side by side, of `context` tokens
-    each; kv_bits of a cached number. Raises ConfigError for what MLX doesn't have.
-
-    mlxlm on a CPU computes in 32 bits: see `usual_serving`. A quantized model is loaded as 32 bits there, too, where
-    these fit the memory."""
+    each; kv_bits of a cached number; device: "cpu", "metal" or "cuda". What isn't quantized (norms, scales, biases) has
+    32 bits on a CPU, elsewhere 16. Raises ConfigError for what MLX doesn't have."""
 
     bits: int = 16
     group_size: int = 64
     texts: int = 1
     context: int = 4096
     kv_bits: int = 16
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {value!r}, it must be one of {', '.join(map(str, allowed))}"
             for name, value, allowed in (
                 ("bits", self.bits, BITS), ("group_size", self.group_size, (32, 64, 128)),
-                ("kv_bits", self.kv_bits, CACHE_BITS),
+                ("kv_bits", self.kv_bits, CACHE_BITS), ("device", self.device, DEVICES),
             )
             if value not in allowed
         ]  # fmt: skip
@@ -45,12 +46,33 @@ class Serving:
         if problems:
             raise ConfigError("this use can't be planned: " + "; ".join(problems))
 
+    @property
+    def float_bytes(self) -> int:
+        """Of a number that isn't quantized."""
+        return 4 if self.device == "cpu" else 2
+
 
 def usual_serving(machine: Machine, config: ModelConfig) -> Serving:
-    """What mlxlm does there unless asked: on a CPU weights and cache have 32 bits, elsewhere 16. A text of 4,096
-    tokens, or as many as the model has positions."""
+    """What mlxlm does there unless asked: on a CPU weights and cache have 32 bits, elsewhere 16, and a quantized model
+    has its own. A text of 4,096 tokens, or as many as the model has positions."""
     bits = 32 if machine.kind == "cpu" else 16
-    return Serving(bits=bits, kv_bits=bits, context=min(Serving.context, config.max_position_embeddings))
+    own = plan_of(config.quantization, "") if config.quantization else {"bits": bits, "group_size": Serving.group_size}
+    return Serving(
+        bits=own["bits"],
+        group_size=max(32, own["group_size"]),  # nvfp4's 16 have smaller scales
+        kv_bits=bits,
+        context=min(Serving.context, config.max_position_embeddings),
+        device=machine.kind,
+    )
+
+
+def as_loaded(serving: Serving, config: ModelConfig, memory: int | None) -> Serving:
+    """The same with the bits that the weights get when they are loaded: on a CPU 32, where these fit its memory."""
+    if serving.device != "cpu":
+        return serving
+    from mlxlm.checkpoint.load import fits_float32
+
+    return replace(serving, bits=32) if memory is None or fits_float32(config, memory) else serving
 
 
 @dataclass(frozen=True)
@@ -69,31 +91,31 @@ class InferenceMemory:
 
 
 def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
-    weights = weight_bytes(config, serving.bits, serving.group_size)
+    weights = weight_bytes(config, serving.bits, serving.group_size, serving.float_bytes)
     cache = cache_bytes(config, serving)
     return InferenceMemory(
         weights=weights,
         bits_per_weight=8 * weights / config.parameter_count(),
         cache=cache,
-        cache_per_token=cache_bytes(config, Serving(context=1, kv_bits=serving.kv_bits)),
+        cache_per_token=cache_bytes(config, replace(serving, texts=1, context=1)),
         caches={name: cache_bytes(other, serving) for name, other in _kinds(config).items()},
     )
 
 
-def weight_bytes(config: ModelConfig, bits: int, group_size: int = 64) -> int:
+def weight_bytes(config: ModelConfig, bits: int, group_size: int = 64, float_bytes: int = 2) -> int:
     """All weights: in 32 or 16 bits, or matrices and embeddings quantized to fewer as `mlxlm quantize` does, with a
-    16-bit scale and bias for each group of a row and everything else in 16 bits.
+    scale and a bias of `float_bytes` for each group of a row, as everything else.
 
     The positions' table stays as it is, and so do matrices whose rows no group size divides.
     """
     count = config.parameter_count()
     if bits >= 16:
         return count * bits // 8
-    total = 2 * count
+    total = float_bytes * count
     for width, parameters in _matrices(config):
         size = next((g for g in (128, 64, 32) if g <= group_size and width % g == 0), None)
         if size is not None:
-            total += parameters * bits // 8 + parameters // size * 4 - 2 * parameters
+            total += parameters * bits // 8 + (2 * parameters // size - parameters) * float_bytes
     return total
 
 
@@ -107,8 +129,8 @@ def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def cache_bytes(config: ModelConfig, serving: Serving) -> int:
-    """Keys and values of all texts. Quantized ones have a scale and a bias of 16 bits for each group of a head's
-    numbers, 64 of them or 32. Raises ConfigError for a head that neither divides."""
+    """Keys and values of all texts. Quantized ones have a scale and a bias for each group of a head's numbers, 64 of
+    them or 32. Raises ConfigError for a head that neither divides."""
     values = counting.cached_values(config, serving.context) * serving.texts
     if serving.kv_bits >= 16:
         return values * serving.kv_bits // 8
@@ -117,7 +139,7 @@ def cache_bytes(config: ModelConfig, serving: Serving) -> int:
         raise ConfigError(
             f"a cache of head dim {config.head_dim} can't be quantized, which takes a multiple of 32", "16 bits"
         )
-    return values * serving.kv_bits // 8 + values // group * 4
+    return values * serving.kv_bits // 8 + values // group * 2 * serving.float_bytes
 
 
 def _kinds(config: ModelConfig) -> dict[str, ModelConfig]:

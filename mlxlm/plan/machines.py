@@ -11,8 +11,8 @@ from mlxlm.errors import ConfigError
 @dataclass(frozen=True)
 class Machine:
     """flops: floating-point operations per second of matrix products in `dtype`, of one device. memory: bytes of one
-    device, None where machines of this name differ. kind: "cpu", "metal" or "cuda", which decides how training works.
-    measured: here, else the maker's peak. source: who says so."""
+    device, None where machines of this name differ or it doesn't say. kind: "cpu", "metal" or "cuda", which
+    decides how training works. measured: here, else the maker's peak. source: who says so."""
 
     name: str
     flops: float
@@ -62,14 +62,12 @@ def custom(flops: float, dtype: str = "bfloat16") -> Machine:
 def here(measure: bool = True) -> Machine:
     """This machine; with `measure`, what it delivers in large products of training's dtype, else 0."""
     from mlxlm import platform
-    from mlxlm._mlx import ON_CPU, mx
+    from mlxlm._mlx import ON_CPU
     from mlxlm.plan.training import HERE
 
-    memory = platform.total_memory()
-    if not ON_CPU:
-        memory = int(mx.device_info().get("max_recommended_working_set_size", 0.75 * memory))
     dtype = "float32" if ON_CPU else "bfloat16"
-    found = Machine("here", 0.0, dtype, memory, True, f"{platform.chip()}, products of 1024 x 1024", HERE)
+    source = f"{platform.chip()}, products of 1024 x 1024"
+    found = Machine("here", 0.0, dtype, platform.device_memory(), True, source, HERE)
     return replace(found, flops=measure_matmul(dtype=dtype) * 1e9) if measure else found
 
 

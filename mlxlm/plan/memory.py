@@ -130,8 +130,7 @@ def _softmax_bytes(config: ModelConfig, training: Training) -> int:
     heads = config.num_attention_heads
     if training.path(config) != "plain":
         return 4 * heads
-    seen = counting.keys_seen(config, training.sequence_length) / config.num_hidden_layers
-    return round(DTYPES[training.dtype] * heads * training.share_of_scores(config) * seen)
+    return round(DTYPES[training.dtype] * heads * training.keys_computed(config))
 
 
 def _block_bytes(config: ModelConfig, training: Training) -> int:

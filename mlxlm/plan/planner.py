@@ -16,7 +16,7 @@ from mlxlm.plan.corpus import Corpus, corpus_of
 from mlxlm.plan.disk import Disk, disk_of
 from mlxlm.plan.duration import Duration, duration_of, measured_duration
 from mlxlm.plan.flops import Flops, Trend, flops_of, trend
-from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory, usual_serving
+from mlxlm.plan.inference import InferenceMemory, Serving, as_loaded, inference_memory, usual_serving
 from mlxlm.plan.machines import Machine, find
 from mlxlm.plan.memory import TrainingMemory, training_memory
 from mlxlm.plan.models import find_config
@@ -26,10 +26,10 @@ from mlxlm.plan.training import Training
 @dataclass(frozen=True)
 class Plan:
     """parameters: by part. tokens: what it is trained on, `optimal_tokens` unless said; corpus: the text that was
-    named, `epochs` passes over which that is. memory: of mlxlm's own training step, on each device. fits, change: what
-    the machine has room for, and the cheapest change that makes training fit, None where its memory isn't known or
-    nothing has to change. measured, measured_duration: bytes of a probe's peak, and the time by its steps, beside what
-    was planned."""
+    named, `epochs` passes over which that is. memory: of mlxlm's own training step, on each device. serving: with the
+    bits that weights have when they are loaded there. fits, change: what the machine has room for, and the cheapest
+    change that makes training fit, None where its memory isn't known or nothing has to change. measured,
+    measured_duration: bytes of a probe's peak, and the time by its steps, beside what was planned."""
 
     config: ModelConfig
     training: Training
@@ -56,7 +56,7 @@ class Plan:
     @property
     def epochs(self) -> float | None:
         """Passes over the text."""
-        return None if self.corpus is None or not self.corpus.tokens else self.tokens / self.corpus.tokens
+        return None if self.corpus is None else self.tokens / self.corpus.tokens
 
     def probed(self, seconds_per_step: float, peak_memory: int) -> Plan:
         """The same with the time and the memory that a step was measured to take on this plan's machine."""
@@ -107,6 +107,7 @@ def plan(
     serving: Serving | None = None,
     tokens: float | None = None,
     data: Sequence[str | Path] = (),
+    text_column: str | None = None,
     machine: Machine | str = "here",
     devices: int = 1,
     utilisation: float | None = None,
@@ -116,12 +117,13 @@ def plan(
 
     model: a configuration, a preset, a published model, a path or a hub id: see `find_config`.
     training, serving: how it is trained and used. `changes`: fields of either, instead or beside (`batch_size=8`,
-        `bits=4`).
-    tokens: to train on (None: 20 for each parameter). data: text or prepared shards to say epochs of.
+        `bits=4`). Unless said, training's dtype is float32 on a CPU and bfloat16 elsewhere.
+    tokens: to train on (None: 20 for each parameter). data: text or prepared shards to say epochs of; text_column: of
+        tables and JSON lines, see `mlxlm.data.documents`.
     machine: a name of `mlxlm.plan.MACHINES`, a Machine, or "here", whose speed is measured.
+    devices: such machines that train together: `batch_size` and `accumulate` are those of each, as in training, and
+        each has all weights and states in memory.
     utilisation: the share of the machine's speed that training reaches (None: 0.4 is assumed).
-
-    devices: share out each step's sequences, and each has all weights and states in memory.
 
     Raises ConfigError, CheckpointError or DataError for what can't be planned.
     """
@@ -129,18 +131,20 @@ def plan(
     known = {*Serving.__dataclass_fields__, *Training.__dataclass_fields__}
     if unknown := [name for name in changes if name not in known]:
         raise ConfigError(f"a plan has no {', '.join(unknown)}", "one of " + ", ".join(sorted(known)))
-    own = {name: changes.pop(name) for name in list(changes) if name in Serving.__dataclass_fields__}
+    used = {name: value for name, value in changes.items() if name in Serving.__dataclass_fields__}
+    trained = {name: value for name, value in changes.items() if name in Training.__dataclass_fields__}
     machine = find(machine) if isinstance(machine, str) else machine
-    serving = replace(serving or usual_serving(machine, config), **own)
-    training = replace(training or Training(), **{"device": machine.kind, **changes})
-    each = _on_each(training, devices) if devices > 1 else training
+    serving = replace(serving or usual_serving(machine, config), **{"device": machine.kind, **used})
+    serving = as_loaded(serving, config, machine.memory)
+    training = training or Training(dtype="float32" if machine.kind == "cpu" else "bfloat16")
+    training = replace(training, **{"device": machine.kind, **trained})
     count = config.parameter_count()
-    corpus = corpus_of(data, config.vocab_size) if data else None
+    corpus = corpus_of(data, config.vocab_size, text_column) if data else None
     optimal = textbook.compute_optimal_tokens(count)
     tokens = optimal if tokens is None else tokens
     if not (isinstance(tokens, int | float) and 0 < tokens < float("inf")):
         raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")
-    flops = flops_of(config, training)
+    flops = flops_of(config, training, devices)
     memory = machine.memory
     return Plan(
         config=config,
@@ -149,28 +153,13 @@ def plan(
         parameters=counting.parameters(config),
         flops=flops,
         trend=trend(config),
-        memory=training_memory(config, each),
+        memory=training_memory(config, training),
         inference=inference_memory(config, serving),
         tokens=tokens,
         optimal_tokens=optimal,
         corpus=corpus,
         duration=duration_of(flops, tokens, machine, devices, utilisation),
         disk=disk_of(config, training, corpus.tokens if corpus else tokens),
-        fits=None if memory is None else fits(config, each, serving, memory),
-        change=None if memory is None else cheapest(config, each, memory),
-    )
-
-
-def _on_each(training: Training, devices: int) -> Training:
-    """What one of them does in a step, each having all states: parts of the step, or rows of the batch.
-
-    Raises ConfigError where the step can't be shared out evenly.
-    """
-    if training.accumulate % devices == 0:
-        return replace(training, accumulate=training.accumulate // devices)
-    if training.batch_size % devices == 0:
-        return replace(training, batch_size=training.batch_size // devices)
-    raise ConfigError(
-        f"a step of {training.batch_size} sequences can't be shared out to {devices} devices",
-        f"a batch size, or accumulate, that {devices} divides",
+        fits=None if memory is None else fits(config, training, serving, memory),
+        change=None if memory is None else cheapest(config, training, memory),
     )

@@ -15,22 +15,6 @@ def dense_parameters(h: int, layers: int) -> int:
     return 12 * layers * h * h
 
 
-def gpt_layer_parameters(h: int) -> int:
-    """12h² + 13h: one layer of a GPT with the biases and two LayerNorms (Radford et al. 2019)."""
-    return 12 * h * h + 13 * h
-
-
-def encoder_decoder_parameters(hidden: int, feed_forward: int, layers: int, vocab_size: int) -> int:
-    """Of the Transformer with as many encoder as decoder layers, one matrix being both embeddings and the head, its
-    biases and LayerNorms included (Vaswani et al. 2017, 3)."""
-    attention = 4 * hidden * hidden + 4 * hidden
-    inner = 2 * hidden * feed_forward + feed_forward + hidden
-    norm = 2 * hidden
-    encoder = attention + inner + 2 * norm
-    decoder = 2 * attention + inner + 3 * norm  # the second attention is to the encoder's output
-    return layers * (encoder + decoder) + vocab_size * hidden
-
-
 def inference_bytes(parameters: int) -> int:
     """2Φ: 16-bit weights."""
     return 2 * parameters

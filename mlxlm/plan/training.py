@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mlxlm import counting
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
 from mlxlm.cores import parts_of
@@ -90,20 +92,30 @@ class Training:
         chosen = chunk_rows(vocab_size, self._kind)
         return min(chosen if self.loss_chunk is None else self.loss_chunk or rows, rows)
 
-    def block_rows(self, heads: int) -> int:
+    def block_rows(self, heads: int, window: int | None = None) -> int:
         """Query rows of which blockwise attention has the scores at a time, in each of the parts."""
         length, rows = self.sequence_length, -(-self.batch_size // self.parts)
-        return min(length, block_rows(length, heads * rows, length, BLOCK_BYTES[self._kind]))
+        reach = min(length, length // 8 + (window or length))
+        return min(length, block_rows(length, heads * rows, reach, BLOCK_BYTES[self._kind]))
 
-    def share_of_scores(self, config: ModelConfig) -> float:
-        """Of the square of scores, how much our own attention computes and, if the path is "plain", keeps: blocks of
-        rows are as wide as their last row. A GPU's own kernels are counted with the whole square."""
-        path, length = self.path(config), self.sequence_length
-        if path == "fused" or (path == "plain" and self._on != "cpu"):
-            return 1.0
-        rows = self.block_rows(config.num_attention_heads) if path == "blockwise" else max(MIN_ROWS, -(-length // 4))
-        ends = [min(end, length) for end in range(rows, length + rows, rows)]
-        return sum((end - start) * end for start, end in zip([0, *ends], ends, strict=False)) / length**2
+    def keys_computed(self, config: ModelConfig) -> float:
+        """Keys of a row of scores that our own attention computes and, if the path is "plain", keeps, in the mean over
+        rows and layers: a block of rows has all keys that any of them sees. A GPU's "plain" has the whole square, its
+        fused kernels are counted with the whole window."""
+        path, length, layers = self.path(config), self.sequence_length, config.num_hidden_layers
+        if path == "fused":
+            return counting.keys_seen(config, length) / layers
+        if path == "plain" and self._on != "cpu":
+            return length
+
+        def scores(window: int | None) -> int:
+            plain = max(MIN_ROWS, -(-length // 4))
+            rows = plain if path == "plain" else self.block_rows(config.num_attention_heads, window)
+            blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
+            return sum((end - start) * min(end, end - start + (window or length) - 1) for start, end in blocks)
+
+        windows = Counter(map(config.window, range(layers)))
+        return sum(count * scores(window) for window, count in windows.items()) / (layers * length)
 
     @property
     def _on(self) -> str:

@@ -20,6 +20,14 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
     Lines that a crash cut off or left empty are no entries. Raises CheckpointError for what can't be read, and for a
     line of more than 16 MB, which no run writes.
     """
+    return (entry for _, entry in read_lines(path))
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """What `read_entries` reads, each entry behind its line, which has an end even where the file's last one lacks it.
+
+    An entry can have values that JSON lacks, NaN above all: it can't always be written again, its line can.
+    """
     if not path.exists():
         return
     with opened(path, CheckpointError) as file:
@@ -32,13 +40,13 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict) and isinstance(entry.get("event"), str) and _is_step(entry.get("step", 0)):
-                yield entry
+                yield line.removesuffix(b"\n") + b"\n", entry
 
 
 def announced(path: Path, event: str, figures: Sequence[str]) -> dict[str, Any] | None:
-    """The entry of this name from before the run began, if all of `figures` in it are numbers."""
+    """The entry of this name from before the run began, if all of `figures` in it are numbers above 0."""
     for entry in read_entries(path):
-        if entry["event"] == event and not any(math.isnan(number(entry.get(name))) for name in figures):
+        if entry["event"] == event and all(number(entry.get(name)) > 0 for name in figures):
             return entry
         if entry["event"] == "started":
             break

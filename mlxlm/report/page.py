@@ -249,14 +249,21 @@ def _events(run: RunFacts) -> str:
     shown = run.events[-_EVENTS:]
     rows = [(e.get("step", "–"), str(e.get("time", "–")).replace("T", " ")[:19], _told(e)) for e in shown]
     earlier = len(run.events) - len(shown)
-    note = f"{run.saved} checkpoints were saved" + (f"; {earlier} earlier events are left out" if earlier else "") + "."
-    return f'<div class="told">{_table(rows, ("step", "time (UTC)", ""))}</div>' + f'<p class="soft">{note}</p>'
+    notes = [f"{run.saved} checkpoints were saved"]
+    if run.replanned:
+        count, steps = len(run.replanned), _shown(run.replanned[-1], "{:,.0f}".format)
+        times = f"{count} times, at last" if count > 1 else "once,"
+        notes.append(f"to end in time, the number of steps was changed {times} to {steps}")
+    if earlier:
+        notes.append(f"{earlier} earlier events are left out")
+    told = f'<div class="told">{_table(rows, ("step", "time (UTC)", ""))}</div>'
+    return f'{told}<p class="soft">{"; ".join(notes)}.</p>'
 
 
 def _told(event: Mapping[str, Any]) -> str:
     kind = event["event"]
     what = {"started": "resumed" if _resumed(event) else "started", "not_saved": "not saved", "resumed": "went on"}
-    extra = [str(event[name])[:500] for name in ("reason", "message", "machine") if event.get(name)]
+    extra = [str(event[name])[:500] for name in ("reason", "message") if event.get(name)]
     seconds = number(event.get("seconds"))
     if kind == "resumed" and not math.isnan(seconds):
         extra.append(f"after {figure(seconds, 'seconds')}")

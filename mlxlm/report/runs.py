@@ -25,7 +25,8 @@ _TOLD = ("started", "not_saved", "paused", "slowed", "resumed", "warned", *_ENDS
 @dataclass
 class RunFacts:
     """What is known of a run. `steps` has a column for each of `FIGURES`, and "step" and "smoothed"; a figure that an
-    entry lacks is NaN. `validations` are (step, loss, bits per byte), `samples` (step, text)."""
+    entry lacks is NaN. `validations` are (step, loss, bits per byte), `samples` (step, text). `replanned`: how many
+    steps the run was to have, after each change of that."""
 
     name: str
     path: Path
@@ -36,6 +37,7 @@ class RunFacts:
     validations: list[tuple[int, float, float]] = field(default_factory=list)
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    replanned: list[float] = field(default_factory=list)
     saved: int = 0
 
     @property
@@ -59,9 +61,10 @@ class RunFacts:
         return column[-1] if column else math.nan
 
     def place(self, axis: str, step: int) -> float:
-        """Where step `step` is on an axis; between two steps that were logged, that of the one before."""
+        """Where step `step` is on an axis: 0 before the first one; between two steps that were logged, that of the one
+        before."""
         logged = bisect_right(self.steps["step"], step)
-        return self.steps[axis][logged - 1] if logged else math.nan
+        return self.steps[axis][logged - 1] if logged else 0.0 if step == 0 else math.nan
 
 
 def read_run(path: Path) -> RunFacts:
@@ -115,6 +118,8 @@ def _read_log(facts: RunFacts, path: Path) -> None:
             facts.validations.append((step, loss, number(entry.get("bits_per_byte"))))
         elif kind == "sample":
             facts.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
+        elif kind == "replanned":
+            facts.replanned.append(number(entry.get("steps")))
         elif kind == "saved":
             facts.saved += 1
         elif kind in _TOLD:

@@ -30,9 +30,11 @@ FILE = "comparison.json"
 PICTURE = "comparison.png"
 BASE = "base"  # the variant that changes nothing
 # What the variants have in common, and what says so.
+_BUDGET = ("batch_size", "sequence_length", "accumulate", "steps", "time_limit")
+_READING = ("eval_every", "eval_tokens", "packing", "document_mask", "answers_only")
 _SHARED = {
-    **dict.fromkeys(("batch_size", "sequence_length", "accumulate", "steps"), "one budget for all variants"),
-    **dict.fromkeys(("eval_every", "eval_tokens", "packing", "document_mask"), "the same for all variants"),
+    **dict.fromkeys(_BUDGET, "one budget for all variants"),
+    **dict.fromkeys(_READING, "the same for all variants"),
     "vocab_size": "one tokenizer for all variants",
     "max_position_embeddings": "the sequence length, one for all variants",
 }
@@ -210,7 +212,7 @@ def start_comparison(
     """
     out, settings = Path(out), dict(settings or {})
     _check(variants)
-    shared = TrainSettings(**{"learning_rate": 1.0, **settings, "steps": 1})
+    shared = TrainSettings.draft(settings)
     config = config.with_changes(max_position_embeddings=shared.sequence_length)  # which some parts go by
     configs = [_configured(config, variant) for variant in variants]
     question = asked(
@@ -223,7 +225,7 @@ def start_comparison(
         check_asked(out, there.asked, question, "comparison", "mlxlm compare-architectures")
         return there
     check_length(minutes=minutes, tokens=tokens, steps=settings.get("steps"))
-    drafts = _drafts(variants, configs, settings, settings.get("steps") or 1)
+    drafts = _drafts(variants, configs, settings)
     with new_folder(out) as folder:
         words, data = shared_data(
             folder, sources, config.vocab_size if vocab_size is None else vocab_size, tokenizer=tokenizer, kind=kind,
@@ -239,7 +241,7 @@ def start_comparison(
             steps = min(found.steps_in(60 * minutes, draft, tokens_held_out) for found, draft in timed)
         else:
             steps = settings.get("steps") or steps_for(tokens, configs[0], drafts[0])
-        _drafts(variants, configs, settings, steps)  # of all, before the first is trained
+        _drafts(variants, configs, {**settings, "steps": steps})  # of all, before the first is trained
         values = {
             "config": config.to_dict(), "settings": {**settings, "steps": steps},
             "variants": question["variants"], "data": recorded(data, folder),
@@ -270,15 +272,15 @@ def _configured(config: ModelConfig, variant: Variant) -> ModelConfig:
 
 
 def _drafts(
-    variants: Sequence[Variant], configs: Sequence[ModelConfig], settings: Mapping[str, Any], steps: int
+    variants: Sequence[Variant], configs: Sequence[ModelConfig], settings: Mapping[str, Any]
 ) -> list[TrainSettings]:
     """The settings of each variant, but for the learning rate. Raises ConfigError for what can't be trained here."""
     found = []
     for variant, config in zip(variants, configs, strict=True):
-        values = {"learning_rate": 1.0, **settings, **variant.settings, "steps": steps}
+        values = {**settings, **variant.settings}
         with _about(variant.name):
             choose_dtype(values)
-            found.append(TrainSettings(**values))
+            found.append(TrainSettings.draft(values))
             check_memory(config, found[-1])
     return found
 

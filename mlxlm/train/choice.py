@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from mlxlm import platform
 from mlxlm.config import ModelConfig
+from mlxlm.data import total_bytes
 from mlxlm.errors import ConfigError
 from mlxlm.plan import Training, training_memory
 from mlxlm.plan.advice import room
+from mlxlm.plan.corpus import corpus_of
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.scaling.laws import HOFFMANN, OPERATIONS, Law
 from mlxlm.scaling.sizes import family, nearest, vocabulary
@@ -50,29 +53,35 @@ class Choice:
         return Chosen(self.config.parameter_count(), self.tokens, self.epochs, self.by)
 
 
-def guessed_vocabulary(seconds: float, text_bytes: int | None) -> int:
+def guessed_vocabulary(seconds: float, sources: Sequence[str | Path], text_column: str | None) -> int:
     """Tokens of a tokenizer for the model that will be chosen, before there is one: by the speed of products here."""
-    each = _flops_in(seconds) / OPERATIONS
-    unique = text_bytes / _BYTES_PER_TOKEN if text_bytes else math.inf
+    each, unique = _flops_in(seconds) / OPERATIONS, math.inf
+    if total_bytes(sources):  # a pipe has no size
+        unique = corpus_of(sources, 1024, text_column).bytes / _BYTES_PER_TOKEN
     sizes = [config.parameter_count() for config in family(1024)]
     return vocabulary(min(sizes, key=lambda size: HOFFMANN.repeated(size, each / size, unique)))
 
 
-def choose(seconds: float, unique: int, vocab_size: int, values: Mapping[str, Any], law: Law | None = None) -> Choice:
+def choose(
+    seconds: float, unique: int, vocab_size: int, values: Mapping[str, Any], law: Law | None = None, ranks: int = 1
+) -> Choice:
     """The model of `mlxlm.scaling.sizes` that is best after `seconds` of training on a text of `unique` tokens.
 
     values: settings that are given; what of batch, sequence length and intervals is not among them is chosen, too.
     law: of the user's own runs; None: `HOFFMANN`.
+    ranks: how many processes like this one train together; "accumulate" is what all of them add.
 
     Raises ConfigError where not even the smallest model fits the memory.
     """
-    there = room(platform.total_memory())
+    there = room(platform.device_memory())
 
     def settings(config: ModelConfig, tokens: float) -> TrainSettings:
-        return TrainSettings(**{"learning_rate": 1.0, "steps": 1, **_form(config, tokens, values)})
+        return TrainSettings.draft(_form(config, tokens, values))
 
     def usual(config: ModelConfig) -> TrainSettings:
-        return settings(config, HOFFMANN.tokens_for(config.parameter_count()))
+        """What one process does of a step."""
+        found = settings(config, HOFFMANN.tokens_for(config.parameter_count()))
+        return replace(found, accumulate=found.accumulate // ranks)
 
     fitting = [c for c in family(vocab_size) if training_memory(c, Training.of(usual(c))).total <= there]
     if not fitting:
@@ -80,7 +89,7 @@ def choose(seconds: float, unique: int, vocab_size: int, values: Mapping[str, An
     pace = pace_of(fitting, seconds, usual)
 
     def tokens(config: ModelConfig) -> float:
-        return _TRAINING * seconds / pace(config)
+        return _TRAINING * seconds * ranks / pace(config)
 
     def loss(config: ModelConfig) -> float:
         return (law or HOFFMANN).repeated(config.parameter_count(), tokens(config), unique)

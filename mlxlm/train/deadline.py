@@ -22,7 +22,8 @@ class Deadline:
     The time that counts is that by the clock on the wall, in which the run works, validates, saves and rests between
     steps; pauses, and the time between an interruption and a resume, don't count. What steps, validations, samples
     and checkpoints take is measured; before there is a measurement it is what the `forecast` says (the log's).
-    `state` is what an earlier one's `state` gave: a resumed run goes on with its plan.
+    `state` is what an earlier one's `state` gave: a resumed run goes on with its plan. The time counts from `begun` on
+    (by `now`; None: from here on).
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class Deadline:
         state: Mapping[str, Any],
         forecast: Mapping[str, Any] | None = None,
         now: Callable[[], float] = time.monotonic,
+        begun: float | None = None,
     ):
         self.steps: int = state.get("steps", settings.steps)
-        self._limit, self._now, self._last = settings.time_limit, now, now()
+        self._limit, self._now, self._last = settings.time_limit, now, now() if begun is None else begun
         self._elapsed: float = state.get("elapsed", 0.0)
         self._next_look = self._elapsed
         self._every = {"check": settings.eval_every, "sample": settings.sample_every, "save": settings.save_every}
@@ -67,8 +69,8 @@ class Deadline:
         self._last += seconds
 
     def took(self, what: str | None) -> None:
-        """The time since this was called before went into `what`: "step", with what belongs to each, or the longest of
-        "check" (a validation), "sample" and "save"; or into "pictures"; None for what happens once."""
+        """The time since this was called before went into `what`: "step", with what belongs to each, "check" (a
+        validation, with its sample), "sample", "save" or "pictures"; None for what happens once."""
         now = self._now()
         seconds, self._last = now - self._last, now
         self._elapsed += seconds
@@ -100,11 +102,10 @@ class Deadline:
         each = self._sum / self._count
 
         def takes(more: int) -> float:
-            between = sum(
-                cost * ((done + more - 1) // every - done // every)
-                for cost, every in ((self._cost[name], every) for name, every in self._every.items())
-                if every
-            )
-            return more * each + between + sum(self._cost.values())
+            times = {
+                name: (done + more - 1) // every - done // every if every else 0 for name, every in self._every.items()
+            }
+            times["save"] = max(times["save"], times["check"])  # each validation may be the best one, which is saved
+            return more * each + sum(n * self._cost[name] for name, n in times.items()) + sum(self._cost.values())
 
         return max(0, bisect_right(range(int(max(0.0, left) / each) + 2), left, key=takes) - 1)

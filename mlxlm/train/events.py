@@ -177,9 +177,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last step is done and saved. `tokens_per_second` is over all steps but the first, 0 where there are no
-    others, and None where nothing was left to do. `memory`: MLX's peak in
-    bytes since the run began or was resumed."""
+    """The last step is done and saved. `tokens_per_second` is over the last 50 steps, the first left out, 0 where
+    there are no others, and None where nothing was left to do. `memory`: MLX's peak in bytes since the run began or was
+    resumed."""
 
     step: int
     seconds: float

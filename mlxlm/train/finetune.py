@@ -133,11 +133,11 @@ def start_finetune(
     values.setdefault("sequence_length", min(LENGTH, config.max_position_embeddings))
     peak = default_learning_rate(config, values.get("optimizer", TrainSettings.optimizer))
     values.setdefault("learning_rate", _RATE * peak)
-    draft = TrainSettings(**{**values, "steps": values.get("steps") or 1})
+    draft = TrainSettings.draft(values)
     if draft.sequence_length > config.max_position_embeddings:
         problem = f"sequences of {draft.sequence_length} tokens are longer than the model's context"
         raise ConfigError(problem, f"--sequence-length {config.max_position_embeddings} or less")
-    check_memory(config, draft)
+    check_memory(config, draft, preset="")
     workspace = working_folder(out)
     try:
         data = workspace / "data"
@@ -160,9 +160,11 @@ def start_finetune(
         found = _lengths(values, draft, config, data, epochs, minutes, begun, duty, phase)
         final = TrainSettings(**values)
         tokenizer.chat_template = turns.template
+        limited = time.monotonic()
         with new_folder(out) as folder:
             run = Run.create(folder, config, final, tokenizer, data, adopt=True)
             _save_base(run, base)
+            run.amend(0, {"elapsed": time.monotonic() - limited})  # of the time there is: the run begins with it
             log = RunLog(run.log_file)
             share, length = encoder.learned / encoder.answers, draft.sequence_length
             log.record(Conversations(encoder.conversations, encoder.pieces, share, length, encoder.longer(context)))
@@ -216,7 +218,7 @@ def _lengths(
     rows = TrainBatches(train, 1, draft.sequence_length, draft.seed, **FORM).rows
     each = draft.accumulate * _STEPS_PER_EPOCH
     values.setdefault("batch_size", max(1, min(TrainSettings.batch_size, rows // each)))
-    draft = TrainSettings(**{**values, "steps": 1})
+    draft = TrainSettings.draft(values)
     found = None
     if minutes is None and "steps" not in values:
         values["steps"] = max(1, math.ceil((epochs or EPOCHS) * rows / (draft.batch_size * draft.accumulate)))

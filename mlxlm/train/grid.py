@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from mlxlm.checkpoint.layout import is_run
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.data import Manifest, total_bytes
+from mlxlm.data import Manifest
 from mlxlm.errors import ConfigError
 from mlxlm.files import new_folder, write_json
 from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
@@ -22,7 +23,7 @@ from mlxlm.train.choice import guessed_vocabulary, nearest_members, pace_of, row
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.several import asked, check_asked, is_finished, one_of, recorded, shared_data
-from mlxlm.train.start import DEVICE_DTYPE, Phase, no_phase
+from mlxlm.train.start import Phase, check_memory, choose_dtype, no_phase, prepared_source
 
 FILE = "grid.json"
 MINUTES = 30.0  # that a grid takes, unless said
@@ -74,11 +75,15 @@ class Grid:
         try:
             cells = tuple(Cell(**cell) for cell in values["cells"])
             whole = [n for cell in cells for n in (cell.hidden, cell.parameters, cell.tokens, cell.steps)]
-            if not cells or not all(isinstance(n, int) and n > 0 for n in (values["unique"], *whole)):
+            if not cells or not all(type(n) is int and n > 0 for n in (values["unique"], values["vocab_size"], *whole)):
                 raise ValueError
+            if not all(0 <= float(cell.seconds) < math.inf for cell in cells):
+                raise ValueError
+            settings = dict(values["settings"])
+            TrainSettings.draft(settings)
             return cls(
-                path, cells, values["vocab_size"], dict(values["settings"]), path / values["data"],
-                values["by_ratio"], values["unique"], values["asked"],
+                path, cells, values["vocab_size"], settings, path / values["data"], bool(values["by_ratio"]),
+                values["unique"], dict(values["asked"]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError):
             problem = f"{path / FILE} lacks or spoils cells, vocab_size, settings, data, by_ratio, unique or asked"
@@ -109,9 +114,9 @@ class Grid:
     def seconds_left(self, number: int) -> float:
         """That the cells from `number` on take, at the speed of those that are finished."""
         found = self._timed()
-        planned = sum(cell.seconds for cell, _ in found)
-        scale = sum(seconds for _, seconds in found) / planned if planned else 1.0
-        return scale * sum(cell.seconds for cell in self.cells[number:])
+        planned = sum(cell.seconds for cell in found)
+        scale = sum(found.values()) / planned if planned else 1.0
+        return scale * sum(cell.seconds for cell in self.cells[number:] if cell not in found)
 
     def flops_per_second(self) -> float:
         """6 N D of the largest finished run, by the seconds of its steps: what a budget in hours is worth here.
@@ -121,13 +126,13 @@ class Grid:
         found = self._timed()
         if not found:
             raise ConfigError(f"no run of {self.path} is finished", "the same command without --fit-only")
-        cell, seconds = max(found, key=lambda timed: timed[0].parameters * timed[0].tokens)
-        return OPERATIONS * cell.parameters * cell.tokens / seconds
+        cell = max(found, key=lambda cell: cell.parameters * cell.tokens)
+        return OPERATIONS * cell.parameters * cell.tokens / found[cell]
 
-    def _timed(self) -> list[tuple[Cell, float]]:
+    def _timed(self) -> dict[Cell, float]:
         """The runs that are finished, and the seconds of their steps."""
-        timed = [(cell, read_run(run.path).last("seconds")) for cell, run in self.begun() if is_finished(run)]
-        return [(cell, seconds) for cell, seconds in timed if seconds > 0]
+        timed = {cell: read_run(run.path).last("seconds") for cell, run in self.begun() if is_finished(run)}
+        return {cell: seconds for cell, seconds in timed.items() if seconds > 0}
 
 
 def start_grid(
@@ -154,8 +159,8 @@ def start_grid(
 
     sizes: numbers of parameters, embedding included; the nearest members of `mlxlm.scaling.sizes` are taken.
     ratios, tokens: how long each size is trained, in tokens per parameter or in tokens.
-    minutes: what all of it may take, by a probe, where no sizes are given; these are then chosen, with as many token
-        counts, so that no run sees the text more than four times.
+    minutes: what the steps of all of it may take, by a probe, where no sizes are given; these are then chosen, with as
+        many token counts, so that no run sees the text more than four times.
     Other arguments: see `start_run`.
 
     Raises ConfigError for a grid that can't work, and for an `out` of something else.
@@ -174,16 +179,17 @@ def start_grid(
         return there
     if not 0 < minutes < float("inf") or not all(0 < x < 1e18 for x in (*sizes, *ratios, *tokens)):
         raise ConfigError("sizes, tokens and minutes must be positive numbers")
-    values = {"eval_every": 0, "sequence_length": _LENGTH, "dtype": DEVICE_DTYPE, **(settings or {})}
-    if vocab_size is None:
-        vocab_size = vocabulary(max(sizes)) if sizes else guessed_vocabulary(60 * minutes / 4, total_bytes(sources))
+    values = {"eval_every": 0, "sequence_length": _LENGTH, **(settings or {})}
+    choose_dtype(values)
+    draft = TrainSettings.draft({"batch_size": 4, **values})
+    if vocab_size is None and tokenizer is None and not prepared_source(sources):
+        vocab_size = vocabulary(max(sizes)) if sizes else guessed_vocabulary(15 * minutes, sources, text_column)
     with new_folder(out) as folder:
         words, data = shared_data(
             folder, sources, vocab_size, tokenizer=tokenizer, kind=kind, text_column=text_column, weights=None,
             validation=validation, validation_fraction=validation_fraction, seed=values.get("seed", 0), phase=phase,
         )  # fmt: skip
         unique = Manifest.read(data).train.tokens
-        draft = TrainSettings(**{"learning_rate": 1.0, "batch_size": 4, **values, "steps": 1})
         members = nearest_members(list(sizes), words.vocab_size) if sizes else family(words.vocab_size)
         with phase("trying training steps of two sizes", None):
             pace = pace_of(members, 60 * minutes / 4, lambda config: draft)
@@ -195,16 +201,20 @@ def start_grid(
             ]
         else:
             chosen = _fitting(members, pace, 60 * minutes * _TRAINING, FEW_PASSES * unique, ratios, tokens)
-        values.setdefault("batch_size", rows_for(min(n for _, n in chosen) / _LEAST_STEPS, draft.sequence_length))
-        each = TrainSettings(**{**draft.to_dict(), **values}).tokens_per_step
-        cells = []
+        row = draft.sequence_length * draft.accumulate
+        values["weight_decay"] = draft.weight_decay  # the same in all runs, however often they see the text
+        values.setdefault("batch_size", rows_for(min(n for _, n in chosen) / _LEAST_STEPS, row))
+        each = TrainSettings.draft(values).tokens_per_step
+        cells = {}
         for config, n in chosen:
             steps = max(1, round(n / each))
+            check_memory(config, TrainSettings.draft({**values, "steps": steps}), preset="")
             seconds = pace(config) * steps * each
-            cells.append(Cell(config.hidden_size, config.parameter_count(), steps * each, steps, seconds))
-        cells.sort(key=lambda cell: cell.parameters * cell.tokens)
+            cell = Cell(config.hidden_size, config.parameter_count(), steps * each, steps, seconds)
+            cells[cell.name] = cell  # lengths that differ by less than a step are one
+        in_order = sorted(cells.values(), key=lambda cell: cell.parameters * cell.tokens)
         content = {
-            "cells": [asdict(cell) for cell in cells], "vocab_size": words.vocab_size, "settings": values,
+            "cells": [asdict(cell) for cell in in_order], "vocab_size": words.vocab_size, "settings": values,
             "data": recorded(data, folder), "by_ratio": not tokens and bool(sizes or ratios),
             "unique": unique, "asked": question,
         }  # fmt: skip
@@ -216,7 +226,8 @@ def _fitting(
     members: list[ModelConfig], pace, seconds: float, most: float, ratios: Sequence[float], tokens: Sequence[float]
 ) -> list[tuple[ModelConfig, int]]:
     """The grid of the largest models that `seconds` are enough for, with no more than `most` tokens in a run; where
-    they aren't enough for any, the smallest, trained on less."""
+    they aren't enough for any, the smallest, trained on less. Raises ConfigError where the lengths are given, and the
+    smallest take longer, too."""
     found = None
     for top in range(len(_HALVINGS) - 1, len(members)):
         largest = members[top].parameter_count()
@@ -227,12 +238,15 @@ def _fitting(
         grid = [
             (config, int(n))
             for config in sizes
-            for n in ([min(most, ratio * config.parameter_count()) for ratio in ratios] or lengths)
+            for n in sorted({min(most, ratio * config.parameter_count()) for ratio in ratios} or set(lengths))
         ]
         if (total := sum(pace(config) * n for config, n in grid)) <= seconds:
             found = grid
-        elif found is None and not ratios and not tokens:
-            return [(config, max(1, int(n * seconds / total))) for config, n in grid]
+        elif found is not None:
+            return found
+        elif ratios or tokens:
+            needed = f"{math.ceil(total / _TRAINING / 60):,} minutes"
+            raise ConfigError("training on so many tokens takes longer, even of the smallest models", needed)
         else:
-            return found or grid
+            return [(config, max(1, int(n * seconds / total))) for config, n in grid]
     return found

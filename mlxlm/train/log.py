@@ -15,7 +15,7 @@ from typing import Any
 
 from mlxlm.errors import CheckpointError, os_errors_as
 from mlxlm.files import json_line, replaced_file
-from mlxlm.report.entries import read_entries
+from mlxlm.report.entries import read_lines
 from mlxlm.train.events import Event, Step
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -75,21 +75,21 @@ class RunLog:
         """Drop what was logged after `step`, so that a resumed run doesn't log it twice; with `validated` False the
         validation of `step`, too. Returns the names of the events of `step` that are left."""
         kept, size = set(), 0
-        for entry in self._until(step, validated):
-            size += len(json_line(entry))
+        for line, entry in self._until(step, validated):
+            size += len(line)
             if entry.get("step") == step:
                 kept.add(entry["event"])
         if not self.path.exists() or size == self.path.stat().st_size:
             return kept  # there is nothing to drop, and a full disk would not take it
         with replaced_file(self.path) as file:
-            file.writelines(map(json_line, self._until(step, validated)))
+            file.writelines(line for line, _ in self._until(step, validated))
         return kept
 
-    def _until(self, step: int, validated: bool) -> Iterator[dict[str, Any]]:
-        for entry in read_entries(self.path):
+    def _until(self, step: int, validated: bool) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        for line, entry in read_lines(self.path):
             at = entry.get("step", 0)
             if at < step or at == step and (validated or entry.get("event") != "validation"):
-                yield entry
+                yield line, entry
 
 
 def _plain(value: Any) -> Any:

@@ -117,6 +117,7 @@ class _Loop:
         self, run: Run, tokenizer: Tokenizer, log: RunLog, pace: Pace, ranks: Ranks, now: Callable[[], float],
     ):  # fmt: skip
         self.run, self.tokenizer, self.settings, self.pace, self.ranks = run, tokenizer, run.settings, pace, ranks
+        begun = now()
         mx.reset_peak_memory()
         self.peak = 0
         self.model = Decoder(run.config, dropout=self.settings.dropout)
@@ -130,7 +131,7 @@ class _Loop:
         self.best: dict | None = state.get("best")
         self.spent: float = state.get("seconds", 0.0)
         forecast = announced(run.log_file, "forecast", ("steps", "step_seconds", "seconds"))
-        self.deadline = Deadline(self.settings, state, forecast, now)
+        self.deadline = Deadline(self.settings, state, forecast, now, begun)
         self.feed = Feed(run, ranks)
         self.held_out = TokenDataset.open(run.data, "validation")
         self.clock = Clock()
@@ -209,11 +210,12 @@ class _Loop:
             yield self.sample(done)
         if sampled or found:  # their buffers are of other sizes than a step's, and would be kept beside those
             mx.clear_cache()
+        self.deadline.took("check" if found else "sample" if sampled else None)
         best = found is not None and found.best
         saved = best or self.due(done, settings.save_every) or self.saver.overdue or self.saver.saved == done
         if saved:
             yield from self.save(done, found, until=should_stop if done == self.deadline.steps else None)
-        self.deadline.took("check" if found else "sample" if sampled else "save" if saved else None)
+            self.deadline.took("save")
         if found and not self.deadline.knows_pictures:  # they are the last thing in the time of a run
             with suppress(MlxlmError):
                 draw_run(self.run)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlxlm._mlx import mx, optim
+from mlxlm.scaling.laws import FEW_PASSES
 
 if TYPE_CHECKING:
     from mlxlm.config import ModelConfig
@@ -18,7 +19,7 @@ _MATCHED_RMS = 0.2  # of an AdamW update, usually between 0.2 and 0.4 (Liu et al
 @dataclass(frozen=True)
 class Defaults:
     """weight_decay is decoupled. beta1 and beta2: averages of the gradient and of what it is divided by; beta2 None:
-    there is none to choose. rate: the peak learning rate as a multiple of AdamW's, at least `least_rate`."""
+    there are none to choose. rate: the peak learning rate as a multiple of AdamW's, at least `least_rate`."""
 
     weight_decay: float
     beta1: float
@@ -42,6 +43,18 @@ DEFAULTS = {
 # Measured, one run each: tinyshakespeare's last tenth after 400 steps of 1,024 tokens, 0.2M parameters, where AdamW at
 # 0.008 gives 2.504, Muon at 0.008 2.503 and at 0.016 2.489. A Muon step took a third to a half more processor time.
 OPTIMIZERS = tuple(DEFAULTS)
+
+
+def default_weight_decay(optimizer: str, passes: float) -> float:
+    """The decay where the text is seen so many times: ten times the usual above `FEW_PASSES`, when learning it by heart
+    begins.
+
+    For repeated text the best decay is many times the usual one (Kim et al. 2025, "Pre-training under infinite
+    compute", about 30). Measured, one run each: tinyshakespeare's last tenth, 0.9M parameters, 12 passes: 2.069 bits
+    per byte with 1.0, 2.110 with 0.1 and dropout 0.1; with 0.1 alone the best of 31 passes, at the 11th, was 2.142.
+    """
+    usual = DEFAULTS[optimizer].weight_decay
+    return 10 * usual if passes > FEW_PASSES else usual
 
 
 def default_learning_rate(config: ModelConfig, optimizer: str = "adamw") -> float:
@@ -112,5 +125,4 @@ def _lion(settings: TrainSettings, decay: float) -> optim.Optimizer:
 
 
 def _adafactor(settings: TrainSettings, decay: float) -> optim.Optimizer:
-    momentum = settings.beta1 or None
-    return optim.Adafactor(settings.learning_rate, beta_1=momentum, weight_decay=decay, relative_step=False)
+    return optim.Adafactor(settings.learning_rate, weight_decay=decay, relative_step=False)

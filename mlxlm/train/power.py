@@ -40,7 +40,7 @@ class Pace:
     """Rests and pauses between the steps of a run, by `power`.
 
     `on_battery` and `heat` are asked for the machine's state every 10 seconds, `now` and `sleep` are its clock.
-    `paused` and `rested` count seconds.
+    `paused` counts seconds.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Pace:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.paused = self.rested = 0.0
+        self.paused = 0.0
         self._power, self._on_battery, self._heat, self._now, self._sleep = power, on_battery, heat, now, sleep
         self._looked = -float("inf")
         self._worked_since = now()
@@ -120,7 +120,6 @@ class Pace:
         end = start + (start - self._worked_since) * (100 / self._duty() - 1)
         while (left := end - self._now()) > 0 and not should_stop():
             self._sleep(min(left, _SLICE))
-        self.rested += self._now() - start
 
     def _look(self) -> None:
         """Ask what the machine's state is, where that matters and the last answer is old."""

@@ -7,7 +7,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,20 +37,21 @@ class Probe:
     validation: float
     memory: int
 
-    def forecast(self, settings: TrainSettings, held_out: int) -> Forecast:
-        """What a run takes, `held_out` tokens being there to validate on: all steps and validations, without saving and
-        samples."""
+    def forecast(self, settings: TrainSettings, held_out: int, steps: int | None = None) -> Forecast:
+        """What a run of so many `steps` (None: the settings') takes, `held_out` tokens being there to validate on: all
+        steps and validations, without saving and samples."""
+        steps = settings.steps if steps is None else steps
         windows = min(max(held_out - 1, 1), settings.eval_tokens) / settings.sequence_length
         batches = math.ceil(math.ceil(windows) / settings.batch_size)
-        times = -(-settings.steps // settings.eval_every) if settings.eval_every else 1
-        steps = self.compiling + self.step * (settings.steps - 1)
-        return Forecast(settings.steps, steps, steps + times * batches * self.validation, self.memory)
+        times = -(-steps // settings.eval_every) if settings.eval_every else 1
+        seconds = self.compiling + self.step * (steps - 1)
+        return Forecast(steps, seconds, seconds + times * batches * self.validation, self.memory)
 
     def steps_in(self, seconds: float, settings: TrainSettings, held_out: int) -> int:
         """The most steps, at least one, whose forecast is no longer than `seconds`."""
 
         def takes(steps: int) -> float:
-            return self.forecast(replace(settings, steps=max(1, steps)), held_out).seconds
+            return self.forecast(settings, held_out, max(1, steps)).seconds
 
         return max(1, bisect_right(range(int(max(0.0, seconds) / self.step) + 2), seconds, key=takes) - 1)
 

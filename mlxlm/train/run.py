@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm._mlx import mx
-from mlxlm.checkpoint.layout import RUN_FILE, best_checkpoint, is_run, list_checkpoints, step_of
+from mlxlm.checkpoint.layout import RUN_FILE, best_checkpoint, is_run, list_checkpoints, state_of, step_of
 from mlxlm.checkpoint.safetensors import check_file, load_weights, save_tensors, save_weights
 from mlxlm.config import ModelConfig, read_json
 from mlxlm.data.manifest import FILE as MANIFEST
@@ -112,7 +112,7 @@ class Run:
 
     def last_good(self) -> Path | None:
         """The last checkpoint that was saved while the loss was sound; None if there is none."""
-        good = [c for c in self.checkpoints() if read_json(c / "state.json").get("healthy")]
+        good = [c for c in self.checkpoints() if state_of(c).get("healthy")]
         return good[-1] if good else None
 
     def check_data(self) -> None:

@@ -63,6 +63,14 @@ class TrainSettings:
             raise ConfigError("these training settings can't work: " + "; ".join(problems))
 
     @classmethod
+    def draft(cls, values: Mapping[str, Any]) -> TrainSettings:
+        """Of a run whose steps or learning rate are not known yet: with the fewest steps that its warmup leaves room
+        for. Raises ConfigError for what can't work at any length."""
+        warmup = values.get("warmup_steps")
+        least = 1 + max(0, warmup) if isinstance(warmup, int) else 1
+        return cls(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or least})
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> TrainSettings:
         """Read back what `to_dict` gave. Raises ConfigError naming `source`."""
         try:
@@ -126,9 +134,10 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) <= 1:
             yield f"{name} is {getattr(s, name)!r}, it must be between 0 and 1"
     if of_optimizer and DEFAULTS[s.optimizer].beta2 is None:
-        of_optimizer = of_optimizer[:2]
-        if s.beta2 is not None:
-            yield f"beta2 is {s.beta2!r}, but {s.optimizer} has no beta2: leave it out"
+        of_optimizer = of_optimizer[:1]
+        for name in ("beta1", "beta2"):
+            if getattr(s, name) != getattr(DEFAULTS[s.optimizer], name):
+                yield f"{name} is {getattr(s, name)!r}, but {s.optimizer} has no {name}: leave it out"
     for name in (*of_optimizer[1:], "dropout", "ema"):
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) < 1:
             yield f"{name} is {getattr(s, name)!r}, it must be at least 0 and below 1"

@@ -12,12 +12,12 @@ from typing import Any
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.layout import is_run, step_of
 from mlxlm.config import ModelConfig
-from mlxlm.data import prepare, total_bytes
+from mlxlm.data import Manifest, prepare, total_bytes
 from mlxlm.data.sources import STDIN
 from mlxlm.errors import ConfigError, DataError
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.run import Run
-from mlxlm.train.start import Phase, no_phase, prepared_source, start_run, tokenizer_for
+from mlxlm.train.start import Phase, check_tokenizer, no_phase, prepared_source, start_run, tokenizer_for
 
 
 def asked(sources: Sequence[str | Path], **arguments: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def check_asked(out: Path, there: Mapping[str, Any], now: Mapping[str, Any], wha
 def shared_data(
     folder: Path,
     sources: Sequence[str | Path],
-    vocab_size: int,
+    vocab_size: int | None,
     *,
     tokenizer: str | Path | None,
     kind: str,
@@ -60,6 +60,7 @@ def shared_data(
     prepared = prepared_source(sources)
     words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
     if prepared:
+        check_tokenizer(Manifest.read(prepared), words, prepared)
         return words, prepared.resolve()
     with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
         prepare(

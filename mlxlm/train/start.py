@@ -26,7 +26,7 @@ from mlxlm.scaling.laws import Law
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.choice import choose, guessed_vocabulary
 from mlxlm.train.log import RunLog
-from mlxlm.train.optimizers import default_learning_rate
+from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.probing import LEAST_STEPS, TRYING, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
@@ -78,7 +78,8 @@ def start_run(
         (see `Power`).
         A run of 100 steps or more is probed, and one with minutes: its log begins with the Forecast.
     law: of the user's own runs, for the choice; see `mlxlm.scaling`.
-    settings: fields of TrainSettings; the learning rate defaults by model size.
+    settings: fields of TrainSettings; the learning rate defaults by model size, weight decay by the passes over the
+        text.
     ranks: how many processes will train it together: "accumulate" is what each of them adds, and the run's own is
         that of all, so that any number of processes that divides it can go on.
     phase: called with a label and a total in bytes (or None) for each phase that takes a while; the context
@@ -98,7 +99,8 @@ def start_run(
     if config is None and minutes is None:
         raise ConfigError("no model is given, and no time to choose one by", "a preset, or minutes")
     choose_dtype(values)
-    draft = TrainSettings(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or 1})
+    draft = TrainSettings.draft(values)
+    own = replace(draft, accumulate=draft.accumulate // ranks)  # what this process does of a step
     prepared = prepared_source(sources)
     if prepared and validation:
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
@@ -109,13 +111,13 @@ def start_run(
     if vocab_size is None and config is not None:
         vocab_size = config.vocab_size
     if vocab_size is None and not prepared and tokenizer is None:
-        vocab_size = guessed_vocabulary(60 * minutes * duty / 100, total_bytes(sources))
+        vocab_size = guessed_vocabulary(60 * minutes * duty / 100 * ranks, sources, text_column)
     if config is not None:
-        config = _fitted(config, draft, {"vocab_size": vocab_size})
+        config = _fitted(config, own, {"vocab_size": vocab_size})
     words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
     if config is not None:
-        config = _fitted(config, draft, {"vocab_size": words.vocab_size, **ids})
+        config = _fitted(config, own, {"vocab_size": words.vocab_size, **ids})
     workspace = working_folder(out)
     try:
         data = prepared or workspace / "data"
@@ -129,10 +131,11 @@ def start_run(
         if config is None:
             with phase("choosing a model", None):
                 worked = time_left(minutes, begun) * duty / 100
-                choice = choose(worked, manifest.train.tokens, words.vocab_size, values, law)
+                choice = choose(worked, manifest.train.tokens, words.vocab_size, values, law, ranks)
             values = choice.settings
-            draft = TrainSettings(**{"learning_rate": 1.0, "steps": 1, **values})
-            config = _fitted(choice.config, draft, ids)
+            draft = TrainSettings.draft(values)
+            own = replace(draft, accumulate=draft.accumulate // ranks)
+            config = _fitted(choice.config, own, ids)
         _check_data(manifest, words, draft.sequence_length, data)
         if manifest.chat_documents:
             # An answer ends with the end of its turn, a text with the end of its document.
@@ -143,12 +146,13 @@ def start_run(
         steps = None if minutes else values.get("steps") or steps_for(tokens, config, draft)
         found = None
         if minutes or steps >= LEAST_STEPS:
-            own = replace(draft, accumulate=draft.accumulate // ranks)
             with phase(TRYING, None):
                 found = probe(config, own, TokenDataset.open(data, "validation"))
         if minutes:
             values["time_limit"] = time_left(minutes, begun)
             steps = found.steps_in(values["time_limit"] * duty / 100, draft, manifest.validation.tokens)
+        passes = steps * draft.tokens_per_step / manifest.train.tokens
+        values.setdefault("weight_decay", default_weight_decay(draft.optimizer, passes))
         settled = TrainSettings(**{**values, "steps": steps})
         run = Run.create(out, config, settled, words, data, adopt=not prepared)
         log = RunLog(run.log_file)
@@ -204,7 +208,7 @@ def tokenizer_for(
     sources: Path | Sequence[str | Path],
     path: str | Path | None,
     kind: str,
-    vocab_size: int,
+    vocab_size: int | None,
     text_column: str | None,
     phase: Phase,
 ) -> Tokenizer:
@@ -224,20 +228,25 @@ def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any
     return config
 
 
-def check_memory(config: ModelConfig, settings: TrainSettings) -> None:
-    """Raise a ConfigError if training takes more memory than this machine has for it."""
-    training, there = Training.of(settings), platform.total_memory()
+def check_memory(config: ModelConfig, settings: TrainSettings, preset: str = "--preset") -> None:
+    """Raise a ConfigError if training takes more memory than the device has for it. preset: see `cheapest`."""
+    training, there = Training.of(settings), platform.device_memory()
     if (needed := training_memory(config, training).total) > room(there):
-        change = cheapest(config, training, there)
+        change = cheapest(config, training, there, preset)
         hint = f"{change.text}, which takes {human_bytes(change.needed)}" if change else "a smaller model"
         there = human_bytes(room(there))
         raise ConfigError(f"training this takes about {human_bytes(needed)} of memory, there are {there} for it", hint)
 
 
-def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Path) -> None:
-    """Raise a DataError for other tokens than the tokenizer's, and for too few of them."""
+def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, data: Path) -> None:
+    """Raise a DataError if `data`, of this manifest, has another tokenizer's tokens."""
     if manifest.fingerprint != tokenizer.fingerprint:
         raise DataError(f"{data} was prepared with another tokenizer", "the one it was prepared with")
+
+
+def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Path) -> None:
+    """Raise a DataError for other tokens than the tokenizer's, and for too few of them."""
+    check_tokenizer(manifest, tokenizer, data)
     if manifest.train.tokens < length + 1:
         there = manifest.train.tokens
         hint = f"--sequence-length {there - 1}, or more text" if there > 2 else "more text"

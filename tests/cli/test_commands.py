@@ -80,6 +80,21 @@ def test_doctor_and_presets_print_json(capsys):
     assert json.loads(capsys.readouterr().out)["5m"]["hidden_size"] == 256
 
 
+def test_doctor_shows_a_gpus_own_memory(monkeypatch, capsys):
+    from mlxlm import _mlx
+    from mlxlm.plan import machines
+
+    info = {"device_name": "a GPU", "total_memory": 24 << 30}
+    monkeypatch.setattr(_mlx, "ON_CPU", False)
+    monkeypatch.setattr(_mlx.mx, "device_info", lambda: info)
+    monkeypatch.setattr(machines, "measure_matmul", lambda: 1.0)
+    assert _run(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["working_set"] == 24 << 30
+    del info["total_memory"]
+    assert _run(["doctor"]) == 0
+    assert "working set              unknown" in capsys.readouterr().out
+
+
 def test_from_text_to_a_continuation(tmp_path, run_folder, capsys):
     capsys.readouterr()
     assert _run(["quantize", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
@@ -128,7 +143,7 @@ def endless(text_file, out, steps=100_000):
     return ["pretrain", text_file, "--preset", "0.3m", "--out", out, *QUICK[2:], "--steps", steps]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number, start):
     process = start(*endless(text_file, tmp_path / "my run"))
     for line in process.stderr:
@@ -143,7 +158,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number, start
     again = start(*shlex.split(resume)[1:])
     assert any(" to 100000 of " in line for line in again.stderr)
     again.send_signal(number)
-    assert again.wait(60) in (0, 130, 143)
+    assert again.wait(60) in (0, 129, 130, 143)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -190,6 +205,60 @@ def test_training_outlives_the_reader_of_its_messages(tmp_path, text_file, start
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
+
+
+@pytest.fixture(params=["a full disk", "no reader", "no terminal"])
+def refuses(request):
+    """A descriptor that can't be written to."""
+    if request.param == "a full disk":
+        if not Path("/dev/full").exists():
+            pytest.skip("no /dev/full here")
+        ours = os.open("/dev/full", os.O_WRONLY)
+    else:
+        other, ours = os.pipe() if request.param == "no reader" else os.openpty()
+        os.close(other)
+    yield ours
+    os.close(ours)
+
+
+def test_messages_that_nobody_can_take_end_no_command(refuses):
+    """Neither one in the middle of the work, nor that of the error at its end, nor what is left at the exit."""
+    code = (
+        "from mlxlm.cli import main, render\n"
+        "def work(args):\n"
+        "    render.say('x' * 10_000)\n"
+        "    main.print_error(ValueError())\n"
+        "    return 3\n"
+        "main._run = work\n"
+        "main.main()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stderr=refuses, timeout=50).returncode == 3
+
+
+def test_a_warmup_needs_no_steps(text_file, tmp_path):
+    few = ["--tokens", "400", "--batch-size", "2", "--sequence-length", "32", "--vocab-size", "300"]
+    out = str(tmp_path / "run")
+    assert _run(["pretrain", str(text_file), "--preset", "0.3m", "--out", out, *few, "--warmup-steps", "3"]) == 0
+    too_many = ["--out", f"{out}2", *few, "--warmup-steps", "9"]
+    assert _run(["pretrain", str(text_file), "--preset", "0.3m", *too_many]) == 1
+
+
+def test_a_stop_in_the_last_step_of_a_run_ends_several(monkeypatch, capsys):
+    """The run is finished, and what was asked for holds for those that would come."""
+    from mlxlm.cli import several
+    from mlxlm.train import Finished
+
+    made = []
+
+    def asked_too_late(run, _tokenizer, *, stop, **_options):
+        stop.asked = True
+        return Finished(1, 1.0, 1.0, 1.0, 1.0, 1, run)
+
+    monkeypatch.setattr(several, "run_training", asked_too_late)
+    monkeypatch.setattr(several, "is_finished", lambda run: False)
+    runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
+    assert several.train_all(runs, None, "the command") == [] and made == ["one"]
+    assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "the command"]
 
 
 def test_options_without_an_effect_are_wrong_usage(text_file, tmp_path, capsys):

@@ -1,6 +1,8 @@
 """The hostfile that `--hosts` and `--ranks` mean, and the command line for the hosts."""
 
+import io
 import json
+import os
 
 import pytest
 
@@ -114,3 +116,13 @@ def test_the_hosts_get_the_command_line_without_the_hosts():
     flags = ("--hosts", "--ranks")
     given = ["pretrain", "data", "--hosts", "a,b", "--out", "x", "--ranks=2", "--hosts=a", "--ranks", "2"]
     assert without(given, flags) == ["pretrain", "data", "--out", "x"]
+
+
+def test_what_nobody_reads_is_read_from_the_processes_all_the_same():
+    """They would wait for room in their pipe; and how each has ended is told there, too."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    group = module._Group(None, 2, b"\x1esecret ")
+    with open(writer, "wb") as target:
+        group._pass_on(io.BytesIO(b"step 1\nstep 2\n\x1esecret 1 exit 0\n"), target)
+    assert group._codes == {1: 0}

@@ -72,6 +72,24 @@ def test_texts_of_all_lengths_side_by_side(loaded, logprobs, tmp_path):
     assert found.characters == sum(map(len, rows))
 
 
+def test_a_batch_is_as_large_where_texts_are_short(loaded, monkeypatch):
+    shapes, real = [], evaluate_text_module.summed
+
+    def counted(model, tokens, *values, **names):
+        shapes.append(tokens.shape)
+        return real(model, tokens, *values, **names)
+
+    monkeypatch.setattr(evaluate_text_module, "summed", counted)
+    monkeypatch.setattr(evaluate_text_module, "_TOGETHER", 128)
+    found = evaluate_text(loaded, (document for _ in range(70) for document in read("The cat")), context=128)
+    columns = len(loaded.tokenizer.encode("The cat"))
+    assert found.documents == 70 and columns in range(4, 8)
+    assert shapes == [(32, columns), (32, columns), (6, columns)]
+    shapes.clear()
+    evaluate_text(loaded, read(TEXT), context=128)
+    assert all(rows == 1 for rows, _ in shapes)
+
+
 def test_a_first_token_with_nothing_before_it_counts_for_nothing(loaded, logprobs):
     class Bare(Tokenizer):
         def __init__(self):

@@ -242,7 +242,7 @@ def test_sizes_are_those_of_the_arrays(case):
     tables = ("embed_tokens.weight", "embed_positions.weight")
     matrices = [value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith(tables)]
     head = VOCABULARY * config.hidden_size if config.tie_word_embeddings else 0
-    assert config.matmul_parameters() == sum(matrices) + head
+    assert config.flops_per_token(0) == 2 * (sum(matrices) + head)
     cache = make_cache(model)
     model(mx.array(TOKENS[:1]), cache)
     cached = sum(part.nbytes for layer in cache for part in layer.state)

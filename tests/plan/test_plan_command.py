@@ -20,12 +20,12 @@ def run(capfdbinary):
 
 
 def test_tables(run):
-    shared = ("--devices", 16000, "--batch-size", 16000)
-    code, out, err = run("llama3-405b", "--machine", "h100", *shared, "--tokens", "15.6e12", "--textbook")
+    each = ("--devices", 16000, "--batch-size", 1)
+    code, out, err = run("llama3-405b", "--machine", "h100", *each, "--tokens", "15.6e12", "--textbook")
     assert code == 0 and out.startswith("training does not fit into the 80 GB of h100")
     assert "no change makes this model fit" in out and "406B" in out
     assert "a utilisation of 40 % is assumed" in err
-    for line in ("feed forward", "cache, multi-query", "20Φ", "12lh²"):
+    for line in ("feed forward", "cache, multi-query", "20Φ", "12lh²", "memory of 1 x 512 tokens on each device"):
         assert line in out
     assert "20Φ" not in run("1m", "--machine", "h100")[1]
 
@@ -59,6 +59,22 @@ def test_a_probe_shows_predicted_beside_measured(run, monkeypatch):
     assert found["measured_duration"]["seconds_per_step"] == 0.5 and found["measured_memory"] == 10**9
     monkeypatch.setattr(machines, "measure_matmul", lambda **_: 1e-3)
     assert "other work slowed the machine" in run(*shape)[1]
+
+
+def test_a_time_by_the_speed_of_another_dtype_says_so(run):
+    remark = "by the speed of bfloat16 products: those of float32"
+    assert remark in run("1m", "--machine", "h100", "--dtype", "float32")[2]
+    for machine in (("--machine", "h100"), ("--machine", "m1"), ("--flops", "1e12", "--dtype", "float32")):
+        assert "products" not in run("1m", *machine)[2]
+
+
+@pytest.mark.skipif(not ON_CPU, reason="of a CPU")
+def test_bits_that_a_cpu_does_not_keep(run, monkeypatch):
+    from mlxlm.plan import machines
+
+    monkeypatch.setattr(machines, "measure_matmul", lambda **_: 100.0)
+    _, out, err = run("0.3m", "--bits", 4)
+    assert "32-bit weights" in out and "a CPU turns 4-bit weights into 32-bit ones" in err
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a CPU")
@@ -97,6 +113,7 @@ def test_a_picture(run, tmp_path, kind):
         (["1m", "--machine", "a100", "--group-size", "32"], "--group-size would have no effect"),
         (["1m", "--machine", "a100", "--textbook", "--json"], "--textbook would have no effect"),
         (["1m", "--probe", "--attention", "plain"], "--attention is for plans"),
+        (["1m", "--text-column", "story"], "--text-column would have no effect"),
     ],
 )
 def test_options_without_effect_are_refused(run, arguments, problem):
@@ -105,6 +122,7 @@ def test_options_without_effect_are_refused(run, arguments, problem):
 
 
 def test_wrong_values(run, tmp_path):
+    (tmp_path / "empty.txt").touch()
     for arguments, problem in (
         (["1m", "--machine", "abacus"], "there is no machine 'abacus'"),
         (["1m", "--machine", "a100", "--picture", tmp_path / "plan.gif"], "no kind of picture"),
@@ -113,7 +131,7 @@ def test_wrong_values(run, tmp_path):
         (["1m", "--flops", "1e-300", "--json"], "can't be planned with"),
         (["1m", "--machine", "a100", "--ema", "5"], "ema is 5.0"),
         (["1m", "--machine", "a100", "--context", "99999999999999"], "from 1 to 1,099,511,627,775"),
-        (["1m", "--machine", "a100", "--devices", "3"], "16 sequences can't be shared out to 3 devices"),
+        (["1m", "--machine", "a100", "--data", tmp_path / "empty.txt"], "empty.txt has no size"),
         (["1m", "--machine", "a100", "--tokens", "-5"], "tokens"),
     ):
         code, out, err = run(*arguments)

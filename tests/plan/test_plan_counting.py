@@ -99,22 +99,40 @@ def test_a_cache_is_as_large_as_planned(name, bits):
     )  # fmt: skip
     if bits is None:
         assert held == cache_bytes(config, Serving(texts=2, context=20, kv_bits=32))
-    elif ON_CPU:  # in float32 there, with scales and biases of 32 bits
-        values = counting.cached_values(config, 20) * 2
-        assert held - values // 32 * 4 == cache_bytes(config, Serving(texts=2, context=20, kv_bits=bits))
+    elif ON_CPU:
+        assert held == cache_bytes(config, Serving(texts=2, context=20, kv_bits=bits, device="cpu"))
 
 
 def test_a_window_bounds_the_cache():
     from mlxlm.plan.inference import Serving, cache_bytes
 
     config = ModelConfig(64, 4, 4, 128, 100, sliding_window=10, layer_types=["sliding_attention", "full_attention"] * 2)
-    assert cache_bytes(config, Serving(context=100)) == 2 * 64 * 2 * (2 * 10 + 2 * 100)
+    assert cache_bytes(config, Serving(context=100)) == 2 * 64 * 2 * 4 * 100
+    assert cache_bytes(config, Serving(context=999)) == 2 * 64 * 2 * (2 * (10 + 64 + 64) + 2 * 999)
     with pytest.raises(ConfigError, match="a cache of head dim 16 can't be quantized"):
         cache_bytes(config, Serving(context=100, kv_bits=4))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_weights_are_as_large_as_planned(bits):
+@pytest.mark.parametrize("window", [10, 600])
+def test_a_cache_with_a_window_is_as_large_as_planned(window):
+    from mlxlm._mlx import mx
+    from mlxlm.cache import KVCache
+    from mlxlm.cache.rotation import Window
+    from mlxlm.plan.inference import Serving, cache_bytes
+
+    config = ModelConfig(8, 1, 1, 8, 8, sliding_window=window)
+    cache = KVCache(window=Window.of(window))
+    for _ in range(4):  # a prompt in pieces, and tokens until they have moved
+        cache.update_and_fetch(*[mx.zeros((1, 1, window, 8))] * 2)
+    while cache.offset < 7 * window or cache.offset < 400:
+        cache.update_and_fetch(*[mx.zeros((1, 1, 1, 8))] * 2)
+    assert cache.nbytes == cache_bytes(config, Serving(context=cache.offset, kv_bits=32))
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "size_of_float"), [(4, "bfloat16", 2), (8, "bfloat16", 2), (4, "float32", 4)]
+)
+def test_quantized_weights_are_as_large_as_planned(bits, dtype, size_of_float):
     """Beside the arrays of MLX's own quantization of the whole model."""
     from mlxlm._mlx import mx, nn, tree_flatten
     from mlxlm.model import Decoder
@@ -122,7 +140,7 @@ def test_quantized_weights_are_as_large_as_planned(bits):
 
     config = ModelConfig.preset("0.3m").with_changes(intermediate_size=200, tie_word_embeddings=False, mlp_bias=True)
     model = Decoder(config)
-    model.apply(lambda x: x.astype(mx.bfloat16))
+    model.apply(lambda x: x.astype(getattr(mx, dtype)))
     divides = {64: lambda width: width % 64 == 0, 32: lambda width: width % 64 and width % 32 == 0}
     for size, fits in divides.items():
         nn.quantize(
@@ -130,5 +148,6 @@ def test_quantized_weights_are_as_large_as_planned(bits):
             class_predicate=lambda _name, module, fits=fits: hasattr(module, "to_quantized")
             and fits(module.weight.shape[-1]),
         )  # fmt: skip
-    assert weight_bytes(config, bits) == sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert weight_bytes(config, bits, float_bytes=size_of_float) == held
     assert weight_bytes(config, 16) == 2 * config.parameter_count()

@@ -1,15 +1,22 @@
 """Memory of training: the planner's parts, real steps beside them, what fits, and what would."""
 
+import gzip
 import json
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import mlxlm
+from mlxlm import _mlx, platform
+from mlxlm._mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError
-from mlxlm.plan import Training, cheapest, fits, training_memory
+from mlxlm.errors import ConfigError, DataError
+from mlxlm.plan import Training, cheapest, fits, flops_of, training_memory
+from mlxlm.plan.corpus import corpus_of
 from mlxlm.plan.inference import Serving
+from mlxlm.plan.machines import here
 from mlxlm.plan.memory import layer_bytes, optimizer_bytes
 
 SMALL = Training(batch_size=2, sequence_length=64)
@@ -115,6 +122,45 @@ def test_the_cheapest_change_that_fits():
     assert cheapest(config, alone, 10**6) is None
 
 
+def test_a_preset_is_advised_as_it_is_asked_for(monkeypatch):
+    from mlxlm.train import TrainSettings
+    from mlxlm.train.start import check_memory
+
+    config = ModelConfig.preset("5m")
+    small = {"batch_size": 1, "sequence_length": 512, "recompute": True, "optimizer": "adafactor"}
+    settings = TrainSettings(steps=1, learning_rate=1.0, **small)
+    monkeypatch.setattr(platform, "device_memory", lambda: 60 * 10**6)
+    with pytest.raises(ConfigError, match="try: --preset 1m, which takes"):
+        check_memory(config, settings)
+    with pytest.raises(ConfigError, match="try: a smaller model"):
+        check_memory(config, settings, preset="")
+
+
+@pytest.mark.parametrize("info", ["max_recommended_working_set_size", "total_memory"])
+def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
+    """By a plan and by training; where nobody knows how much it is, by neither."""
+    from mlxlm.train import TrainSettings
+    from mlxlm.train.choice import choose
+    from mlxlm.train.start import check_memory
+
+    config, settings = ModelConfig.preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
+    memory = round(training_memory(config, Training.of(settings)).total / 0.9)
+    found = {info: memory + 9}
+    monkeypatch.setattr(_mlx, "ON_CPU", False)
+    monkeypatch.setattr(mx, "device_info", lambda: found)
+    assert here(measure=False).memory == memory + 9
+    check_memory(config, settings)
+    found[info] = memory - 9
+    with pytest.raises(ConfigError, match="training this takes about"):
+        check_memory(config, settings)
+    found[info] = 1000
+    with pytest.raises(ConfigError, match="no model fits the memory"):
+        choose(60.0, 1000, 300, {})
+    found.clear()
+    assert here(measure=False).memory is None
+    check_memory(config, settings)
+
+
 @pytest.mark.parametrize("memory", [150, 160, 200, 250, 300, 350, 500, 700, 900, 1100])
 def test_no_change_is_advised_that_is_not_needed(memory):
     """Each change taken back, or a batch twice as large, is too much."""
@@ -155,13 +201,39 @@ def test_the_path_is_what_training_takes_there(device, path):
     assert replace(long, batch_size=1 << 20).loss_rows(4096) == expected // (4 * 4096)
 
 
-def test_devices_share_the_batch_in_memory_as_well_as_in_time():
-    one, four = (mlxlm.plan("5m", machine="a100", devices=n, batch_size=16) for n in (1, 4))
-    assert four.memory == mlxlm.plan("5m", machine="a100", batch_size=4).memory
-    assert four.memory.states == one.memory.states and four.training.batch_size == 16
-    assert four.duration.seconds == pytest.approx(one.duration.seconds / 4)
-    parts = mlxlm.plan("5m", machine="a100", devices=4, batch_size=2, accumulate=8)
-    assert parts.memory == mlxlm.plan("5m", machine="a100", batch_size=2, accumulate=2).memory
+def test_each_device_has_a_batch_of_its_own():
+    one, three = (mlxlm.plan("5m", machine="a100", devices=n, batch_size=16, accumulate=2) for n in (1, 3))
+    assert (three.memory, three.fits) == (one.memory, one.fits)
+    assert three.flops.tokens_per_step == 3 * one.flops.tokens_per_step == 3 * 16 * 2 * 256
+    assert three.duration.seconds == pytest.approx(one.duration.seconds / 3)
+    assert three.duration.seconds_per_step == pytest.approx(one.duration.seconds_per_step)
+
+
+def test_keys_of_a_window_that_are_computed():
+    """On a CPU those that any row of a block sees, on a GPU the whole square; as many where there is no window."""
+    config = ModelConfig.preset("1m").with_changes(sliding_window=64)
+    training = Training(sequence_length=512, device="cpu", attention="plain")
+    assert training.keys_computed(config) == (128 + 3 * (128 + 64 - 1)) / 4
+    assert training.keys_computed(config.with_changes(sliding_window=None)) == (128 + 256 + 384 + 512) / 4
+    square = replace(training, device="cuda")
+    assert square.keys_computed(config) == 512 and flops_of(config, square).done == 8
+    assert replace(training, attention="fused").keys_computed(config) == 64
+    assert replace(training, attention="blockwise").keys_computed(config) == (64 + 7 * (64 + 64 - 1)) / 8
+
+
+def test_blocks_of_a_window_are_those_that_are_kept(monkeypatch):
+    """Beside the masks that attention makes."""
+    from mlxlm._mlx import mx
+    from mlxlm.kernels import plain_attention as module
+
+    kept = []
+    monkeypatch.setattr(module, "ON_CPU", True)
+    monkeypatch.setattr(module, "_attend", lambda rows, keys, values, mask: (kept.append(mask.size), [rows])[1])
+    heads = mx.zeros((1, 4, 300, 8))
+    module.plain_attention(heads, heads, heads, 1.0, window=20)
+    config = ModelConfig(32, 1, 4, 8, 8, sliding_window=20)
+    training = Training(sequence_length=300, device="cpu", attention="plain")
+    assert sum(kept) == round(300 * training.keys_computed(config))
 
 
 def test_each_core_has_gradients_of_its_own(monkeypatch):
@@ -181,9 +253,50 @@ def test_use_here_is_in_what_the_device_computes_with():
     from mlxlm.plan.machines import MACHINES, Machine
 
     config = ModelConfig.preset("5m")
-    here = usual_serving(Machine("here", 1e9, "float32", None, True, "", "cpu"), config)
+    cpu = Machine("here", 1e9, "float32", None, True, "", "cpu")
+    here = usual_serving(cpu, config)
     assert (here.bits, here.kv_bits, here.context) == (32, 32, 512)
     assert usual_serving(MACHINES["a100"], config).bits == 16
+    for machine, dtype in ((cpu, "float32"), (MACHINES["a100"], "bfloat16"), (MACHINES["m1"], "bfloat16")):
+        assert mlxlm.plan(config, machine=machine).training.dtype == dtype
+    assert mlxlm.plan(config, machine="a100", dtype="float32").training.dtype == "float32"
+
+
+def test_a_cpu_keeps_quantized_weights_only_where_others_do_not_fit():
+    from mlxlm.plan.machines import Machine
+
+    config = ModelConfig.preset("5m")
+    count = config.parameter_count()
+    for memory, bits in ((6 * count, 32), (5 * count, 4)):  # bytes
+        planned = mlxlm.plan(config, machine=Machine("here", 1e9, "float32", memory, True, "", "cpu"), bits=4)
+        assert planned.serving.bits == bits
+    gpu = mlxlm.plan(config, machine="a100", bits=4)
+    assert gpu.serving.bits == 4 and gpu.inference.weights < planned.inference.weights  # scales of 16 and of 32 bits
+
+
+@pytest.mark.parametrize(
+    ("quantization", "group_size"), [({"bits": 4, "group_size": 32}, 32), ({"mode": "nvfp4"}, 32), ({}, 64)]
+)
+def test_a_quantized_model_is_planned_with_its_own_bits(quantization, group_size):
+    own = {"bits": 4, "group_size": 16 if "mode" in quantization else 64, **quantization}
+    planned = mlxlm.plan(ModelConfig.preset("5m", quantization=own), machine="a100")
+    assert (planned.serving.bits, planned.serving.group_size, planned.serving.kv_bits) == (4, group_size, 16)
+    assert planned.inference.bits_per_weight < 5.1
+
+
+def test_a_larger_batch_can_fit_where_cores_do_not_share_it(monkeypatch):
+    from mlxlm import cores, platform
+
+    monkeypatch.setattr(cores, "ON_CPU", True)
+    monkeypatch.setattr(cores, "load_blas", lambda: SimpleNamespace(sets_threads=True))
+    monkeypatch.setattr(platform, "cpu_cores", lambda: 16)
+    config, training = ModelConfig.preset("5m"), replace(SMALL, batch_size=16, device="cpu")
+    whole = replace(training, batch_size=24)
+    assert (training.parts, whole.parts) == (16, 1)
+    memory = round(training_memory(config, whole).total / 0.9) + 1
+    found = fits(config, training, Serving(), memory)
+    assert not found.training and found.batch_size == 24
+    assert fits(config, training, Serving(), 1 << 40).batch_size > 10**4
 
 
 def test_impossible_plans_are_one_error():
@@ -224,6 +337,31 @@ def test_a_text_and_its_passes(text_file):
     assert planned.corpus.tokens == pytest.approx(text_file.stat().st_size / bytes_per_token(512))
     assert planned.epochs == pytest.approx(1e6 / planned.corpus.tokens) and not planned.corpus.counted
     assert planned.disk.shards == 2 * round(planned.corpus.tokens)
+    weighted = mlxlm.plan("0.3m", machine="a100", data=[f"{text_file}=3"])
+    assert weighted.corpus == planned.corpus
+
+
+def test_tokens_of_a_compressed_text_are_those_of_the_text(tmp_path, make_text, monkeypatch):
+    from mlxlm.plan import corpus
+
+    text = make_text(20_000)
+    rows = tmp_path / "rows.jsonl.gz"
+    rows.write_bytes(gzip.compress(json.dumps({"story": text}).encode()))
+    whole = corpus.corpus_of([rows], 512, "story")
+    assert whole.bytes == len(text) > 3 * rows.stat().st_size
+    monkeypatch.setattr(corpus, "_SAMPLE", 1 << 18)
+    (tmp_path / "text").write_text(10 * text)
+    assert corpus.corpus_of([tmp_path / "text"], 512).bytes == pytest.approx(10 * len(text), rel=0.3)  # by a part
+    with pytest.raises(DataError, match="--text-column NAME"):
+        corpus.corpus_of([rows], 512)
+
+
+def test_a_text_without_a_size_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "rows.jsonl").write_text('{"text": null}')
+    for name, problem in (("pipe", "has no size"), ("-", "has no size"), ("rows.jsonl", "has no text")):
+        with pytest.raises(DataError, match=problem):
+            corpus_of([name if name == "-" else tmp_path / name], 512)
 
 
 def test_a_run_of_many_steps_begins_with_its_forecast(tmp_path, text_file, tiny_config):

@@ -152,6 +152,23 @@ def test_what_a_log_may_lack(tmp_path, tiny_config):
     assert "not finished" in page.texts["td"] and not page.all("polyline")
 
 
+def test_the_validation_before_the_first_step_is_the_first_point(tmp_path, tiny_config):
+    first = {"event": "validation", "step": 0, "loss": 6.0, "bits_per_byte": 2.0}
+    run = read_run(make_run(tmp_path / "run", tiny_config, entries=[first]))
+    assert run.place("tokens", 0) == run.place("seconds", 0) == 0
+    del run.steps["step"][:3]  # as of a log that lacks its first lines
+    assert math.isnan(run.place("tokens", 2))
+
+
+def test_how_often_the_length_was_changed_is_told_once(tmp_path, tiny_config):
+    changes = [{"event": "replanned", "step": n, "steps": 1000 * n} for n in (3, 4, 5)]
+    run = make_run(tmp_path / "run", tiny_config, entries=changes)
+    assert written(tmp_path, run).count("the number of steps was changed 3 times, at last to 5,000.") == 1
+    run = make_run(tmp_path / "once", tiny_config, entries=[{"event": "replanned", "steps": "x"}])
+    assert "the number of steps was changed once, to –." in written(tmp_path, run)
+    assert "was changed" not in written(tmp_path, make_run(tmp_path / "never", tiny_config))
+
+
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 10**400])
 def test_seconds_that_are_no_time(tmp_path, tiny_config, seconds):
     odd = [{"event": "resumed", "step": 3, "seconds": seconds}, {"event": "step", "step": 51, "loss": 1, "tokens": 0}]

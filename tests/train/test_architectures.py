@@ -144,6 +144,8 @@ def test_budgets(start, tmp_path, text_file, tokenizer_folder):
     other = [Variant.read("base"), Variant.read("x: optimizer=adafactor")]  # which has no beta2 to share
     assert start("tokens", other, tokens=1000, settings=free).settings["steps"] == 16  # of 64 tokens
     assert start("minutes", minutes=0.02, settings=free).settings["steps"] > 0
+    warm = start("warm", tokens=1000, settings={**free, "warmup_steps": 3})
+    assert warm.run(warm.variants[0]).settings.warmup_steps == 3
     with pytest.raises(ConfigError, match="tokens and steps each say how long"):
         start("both", tokens=1000)
     prepare([text_file], load(tokenizer_folder), tmp_path / "prepared")

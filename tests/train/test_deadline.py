@@ -50,6 +50,25 @@ def test_ends_on_time_at_any_speed(speed, seed):
     assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the pictures, which take two seconds, come after it
 
 
+def test_the_time_of_the_last_checkpoint_is_kept_free():
+    """Whether the validations before it were the best ones, which are saved, or not."""
+    clock = FakeClock()
+    settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=400.0, eval_every=20, save_every=0)
+    deadline, done = Deadline(settings, {}, FORECAST, clock), 0
+    while done < deadline.steps:
+        done += 1
+        clock.now += 1
+        deadline.took("step")
+        deadline.replanned(done)
+        if done % 20 == 0 or done == deadline.steps:
+            clock.now += 2
+            deadline.took("check")
+            if done == 20 or done == deadline.steps:
+                clock.now += 30
+                deadline.took("save")
+    assert 0.9 * 400 <= clock.now <= 400
+
+
 def test_without_a_limit_nothing_is_replanned():
     clock = FakeClock()
     deadline = Deadline(TrainSettings(steps=7, learning_rate=1.0), {}, FORECAST, clock)

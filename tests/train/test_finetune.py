@@ -153,7 +153,21 @@ def test_defaults_by_the_size_of_model_and_data(new_run, tiny_config):
     assert run.settings.packing == "best-fit" and run.settings.document_mask and run.settings.answers_only
 
 
-def test_what_can_not_work(new_run, tmp_path, base, talks):
+def test_minutes_count_while_the_model_is_saved(new_run):
+    run = new_run("run", steps=None, minutes=0.05)
+    state = json.loads((run.path / "checkpoints/step-0/state.json").read_text())
+    assert 0 < state["elapsed"] < 3
+
+
+def test_a_warmup_needs_no_steps(new_run, base, talks, tmp_path):
+    opened, tokenizer = open_base(base)
+    labels = Labels(tokenizer, opened.config.eos_ids | {tokenizer.eos_id})
+    settings = {"sequence_length": 48, "warmup_steps": 2}
+    run = start_finetune(tmp_path / "run", opened, tokenizer, labels, [talks], settings=settings)
+    assert run.settings.warmup_steps == 2
+
+
+def test_what_can_not_work(new_run, tmp_path, base, talks, monkeypatch):
     new_run("run")
     with pytest.raises(CheckpointError, match="run already exists .try: mlxlm finetune --resume"):
         new_run("run")
@@ -163,6 +177,11 @@ def test_what_can_not_work(new_run, tmp_path, base, talks):
         new_run("other", steps=None, epochs=-1.0)
     with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --sequence-length 128"):
         new_run("other", sequence_length=200)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxlm.platform.device_memory", lambda: 1000)
+        patch.setattr("mlxlm.plan.advice.preset_names", lambda: pytest.fail("there is no preset to choose"))
+        with pytest.raises(ConfigError, match="of memory, there are .* .try: a smaller model"):
+            new_run("other")
     (tmp_path / "text.jsonl").write_text('{"text": "no talk"}\n')
     with pytest.raises(DataError, match="text.jsonl, line 1 is a text, not a conversation"):
         new_run("other", sources=[tmp_path / "text.jsonl"])
@@ -275,6 +294,7 @@ def test_the_command(tmp_path, base, talks, command):
     options = ["--steps", "4", "--batch-size", "2", "--sequence-length", "48"]
     code, printed, told = command(base, talks, "--out", out, *options)
     assert code == 0 and printed == f"{out}\n" and "step 0: validation" in told
+    assert "a chat with it holds 128 tokens, its context: mlxlm chat --overflow drop" in told
     chat = Chat(load(out), max_tokens=5, temperature=0.0)
     "".join(part.text for part in chat.ask("the cat"))
     assert chat.messages[-1].role == "assistant" and len(chat.messages[-1].ids) <= 5

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from types import SimpleNamespace
 
 import matplotlib.image
@@ -10,7 +11,7 @@ import pytest
 from training_runs import finish
 
 from mlxlm.cli.main import _run
-from mlxlm.errors import ConfigError
+from mlxlm.errors import ConfigError, DataError
 from mlxlm.scaling.laws import HOFFMANN, Law
 from mlxlm.scaling.sizes import family
 from mlxlm.train import Run, TrainSettings, choice
@@ -84,6 +85,49 @@ def test_the_default_grid_fills_the_time_and_keeps_to_the_text(seconds):
         assert total > 0.3 * seconds
 
 
+def test_lengths_that_are_asked_for_fit_the_time_or_are_refused():
+    members = family(512)
+
+    def pace(config):
+        return 6 * config.parameter_count() / 1e10
+
+    most = 2 * members[3].parameter_count()
+    found = _fitting(members, pace, 1e4, most, [1, 5, 10], [])
+    assert len({(c.hidden_size, n) for c, n in found}) == len(found) and max(n for _, n in found) == most
+    with pytest.raises(ConfigError, match="takes longer, even of the smallest models"):
+        _fitting(members, pace, 10.0, 1e12, [], [1e9, 2e9])
+
+
+def test_what_cant_be_trained_is_refused_before_anything_is(start, tmp_path):
+    with pytest.raises(ConfigError, match="of memory"):
+        start(sizes=[2e4, 3e12])
+    assert not (tmp_path / "grid").exists()
+
+
+def test_prepared_data_needs_no_sizes_and_no_other_tokenizer(start, tmp_path, text_file, tokenizer_folder):
+    from mlxlm.data import prepare
+    from mlxlm.tokenizer import load, train
+
+    prepare([text_file], load(tokenizer_folder), tmp_path / "data")
+    grid = start_grid(tmp_path / "other", [tmp_path / "data"], minutes=1e-3, settings=TINY)
+    assert grid.vocab_size == load(tokenizer_folder).vocab_size
+    train([text_file.read_text()], 270).save(tmp_path / "words")
+    with pytest.raises(DataError, match="prepared with another tokenizer"):
+        start_grid(tmp_path / "x", [tmp_path / "data"], tokenizer=tmp_path / "words", sizes=[2e4], settings=TINY)
+
+
+def test_the_time_left_is_of_what_is_not_finished(start):
+    grid = start(sizes=[2e4], tokens=[128, 256])
+    finish(grid.run(grid.cells[1]))
+    spent = Run.open(grid.path / grid.cells[1].name).read_log()
+    seconds = next(e["seconds"] for e in reversed(spent) if e["event"] == "step")
+    assert grid.seconds_left(0) == pytest.approx(seconds * grid.cells[0].seconds / grid.cells[1].seconds)
+
+
+def test_a_warmup_needs_no_steps(start):
+    assert start(settings={**TINY, "warmup_steps": 1}).settings["warmup_steps"] == 1
+
+
 @pytest.fixture
 def steady(monkeypatch):
     """A machine that does 60 GFLOP/s in every model."""
@@ -122,6 +166,13 @@ def test_little_text_makes_the_model_smaller(steady):
     assert sizes[0] > sizes[1] > sizes[2]
 
 
+def test_more_processes_are_more_tokens(steady):
+    one, four = (choice.choose(3600.0, 10**12, 1024, {"accumulate": n}, ranks=n) for n in (1, 4))
+    optimum = HOFFMANN.optimum(4 * 6 * one.tokens * one.config.parameter_count())
+    assert optimum[0] / 2.3 < four.config.parameter_count() < 1.5 * optimum[0]
+    assert four.config.parameter_count() > 1.3 * one.config.parameter_count()
+
+
 def test_a_law_decides(steady):
     hungry, easy = Law(1.0, 1.0, 0.5, 1e4, 0.5), Law(1.0, 1e4, 0.5, 1.0, 0.5)
     small, large = (choice.choose(60.0, 10**12, 1024, {}, law).config.parameter_count() for law in (hungry, easy))
@@ -149,7 +200,11 @@ def test_a_spoilt_grid_is_named_and_nothing_predicted_from_none(start, capfd):
     grid = start()
     path = grid.path / "grid.json"
     text = path.read_text()
-    for spoilt in ({"cells": []}, {"unique": 0}, {"cells": [[1]]}):
+    cell = json.loads(text)["cells"][0]
+    for spoilt in (
+        {"cells": []}, {"unique": 0}, {"cells": [[1]]}, {"settings": 3}, {"asked": None}, {"vocab_size": "x"},
+        {"cells": [{**cell, "seconds": math.nan}]}, {"cells": [{**cell, "seconds": None}]},
+    ):  # fmt: skip
         path.write_text(json.dumps({**json.loads(text), **spoilt}))
         with pytest.raises(ConfigError, match=r"grid.json lacks or spoils"):
             Grid.open(grid.path)
@@ -184,7 +239,7 @@ def test_the_command_fits_what_is_finished(start, capfd):
     for cell in grid.cells:  # runs as if they had been trained
         run = grid.run(cell)
         (run.path / "checkpoints" / f"step-{cell.steps}").mkdir(parents=True)
-        entry = {"step": cell.steps, "seconds": 2.0, "event": "step"}
+        entry = {"step": cell.steps, "loss": 1.0, "seconds": 2.0, "event": "step"}
         checked = {"event": "validation", "step": cell.steps, "loss": law.loss(cell.parameters, cell.tokens)}
         run.log_file.write_text(json.dumps(entry) + "\n" + json.dumps(checked) + "\n")
     command = ["scaling", "--out", str(grid.path), "--fit-only"]

@@ -220,6 +220,7 @@ def test_a_state_of_other_settings_is_refused(tiny_config):
         ({"dtype": "float16"}, "dtype is 'float16', it must be one of float32, bfloat16"),
         ({"ema": 1.0}, "ema is 1.0, it must be at least 0 and below 1"),
         ({"recompute": 1}, "recompute is 1, it must be true or false"),
+        ({"optimizer": "adafactor", "beta1": 0.9}, "beta1 is 0.9, but adafactor has no beta1"),
         ({"optimizer": "adafactor", "beta2": 0.9}, "beta2 is 0.9, but adafactor has no beta2"),
         ({"optimizer": "lion", "beta2": 2}, "beta2 is 2, it must be at least 0 and below 1"),
         ({"clip": 10**400}, "clip is 10+, it must be a positive number"),

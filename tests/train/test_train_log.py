@@ -128,6 +128,17 @@ def test_rewinding_keeps_what_is_before_the_checkpoint(tmp_path):
     assert [e["event"] for e in read_entries(log.path)][-1] == "validation"
 
 
+def test_rewinding_keeps_values_that_json_lacks_and_ends_the_last_line(tmp_path):
+    log = RunLog(tmp_path / "log.jsonl")
+    lines = [b'{"event": "validation",  "step": 1, "perplexity": NaN}', b'{"event": "step", "step": 1, "loss": 1e999}']
+    log.path.write_bytes(b"\n".join([*lines, b'{"event": "step", "step": 2}\n']))
+    assert log.rewind(1, validated=True) == {"validation", "step"}
+    assert log.path.read_bytes() == b"\n".join([*lines, b""])
+    log.path.write_bytes(b"\n".join(lines))
+    log.rewind(1, validated=True)
+    assert log.path.read_bytes() == b"\n".join([*lines, b""])
+
+
 def test_lines_that_are_no_entries(tmp_path):
     path = tmp_path / "log.jsonl"
     good = {"event": "step", "step": 3}
@@ -140,8 +151,9 @@ def test_lines_that_are_no_entries(tmp_path):
 
 def test_what_was_announced_before_a_run(tmp_path):
     path, good = tmp_path / "log.jsonl", {"event": "forecast", "seconds": 1.5, "steps": 3}
-    entries = [{"event": "forecast", "seconds": "long", "steps": 3}, {"event": "forecast"}, good, {"event": "started"},
-               {"event": "chosen", "seconds": 1}]  # fmt: skip
+    wrong = [{"event": "forecast", "seconds": "long", "steps": 3}, {"event": "forecast"},
+             {"event": "forecast", "seconds": 1.5, "steps": 0}, {"event": "forecast", "seconds": -1.5, "steps": 3}]
+    entries = [*wrong, good, {"event": "started"}, {"event": "chosen", "seconds": 1}]  # fmt: skip
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     assert announced(path, "forecast", ("seconds", "steps")) == good
     assert announced(path, "chosen", ("seconds",)) is None

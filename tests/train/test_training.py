@@ -65,6 +65,17 @@ def test_the_last_k_and_the_best_are_kept(new_run):
     assert steps == {10, 12, best}
 
 
+@pytest.mark.parametrize("state", [None, "[1]", "{"])
+def test_a_checkpoint_without_a_state_is_not_a_good_one(new_run, state):
+    """And saving goes on beside it, which asks for the last good one."""
+    run = new_run("run")
+    for step, content in ((5, '{"healthy": true}'), (7, state)):
+        (run.path / f"checkpoints/step-{step}").mkdir(parents=True)
+        if content is not None:
+            (run.path / f"checkpoints/step-{step}/state.json").write_text(content)
+    assert run.last_good().name == "step-5" and run.outdated() == []
+
+
 def test_nan_stops_before_anything_is_overwritten(new_run, monkeypatch):
     run = new_run("run", save_every=5, eval_every=5)
     real, calls = TrainStep.__call__, []
