@@ -49,11 +49,21 @@ def _row(axes, analysis: Analysis, over: str, other: str, fit: Fit | None, title
         label = f"{law.floor:.2f} + {human_count(law.scale)} / x^{law.exponent:.2f}"
         axes.plot(line, law.loss(line), color=_LINE, lw=1.4, label=label)
     axes.set_xscale("log")
+    _counted(axes.xaxis)
     axes.set_xlabel(over)
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
+
+
+def _counted(axis) -> None:
+    """100k, 200k, 500k, 1M: over less than a decade powers of ten would be labelled one over another."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _plane(figure, axes, analysis: Analysis) -> None:
@@ -76,6 +86,8 @@ def _plane(figure, axes, analysis: Analysis) -> None:
     axes.plot(n, d, "o", ms=5, color=_DOT, label="runs")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    _counted(axes.xaxis)
+    _counted(axes.yaxis)
     axes.set_xlabel("parameters")
     axes.set_ylabel("tokens")
     axes.set_title("lines of equal loss (nats per token)", fontsize=10)
