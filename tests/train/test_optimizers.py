@@ -199,7 +199,7 @@ def test_every_weight_of_a_model_has_one_optimizer(tiny_config):
 
 
 def test_a_text_that_is_seen_often_asks_for_more_decay(tmp_path, text_file, tiny_config, tokenizer_folder):
-    assert [default_weight_decay("adamw", passes) for passes in (0.1, 8, 8.1, 100)] == [0.1, 0.1, 1, 1]
+    assert [default_weight_decay("adamw", passes) for passes in (0.1, 16, 16.1, 100)] == [0.1, 0.1, 1, 1]
     assert default_weight_decay("adafactor", 100) == 0
     for name, steps, decay in (("few", 1, 0.1), ("many", 99, 1.0)):
         settings = {"steps": steps, "batch_size": 32, "sequence_length": 64, "learning_rate": 1e-3}
