@@ -202,7 +202,6 @@ def start_grid(
         else:
             chosen = _fitting(members, pace, 60 * minutes * _TRAINING, FEW_PASSES * unique, ratios, tokens)
         row = draft.sequence_length * draft.accumulate
-        values["weight_decay"] = draft.weight_decay  # the same in all runs, however often they see the text
         values.setdefault("batch_size", rows_for(min(n for _, n in chosen) / _LEAST_STEPS, row))
         each = TrainSettings.draft(values).tokens_per_step
         cells = {}
