@@ -37,6 +37,8 @@ from pathlib import Path
 
 from common import report
 
+from mlxlm.data import Manifest
+from mlxlm.report import read_run
 from mlxlm.train import Run
 
 
@@ -55,19 +57,19 @@ def main() -> None:
         run = Run.open(path)
         length = run.settings.sequence_length
         plain, strided = (bits_per_byte(path, held_out, length, stride) for stride in (length, length // 4))
-        steps = [entry["step"] for entry in run.read_log() if entry["event"] == "step"]
-        parameters, passes = run.config.parameter_count(), passes_of(run)
+        parameters, facts = run.config.parameter_count(), read_run(path)
+        steps, passes = int(facts.last("step")), facts.last("tokens") / Manifest.read(run.data).train.tokens
     cpu = used.ru_utime + used.ru_stime
     rows = [
         ("parameters", f"{parameters:,}"),
-        ("steps", f"{steps[-1]:,}, {passes:.1f} passes over the text"),
+        ("steps", f"{steps:,}, {passes:.1f} passes over the text"),
         ("held-out text", f"{plain:.4f} bits per byte, {strided:.4f} with a stride of {length // 4}"),
         ("time", f"{seconds:.0f} s, {cpu / 60:.1f} minutes of the processor's cores"),
         ("peak memory", f"{used.ru_maxrss * (1 if sys.platform == 'darwin' else 1024) / 1e6:.0f} MB"),
     ]
     found = {
         "benchmark": "small_text", "text": options.text.name, "options": shlex.join(given), "bits_per_byte": plain,
-        "strided": strided, "seconds": seconds, "cpu_seconds": cpu, "parameters": parameters, "steps": steps[-1],
+        "strided": strided, "seconds": seconds, "cpu_seconds": cpu, "parameters": parameters, "steps": steps,
     }  # fmt: skip
     report(f"{options.text.name} in {options.minutes:g} minutes", rows, found)
 
@@ -80,14 +82,6 @@ def split(text: Path, folder: Path) -> tuple[Path, Path]:
     for part, piece in zip(parts, (content[:cut], content[cut:]), strict=True):
         part.write_bytes(piece)
     return parts
-
-
-def passes_of(run: Run) -> float:
-    """Over the training text."""
-    from mlxlm.data import Manifest
-
-    last = max(entry["tokens"] for entry in run.read_log() if entry["event"] == "step")
-    return last / Manifest.read(run.data).train.tokens
 
 
 def bits_per_byte(run: Path, text: Path, length: int, stride: int) -> float:

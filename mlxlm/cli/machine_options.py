@@ -23,7 +23,8 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-MACHINE = ("on_battery", "on_heat", "duty", "tensorboard", "wandb")
+_POWER, _TRACKERS = ("on_battery", "on_heat", "duty"), ("tensorboard", "wandb")
+MACHINE = (*_POWER, *_TRACKERS)  # their names
 
 
 def machine_options(command):
@@ -40,7 +41,7 @@ def taken(options: dict[str, Any]) -> dict[str, Any]:
     """
     from mlxlm.train import Power, check_trackers
 
-    power = Power(**{name: options.pop(name) for name in ("on_battery", "on_heat", "duty")})
-    trackers = {name: options.pop(name) for name in ("tensorboard", "wandb")}
+    power = Power(**{name: options.pop(name) for name in _POWER})
+    trackers = {name: options.pop(name) for name in _TRACKERS}
     check_trackers(**trackers)
     return {"power": power, **trackers}

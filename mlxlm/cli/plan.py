@@ -161,7 +161,7 @@ def _probed(found: Plan) -> Plan:
     from mlxlm.train.start import check_memory
 
     names = {name: getattr(found.training, name) for name in _TRAINING}
-    settings = TrainSettings(steps=1, learning_rate=1.0, **names)
+    settings = TrainSettings.draft(names)
     length = found.training.sequence_length
     config = found.config.with_changes(max_position_embeddings=length, quantization=None)
     check_memory(config, settings, preset="preset")
