@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlxlm import blas, compiled_files, platform
 from mlxlm.errors import PlatformError
@@ -42,6 +42,32 @@ if ON_CPU:
         warnings.warn(late, stacklevel=2)
     elif problem := blas.blas_warning():
         warnings.warn(problem, stacklevel=2)
+
+
+_KILLED = ("Could not load C++ shared library", "Failed to compile function")  # mlx/backend/cpu/compiled.cpp
+
+
+def compute(*graphs: Any) -> None:
+    """`mx.eval`, also where a Ctrl-C kills the compiler.
+
+    On a CPU an evaluation may start g++. A terminal's Ctrl-C reaches every process of the group: g++ dies of it, and
+    the evaluation with g++, even where this process means to go on. What has not been computed can be begun once more.
+    """
+    _compiled_again(mx.eval, graphs)
+
+
+def begin(*graphs: Any) -> None:
+    """`mx.async_eval`, as `compute`."""
+    _compiled_again(mx.async_eval, graphs)
+
+
+def _compiled_again(evaluation: Callable[..., None], graphs: tuple[Any, ...]) -> None:
+    try:
+        evaluation(*graphs)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _KILLED):
+            raise
+        evaluation(*graphs)
 
 
 @contextmanager

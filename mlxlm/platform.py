@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from mlxlm.errors import PlatformError
@@ -182,17 +179,3 @@ def _own_folder(variable: str, below_home: str) -> Path:
         return Path(os.environ.get(variable) or Path.home() / below_home) / "mlxlm"
     except RuntimeError:
         raise PlatformError("this user has no home folder", f"set HOME or {variable}") from None
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Keep SIGINT back in this thread, and deliver it afterwards.
-
-    For evaluations that may compile: MLX starts g++, a terminal's Ctrl-C reaches every process of the
-    group, and a compiler that dies takes the evaluation with it. The compiler inherits what is held back.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,6 +1,7 @@
 """Kernels that MLX compiled on a CPU: what a power cut or a full disk leaves of one stops nobody."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -8,20 +9,23 @@ import time
 import psutil
 import pytest
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm._mlx import ON_CPU, begin, compute, mx
 from mlxlm.compiled_files import folder, remove_broken
 from mlxlm.errors import describe
 from mlxlm.platform import has_compiler
 
 COMPUTE = "from mlxlm._mlx import mx\nprint(mx.compile(lambda x: mx.exp(x) * x + x)(mx.zeros(3)).tolist())"
 OLD = time.time() - 60
+COMPILES = pytest.mark.skipif(
+    not (ON_CPU and has_compiler() and sys.platform == "linux"), reason="MLX compiles nothing here"
+)
 
 
 def age(file, seconds=OLD):
     os.utime(file, (seconds, seconds))
 
 
-@pytest.mark.skipif(not (ON_CPU and has_compiler() and sys.platform == "linux"), reason="MLX compiles nothing here")
+@COMPILES
 def test_a_kernel_that_was_cut_short_is_made_again(tmp_path):
     def computed():
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -66,3 +70,43 @@ def test_where_they_are(monkeypatch):
 def test_one_that_breaks_while_a_program_runs_is_named():
     said = describe(RuntimeError("Could not load C++ shared library /tmp/a b/libX.so: file too short"))
     assert said.endswith("file too short (try: rm '/tmp/a b/libX.so')")
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """`compiler(text)`: a g++ that does what the shell script says, before or instead of compiling a kernel."""
+
+    def write(text):
+        script = f'#!/bin/sh\ncase "$*" in *.so*) {text} ;; esac\nexec {shutil.which("g++")} "$@"\n'
+        (tmp_path / "g++").write_text(script)
+        (tmp_path / "g++").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    return write
+
+
+@COMPILES
+@pytest.mark.parametrize(
+    ("evaluation", "dies", "sines"),  # each graph is new to MLX, which compiles it
+    [(compute, "exit 1", 3), (compute, "kill -INT $$", 4), (compute, "exit 0", 5), (begin, "kill -INT $$", 6)],
+)
+def test_what_a_killed_compiler_left_uncomputed_is_computed(tmp_path, compiler, evaluation, dies, sines):
+    compiler(f"[ -e {tmp_path}/died ] || {{ touch {tmp_path}/died; {dies}; }}")
+
+    def function(x):
+        for _ in range(sines):
+            x = mx.sin(x) + 1
+        return x
+
+    found = mx.compile(function)(mx.array([1.0, 2.0]))
+    evaluation(found)
+    assert (tmp_path / "died").exists()
+    assert found.tolist() == pytest.approx(function(mx.array([1.0, 2.0])).tolist())
+
+
+@COMPILES
+def test_a_compiler_that_always_fails_is_an_error(compiler):
+    compiler("exit 1")
+    with pytest.raises(RuntimeError, match="Failed to compile"):
+        compute(mx.compile(lambda x: mx.cos(x) * mx.tanh(x) - 3)(mx.array([1.0])))

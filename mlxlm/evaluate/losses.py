@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 
-from mlxlm import platform
-from mlxlm._mlx import mx
+from mlxlm._mlx import compute, mx
 from mlxlm.kernels import cross_entropy, linear_cross_entropy
 from mlxlm.model import Decoder
 
@@ -30,19 +29,23 @@ def summed(
     """
     inputs, targets, counts = (mx.array(x) for x in (tokens[:, :-1], tokens[:, start + 1 :], weights[:, start:]))
     within = {} if segments is None else {"segments": mx.array(segments)}
-    with platform.interrupts_held():
-        if isinstance(model, Decoder):
-            hidden = model.model(inputs, **within)[:, start:].flatten(0, 1)
-            return _of_hidden(model, hidden, targets.flatten(), counts.flatten())
-        rows = (model(inputs[i : i + 1])[0, start:] for i in range(len(inputs)))
-        losses = (cross_entropy(logits, targets[i]) * counts[i] for i, logits in enumerate(rows))
-        return math.fsum(loss.sum().item() for loss in losses)
+    if isinstance(model, Decoder):
+        hidden = model.model(inputs, **within)[:, start:].flatten(0, 1)
+        return _of_hidden(model, hidden, targets.flatten(), counts.flatten())
+    rows = (model(inputs[i : i + 1])[0, start:] for i in range(len(inputs)))
+    losses = (cross_entropy(logits, targets[i]) * counts[i] for i, logits in enumerate(rows))
+    return math.fsum(_value(loss.sum()) for loss in losses)
 
 
 def _of_hidden(model: Decoder, hidden: mx.array, targets: mx.array, weights: mx.array) -> float:
     """hidden `[N, hidden]`, targets and weights `[N]`"""
     head = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
     if "scales" not in head:
-        return linear_cross_entropy(hidden, model.head_weight, targets, weights, softcap=model.cap).item()
+        return _value(linear_cross_entropy(hidden, model.head_weight, targets, weights, softcap=model.cap))
     cuts = (slice(first, first + _ROWS) for first in range(0, len(hidden), _ROWS))
-    return math.fsum((cross_entropy(model.head(hidden[c]), targets[c]) * weights[c]).sum().item() for c in cuts)
+    return math.fsum(_value((cross_entropy(model.head(hidden[c]), targets[c]) * weights[c]).sum()) for c in cuts)
+
+
+def _value(sum_: mx.array) -> float:
+    compute(sum_)
+    return sum_.item()

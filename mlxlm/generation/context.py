@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm._mlx import ON_CPU, begin, compute, mx
 from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
 from mlxlm.errors import CheckpointError, GenerationError
 
@@ -206,15 +205,13 @@ def _can_trim(cache, n: int) -> bool:
 
 def dispatched(result: T) -> T:
     """The same array or arrays, with their computation begun."""
-    with platform.interrupts_held():
-        mx.async_eval(result)
+    begin(result)
     return result
 
 
 def evaluate(caches: Sequence, *more: mx.array) -> None:
     """Compute what `caches` hold, and `more`."""
-    with platform.interrupts_held():
-        mx.eval([cache.state for cache in caches], *more)
+    compute([cache.state for cache in caches], *more)
     clear_allocator()
 
 

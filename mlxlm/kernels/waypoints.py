@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from mlxlm._mlx import mx
+from mlxlm._mlx import begin, compute, mx
 
 _collecting: ContextVar[list[mx.array] | None] = ContextVar("collecting", default=None)
 
@@ -34,9 +34,9 @@ def evaluate_along(points: list[mx.array]) -> None:
     last = None
     while points:
         point = points.pop(0)
-        mx.async_eval(point)
+        begin(point)
         if last is not None:
-            mx.eval(last)
+            compute(last)
         last = point
     if last is not None:
-        mx.eval(last)
+        compute(last)

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from mlxlm import platform
-from mlxlm._mlx import mx
+from mlxlm._mlx import compute, mx
 from mlxlm.checkpoint.layout import step_of
 from mlxlm.data import read_ahead
 from mlxlm.errors import DataError, MlxlmError
@@ -51,9 +51,8 @@ def follow(ranks: Ranks, should_stop: Callable[[], bool] = lambda: False) -> Non
         with closing(read_ahead(feed.read, count(announcement["step"] + 1))) as read:
             while (order := ranks.share()) is not None:
                 state = order["state"]
-                with platform.interrupts_held():
-                    loss, norm = step(next(read), order["rate"])
-                    mx.eval(loss, norm, step.state)
+                loss, norm = step(next(read), order["rate"])
+                compute(loss, norm, step.state)
                 state = _after_step(state, settings.spike, loss.item(), norm.item())
     except RankLost as lost:
         raise ranks.rescue(lost) from None

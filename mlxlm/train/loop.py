@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm._mlx import ON_CPU, compute, mx
 from mlxlm.data import Batch, TokenDataset, read_ahead
 from mlxlm.errors import CheckpointError, MlxlmError, TrainingError, describe
 from mlxlm.evaluate import evaluate
@@ -237,9 +237,9 @@ class _Loop:
         rate = settings.learning_rate_at(done - 1, self.deadline.steps)
         # The others take part in this step.
         self.ranks.share({"step": done, "rate": rate, "state": self.state_after(done - 1)})
-        with self.clock, platform.interrupts_held():
+        with self.clock:
             loss, norm = self.step(batches, rate)
-            mx.eval(loss, norm, self.step.state)
+            compute(loss, norm, self.step.state)
         loss, norm = loss.item(), norm.item()
         if problem := self.guard.problem(loss, norm):
             raise self.failure(done, problem)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxlm import platform
-from mlxlm._mlx import mx
+from mlxlm._mlx import compute, mx
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
 from mlxlm.evaluate import evaluate
@@ -78,7 +77,7 @@ def _tried(
     model = Decoder(config, dropout=settings.dropout)
     model.initialize(0)
     step, batches = TrainStep(model, settings), _batches(config, settings)
-    first, *times = [_seconds(lambda: mx.eval(step(batches, 0.0), step.state)) for _ in range(1 + STEPS)]
+    first, *times = [_seconds(lambda: compute(step(batches, 0.0), step.state)) for _ in range(1 + STEPS)]
     if held_out is None:
         return first, times, 0.0
     _, validation = [_seconds(lambda: _validate(model, held_out, settings)) for _ in range(2)]
@@ -113,6 +112,5 @@ def _batches(config: ModelConfig, settings: TrainSettings) -> list[Batch]:
 
 def _seconds(work: Callable[[], None]) -> float:
     start = time.perf_counter()
-    with platform.interrupts_held():
-        work()
+    work()
     return time.perf_counter() - start

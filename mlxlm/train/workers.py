@@ -11,7 +11,6 @@ of the time. So each thread hands over its graph a piece at a time, from waypoin
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm._mlx import compute, mx
 from mlxlm.blas import load_blas
 from mlxlm.kernels.waypoints import evaluate_along, waypoints
 
@@ -49,7 +48,7 @@ class Workers:
         count = len(self._functions)
         seeds = mx.random.randint(0, 1 << 31, (count,)).tolist()
         parts = [[tuple(_cut(x, i, count) for x in batch) for batch in batches] for i in range(count)]
-        mx.eval(self._state)  # a thread can't evaluate what another has built
+        compute(self._state)  # a thread can't evaluate what another has built
         with load_blas().one_thread():
             started = [
                 _worker(i).start(self._evaluated, *work)
@@ -63,7 +62,7 @@ class Workers:
             mx.random.seed(seed)  # each thread has random numbers of its own
             found, points = function(part)
         evaluate_along(points)
-        mx.eval(found)
+        compute(found)
         return found
 
 
@@ -92,8 +91,6 @@ class _Worker:
         return future
 
     def _run(self) -> None:
-        # The first evaluation compiles: see `platform.interrupts_held`, whose way the compiler has from this thread.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
             future, function, arguments = self._work.get()
             try:

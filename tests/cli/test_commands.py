@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,19 +180,21 @@ def test_a_signal_in_a_callback_that_cant_raise_ends_the_command(tmp_path, numbe
 
 
 def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
-    """A terminal sends SIGINT to the compiler, too; neither it nor the step may die of that."""
+    """A terminal sends SIGINT to the compiler, too, which dies of it; the step must not."""
     (tmp_path / "tmp").mkdir()  # empty: everything is compiled anew
+    compiler, interrupted = tmp_path / "bin/g++", tmp_path / "interrupted"
+    compiler.parent.mkdir()
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *.so*) [ -e {interrupted} ] || {{ touch {interrupted}; kill -INT 0; sleep 60; }} ;; esac\n'
+        f'exec {shutil.which("g++")} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    path = f"{compiler.parent}:{os.environ['PATH']}"
     few = endless(text_file, tmp_path / "run", steps=99)  # so few are not tried beforehand, which would compile them
-    process = start(*few, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
-    for line in process.stderr:
-        if "steps 1 to" in line:
-            break
-    before = set((tmp_path / "tmp").rglob("*.cpp"))  # of the weights' first values; what comes now is the step's
-    while set((tmp_path / "tmp").rglob("*.cpp")) == before and process.poll() is None:
-        pass
-    os.killpg(process.pid, signal.SIGINT)
+    process = start(*few, env={**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PATH": path})
     rest = process.stderr.read()
-    assert process.wait(60) == 0, rest
+    assert process.wait(60) == 0 and interrupted.exists(), rest
     assert "--resume" in rest and [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-1"]
 
 
