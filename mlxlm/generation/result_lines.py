@@ -6,9 +6,11 @@ import errno
 import fcntl
 import math
 import os
+import signal
 import stat
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +20,6 @@ from mlxlm.files import replaced_file
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.generation.requests import BadRequest, Id, Sample
 from mlxlm.generation.result import Result
-from mlxlm.platform import interrupts_held
 from mlxlm.reading import parsed_object
 from mlxlm.tokenizer import Tokenizer
 
@@ -111,7 +112,7 @@ class ResultFile:
     def write(self, line: bytes) -> None:
         """Append a line. Raises GenerationError if the disk refuses; the file then ends with the line before."""
         rest = memoryview(line)
-        with os_errors_as(GenerationError, "write", self._path), interrupts_held():
+        with os_errors_as(GenerationError, "write", self._path), _signals_held():
             if self._lines is not None:
                 self._size = self._mend(self._lines)
                 self._lines = None
@@ -121,7 +122,7 @@ class ResultFile:
             except OSError:
                 os.ftruncate(self._descriptors[-1], self._size)
                 raise
-        self._size += len(line)
+            self._size += len(line)
 
     def close(self) -> None:
         """Close the file, and remove it if it is new and nothing was written."""
@@ -205,3 +206,24 @@ def _is_torn(line: bytes) -> bool:
     """Whether these bytes, behind the last line end, are of a line that was never finished. After a power cut they can
     be zeros."""
     return line[: len(_BEGINNING)] == _BEGINNING[: len(line)] or not line.strip(b"\0")
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Nothing is raised in here by the handlers of SIGINT and SIGTERM; they are called afterwards.
+
+    Blocking the signals in this thread would not do: another thread takes them then, and the handler still runs here.
+    """
+    if threading.current_thread() is not threading.main_thread():  # in which alone handlers run
+        yield
+        return
+    held: list[int] = []
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(n))]
+    before = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)

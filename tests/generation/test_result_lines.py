@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import example, given
@@ -172,6 +174,34 @@ def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
         with pytest.raises(GenerationError, match=r"cannot write .*: No space left on device \(try: free some disk"):
             file.write(line("b"))
     assert out.read_bytes() == line("a")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_parts_of_a_line(out, monkeypatch, number):
+    """Whichever thread the system gives it to."""
+    real, idle = os.write, threading.Event()
+
+    def write(descriptor, data):
+        signal.raise_signal(number)
+        return real(descriptor, bytes(data)[:7])
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    threading.Thread(target=idle.wait).start()
+    before = signal.signal(number, stop)
+    try:
+        with ResultFile(out) as file:
+            monkeypatch.setattr(result_lines.os, "write", write)
+            with pytest.raises(KeyboardInterrupt):
+                file.write(line("a"))
+            monkeypatch.undo()
+            file.write(line("b"))
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+        idle.set()
+    assert out.read_bytes() == line("a") + line("b")
 
 
 def test_killed_at_any_instant(out):
