@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mlxlm import counting
 from mlxlm.config import ModelConfig
@@ -18,9 +20,9 @@ WINDOW = 4096  # of the table's sliding window, for a model without one (Mistral
 
 @dataclass(frozen=True)
 class Serving:
-    """bits of a weight in memory, in groups of `group_size` where quantized; `texts` side by side, of `context` tokens
-    each; kv_bits of a cached number; device: "cpu", "metal" or "cuda". What isn't quantized (norms, scales, biases) has
-    32 bits on a CPU, elsewhere 16. Raises ConfigError for what MLX doesn't have."""
+    """bits of a weight in memory, in groups of `group_size` where quantized (16: only nvfp4's); `texts` side by side,
+    of `context` tokens each; kv_bits of a cached number; device: "cpu", "metal" or "cuda". What isn't quantized (norms,
+    scales, biases) has 32 bits on a CPU, elsewhere 16. Raises ConfigError for what MLX doesn't have."""
 
     bits: int = 16
     group_size: int = 64
@@ -33,7 +35,7 @@ class Serving:
         problems = [
             f"{name} is {value!r}, it must be one of {', '.join(map(str, allowed))}"
             for name, value, allowed in (
-                ("bits", self.bits, BITS), ("group_size", self.group_size, (32, 64, 128)),
+                ("bits", self.bits, BITS), ("group_size", self.group_size, (16, 32, 64, 128)),
                 ("kv_bits", self.kv_bits, CACHE_BITS), ("device", self.device, DEVICES),
             )
             if value not in allowed
@@ -59,7 +61,7 @@ def usual_serving(machine: Machine, config: ModelConfig) -> Serving:
     own = plan_of(config.quantization, "") if config.quantization else {"bits": bits, "group_size": Serving.group_size}
     return Serving(
         bits=own["bits"],
-        group_size=max(32, own["group_size"]),  # nvfp4's 16 have smaller scales
+        group_size=own["group_size"],
         kv_bits=bits,
         context=min(Serving.context, config.max_position_embeddings),
         device=machine.kind,
@@ -91,7 +93,7 @@ class InferenceMemory:
 
 
 def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
-    weights = weight_bytes(config, serving.bits, serving.group_size, serving.float_bytes)
+    weights = weight_bytes(config, serving)
     cache = cache_bytes(config, serving)
     return InferenceMemory(
         weights=weights,
@@ -102,30 +104,48 @@ def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
     )
 
 
-def weight_bytes(config: ModelConfig, bits: int, group_size: int = 64, float_bytes: int = 2) -> int:
-    """All weights: in 32 or 16 bits, or matrices and embeddings quantized to fewer as `mlxlm quantize` does, with a
-    scale and a bias of `float_bytes` for each group of a row, as everything else.
+def weight_bytes(config: ModelConfig, serving: Serving) -> int:
+    """All weights: in 32 or 16 bits, or matrices and embeddings quantized to fewer, with a scale and a bias for each
+    group of a row, or one byte for both in a format of floats.
 
-    The positions' table stays as it is, and so do matrices whose rows no group size divides.
+    With the bits and groups that most matrices of a quantized model have, each has its own format. Otherwise as
+    `mlxlm quantize` does: what no group size divides stays as it is, and so does the positions' table.
     """
     count = config.parameter_count()
-    if bits >= 16:
-        return count * bits // 8
-    total = float_bytes * count
-    for width, parameters in _matrices(config):
-        size = next((g for g in (128, 64, 32) if g <= group_size and width % g == 0), None)
-        if size is not None:
-            total += parameters * bits // 8 + (2 * parameters // size - parameters) * float_bytes
+    if serving.bits >= 16:
+        return count * serving.bits // 8
+    most = config.quantization and plan_of(config.quantization, "")
+    own = most and (most["bits"], most["group_size"]) == (serving.bits, serving.group_size)
+    total = serving.float_bytes * count
+    for module, width, parameters in _matrices(config):
+        chosen = plan_of(config.quantization, module) if own else _affine(serving, width)
+        if chosen is not None:
+            scales = 2 * serving.float_bytes if chosen["mode"] == "affine" else 1
+            total += parameters * chosen["bits"] // 8 + parameters // chosen["group_size"] * scales
+            total -= parameters * serving.float_bytes
     return total
 
 
-def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    """(width of a row, parameters) of each kind of matrix that is quantized."""
-    found, hidden = counting.parameters(config), config.hidden_size
-    down = found["feed_forward"] // (3 if config.mlp_gated else 2)
-    inner = [(config.num_attention_heads * config.head_dim, found["output"]), (config.intermediate_size, down)]
-    names = ("embedding", "head", "query", "key", "value")
-    return [*((hidden, found[name]) for name in names), (hidden, found["feed_forward"] - down), *inner]
+def _affine(serving: Serving, width: int) -> dict[str, Any] | None:
+    """The format of a matrix with rows of this width."""
+    sizes = (size for size in (128, 64, 32) if size <= max(32, serving.group_size) and width % size == 0)
+    return next(({"bits": serving.bits, "group_size": size, "mode": "affine"} for size in sizes), None)
+
+
+def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
+    """(the decoder's module, width of a row, parameters) of each matrix that can be quantized."""
+    found, hidden, layers = counting.parameters(config), config.hidden_size, config.num_hidden_layers
+    yield "model.embed_tokens", hidden, found["embedding"]
+    if found["head"]:
+        yield "lm_head", hidden, found["head"]
+    heads, inner = config.num_attention_heads * config.head_dim, config.intermediate_size
+    attention = {"q": (hidden, "query"), "k": (hidden, "key"), "v": (hidden, "value"), "o": (heads, "output")}
+    feed_forward = {**({"gate": hidden} if config.mlp_gated else {}), "up": hidden, "down": inner}
+    for layer in range(layers):
+        for name, (width, part) in attention.items():
+            yield f"model.layers.{layer}.self_attn.{name}_proj", width, found[part] // layers
+        for name, width in feed_forward.items():
+            yield f"model.layers.{layer}.mlp.{name}_proj", width, hidden * inner
 
 
 def cache_bytes(config: ModelConfig, serving: Serving) -> int:

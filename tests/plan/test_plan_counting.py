@@ -136,7 +136,7 @@ def test_quantized_weights_are_as_large_as_planned(bits, dtype, size_of_float):
     """Beside the arrays of MLX's own quantization of the whole model."""
     from mlxlm._mlx import mx, nn, tree_flatten
     from mlxlm.model import Decoder
-    from mlxlm.plan.inference import weight_bytes
+    from mlxlm.plan.inference import Serving, weight_bytes
 
     config = ModelConfig.preset("0.3m").with_changes(intermediate_size=200, tie_word_embeddings=False, mlp_bias=True)
     model = Decoder(config)
@@ -149,5 +149,6 @@ def test_quantized_weights_are_as_large_as_planned(bits, dtype, size_of_float):
             and fits(module.weight.shape[-1]),
         )  # fmt: skip
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    assert weight_bytes(config, bits, float_bytes=size_of_float) == held
-    assert weight_bytes(config, 16) == 2 * config.parameter_count()
+    device = "cpu" if size_of_float == 4 else "cuda"
+    assert weight_bytes(config, Serving(bits=bits, device=device)) == held
+    assert weight_bytes(config, Serving()) == 2 * config.parameter_count()

@@ -275,13 +275,32 @@ def test_a_cpu_keeps_quantized_weights_only_where_others_do_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("quantization", "group_size"), [({"bits": 4, "group_size": 32}, 32), ({"mode": "nvfp4"}, 32), ({}, 64)]
+    "quantization",
+    [
+        {"bits": 4, "group_size": 32},
+        {"bits": 8, "group_size": 32, "mode": "mxfp8"},
+        {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+        {"bits": 4, "group_size": 16, "mode": "nvfp4"},
+        {"bits": 4, "group_size": 64, "model.layers.1.mlp.down_proj": {"bits": 6, "group_size": 32}},
+        {"bits": 2, "group_size": 64, "model.embed_tokens": False, "lm_head": {"mode": "mxfp8"}},
+    ],
 )
-def test_a_quantized_model_is_planned_with_its_own_bits(quantization, group_size):
-    own = {"bits": 4, "group_size": 16 if "mode" in quantization else 64, **quantization}
-    planned = mlxlm.plan(ModelConfig.preset("5m", quantization=own), machine="a100")
-    assert (planned.serving.bits, planned.serving.group_size, planned.serving.kv_bits) == (4, group_size, 16)
-    assert planned.inference.bits_per_weight < 5.1
+def test_a_quantized_model_is_planned_with_its_own_formats(quantization):
+    """Beside the arrays of MLX's own quantization."""
+    from mlxlm._mlx import mx, nn, tree_flatten
+    from mlxlm.model import Decoder
+    from mlxlm.quantization import plan_of
+
+    config = ModelConfig.preset("0.3m", tie_word_embeddings=False, hidden_size=192, quantization=quantization)
+    model = Decoder(config)
+    model.apply(lambda x: x.astype(mx.bfloat16))
+    nn.quantize(model, class_predicate=lambda name, m: hasattr(m, "to_quantized") and plan_of(quantization, name))
+    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    planned = mlxlm.plan(config, machine="a100")
+    assert (planned.serving.bits, planned.serving.group_size) == (quantization["bits"], quantization["group_size"])
+    assert planned.serving.kv_bits == 16 and planned.inference.weights == held
+    other = mlxlm.plan(config, machine="a100", bits=5)
+    assert 5 < other.inference.bits_per_weight < 6.1
 
 
 def test_a_larger_batch_can_fit_where_cores_do_not_share_it(monkeypatch):
