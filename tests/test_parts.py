@@ -159,7 +159,7 @@ def test_words_alone():
     assert meaning("none") is None and meaning("wide") is None  # of several, of none
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.dictionaries(
         st.sampled_from(NAMES),

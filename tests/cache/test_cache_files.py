@@ -224,7 +224,7 @@ def test_a_header_that_lies_is_an_error(file, tmp_path):
     refused(reshape("ids", [4, 15]), "no ids")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(place=st.floats(0, 1), value=st.integers(0, 255), cut=st.none() | st.floats(0, 1))
 def test_a_damaged_file_is_read_or_refused(file, tmp_path_factory, place, value, cut):
     model, kv, content = file

@@ -72,7 +72,7 @@ def windowed_models(kind):
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(pieces=st.lists(st.integers(1, 70), min_size=3, max_size=5), trims=st.lists(st.integers(1, 64), max_size=2))
 @example(pieces=[1], trims=[64])
 @example(pieces=[70], trims=[])

@@ -139,7 +139,7 @@ moves = st.one_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), todo=st.lists(moves, min_size=1, max_size=10))
 def test_any_moves_leave_what_lists_of_tokens_would_have(kind, data, todo):
     pair = Pair(kind)

@@ -289,7 +289,7 @@ def test_a_hang_up_at_the_prompt(terminal, tmp_path, gone):
     chat = terminal("-n", "5")
     say(chat, "Hello!", "cut off")
     if gone:
-        chat.close(force=False)  # the other end of the pseudo-terminal
+        chat.ptyproc.fileobj.close()  # the other end of the pseudo-terminal
     else:
         os.kill(chat.pid, signal.SIGHUP)
     deadline = time.monotonic() + 20

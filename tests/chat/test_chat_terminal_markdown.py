@@ -109,7 +109,7 @@ MARKUP = [
 
 
 @given(parts=st.lists(st.sampled_from(MARKUP), max_size=40), columns=st.integers(8, 40), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_text_streamed_on_a_high_screen_looks_like_the_whole_text(parts, columns, seed):
     text = "".join(parts)
     assert streamed(text, columns, 200, random.Random(seed)).lines == strip_end(rendered(text, columns))
@@ -154,7 +154,7 @@ def test_what_is_printed_of_a_long_block_is_not_rendered_again(monkeypatch, text
 
 
 @given(text=st.text(max_size=60), columns=st.integers(2, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_text_is_rendered_within_the_width_and_without_control_characters(text, columns):
     lines = rendered(text, columns)
     assert all(markdown.cell_len(line) <= columns for line in lines)

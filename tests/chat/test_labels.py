@@ -145,7 +145,7 @@ def test_a_message_forges_no_role_and_no_end(tokens):
 contents = st.text(alphabet="ab <|end|>user\n世", max_size=12)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=3), system=st.none() | contents)
 def test_a_chat_has_the_same_tokens_before_every_answer(tokens, turns, system):
     """Up to an answer, the ids are those of the prompt that a chat gives the model."""
@@ -250,7 +250,7 @@ def test_templates_that_look_for_special_tokens_in_an_answer_are_refused(tokens)
     assert [text for label, text in pieces if label] == ["(none)Yes.<|end|>"]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     turns=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=25),
     room=st.integers(20, 200),

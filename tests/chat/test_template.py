@@ -63,7 +63,7 @@ def test_a_message_cannot_forge_a_role(tokens):
     assert tokens.decode(ids) == f"\n{forged}\n\n"
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.sampled_from("<|>enduser\U000f0000\n")) | st.just("<|end|>"), min_size=1, max_size=4))
 def test_any_content_stays_ordinary_text(tokens, pieces):
     content = "".join(pieces)

@@ -299,7 +299,7 @@ def test_files_that_cannot_be_read(loaded, file, tmp_path):
         Chat.open(file, loaded)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_is_one_line_or_a_chat(loaded, file, data):
     if not (whole := file.parent / "whole").exists():

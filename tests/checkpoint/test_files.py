@@ -61,7 +61,7 @@ def test_an_index_can_not_point_outside(tmp_path):
         load_weights(tmp_path / "in")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_weights_are_one_error_or_load(model_dir, data):
     """Cut, overwritten or lengthened files end in a CheckpointError that names the file, never in a crash."""
@@ -193,7 +193,7 @@ def test_a_config_of_another_shape(model_dir, change, expected):
         load_model(model_dir)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_quantized_folders_that_disagree_are_one_error(tmp_path, tiny_config, data):
     """Missing parts, other bits, other groups: an error that names the layer, or a model that loads."""

@@ -36,7 +36,7 @@ def stored_modules(draw):
     return stored, arrays
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(stored_modules())
 def test_as_stored_undoes_as_modules(case):
     stored, arrays = case

@@ -74,7 +74,7 @@ def plainly_fitted(lengths, room, order):
 
 
 @given(lengths=lengths_of_documents, room=st.integers(1, 50), seed=st.integers(0, 9))
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 def test_the_rule_of_best_fit(lengths, room, seed):
     order = np.random.default_rng(seed).permutation(len(lengths))
     members, ends = fitted(np.array(lengths), room, order)
@@ -83,7 +83,7 @@ def test_the_rule_of_best_fit(lengths, room, seed):
 
 
 @given(lengths=lengths_of_documents, length=st.integers(1, 40), seed=st.integers(0, 9), shard=st.integers(5, 90))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 def test_rows_are_beginnings_of_documents(lengths, length, seed, shard):
     """All full, and in each epoch every document: also of fewer tokens than a row has."""
     data = Documents(lengths, shard)
@@ -150,7 +150,7 @@ def form(packing, **changes):
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 @given(lengths=st.lists(st.integers(1, 40), min_size=4, max_size=40), seed=st.integers(0, 5))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_documents_and_weights_of_a_batch(packing, lengths, seed):
     data = Documents([60, *lengths])
     batches = TrainBatches(data, 3, 20, seed, **form(packing))
@@ -190,7 +190,7 @@ class Mixed:
 
 
 @given(weights=st.lists(st.floats(1e-5, 1), min_size=1, max_size=6), seed=st.integers(0, 5), block=st.integers(0, 999))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_a_block_has_the_rows_of_its_weights(weights, seed, block):
     mixture = Mixture(weights, seed)
     assert mixture.counts.sum() == BLOCK and mixture.counts.min() >= 1
@@ -239,7 +239,7 @@ def test_a_part_that_fills_no_row_is_named():
 
 
 @given(lengths=lengths_of_documents, rows=st.integers(1, 4), length=st.integers(2, 30))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_validation_of_answers_has_every_conversation_from_its_start(lengths, rows, length):
     data = Documents([3, *lengths])
     wanted: list[list[int]] = []  # the documents of each row

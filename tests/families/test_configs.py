@@ -379,7 +379,7 @@ junk = st.recursive(
 FIELDS = sorted({field for _, values in PUBLISHED.values() for field in values} | {"layer_types", "quantization"})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.sampled_from(list(PUBLISHED)), st.dictionaries(st.sampled_from(FIELDS), junk, min_size=1, max_size=3))
 def test_junk_is_one_error_or_a_configuration(name, changes):
     try:
@@ -431,7 +431,7 @@ def configs(draw):
     return ModelConfig.from_dict(values)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(configs())
 def test_there_and_back(config):
     values = json.loads(json.dumps(huggingface(config)))

@@ -54,7 +54,7 @@ requests = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(requests, min_size=1, max_size=7), st.integers(1, 5))
 def test_rows_equal_their_result_alone(loaded, wanted, batch_size):
     found = dict(run_batch(loaded, wanted, batch_size=batch_size))
@@ -63,7 +63,7 @@ def test_rows_equal_their_result_alone(loaded, wanted, batch_size):
         same(found[index], alone(loaded, request))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.lists(requests, min_size=2, max_size=5), st.sampled_from([8, 20, 50]))
 def test_rows_of_rotating_caches(loaded, wanted, size):
     kv = KVOptions.of(size=size, keep=2)
@@ -80,7 +80,7 @@ def windowed(loaded):
     return replace(loaded, model=model, config=config)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.lists(requests, min_size=2, max_size=5))
 def test_rows_of_sliding_windows(windowed, wanted):
     for index, result in run_batch(windowed, wanted, batch_size=4):

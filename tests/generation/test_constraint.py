@@ -114,7 +114,7 @@ def test_spaces_in_front_are_those_asked_for(tokenizer, text):
 some_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(some_text, min_size=1, max_size=4), st.integers(0, 99))
 def test_any_text_can_be_a_choice(loaded, choices, seed):
     text, sampler = random_text(loaded.tokenizer, GenerationOptions(temperature=1.0, choice=tuple(choices)), seed)
@@ -128,7 +128,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(json_values, st.integers(0, 99))
 def test_a_constant_comes_out_as_it_is(loaded, value, seed):
     options = GenerationOptions(temperature=1.0, json_schema={"const": value})
@@ -323,11 +323,11 @@ def nested(depth):
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_in_one_line(loaded, constraint, said):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(GenerationError) as caught:
         compiled(GenerationOptions(**constraint), loaded.tokenizer)
     assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
@@ -349,13 +349,13 @@ def test_what_cannot_be_had_is_refused_in_one_line(loaded, constraint, said):
 )  # fmt: skip
 def test_large_constraints_end_in_bounded_time(loaded, constraint):
     """They work, or are refused in one line at the beginning, or the text says why it can't go on."""
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         _, sampler = random_text(loaded.tokenizer, GenerationOptions(temperature=1.0, **constraint), 0, most=20)
         assert "\n" not in (sampler.complaint or "")
     except GenerationError as error:
         assert "\n" not in str(error) and len(str(error)) < 600
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
 
 
 def test_a_tokenizer_whose_tokens_are_not_bytes_is_refused(loaded, monkeypatch):

@@ -41,7 +41,7 @@ def dry(options, said, logits, breakers):
 few_tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     few_tokens,
     few_tokens,
@@ -118,7 +118,7 @@ def test_a_prompt_shorter_than_the_window_penalises_nothing_else():
     assert (changed(SamplingOptions(repetition_penalty=2.0), [], [], logits) == logits).all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(few_tokens, few_tokens, st.floats(-2, 2), st.floats(-2, 2))
 def test_presence_and_frequency_count_what_was_generated(prompt, generated, presence, frequency):
     options = SamplingOptions(presence_penalty=presence, frequency_penalty=frequency)

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxlm._mlx import tree_flatten
@@ -276,7 +276,6 @@ json_values = st.recursive(
 NAMES = ("id", "prompt", "messages", "system", "samples", *GenerationOptions.__dataclass_fields__)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4), st.sampled_from(["x", [2**31], [10**30], 0]))
 def test_no_value_does_worse_than_a_bad_request(loaded, value, prompt):
     reader = RequestReader(loaded, DEFAULTS, lambda messages: ([], frozenset()))

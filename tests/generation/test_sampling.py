@@ -58,7 +58,7 @@ some_options = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(some_options, st.integers(0, 2**32 - 1))
 def test_the_distribution_equals_the_reference(options, seed):
     """Where two of the filters meet within 1e-5 of a threshold, a token may lie between float32 and float64."""

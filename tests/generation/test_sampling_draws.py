@@ -165,7 +165,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.sampled_from(range(len(SETTINGS))), st.integers(0, 99)), min_size=1, max_size=9),
     st.sampled_from([V, 257]),

@@ -28,7 +28,7 @@ def near(values):
     return pytest.approx(values, abs=2e-3)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.text(alphabet="The quick, brown世", min_size=1, max_size=60), st.integers(1, 40))
 def test_every_token_behind_the_start_token_in_any_chunks(loaded, text, chunk):
     with pytest.MonkeyPatch.context() as patch:

@@ -35,7 +35,7 @@ def proposed(guesses, count):
     return None if found is None else found.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 3), max_size=CANDIDATES), st.integers(1, 6))
 def test_lookup_proposes_what_followed_the_longest_suffix(ids, count):
     guesses = NgramLookup().begin(None, ids, 1)

@@ -27,7 +27,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 2000)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     B=st.integers(1, 2), K=st.integers(1, 3), G=st.integers(1, 8), T=st.integers(1, 130), old=st.integers(0, 40),
     D=st.sampled_from([2, 8, 32]), window=st.none() | st.integers(1, 60), scale=st.sampled_from([0.01, 0.3, 30.0]),

@@ -77,7 +77,7 @@ def test_cross_entropy_value_and_gradient():
     close(cross_entropy(huge, mx.array([2])), [2e5], 1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batch=st.integers(1, 2),
     kv_heads=st.integers(1, 3),

@@ -38,7 +38,7 @@ def differentiated(hidden, weight, targets, weights, **options):
     return found.item(), *map(np.array, gradients)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     n=st.integers(1, 40), h=st.integers(1, 9), v=st.integers(1, 33), chunk=st.integers(1, 50),
     softcap=st.sampled_from([None, 3.0]), training=st.booleans(), compiled=st.booleans(),

@@ -23,7 +23,7 @@ def close(found, wanted, size=30.0):
     assert (np.abs(np.array(found) - np.array(wanted)) <= TOLERANCE * size).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=st.lists(st.integers(1, 20), max_size=3).map(tuple),
     N=st.sampled_from([1, 3, 64, 255, 700]),

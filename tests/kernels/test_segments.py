@@ -29,7 +29,7 @@ def documents(lengths):
     return list(zip(ends - lengths, ends, strict=True))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     rows=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=2),
     heads=st.sampled_from([(1, 1), (2, 1), (2, 3)]),

@@ -19,7 +19,7 @@ from mlxlm.kernels.decode_attention import MAX_QUERIES, decode_attention, quanti
 # Largest error over the largest value, of which every output is a mean: a few roundings of the dtype.
 TOLERANCE = {mx.float32: 1e-6, mx.float16: 8e-4, mx.bfloat16: 6e-3}
 
-few = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass(frozen=True)

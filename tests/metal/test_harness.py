@@ -141,7 +141,7 @@ def test_matrix_diagonal_origin_and_conversion():
     assert_array_equal(y, (3 * as_numpy(a)[8:, 8:]).astype(np.float16))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), shape=st.lists(st.integers(1, 5), min_size=3, max_size=3))
 def test_strides_describe_any_layout(seed, shape):
     a = mx.arange(int(np.prod(shape))).reshape(shape)

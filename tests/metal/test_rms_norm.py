@@ -19,7 +19,7 @@ TINY = {mx.float32: 1e-30, mx.float16: 2**-24, mx.bfloat16: 1e-30}  # below the 
 DTYPES = [(mx.float32, mx.float32), (mx.float16, mx.float16), (mx.bfloat16, mx.bfloat16), (mx.bfloat16, mx.float32)]
 EPS = 1e-5
 
-some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+some = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def make(shape, N, dtypes, seed=0, scale=1.0):

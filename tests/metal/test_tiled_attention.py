@@ -18,7 +18,7 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 # The log-sum-exp is float32 whatever the inputs are, and the oracle sees the same rounded inputs.
 LSE_TOLERANCE = 2e-6
 
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def normal(seed, *shape, dtype=mx.float32):

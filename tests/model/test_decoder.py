@@ -71,7 +71,7 @@ def test_every_preset_builds_with_the_stated_count():
             assert sum(a.size for _, a in arrays) == config.parameter_count()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cuts=st.lists(st.integers(1, 39), max_size=6, unique=True), kv_heads=st.sampled_from([1, 2, 6]))
 def test_any_split_of_the_prompt_gives_the_same_logits(cuts, kv_heads):
     model, _ = make(num_key_value_heads=kv_heads)
@@ -160,7 +160,7 @@ numbers = st.floats(0, 3.5e38) | st.integers(0, 10**39) | st.sampled_from([1, 1.
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]),
     given_=st.dictionaries(st.sampled_from([*SCALING, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]), numbers),
@@ -198,7 +198,7 @@ def test_gradient_of_the_embedding_on_a_gpu_equals_mlx():
     np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=8))
 def test_cache_is_a_list_that_appends_and_trims(moves):
     """Any sequence of appends and trims leaves exactly what a concatenation would."""

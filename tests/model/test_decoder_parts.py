@@ -48,7 +48,7 @@ def texts_in_rows(draw):
     return draw(st.none() | st.just(np.cumsum(rows, axis=1)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(architectures(), texts_in_rows())
 def test_logits_equal_numpy(config, segments):
     model, weights = with_weights(config)
@@ -57,7 +57,7 @@ def test_logits_equal_numpy(config, segments):
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_every_scaling_equals_numpy(share, data):
     scaling = data.draw(scalings(int(16 * share) // 2))
@@ -70,7 +70,7 @@ def test_every_scaling_equals_numpy(share, data):
     assert_near(model(mx.array(TEXT)), decoder(weights, config, TEXT))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(architectures(), texts_in_rows(), st.integers(0, 9))
 def test_gradients_equal_finite_differences(config, segments, seed):
     """Along a random direction of all parameters, in float64 by numpy: how the loss of the next token changes."""
@@ -111,7 +111,7 @@ def in_pieces(model, tokens, ends, cache):
     return mx.concatenate(parts, axis=1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(architectures(), cuts)
 def test_pieces_by_the_cache_are_the_whole(config, ends):
     model, _ = with_weights(config)
@@ -124,7 +124,7 @@ def test_pieces_by_the_cache_are_the_whole(config, ends):
     assert_near(in_pieces(model, text, ends, cache), whole, 2e-5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(architectures(), st.integers(1, TEXT.shape[1] - 1), cuts)
 def test_texts_of_different_lengths_side_by_side(config, pad, ends):
     model, _ = with_weights(config)
@@ -139,7 +139,7 @@ def test_texts_of_different_lengths_side_by_side(config, pad, ends):
     assert_near(found[1, pad:], np.array(model(mx.array(text[1:, pad:])))[0], 2e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(architectures())
 def test_a_few_steps_lower_the_loss_of_a_batch(config):
     model = Decoder(config, dropout=0.1)
@@ -165,7 +165,7 @@ def test_a_few_steps_lower_the_loss_of_a_batch(config):
     assert all(np.isfinite(np.array(value)).all() for _, value in tree_flatten(model.parameters()))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(config=architectures())
 def test_a_folder_holds_all_of_it(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")

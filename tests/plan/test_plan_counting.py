@@ -46,7 +46,7 @@ def configs(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs())
 def test_parameters_by_part_are_those_of_the_arrays(config):
     from mlxlm._mlx import tree_flatten
@@ -61,7 +61,7 @@ def test_parameters_by_part_are_those_of_the_arrays(config):
     assert config.parameter_count() == sum(found.values())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(configs(), st.integers(1, 9))
 def test_operations_are_those_of_the_products(config, context):
     """Each weight of a matrix once, and H·D·context numbers twice, 2 operations each."""

@@ -59,7 +59,8 @@ def test_a_real_step_is_near_the_plan(batch, length, options):
 
     config = ModelConfig.preset("0.3m", max_position_embeddings=length)
     settings = TrainSettings(1, 1.0, batch_size=batch, sequence_length=length, **options)
-    planned, found = training_memory(config, Training.of(settings)), probe(config, settings)
+    planned = training_memory(config, Training.of(settings))
+    found = max((probe(config, settings) for _ in range(2)), key=lambda found: found.memory)
     assert planned.total / found.memory == pytest.approx(1, abs=0.25)
     assert found.memory > planned.states and found.step > 0 and found.validation == 0
 

@@ -16,7 +16,7 @@ from mlxlm.quantize.plan import BITS, GROUP_SIZES, MODES, Format
     bits=st.sampled_from(BITS), group=st.sampled_from(GROUP_SIZES), groups=st.integers(1, 3), rows=st.integers(1, 300),
     seed=st.integers(0, 2**32),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_packed_values_come_back(bits, group, groups, rows, seed):
     values = np.random.default_rng(seed).integers(0, 2**bits, (rows, group * groups)).astype(np.uint8)
     packed = pack(values, bits)

@@ -32,7 +32,7 @@ def test_chinchilla_s_constants_are_found_again():
     assert max(map(abs, found.residuals)) < 1e-8 and found.bounded == ()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.floats(0.5, 3), st.floats(0.2, 0.7), st.floats(0.2, 0.7), st.floats(0.3, 3), st.floats(0.3, 3)
 )  # fmt: skip

@@ -6,7 +6,7 @@ from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import train
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\r\t\0▁▅<|>s/ux0A"), max_size=60)
-ANY = settings(max_examples=150, deadline=None, derandomize=True)
+ANY = settings(max_examples=150)
 
 
 @given(text=TEXT)

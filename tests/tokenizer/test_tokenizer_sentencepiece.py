@@ -15,7 +15,7 @@ TEXT = st.text(
     st.sampled_from(" \n\r\t,.aetohinsr01'-=_漢字🎉é\u00a0\u3000\0▁<s>") | st.characters(exclude_categories=["Cs"]),
     max_size=60,
 )
-ANY = settings(max_examples=300, deadline=None, derandomize=True)
+ANY = settings(max_examples=300)
 RUNS = [" " * n for n in range(1, 40)] + ["=" * 33, "-" * 77, "\n" * 9, "aaaa" * 9, "haha" * 9, "hahah 00000", "\t\t "]
 
 
@@ -64,9 +64,9 @@ def test_time_is_not_quadratic_on_runs(llama2, unit):
         text = unit * (size // len(unit))
         best = float("inf")
         for _ in range(2):
-            started = time.perf_counter()
+            started = time.process_time()
             llama2.encode(text)
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.process_time() - started)
         return best
 
     # 16 times the text; quadratic would be 256 times the time

@@ -39,7 +39,7 @@ ARRAYS = st.one_of(
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     scalars=st.lists(SCALARS, max_size=6),
     arrays=st.lists(ARRAYS, max_size=4),
