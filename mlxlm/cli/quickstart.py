@@ -43,6 +43,7 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import load as load_tokenizer
     from mlxlm.train import start_run
+    from mlxlm.train.optimizers import DEFAULTS
 
     out = out or _free_name(Path("mlxlm-quickstart"))
     config = ModelConfig.preset(PRESET, vocab_size=_vocabulary(data))
@@ -54,7 +55,9 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
         text = ", ".join(data) or "Python's language reference, as questions and answers"
         size = human_count(config.parameter_count())
         render.say(f"1. A tokenizer and a model of {size} parameters, from {text}")
-        run = start_run(out, sources, config, minutes=minutes, settings=dict(SETTINGS), phase=phase)
+        # The reference repeats itself, so that more decay harms it, see `default_weight_decay`.
+        own = {} if data else {"weight_decay": DEFAULTS["adamw"].weight_decay}
+        run = start_run(out, sources, config, minutes=minutes, settings={**SETTINGS, **own}, phase=phase)
     render.say(f"2. Training until {minutes:g} minutes are over (Ctrl-C saves and stops)")
     stop = StopRequest()
     describe_end(run_training(run, load_tokenizer(run.path), stop=stop), run)

@@ -23,7 +23,7 @@ SETTINGS = (
     ("--warmup-steps", int, "Steps to the peak learning rate (default: 5%, at most 500)."),
     ("--final-learning-rate", float, "At the end, as a fraction of the peak."),
     ("--decay-fraction", float, "wsd: the share of steps that decay."),
-    ("--weight-decay", float, "Decoupled, on matrices only (default: by optimizer)."),
+    ("--weight-decay", float, "Decoupled, on matrices only (default: by optimizer; many passes: 10 times it)."),
     ("--beta1", float, "The average of gradients (default: by optimizer); muon: AdamW's."),
     ("--beta2", float, "The average of squared gradients, or lion's momentum (default: by optimizer)."),
     ("--clip", float, "Largest global norm of the gradient; 0: none."),

@@ -88,6 +88,8 @@ class Grid:
         except (KeyError, TypeError, ValueError):
             problem = f"{path / FILE} lacks or spoils cells, vocab_size, settings, data, by_ratio, unique or asked"
             raise ConfigError(problem) from None
+        except ConfigError as error:
+            raise ConfigError(f"{path / FILE}: {error.message}", error.hint) from None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -202,6 +204,7 @@ def start_grid(
         else:
             chosen = _fitting(members, pace, 60 * minutes * _TRAINING, FEW_PASSES * unique, ratios, tokens)
         row = draft.sequence_length * draft.accumulate
+        values["weight_decay"] = draft.weight_decay  # the same in all runs, however often they see the text
         values.setdefault("batch_size", rows_for(min(n for _, n in chosen) / _LEAST_STEPS, row))
         each = TrainSettings.draft(values).tokens_per_step
         cells = {}

@@ -26,7 +26,7 @@ from mlxlm.scaling.laws import Law
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.choice import choose, guessed_vocabulary
 from mlxlm.train.log import RunLog
-from mlxlm.train.optimizers import default_learning_rate
+from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.probing import LEAST_STEPS, TRYING, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
@@ -78,7 +78,8 @@ def start_run(
         (see `Power`).
         A run of 100 steps or more is probed, and one with minutes: its log begins with the Forecast.
     law: of the user's own runs, for the choice; see `mlxlm.scaling`.
-    settings: fields of TrainSettings; the learning rate defaults by model size.
+    settings: fields of TrainSettings; the learning rate defaults by model size, weight decay by the passes over the
+        text.
     ranks: how many processes will train it together: "accumulate" is what each of them adds, and the run's own is
         that of all, so that any number of processes that divides it can go on.
     phase: called with a label and a total in bytes (or None) for each phase that takes a while; the context
@@ -150,6 +151,8 @@ def start_run(
         if minutes:
             values["time_limit"] = time_left(minutes, begun)
             steps = found.steps_in(values["time_limit"] * duty / 100, draft, manifest.validation.tokens)
+        passes = steps * draft.tokens_per_step / manifest.train.tokens
+        values.setdefault("weight_decay", default_weight_decay(draft.optimizer, passes))
         settled = TrainSettings(**{**values, "steps": steps})
         run = Run.create(out, config, settled, words, data, adopt=not prepared)
         log = RunLog(run.log_file)

@@ -7,8 +7,15 @@ from mlxlm._mlx import mx, tree_flatten, tree_unflatten
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
-from mlxlm.train import TrainSettings
-from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS, default_learning_rate, make_optimizer, rate_by_size
+from mlxlm.train import TrainSettings, start_run
+from mlxlm.train.optimizers import (
+    DEFAULTS,
+    OPTIMIZERS,
+    default_learning_rate,
+    default_weight_decay,
+    make_optimizer,
+    rate_by_size,
+)
 from mlxlm.train.step import TrainStep
 
 RATE = 0.01
@@ -189,6 +196,15 @@ def test_every_weight_of_a_model_has_one_optimizer(tiny_config):
     assert moved.keys() == dict(tree_flatten(model.trainable_parameters())).keys()
     orthogonal = {n for n, o in moved.items() if o is step._optimizer.optimizers[0]}
     assert orthogonal == {n for n in moved if n.endswith("_proj.weight")}
+
+
+def test_a_text_that_is_seen_often_asks_for_more_decay(tmp_path, text_file, tiny_config, tokenizer_folder):
+    assert [default_weight_decay("adamw", passes) for passes in (0.1, 16, 16.1, 100)] == [0.1, 0.1, 1, 1]
+    assert default_weight_decay("adafactor", 100) == 0
+    for name, steps, decay in (("few", 1, 0.1), ("many", 99, 1.0)):
+        settings = {"steps": steps, "batch_size": 32, "sequence_length": 64, "learning_rate": 1e-3}
+        run = start_run(tmp_path / name, [text_file], tiny_config, tokenizer=tokenizer_folder, settings=settings)
+        assert run.settings.weight_decay == decay
 
 
 def test_norms_after_the_addition_ask_for_less(tiny_config):
