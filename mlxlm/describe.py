@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlxlm import platform
 from mlxlm._mlx import ON_CPU
+from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.difference import plain
 from mlxlm.errors import TokenizerError
-from mlxlm.families import caveat
+from mlxlm.families import caveat, quantization_of
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     tokenizer, warnings = _tokenizer(checkpoint)
     if config is not None and (own := caveat(config)):
         warnings.append(own)
+    widened = ON_CPU and (config is None or fits_float32(config, platform.total_memory()))
     unused = [name for name in exceptions if f"{name}.weight" not in checkpoint.tensors]
     if unused:
         warnings.append(f"the quantization names {unused[0]}, which has no weight (and {len(unused) - 1} more)")
@@ -86,7 +89,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         types=_types(checkpoint),
         quantization=default or None,
         exceptions=exceptions,
-        memory=4 * parameters if ON_CPU else size,
+        memory=4 * parameters if widened else size,
         cache_per_token=None if config is None else config.kv_bytes_per_token(4 if ON_CPU else 2),
         tokenizer=tokenizer,
         warnings=warnings,
@@ -95,7 +98,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 def _quantization(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     config = checkpoint.config
-    found = checkpoint.values.get("quantization") if config is None else config.quantization
+    found = quantization_of(checkpoint.values) if config is None else config.quantization
     return found if isinstance(found, Mapping) else None
 
 

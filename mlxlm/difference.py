@@ -12,6 +12,7 @@ from mlxlm.checkpoint.quantized import dequantized
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig
+from mlxlm.families import quantization_of
 from mlxlm.quantization import problems
 
 _APART = ("quantization",)  # how it is stored, not what it is
@@ -77,7 +78,7 @@ def plain(checkpoint: Checkpoint) -> Tensors:
     """
     if checkpoint.config is not None:
         return dequantized(checkpoint.tensors, checkpoint.config.quantization or {})
-    quantization = checkpoint.values.get("quantization")
+    quantization = quantization_of(checkpoint.values)
     if quantization is None or any(problems(quantization)):
         return checkpoint.tensors
     return dequantized(checkpoint.tensors, quantization)

@@ -100,7 +100,7 @@ def _open_folder(path: Path) -> Checkpoint:
     values = read_json(location.root)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: a configuration is a JSON object, not {type(values).__name__}")
-    values = _with_ends(_with_quantization(values), location.root / "generation_config.json")
+    values = _with_ends(values, location.root / "generation_config.json")
     format, tensors = _folder_tensors(location.weights)
 
     def tokenizer() -> Tokenizer:
@@ -112,14 +112,6 @@ def _open_folder(path: Path) -> Checkpoint:
     config = ModelConfig.from_dict(values, source=str(file))
     modules = _decoder_tensors(config, tensors, location.weights)
     return Checkpoint(location.weights, format, values, config, modules, tokenizer)
-
-
-def _with_quantization(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """MLX's plan lies under "quantization", in some folders under Hugging Face's name alone."""
-    plan = values.get("quantization_config")
-    if values.get("quantization") is None and isinstance(plan, Mapping) and "quant_method" not in plan:
-        return {**values, "quantization": plan}
-    return values
 
 
 def _with_ends(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:

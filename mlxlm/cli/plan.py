@@ -50,7 +50,7 @@ def _size_options(command):
 @click.option("--tokens", type=float, help="To train on, such as 1.4e12 (default: 20 per parameter).")
 @click.option("--data", multiple=True, help="Text or prepared shards, to count passes over. Can be repeated.")
 @click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
-@click.option("--machine", help="here, a100, h100, h200, m1 or m1-pro.  [default: here]")
+@click.option("--machine", help="here, a100, a100-sparse, h100, h200, m1 or m1-pro.  [default: here]")
 @click.option("--flops", type=float, help="A machine of so many operations per second, such as 312e12, instead.")
 @click.option("--utilisation", type=float, help="Share of its speed that training reaches.  [default: 0.4]")
 @click.option("--devices", type=click.IntRange(min=1), help="Such machines, each with its own batch.  [default: 1]")
@@ -58,7 +58,7 @@ def _size_options(command):
     "--bits", type=int, help="Of a weight in use: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: its own, or 16; on a CPU 32]"
 )
 @click.option("--group-size", type=int, help="Of quantized weights: 32, 64 or 128.  [default: its own, or 64]")
-@click.option("--context", type=int, help="Tokens of a text in use.  [default: 4096]")
+@click.option("--context", type=int, help="Tokens of a text in use.  [default: 4096, or the model's positions]")
 @click.option("--texts", type=int, help="Texts side by side in use.  [default: 1]")
 @click.option("--kv-bits", type=int, help="Of a cached number: 32, 16, 8 or 4.  [default: 16, on a CPU 32]")
 @click.option("--probe", "probed", is_flag=True, help="Try three steps here: predicted beside measured.")
@@ -70,11 +70,14 @@ def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, 
     config.json, a .gguf file or a hub id; or of the sizes that you give.
     """
     from mlxlm import plan as planner
+    from mlxlm.plan.inference import own_bits
 
     _no_idle_options(model, probed, options)
     if textbook and as_json:
         raise click.UsageError("--textbook would have no effect: it is a table, which --json has none of")
     config = _config(model, options)
+    if options["group_size"] is not None and (options["bits"] or own_bits(config) or 16) >= 16:
+        raise click.UsageError("--group-size would have no effect: the weights aren't quantized; give --bits")
     given = {name: options[name] for name in (*_TRAINING, *_USE, "attention", "loss_chunk")}
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
@@ -104,8 +107,10 @@ def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, 
         from mlxlm.cli.plan_tables import show
 
         show(found, textbook)
-    if (bits := given.get("bits", found.serving.bits)) != found.serving.bits:
+    if (bits := given.get("bits") or own_bits(config) or found.serving.bits) != found.serving.bits:
         render.say(f"a CPU turns {bits}-bit weights into {found.serving.bits}-bit ones as it loads them")
+    if (bits := given.get("kv_bits", found.serving.kv_bits)) != found.serving.kv_bits:
+        render.say(f"beside these weights a cache of {bits} bits has {found.serving.kv_bits} on a CPU")
 
 
 def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -> None:
@@ -116,8 +121,6 @@ def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -
     needed = [flag for flag, field, _ in _SIZES[:3] if options[field] is None]
     if model is None and needed:
         raise click.UsageError(f"give MODEL, or its sizes ({', '.join(needed)} missing)")
-    if options["group_size"] is not None and (options["bits"] or 16) >= 16:
-        raise click.UsageError("--group-size would have no effect: --bits says no quantized weights")
     if options["text_column"] is not None and not options["data"]:
         raise click.UsageError("--text-column would have no effect: --data is not given")
     elsewhere = options["flops"] is not None or options["machine"] not in (None, "here")

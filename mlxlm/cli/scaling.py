@@ -146,7 +146,8 @@ def _report(grid: Grid, failed: list[str], budget: str | None, predict: str | No
         shown = {name: {**vars(plan), "far": plan.far} for name, plan in plans.items()}
         if "best" in shown:
             shown["best"]["parameters_interval"] = list(around)
-        render.emit_json({"path": str(grid.path), "picture": str(picture), **values, **shown, "notes": said})
+        drawn = str(picture) if points else None
+        render.emit_json({"path": str(grid.path), "picture": drawn, **values, **shown, "notes": said})
         return
     _tables(found)
     if "predicted" in plans:

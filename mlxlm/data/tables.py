@@ -76,10 +76,13 @@ def _arrow(pyarrow, source, path: Path, text_column: str | None) -> Iterator[tup
         batches = ((batch, source.tell() / size) for batch in reader)
     column = _column(reader.schema, path, text_column)
     place = reader.schema.get_field_index(column)
+    before = 0.0
     for batch, share in batches:
         cells = batch.column(place)
         for start in range(0, len(cells), _ROWS):
-            yield column, _cells(cells.slice(start, _ROWS)), share
+            read = min(1.0, (start + _ROWS) / len(cells))  # of the batch, which can be the whole file
+            yield column, _cells(cells.slice(start, _ROWS)), before + read * (share - before)
+        before = share
 
 
 def _cells(values: Any) -> list[Any]:

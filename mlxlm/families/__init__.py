@@ -3,7 +3,7 @@ in the model: it is a configuration of the same parts. Pure data, without MLX.""
 
 from mlxlm.families.activations import misread
 from mlxlm.families.catalog import FAMILIES
-from mlxlm.families.configs import canonical, caveat, huggingface, settled, unsaid, unsupported
+from mlxlm.families.configs import canonical, caveat, huggingface, quantization_of, settled, unsaid, unsupported
 from mlxlm.families.names import is_mlx_layout, layout, own_name
 from mlxlm.families.own import OWN
 from mlxlm.families.stored import Stored
@@ -19,6 +19,7 @@ __all__ = [
     "layout",
     "misread",
     "own_name",
+    "quantization_of",
     "settled",
     "unsaid",
     "unsupported",

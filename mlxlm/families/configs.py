@@ -86,9 +86,17 @@ def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     missing = [(family.names_of(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")
-    if values.get("quantization") is not None:
-        result["quantization"] = _read_quantization(values["quantization"], family)
+    if (quantization := quantization_of(values)) is not None:
+        result["quantization"] = _read_quantization(quantization, family)
     return result
+
+
+def quantization_of(values: Mapping[str, Any]) -> Any:
+    """MLX's plan lies under "quantization", in some folders under Hugging Face's name alone."""
+    own, theirs = values.get("quantization"), values.get("quantization_config")
+    if own is None and isinstance(theirs, Mapping) and "quant_method" not in theirs:
+        return theirs
+    return own
 
 
 def huggingface(config: Any) -> dict[str, Any]:

@@ -134,11 +134,11 @@ def _with(training: Training, steps: list[_Step]) -> Training:
 
 
 def _command(steps: list[_Step]) -> str:
-    """What to add to a command; a variable stands before it."""
+    """What to add to a command, or to its environment."""
     options = " ".join(step.text for step in steps if step.text != _KERNELS)
     if all(step.text != _KERNELS for step in steps):
         return options
-    return f"{_KERNELS} mlxlm pretrain ... {options}".strip()
+    return f"{_KERNELS} in the environment" + (f", and {options}" if options else "")
 
 
 def _fewest(steps: list[_Step], fits: Callable[[list[_Step]], bool]) -> list[_Step] | None:

@@ -22,8 +22,8 @@ def bytes_per_token(vocab_size: int) -> float:
 
 @dataclass(frozen=True)
 class Corpus:
-    """tokens of the training part; `counted`: in prepared shards, not estimated from `bytes` of text. These are
-    estimated themselves where the text is compressed, or in rows."""
+    """tokens of the training part, where it is prepared; `counted`: in prepared shards, not estimated from `bytes` of
+    all the text. These are estimated themselves where the text is compressed, or in rows."""
 
     tokens: float
     bytes: int
@@ -44,6 +44,8 @@ def corpus_of(sources: Sequence[str | Path], vocab_size: int, text_column: str |
         raise DataError(f"{prepared[0]} is prepared data and can't be planned with other sources", "it alone")
     if prepared:
         train = Manifest.read(prepared[0]).train
+        if not train.tokens:
+            raise DataError(f"{prepared[0]} has no tokens to train on", "mlxlm prepare on a longer text")
         return Corpus(train.tokens, train.bytes, True)
     size = round(sum(_text_bytes(path, text_column) for path in paths))
     return Corpus(size / bytes_per_token(vocab_size), size, False)

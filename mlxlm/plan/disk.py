@@ -8,7 +8,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.plan.memory import optimizer_bytes
 from mlxlm.plan.training import Training
 
-KEPT = 2 + 1  # checkpoints: the last ones that `pretrain --keep` leaves, and the best
+KEPT = 2 + 1  # checkpoints: the last ones that `pretrain --keep` leaves, and the best (a spike may keep one more)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Flops:
     def done_per_step(self) -> float:
         """Without the scores that nothing computes; where probabilities aren't kept, scores are computed twice, which
         no count has."""
-        passes = self.per_token / self.forward_total
+        passes = 4 if self.recomputed else 3
         return self.per_step - (1 - self.done) * passes * self.attention * self.tokens_per_step
 
 

@@ -20,12 +20,13 @@ WINDOW = 4096  # of the table's sliding window, for a model without one (Mistral
 
 @dataclass(frozen=True)
 class Serving:
-    """bits of a weight in memory, in groups of `group_size` where quantized (16: only nvfp4's); `texts` side by side,
-    of `context` tokens each; kv_bits of a cached number; device: "cpu", "metal" or "cuda". What isn't quantized (norms,
-    scales, biases) has 32 bits on a CPU, elsewhere 16. Raises ConfigError for what MLX doesn't have."""
+    """bits of a weight in memory, in groups of `group_size` where quantized (None: the model's own, or 64); `texts`
+    side by side, of `context` tokens each; kv_bits of a cached number; device: "cpu", "metal" or "cuda". What isn't
+    quantized (norms, scales, biases) has 32 bits on a CPU, elsewhere 16. Raises ConfigError for what MLX doesn't
+    have."""
 
     bits: int = 16
-    group_size: int = 64
+    group_size: int | None = None
     texts: int = 1
     context: int = 4096
     kv_bits: int = 16
@@ -33,9 +34,9 @@ class Serving:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {value!r}, it must be one of {', '.join(map(str, allowed))}"
+            f"{name} is {value!r}, it must be one of {', '.join(str(x) for x in allowed if x is not None)}"
             for name, value, allowed in (
-                ("bits", self.bits, BITS), ("group_size", self.group_size, (16, 32, 64, 128)),
+                ("bits", self.bits, BITS), ("group_size", self.group_size, (None, 32, 64, 128)),
                 ("kv_bits", self.kv_bits, CACHE_BITS), ("device", self.device, DEVICES),
             )
             if value not in allowed
@@ -55,13 +56,11 @@ class Serving:
 
 
 def usual_serving(machine: Machine, config: ModelConfig) -> Serving:
-    """What mlxlm does there unless asked: on a CPU weights and cache have 32 bits, elsewhere 16, and a quantized model
-    has its own. A text of 4,096 tokens, or as many as the model has positions."""
-    bits = 32 if machine.kind == "cpu" else 16
-    own = plan_of(config.quantization, "") if config.quantization else {"bits": bits, "group_size": Serving.group_size}
+    """What mlxlm does there unless asked: weights and cache have 16 bits, on a CPU 32 where the weights fit, and a
+    quantized model has its own. A text of 4,096 tokens, or as many as the model has positions."""
+    bits = 32 if machine.kind == "cpu" and _widened(config, machine.memory) else 16
     return Serving(
-        bits=own["bits"],
-        group_size=own["group_size"],
+        bits=own_bits(config) or bits,
         kv_bits=bits,
         context=min(Serving.context, config.max_position_embeddings),
         device=machine.kind,
@@ -69,12 +68,24 @@ def usual_serving(machine: Machine, config: ModelConfig) -> Serving:
 
 
 def as_loaded(serving: Serving, config: ModelConfig, memory: int | None) -> Serving:
-    """The same with the bits that the weights get when they are loaded: on a CPU 32, where these fit its memory."""
+    """The same with the bits that there are once the model is loaded: on a CPU weights have 32 where these fit its
+    memory, and so has a cache of floats, also beside quantized weights, whose scales have 32 there."""
     if serving.device != "cpu":
         return serving
+    bits = 32 if _widened(config, memory) else serving.bits
+    return replace(serving, bits=bits, kv_bits=32 if serving.kv_bits == 16 and bits != 16 else serving.kv_bits)
+
+
+def own_bits(config: ModelConfig) -> int | None:
+    """Of most matrices of a quantized model."""
+    return plan_of(config.quantization, "")["bits"] if config.quantization else None
+
+
+def _widened(config: ModelConfig, memory: int | None) -> bool:
+    """Whether a CPU with so much memory loads the weights in float32."""
     from mlxlm.checkpoint.load import fits_float32
 
-    return replace(serving, bits=32) if memory is None or fits_float32(config, memory) else serving
+    return memory is None or fits_float32(config, memory)
 
 
 @dataclass(frozen=True)
@@ -108,18 +119,18 @@ def weight_bytes(config: ModelConfig, serving: Serving) -> int:
     """All weights: in 32 or 16 bits, or matrices and embeddings quantized to fewer, with a scale and a bias for each
     group of a row, or one byte for both in a format of floats.
 
-    With the bits and groups that most matrices of a quantized model have, each has its own format. Otherwise as
-    `mlxlm quantize` does: what no group size divides stays as it is, and so does the positions' table.
+    With the bits and groups that most matrices of a quantized model have, each has its own format, but for those that
+    its group size doesn't divide. Otherwise as `mlxlm quantize` does, which finds a smaller one for these.
     """
     count = config.parameter_count()
     if serving.bits >= 16:
         return count * serving.bits // 8
-    most = config.quantization and plan_of(config.quantization, "")
-    own = most and (most["bits"], most["group_size"]) == (serving.bits, serving.group_size)
+    most = plan_of(config.quantization, "") if config.quantization else {}
+    own = most.get("bits") == serving.bits and serving.group_size in (None, most["group_size"])
     total = serving.float_bytes * count
     for module, width, parameters in _matrices(config):
         chosen = plan_of(config.quantization, module) if own else _affine(serving, width)
-        if chosen is not None:
+        if chosen is not None and width % chosen["group_size"] == 0:
             scales = 2 * serving.float_bytes if chosen["mode"] == "affine" else 1
             total += parameters * chosen["bits"] // 8 + parameters // chosen["group_size"] * scales
             total -= parameters * serving.float_bytes
@@ -128,7 +139,7 @@ def weight_bytes(config: ModelConfig, serving: Serving) -> int:
 
 def _affine(serving: Serving, width: int) -> dict[str, Any] | None:
     """The format of a matrix with rows of this width."""
-    sizes = (size for size in (128, 64, 32) if size <= max(32, serving.group_size) and width % size == 0)
+    sizes = (size for size in (128, 64, 32) if size <= (serving.group_size or 64) and width % size == 0)
     return next(({"bits": serving.bits, "group_size": size, "mode": "affine"} for size in sizes), None)
 
 
@@ -136,6 +147,8 @@ def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     """(the decoder's module, width of a row, parameters) of each matrix that can be quantized."""
     found, hidden, layers = counting.parameters(config), config.hidden_size, config.num_hidden_layers
     yield "model.embed_tokens", hidden, found["embedding"]
+    if found["positions"]:
+        yield "model.embed_positions", hidden, found["positions"]
     if found["head"]:
         yield "lm_head", hidden, found["head"]
     heads, inner = config.num_attention_heads * config.head_dim, config.intermediate_size

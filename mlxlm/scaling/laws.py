@@ -81,7 +81,7 @@ def _exp(x: float) -> float:
 
 
 # Of text from the web (Hoffmann et al. 2022, equation 10). Its best models have 5 tokens a parameter at 0.03M
-# parameters, 8 at 0.4M and 17 at 10M: 20 for each would make the smallest ones smaller than they should be.
+# parameters, 8 at 0.4M and 16 at 10M: 20 for each would make the smallest ones smaller than they should be.
 HOFFMANN = Law(1.69, 406.4, 0.34, 410.7, 0.28)
 
 

@@ -54,7 +54,8 @@ def _row(axes, analysis: Analysis, over: str, other: str, fit: Fit | None, title
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8)
+    if few or fit is not None:
+        axes.legend(fontsize=8)
 
 
 def _counted(axis) -> None:

@@ -117,7 +117,8 @@ def notes(analysis: Analysis) -> list[str]:
     joint = analysis.joint
     if joint:
         said += [f"{name} is at the end of what is allowed: these runs don't tell it" for name in joint.bounded]
-        wide = joint.interval(lambda law: law.optimum(OPERATIONS * 1e12)[0])
+        most = OPERATIONS * max(p.parameters * p.tokens for p in analysis.points)
+        wide = joint.interval(lambda law: law.optimum(most)[0])
         if wide[1] > 4 * wide[0]:
             said.append("the intervals are wide: more runs, or a wider range of sizes and tokens, would narrow them")
     return said
@@ -126,6 +127,8 @@ def notes(analysis: Analysis) -> list[str]:
 def read_law(folder: Path | str) -> Law:
     """The joint law in a folder of `mlxlm scaling`. Raises ConfigError where there is none."""
     path = Path(folder, FILE)
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist", "the folder of a mlxlm scaling that has ended")
     values = read_json(path)
     joint = values.get("joint") if isinstance(values, dict) else None
     if not joint:

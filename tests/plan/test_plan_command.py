@@ -73,8 +73,9 @@ def test_bits_that_a_cpu_does_not_keep(run, monkeypatch):
     from mlxlm.plan import machines
 
     monkeypatch.setattr(machines, "measure_matmul", lambda **_: 100.0)
-    _, out, err = run("0.3m", "--bits", 4)
+    _, out, err = run("0.3m", "--bits", 4, "--kv-bits", 16)
     assert "32-bit weights" in out and "a CPU turns 4-bit weights into 32-bit ones" in err
+    assert "a cache of 16 bits has 32 on a CPU" in err
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a CPU")
@@ -148,3 +149,13 @@ def test_models_by_path(run, tmp_path):
         for source in ("1m", path, tmp_path)
     ]
     assert totals == [ModelConfig.preset("1m").parameter_count()] * 3
+
+
+@pytest.mark.parametrize("name", ["quantization", "quantization_config"])
+def test_a_quantized_folder_has_its_own_bits(run, tmp_path, name):
+    from mlxlm.config import ModelConfig
+
+    values = {**ModelConfig.preset("1m").to_dict(), name: {"bits": 4, "group_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    code, out, _ = run(tmp_path, "--machine", "a100", "--json", "--group-size", 32)
+    assert code == 0 and json.loads(out)["serving"]["bits"] == 4

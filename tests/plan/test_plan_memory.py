@@ -51,7 +51,7 @@ def test_activations_of_a_layer_by_hand():
 
 @pytest.mark.parametrize(
     ("batch", "length", "options"),
-    [(8, 128, {}), (1, 1024, {}), (4, 128, {"accumulate": 2, "ema": 0.9})],
+    [(8, 128, {}), (1, 1024, {}), (4, 128, {"accumulate": 2, "ema": 0.9}), (2, 16, {"accumulate": 3})],
 )
 def test_a_real_step_is_near_the_plan(batch, length, options):
     """MLX takes memory ahead of the computing thread, so that its peak depends on how busy the machine is."""
@@ -178,14 +178,14 @@ def test_no_change_is_advised_that_is_not_needed(memory):
         assert training_memory(config, larger).total > there
 
 
-def test_a_variable_stands_before_the_command():
+def test_a_variable_is_told_from_an_option():
     config = ModelConfig.preset("5m")
     training = Training(batch_size=1, sequence_length=768, recompute=True, device="cpu")
     with_kernels = replace(training, attention="blockwise")
     needed = training_memory(config, with_kernels).total
     assert needed < training_memory(config, training).total
     change = cheapest(config, training, round(needed / 0.9) + 1)
-    assert change.text == "MLXLM_KERNELS=blockwise mlxlm pretrain ..." and change.training == with_kernels
+    assert change.text == "MLXLM_KERNELS=blockwise in the environment" and change.training == with_kernels
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,39 @@ def test_a_quantized_model_is_planned_with_its_own_formats(quantization):
     nn.quantize(model, class_predicate=lambda name, m: hasattr(m, "to_quantized") and plan_of(quantization, name))
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     planned = mlxlm.plan(config, machine="a100")
-    assert (planned.serving.bits, planned.serving.group_size) == (quantization["bits"], quantization["group_size"])
+    assert (planned.serving.bits, planned.serving.group_size) == (quantization["bits"], None)
     assert planned.serving.kv_bits == 16 and planned.inference.weights == held
     other = mlxlm.plan(config, machine="a100", bits=5)
     assert 5 < other.inference.bits_per_weight < 6.1
+
+
+def test_what_a_group_does_not_divide_stays_as_it_is():
+    """As mlx_lm leaves it, which says so only by the files having no scales."""
+    config = ModelConfig.preset("0.3m")
+    own = mlxlm.plan(config.with_changes(quantization={"group_size": 64, "bits": 4}), machine="a100").inference
+    down = 3 * 96 * 256  # of 256 in a row; all others have 96
+    assert own.weights == 2 * (config.parameter_count() - down) + down // 2 + down // 64 * 4
+    assert mlxlm.plan(config, machine="a100", bits=4).inference.weights < own.weights  # in groups of 32
+
+
+def test_a_table_of_positions_is_quantized_too():
+    rope = ModelConfig.preset("0.3m")
+    table = 96 * rope.max_position_embeddings
+    plans = [mlxlm.plan(c, machine="a100", bits=8) for c in (rope, rope.with_changes(positions="learned"))]
+    assert plans[1].inference.weights - plans[0].inference.weights == table + table // 32 * 4
+
+
+def test_a_cpu_that_is_too_small_for_float32_keeps_16_bits():
+    from mlxlm.plan.machines import Machine
+
+    config = ModelConfig.preset("5m")
+    count = config.parameter_count()
+    for memory, bits in ((6 * count, 32), (5 * count, 16)):
+        machine = Machine("here", 1e9, "float32", memory, True, "", "cpu")
+        planned = mlxlm.plan(config, machine=machine)
+        assert (planned.serving.bits, planned.serving.kv_bits) == (bits, bits)
+        assert planned.inference.weights == count * bits // 8
+    assert mlxlm.plan(config, machine=machine, bits=4).serving.kv_bits == 32  # its scales have 32 there
 
 
 def test_a_larger_batch_can_fit_where_cores_do_not_share_it(monkeypatch):
@@ -376,6 +405,31 @@ def test_tokens_of_a_compressed_text_are_those_of_the_text(tmp_path, make_text, 
         corpus.corpus_of([rows], 512)
 
 
+def test_tokens_of_a_table_in_one_piece_are_those_of_the_table(tmp_path, make_text, monkeypatch):
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow (pip install 'mlxlm[data]')")
+    from mlxlm.plan import corpus
+
+    table = pa.table({"text": [make_text(20)] * 2000})
+    monkeypatch.setattr(corpus, "_SAMPLE", 1 << 14)
+    for name, new in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
+        path = tmp_path / f"{name}.arrow"
+        with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+            writer.write_table(table)
+        assert corpus.corpus_of([path], 512).bytes == pytest.approx(2000 * len(make_text(20)), rel=0.1)
+
+
+def test_prepared_data_without_tokens_is_refused(tmp_path, text_file):
+    from mlxlm.data import prepare
+    from mlxlm.tokenizer import train
+
+    prepare([text_file], train([text_file.read_text()], 270), tmp_path / "data")
+    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
+    manifest["parts"][0]["train"] |= {"tokens": 0, "shards": []}
+    (tmp_path / "data/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="has no tokens to train on"):
+        corpus_of([tmp_path / "data"], 512)
+
+
 def test_a_text_without_a_size_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "rows.jsonl").write_text('{"text": null}')
@@ -385,13 +439,14 @@ def test_a_text_without_a_size_is_refused(tmp_path):
 
 
 def test_a_run_of_many_steps_begins_with_its_forecast(tmp_path, text_file, tiny_config):
+    from mlxlm.report.entries import read_entries
     from mlxlm.train import start_run
 
     settings = {"batch_size": 2, "sequence_length": 16, "steps": 99}
     short = start_run(tmp_path / "short", [text_file], tiny_config, settings=settings)
-    assert short.read_log() == []
+    assert list(read_entries(short.log_file)) == []
     run = start_run(tmp_path / "run", [short.data], tiny_config, settings={**settings, "steps": 100})
-    (forecast,) = run.read_log()
+    (forecast,) = read_entries(run.log_file)
     assert forecast["event"] == "forecast" and forecast["steps"] == 100
     assert 0 < forecast["step_seconds"] < forecast["seconds"]
     assert forecast["memory"] > 12 * tiny_config.parameter_count()

@@ -163,6 +163,11 @@ def test_a_folder_without_a_law(tmp_path, joint):
         read_law(tmp_path)
 
 
+def test_a_folder_whose_grid_has_not_ended(tmp_path):
+    with pytest.raises(ConfigError, match=r"scaling.json does not exist.*a mlxlm scaling that has ended"):
+        read_law(tmp_path)
+
+
 def test_analysis_of_too_few_runs_says_what_it_takes():
     found = analyse(grid(CHINCHILLA)[:3])
     assert found.joint is None and "it takes 8 runs or more" in found.missing[2]
