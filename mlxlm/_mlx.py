@@ -67,6 +67,7 @@ def _compiled_again(evaluation: Callable[..., None], graphs: tuple[Any, ...]) ->
     except RuntimeError as error:
         if not any(words in str(error) for words in _KILLED):
             raise
+        compiled_files.remove_unloaded(str(error))
         evaluation(*graphs)
 
 
@@ -111,4 +112,7 @@ def _streams() -> list[mx.Stream]:
 
 _own = threading.local()
 
-__all__ = ["ON_CPU", "in_parallel", "mx", "nn", "optim", "small_cache", "tree_flatten", "tree_map", "tree_unflatten"]
+__all__ = [
+    "ON_CPU", "begin", "compute", "in_parallel", "mx", "nn", "optim", "small_cache", "tree_flatten", "tree_map",
+    "tree_unflatten",
+]  # fmt: skip

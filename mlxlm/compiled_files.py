@@ -8,6 +8,7 @@ short, with which nothing computes any more.
 from __future__ import annotations
 
 import os
+import re
 import struct
 import time
 from contextlib import suppress
@@ -40,6 +41,20 @@ def remove_broken(where: Path) -> None:
                 written = file.stat().st_mtime
                 if written < began or written < now - _LINKING and not _whole(file.path):
                     os.unlink(file.path)
+
+
+def unloaded(message: str) -> str | None:
+    """The kernel that MLX says, in this error's message, that it could not load."""
+    found = re.match(r"Could not load C\+\+ shared library (/.*?\.so):", message)
+    return found and found[1]
+
+
+def remove_unloaded(message: str) -> None:
+    """Remove the kernel of this error's message if it is cut short, as by a linker that was killed."""
+    path = unloaded(message)
+    with suppress(OSError):
+        if path and not _whole(path):
+            os.unlink(path)
 
 
 def _whole(path: str) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mlxlm.compiled_files import unloaded
+
 # In a class of a regular expression: what, beside ASCII's, a terminal obeys or some readers take for a line end.
 CONTROLS = "\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 
@@ -99,8 +101,6 @@ def describe(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
         return f"out of memory: {text} (try: a smaller model, batch or context)"
-    if isinstance(error, RuntimeError) and (
-        broken := re.match(r"Could not load C\+\+ shared library (/.*?\.so):", text)
-    ):
-        return f"a kernel that MLX compiled can't be loaded: {text} (try: rm {shlex.quote(broken[1])})"
+    if isinstance(error, RuntimeError) and (broken := unloaded(text)):
+        return f"a kernel that MLX compiled can't be loaded: {text} (try: rm {shlex.quote(broken)})"
     return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mlxlm._mlx import ON_CPU, begin, compute, mx
-from mlxlm.compiled_files import folder, remove_broken
+from mlxlm.compiled_files import folder, remove_broken, remove_unloaded
 from mlxlm.errors import describe
 from mlxlm.platform import has_compiler
 
@@ -67,6 +67,15 @@ def test_where_they_are(monkeypatch):
     assert str(folder("1.2")) == "/x/mlx/1.2/cpu"
 
 
+def test_one_that_could_not_be_loaded_is_removed_if_it_is_cut_short(tmp_path):
+    for name, content in (("whole", b"\x7fELF" + bytes(36) + (64).to_bytes(8, "little") + bytes(16)), ("cut", b"\x7f")):
+        (tmp_path / f"{name}.so").write_bytes(content)
+        remove_unloaded(f"Could not load C++ shared library {tmp_path}/{name}.so: it is spoiled")
+    remove_unloaded(f"Could not load C++ shared library {tmp_path}/none.so: no such file")
+    remove_unloaded("[Compile::eval_cpu] Failed to compile function")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.so"]
+
+
 def test_one_that_breaks_while_a_program_runs_is_named():
     said = describe(RuntimeError("Could not load C++ shared library /tmp/a b/libX.so: file too short"))
     assert said.endswith("file too short (try: rm '/tmp/a b/libX.so')")
@@ -89,8 +98,11 @@ def compiler(tmp_path, monkeypatch):
 @COMPILES
 @pytest.mark.parametrize(
     ("evaluation", "dies", "sines"),  # each graph is new to MLX, which compiles it
-    [(compute, "exit 1", 3), (compute, "kill -INT $$", 4), (compute, "exit 0", 5), (begin, "kill -INT $$", 6)],
-)
+    [
+        (compute, "exit 1", 3), (compute, "kill -INT $$", 4), (compute, "exit 0", 5), (begin, "kill -INT $$", 6),
+        (compute, 'for last; do :; done; echo cut > "$last"; exit 0', 7),  # as a linker that was killed
+    ],
+)  # fmt: skip
 def test_what_a_killed_compiler_left_uncomputed_is_computed(tmp_path, compiler, evaluation, dies, sines):
     compiler(f"[ -e {tmp_path}/died ] || {{ touch {tmp_path}/died; {dies}; }}")
 

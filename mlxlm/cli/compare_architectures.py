@@ -53,7 +53,7 @@ def compare_architectures(data, variants, out, as_json, **options: Any) -> None:
     alone, goes on with what is unfinished.
     """
     how = taken(options)
-    comparison = _comparison(data, variants, out, options)
+    comparison = _comparison(data, variants, out, options, how["power"].duty)
     failed = _train(comparison, how)
     found = comparison.results()
     notes = [*failed, *_notes(comparison, found)]
@@ -69,7 +69,9 @@ def compare_architectures(data, variants, out, as_json, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, options: dict[str, Any]) -> Comparison:
+def _comparison(
+    data: tuple[str, ...], variants: tuple[str, ...], out: Path, options: dict[str, Any], duty: float
+) -> Comparison:
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
     from mlxlm.data import weighted
@@ -91,8 +93,8 @@ def _comparison(data: tuple[str, ...], variants: tuple[str, ...], out: Path, opt
     same = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens")
     given = {name: options[name] for name in ("kind", "validation_fraction") if options[name] is not None}
     return start_comparison(
-        out, data, config, [Variant.read(text) for text in variants], weights=weights, settings=settings, phase=phase,
-        **{name: options[name] for name in same}, **given,
+        out, data, config, [Variant.read(text) for text in variants], weights=weights, settings=settings, duty=duty,
+        phase=phase, **{name: options[name] for name in same}, **given,
     )  # fmt: skip
 
 

@@ -15,14 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from mlxlm import platform, reading
 from mlxlm.cli import render
 from mlxlm.cli.ranked import SIGN
+from mlxlm.cli.stopping import on_stop
 from mlxlm.errors import ConfigError, PlatformError
 
 _LOCAL = "127.0.0.1"  # what mlx.launch starts without ssh
@@ -121,7 +121,7 @@ class _Group:
         ]
         for reader in readers:
             reader.start()
-        with self._listening():
+        with on_stop(self._on_signal):
             while self._process.poll() is None:
                 time.sleep(0.05)
                 patience = _AFTER_RANK_0 if 0 in self._codes else _AFTER_ANOTHER
@@ -155,18 +155,11 @@ class _Group:
             self._codes[int(rank)] = int(number)
             self._ended = time.monotonic()
 
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _on_signal(self, number: int, _frame: object) -> None:
-        """The first asks rank 0 to finish its step, the second to stop at once; the third kills."""
+        """The first asks rank 0 to finish its step, the second to stop at once; the third kills. The end of a terminal
+        is told more than once, see `StopRequest`."""
+        if number == signal.SIGHUP and self._signals:
+            return
         self._signals += 1
         if self._signals > 2:
             self._signal_all(signal.SIGKILL)

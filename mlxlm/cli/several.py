@@ -8,7 +8,7 @@ from typing import Any
 from mlxlm.cli import render
 from mlxlm.cli.training import StopRequest, run_training
 from mlxlm.errors import TrainingError
-from mlxlm.train import Run, Stopped
+from mlxlm.train import Finished, Run, Stopped
 from mlxlm.train.several import is_finished
 
 
@@ -31,6 +31,7 @@ def train_all(
         if is_finished(run):
             render.say("finished before")
             continue
+        ending = None
         try:
             ending = run_training(run, tokenizer, resume=True, stop=stop, **options)
         except TrainingError as error:  # of this run: the others still tell something
@@ -40,7 +41,8 @@ def train_all(
             if isinstance(ending, Stopped):
                 render.say(f"stopped after step {ending.step}, saved")
         if stop.asked:
-            render.say("Continue with:")
-            render.say(command)
+            if number + 1 < len(runs) or not isinstance(ending, Finished):
+                render.say("Continue with:")
+                render.say(command)
             break
     return failed

@@ -17,6 +17,7 @@ from rich.text import Text
 from mlxlm.chat.terminal.output import printable
 from mlxlm.cli import render
 from mlxlm.cli.chart import line_chart
+from mlxlm.cli.stopping import STOPS, on_stop
 from mlxlm.cli.training_figures import Figures
 from mlxlm.cli.waiting import waiting
 from mlxlm.plan.machines import measure_matmul
@@ -56,12 +57,9 @@ def phase(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
             yield advance
 
 
-_STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the terminal is gone"}
-
-
 class StopRequest:
-    """The first Ctrl-C or SIGTERM, or the end of the terminal, asks the loop to finish its step; a second one
-    interrupts."""
+    """The first Ctrl-C or SIGTERM, or the end of the terminal, asks the loop to finish its step; a second Ctrl-C or
+    SIGTERM interrupts. The end of a terminal is told more than once: by the shell, the system, a session manager."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.asked, self._quiet = False, quiet
@@ -71,22 +69,17 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        before = {number: signal.getsignal(number) for number in _STOPS}
-        for number, handler in before.items():
-            if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # which nohup asks for
-                signal.signal(number, self._on_signal)
-        try:
+        with on_stop(self._on_signal):
             yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if self.asked:
-            raise KeyboardInterrupt
+            if number != signal.SIGHUP:
+                raise KeyboardInterrupt
+            return
         self.asked = True
         if not self._quiet:
-            render.say(f"\n{_STOPS[signal.Signals(number)]}: finishing this step and saving (again to stop at once)")
+            render.say(f"\n{STOPS[signal.Signals(number)]}: finishing this step and saving (again to stop at once)")
 
 
 def run_training(

@@ -219,11 +219,13 @@ def _signals_held() -> Iterator[None]:
         return
     held: list[int] = []
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(n))]
-    before = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}
+    before = {}
     try:
+        for number in numbers:
+            before[number] = signal.signal(number, lambda number, _: held.append(number))
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in reversed(before):  # SIGINT's last: what it raises, raises after everything is put back
+            signal.signal(number, before[number])
         for number in held:
             signal.raise_signal(number)

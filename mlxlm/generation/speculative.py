@@ -245,8 +245,8 @@ class _Text:
         return [value], following
 
     def _collect_round(self, flight: _Round) -> tuple[list[int], _Step | None]:
-        result = self._sampler.ahead(flight.result, flight.draft) if self._sampler.blocks else flight.result
-        tokens, gaps = result
+        blocks = self._sampler.blocks
+        tokens, gaps = dispatched(self._sampler.ahead(flight.result, flight.draft)) if blocks else flight.result
         draft, drawn, leads = flight.draft.tolist(), tokens.tolist(), gaps.tolist()
         accepted = 0
         while accepted < len(draft) and draft[accepted] == drawn[accepted]:

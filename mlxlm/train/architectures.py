@@ -197,6 +197,7 @@ def start_comparison(
     validation_fraction: float = 0.05,
     minutes: float | None = None,
     tokens: float | None = None,
+    duty: float = 100.0,
     settings: dict[str, Any] | None = None,
     phase: Phase = no_phase,
 ) -> Comparison:
@@ -204,8 +205,8 @@ def start_comparison(
     it is there already, made of the same arguments, it is opened.
 
     Arguments are those of `start_run`. All variants see the same tokens in the same order (but for a `seed` of their
-    own): as many as `tokens` or `settings["steps"]` say, as the slowest of them is trained on here in `minutes`, or by
-    default as many as are compute-optimal for the first one.
+    own): as many as `tokens` or `settings["steps"]` say, as the slowest of them is trained on here in `minutes`, of
+    which `duty` percent are worked, or by default as many as are compute-optimal for the first one.
 
     Raises ConfigError for less than two variants, for variants that can't work, and for an `out` of something else;
     DataError and TokenizerError as `start_run`.
@@ -238,7 +239,7 @@ def start_comparison(
             with phase("trying three training steps of each variant", None):
                 timed = [(probe(c, d, held_out), d) for c, d in zip(configs, drafts, strict=True)]
             tokens_held_out = held_out.manifest.validation.tokens
-            steps = min(found.steps_in(60 * minutes, draft, tokens_held_out) for found, draft in timed)
+            steps = min(found.steps_in(60 * minutes * duty / 100, draft, tokens_held_out) for found, draft in timed)
         else:
             steps = settings.get("steps") or steps_for(tokens, configs[0], drafts[0])
         _drafts(variants, configs, {**settings, "steps": steps})  # of all, before the first is trained

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mlxlm import platform
 from mlxlm._mlx import ON_CPU, mx
 from mlxlm.generation.engine import wired_memory
 
@@ -15,8 +16,9 @@ _AT_FIRST = 1 << 30  # bytes that MLX keeps free on a CPU until a step has shown
 def steady_memory() -> Iterator[None]:
     """Limits for a run, put back afterwards: on a CPU of what MLX keeps free, on Metal of what it takes in all.
 
-    On Metal it takes no more than macOS recommends, which stays in memory. MLX's own limit there is 1.5 times that:
-    it would keep freed buffers until the machine pages, and only then give them back. Nobody has measured this yet.
+    On Metal it takes no more than macOS recommends (shared by processes that `--ranks` starts), which stays in memory.
+    MLX's own limit there is 1.5 times that: it would keep freed buffers until the machine pages, and only then give
+    them back. Nobody has measured this yet.
     """
     if ON_CPU:
         kept = mx.set_cache_limit(_AT_FIRST)
@@ -25,7 +27,7 @@ def steady_memory() -> Iterator[None]:
         finally:
             mx.set_cache_limit(kept)
     elif mx.metal.is_available():
-        before = mx.set_memory_limit(mx.device_info()["max_recommended_working_set_size"])
+        before = mx.set_memory_limit(platform.device_memory())
         try:
             with wired_memory():
                 yield

@@ -146,6 +146,7 @@ class _Loop:
     def events(self, should_stop: Callable[[], bool]) -> Iterator[Event]:
         settings = self.settings
         yield self.started()
+        self.deadline.took(None)  # the model was built and loaded
         for warning in (*self.pace.missing(), *filter(None, [self.unlike])):
             yield Warned(self.first, warning)
         if self.restored and (self.validates(self.first) or self.samples(self.first)):
@@ -214,8 +215,9 @@ class _Loop:
         best = found is not None and found.best
         saved = best or self.due(done, settings.save_every) or self.saver.overdue or self.saver.saved == done
         if saved:
+            before = self.saver.saved
             yield from self.save(done, found, until=should_stop if done == self.deadline.steps else None)
-            self.deadline.took("save")
+            self.deadline.took("save" if self.saver.saved != before else None)
         if found and not self.deadline.knows_pictures:  # they are the last thing in the time of a run
             with suppress(MlxlmError):
                 draw_run(self.run)

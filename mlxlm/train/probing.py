@@ -21,7 +21,7 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
 
 STEPS = 3
-TRYING = "trying three training steps; Ctrl-C waits for the first, which compiles"
+TRYING = "trying three training steps"
 # A run of fewer steps isn't probed, unless its length is given in minutes: the probe has four of its own.
 LEAST_STEPS = 100
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mlxlm import __version__, reading
-from mlxlm._mlx import mx, tree_flatten, tree_unflatten
+from mlxlm._mlx import compute, mx, tree_flatten, tree_unflatten
 from mlxlm.errors import MlxlmError, PlatformError
 from mlxlm.train import pulse
 from mlxlm.train.pulse import Pulse, RankLost
@@ -155,14 +155,14 @@ class Ranks:
         """
         if self.size == 1:
             return tree
-        mx.eval(tree)
+        compute(tree)
         return self._exchanged(tree, lambda x: x)
 
     def broadcast(self, tree: Any) -> Any:
         """Rank 0's arrays on every rank, to the bit. The trees have the same names, shapes and types."""
         if self.size == 1:
             return tree
-        mx.eval(tree)
+        compute(tree)
 
         def bits(array: mx.array) -> mx.array:
             own = array.view(mx.uint8)

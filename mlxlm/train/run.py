@@ -19,7 +19,6 @@ from mlxlm.config import ModelConfig, read_json
 from mlxlm.data.manifest import FILE as MANIFEST
 from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.files import new_folder, write_json
-from mlxlm.report.entries import read_entries
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -198,10 +197,6 @@ class Run:
                 "the settings that the run began with, or a new run",
             )
         return state
-
-    def read_log(self) -> list[dict[str, Any]]:
-        """The logged objects; a last line cut off by a crash is left out."""
-        return list(read_entries(self.log_file))
 
 
 def _digest(data: Path) -> str:

@@ -80,6 +80,8 @@ class TrainSettings:
             unknown = sorted(set(values) - known) if isinstance(values, Mapping) else []
             what = f"unknown settings {', '.join(unknown)}" if unknown else "incomplete settings"
             raise ConfigError(f"{source}: {what}", "the version of mlxlm that wrote it") from None
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error.message}", error.hint) from None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -54,7 +54,10 @@ class Workers:
                 _worker(i).start(self._evaluated, *work)
                 for i, work in enumerate(zip(self._functions, parts, seeds, strict=True))
             ]
-            wait(started)
+            try:
+                wait(started)
+            finally:
+                wait(started)  # after a Ctrl-C, too: they use the state and the BLAS
         return [future.result() for future in started]
 
     def _evaluated(self, function: Callable[[Any], Any], part: Any, seed: int) -> Any:

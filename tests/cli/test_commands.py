@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -162,6 +163,19 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, number, start
     assert again.wait(60) in (0, 129, 130, 143)
 
 
+def test_the_end_of_a_terminal_is_told_more_than_once(tmp_path, text_file, start):
+    process = start(*endless(text_file, tmp_path / "run"))
+    for line in process.stderr:
+        if line.startswith("step 1/"):
+            break
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
+        os.kill(process.pid, number)
+        time.sleep(0.02)  # else two of the same are one
+    rest = process.stderr.read()
+    assert process.wait(60) == 0 and "--resume" in rest
+    assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_a_callback_that_cant_raise_ends_the_command(tmp_path, number, code):
     (tmp_path / "victim.py").write_text(
@@ -179,22 +193,33 @@ def test_a_signal_in_a_callback_that_cant_raise_ends_the_command(tmp_path, numbe
     assert done.returncode == code and "ignored" not in done.stderr
 
 
-def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
-    """A terminal sends SIGINT to the compiler, too, which dies of it; the step must not."""
-    (tmp_path / "tmp").mkdir()  # empty: everything is compiled anew
-    compiler, interrupted = tmp_path / "bin/g++", tmp_path / "interrupted"
-    compiler.parent.mkdir()
+def dying_compiler(tmp_path, death):
+    """The environment of a command that compiles everything anew, with a g++ that dies so the first time."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "bin").mkdir()
+    compiler, died = tmp_path / "bin/g++", tmp_path / "died"
     compiler.write_text(
         "#!/bin/sh\n"
-        f'case "$*" in *.so*) [ -e {interrupted} ] || {{ touch {interrupted}; kill -INT 0; sleep 60; }} ;; esac\n'
+        f'case "$*" in *.so*) [ -e {died} ] || {{ touch {died}; {death}; }} ;; esac\n'
         f'exec {shutil.which("g++")} "$@"\n'
     )
     compiler.chmod(0o755)
-    path = f"{compiler.parent}:{os.environ['PATH']}"
+    return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("what", ["evaluate", "generate"])
+def test_a_compiler_that_dies_in_a_validation_or_an_answer(tmp_path, run_folder, text_file, what):
+    arguments = [text_file] if what == "evaluate" else ["-p", "the", "-n", "3", "-t", "1", "--top-p", "0.9"]
+    done = command(what, run_folder, *arguments, env=dying_compiler(tmp_path, "kill -INT $$"))
+    assert (tmp_path / "died").exists() and done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
+    """A terminal sends SIGINT to the compiler, too, which dies of it; the step must not."""
     few = endless(text_file, tmp_path / "run", steps=99)  # so few are not tried beforehand, which would compile them
-    process = start(*few, env={**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PATH": path})
+    process = start(*few, env=dying_compiler(tmp_path, "kill -INT 0; sleep 60"))
     rest = process.stderr.read()
-    assert process.wait(60) == 0 and interrupted.exists(), rest
+    assert process.wait(60) == 0 and (tmp_path / "died").exists(), rest
     assert "--resume" in rest and [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-1"]
 
 

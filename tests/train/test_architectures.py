@@ -5,7 +5,7 @@ import json
 import matplotlib.image
 import numpy as np
 import pytest
-from training_runs import contents, finish
+from training_runs import contents, finish, read_log
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import load_model
@@ -108,7 +108,7 @@ def test_all_variants_see_the_same_tokens(start):
     first, second = comparison.results()
     assert first.tokens == second.tokens == 6 * 4 * 16 and first.finished and second.finished
     assert first.parameters - second.parameters == rope.config.hidden_size  # the last norm
-    logged = [e["bits_per_byte"] for e in rope.read_log() if e["event"] == "validation"]
+    logged = [e["bits_per_byte"] for e in read_log(rope) if e["event"] == "validation"]
     assert len(logged) == 2 and first.bits_per_byte == min(logged)
     assert first.memory > 4 * first.parameters and first.tokens_per_second > 0
     model, config = load_model(post.path)

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from training_runs import contents, finish
+from training_runs import contents, finish, read_log
 
 from mlxlm.errors import ConfigError
 from mlxlm.train import Finished, Replanned, Run, Step, Stopped, TrainSettings
@@ -125,12 +125,28 @@ def test_a_run_ends_by_the_clock_and_its_rates_are_those_of_the_plan(new_run):
         assert event.learning_rate == run.settings.learning_rate_at(event.step - 1, now)
         now = plan.get(event.step, now)
     assert events[-1].step == steps[-1].step == now != 20
-    logged = [(e["step"], e["steps"]) for e in run.read_log() if e["event"] == "replanned"]
+    logged = [(e["step"], e["steps"]) for e in read_log(run) if e["event"] == "replanned"]
     assert logged == list(plan.items())
     same = timed(new_run, "b", schedule="linear", warmup_steps=1)
     finish(same, now=Ticking())
     assert contents(same.checkpoints()[-1]) == contents(run.checkpoints()[-1])
     assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []  # it has ended
+
+
+def test_loading_is_no_part_of_a_validation(new_run, monkeypatch):
+    run = timed(new_run, "loaded", eval_tokens=64)
+    finish(run, stop_at=5)
+    clock, restore, costs = FakeClock(), Run.restore, []
+
+    def slow(*arguments):
+        clock.now += 10
+        return restore(*arguments)
+
+    monkeypatch.setattr(Run, "restore", slow)
+    monkeypatch.setattr(Deadline, "replanned", lambda self, _done: costs.append(dict(self._cost)))
+    monkeypatch.setattr("mlxlm.train.loop._Loop.validates", lambda self, done: done == self.first)
+    finish(Run.open(run.path), resume=True, stop_at=7, now=clock)
+    assert costs and costs[0]["check"] == 0
 
 
 def test_a_resumed_run_goes_on_with_its_plan_and_the_time_left(new_run):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import matplotlib.image
 import numpy as np
 import pytest
-from training_runs import finish
+from training_runs import finish, read_log
 
 from mlxlm.cli.main import _run
 from mlxlm.errors import ConfigError, DataError
@@ -49,7 +49,7 @@ def test_a_grid_is_made_trained_and_gone_on_with(start, text_file):
             finish(run, resume=True)
     points = again.points()
     assert [(p.parameters, p.tokens) for p in points] == [(c.parameters, c.tokens) for c in again.cells]
-    last = [e for e in Run.open(again.path / again.cells[-1].name).read_log() if e["event"] == "validation"][-1]
+    last = [e for e in read_log(Run.open(again.path / again.cells[-1].name)) if e["event"] == "validation"][-1]
     assert points[-1].loss == last["loss"] and again.seconds_left(4) == 0
     assert again.flops_per_second() > 0
     with pytest.raises(ConfigError, match="grid of runs with other tokens"):
@@ -119,7 +119,7 @@ def test_prepared_data_needs_no_sizes_and_no_other_tokenizer(start, tmp_path, te
 def test_the_time_left_is_of_what_is_not_finished(start):
     grid = start(sizes=[2e4], tokens=[128, 256])
     finish(grid.run(grid.cells[1]))
-    spent = Run.open(grid.path / grid.cells[1].name).read_log()
+    spent = read_log(Run.open(grid.path / grid.cells[1].name))
     seconds = next(e["seconds"] for e in reversed(spent) if e["event"] == "step")
     assert grid.seconds_left(0) == pytest.approx(seconds * grid.cells[0].seconds / grid.cells[1].seconds)
 
@@ -190,7 +190,7 @@ def test_pretrain_by_the_clock_chooses_a_model(tmp_path, text_file, tokenizer_fo
     assert _run(["pretrain", str(text_file), "--out", str(out), "--hours", "0.0008", "--tokenizer",
                  str(tokenizer_folder), *options]) == 0  # fmt: skip
     run = Run.open(out)
-    entries = run.read_log()
+    entries = read_log(run)
     assert [e["event"] for e in entries[:2]] == ["chosen", "forecast"]
     assert entries[0]["parameters"] == run.config.parameter_count() and 0 < run.settings.time_limit < 2.88
     assert "chosen by the scaling law of Hoffmann et al." in capfd.readouterr().err

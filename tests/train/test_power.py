@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from training_runs import contents, finish
+from training_runs import contents, finish, read_log
 
 from mlxlm import platform
 from mlxlm.errors import ConfigError
@@ -147,7 +147,7 @@ def test_rests_change_no_weights_and_no_figures(new_run, monkeypatch):
     assert contents(plain.path / "checkpoints/step-12") == contents(rested.path / "checkpoints/step-12")
     steps = [e for e in events if isinstance(e, Step)]
     assert all(s.seconds_left < 40 for s in steps[2:]) and steps[-1].seconds == events[-1].seconds
-    logged = [e["event"] for e in rested.read_log() if e["event"] in ("paused", "resumed", "slowed")]
+    logged = [e["event"] for e in read_log(rested) if e["event"] in ("paused", "resumed", "slowed")]
     assert logged[:3] == ["paused", "resumed", "slowed"]
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from training_runs import contents, finish
+from training_runs import contents, finish, read_log
 
 from mlxlm.errors import CheckpointError
 from mlxlm.model import Decoder
@@ -81,7 +81,7 @@ def test_without_room_training_goes_on_and_saves_when_there_is_some(new_run, dis
     assert "a checkpoint needs 17" in event.reason and "1 kB of the disk are free" in event.reason
     assert event.hint.startswith("free 17") and str(run.path) in event.hint
     assert contents(whole.path / "checkpoints/step-30") == contents(run.path / "checkpoints/step-30")
-    assert [e["step"] for e in run.read_log() if e["event"] == "not_saved"] == [10]
+    assert [e["step"] for e in read_log(run) if e["event"] == "not_saved"] == [10]
 
 
 def test_what_was_put_off_is_saved_as_soon_as_there_is_room(new_run, disk):
@@ -147,7 +147,7 @@ def test_a_wait_for_room_can_be_given_up(new_run, disk):
     with pytest.raises(CheckpointError, match="up to step 4 is not saved: a checkpoint needs .*free 1"):
         disk.drive(run, at, should_stop=lambda: disk.seconds > 100)
     assert [c.name for c in run.checkpoints()] == ["step-2"]
-    assert run.read_log()[-1]["event"] == "failed"
+    assert read_log(run)[-1]["event"] == "failed"
     disk.free = ROOM
     assert isinstance(finish(run, resume=True)[-1], Finished)
 

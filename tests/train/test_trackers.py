@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from training_runs import contents, finish
+from training_runs import contents, finish, read_log
 
 from mlxlm.errors import CheckpointError, PlatformError
 from mlxlm.train import Finished, Run, Step, Validation, Warned
@@ -21,7 +21,7 @@ def test_a_missing_library_is_named_before_anything_happens(new_run, monkeypatch
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(PlatformError, match=rf"{library} is not installed .*pip install 'mlxlm\[{extra}\]'"):
             finish(run, **options)
-    assert run.read_log() == []
+    assert read_log(run) == []
 
 
 def scalars(folder):
@@ -113,7 +113,7 @@ def test_a_failing_tracker_is_one_warning(new_run, monkeypatch, fails_at):
         fails_at, "Weights & Biases gets nothing more of this run: ConnectionError: no network at all"
     )
     assert isinstance(events[-1], Finished) and fake.finished == 1
-    assert [e["message"] for e in run.read_log() if e["event"] == "warned"] == [warning.message]
+    assert [e["message"] for e in read_log(run) if e["event"] == "warned"] == [warning.message]
 
 
 def test_wandb_itself_takes_it_offline(new_run, monkeypatch, capfd):

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from training_runs import QUICK, contents, finish
+from training_runs import QUICK, contents, finish, read_log
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint import load_model
@@ -35,7 +35,7 @@ def test_resume_is_equal_to_the_bit(new_run, changes):
     assert contents(whole.path / "checkpoints/step-20") == contents(parts.path / "checkpoints/step-20")
 
     def losses(run):
-        return [(e["step"], e["loss"]) for e in run.read_log() if e["event"] == "step"]
+        return [(e["step"], e["loss"]) for e in read_log(run) if e["event"] == "step"]
 
     assert losses(whole) == losses(parts)
 
@@ -52,7 +52,7 @@ def test_training_learns_and_the_run_is_a_model(new_run):
     model, config = load_model(run.path)
     assert config.vocab_size == 300 and model(mx.array([[1, 2, 3]])).shape == (1, 3, 300)
     assert (run.path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert {e["event"] for e in run.read_log()} == {"started", "step", "validation", "saved", "finished"}
+    assert {e["event"] for e in read_log(run)} == {"started", "step", "validation", "saved", "finished"}
 
 
 def test_the_last_k_and_the_best_are_kept(new_run):
@@ -60,7 +60,7 @@ def test_the_last_k_and_the_best_are_kept(new_run):
     finish(run)
     steps = {int(c.name.removeprefix("step-")) for c in run.checkpoints()}
     best = int(best_checkpoint(run.path).name.removeprefix("step-"))
-    logged = {e["step"]: e["loss"] for e in run.read_log() if e["event"] == "validation"}
+    logged = {e["step"]: e["loss"] for e in read_log(run) if e["event"] == "validation"}
     assert best == min(logged, key=logged.get)
     assert steps == {10, 12, best}
 
@@ -215,7 +215,7 @@ def test_the_log_of_a_resumed_run_has_every_step_once(new_run):
     with run.log_file.open("a") as file:
         file.write('{"event": "step", "step": 11, "tokens": 1, "loss": 9.0}\n{"event": "st')  # lost with the power
     finish(run, resume=True)
-    assert [e["step"] for e in run.read_log() if e["event"] == "step"] == list(range(1, 21))
+    assert [e["step"] for e in read_log(run) if e["event"] == "step"] == list(range(1, 21))
 
 
 def test_schedules():
@@ -269,7 +269,7 @@ def test_a_validation_that_a_stop_skipped_is_made_up_for(new_run):
     finish(Run.open(parts.path), resume=True)
 
     def validations(run):
-        return [(e["step"], e["loss"]) for e in run.read_log() if e["event"] == "validation"]
+        return [(e["step"], e["loss"]) for e in read_log(run) if e["event"] == "validation"]
 
     assert validations(whole) == validations(parts)
     assert best_checkpoint(whole.path).name == best_checkpoint(parts.path).name
@@ -280,7 +280,7 @@ def test_a_sample_that_a_stop_skipped_is_made_up_for_once(new_run):
     for stop_at in (4, 0, 8, 8):  # before the sample of step 4, after it, at the end, and with nothing to do
         finish(Run.open(run.path), resume=True, stop_at=stop_at)
     finish(Run.open(run.path), resume=True)
-    assert [e["step"] for e in run.read_log() if e["event"] == "sample"] == [4, 8]
+    assert [e["step"] for e in read_log(run) if e["event"] == "sample"] == [4, 8]
 
 
 def test_a_start_that_died_before_its_first_checkpoint_is_logged_once(new_run):
@@ -290,7 +290,7 @@ def test_a_start_that_died_before_its_first_checkpoint_is_logged_once(new_run):
         pass
     events.close()
     finish(Run.open(run.path))
-    assert [e["step"] for e in run.read_log() if e["event"] == "step"] == [1, 2, 3, 4]
+    assert [e["step"] for e in read_log(run) if e["event"] == "step"] == [1, 2, 3, 4]
 
 
 def test_any_error_is_logged_and_leaves_a_report(new_run, monkeypatch):
@@ -307,7 +307,7 @@ def test_any_error_is_logged_and_leaves_a_report(new_run, monkeypatch):
     monkeypatch.setattr(TrainStep, "__call__", broken)
     with pytest.raises(RuntimeError, match="malloc"):
         finish(run)
-    last = run.read_log()[-1]
+    last = read_log(run)[-1]
     assert (last["event"], last["step"]) == ("failed", 3) and last["message"].startswith("out of memory")
     assert (run.path / "report.html").exists()
 
@@ -324,7 +324,7 @@ def test_a_report_that_is_refused_is_warned_of_in_the_log(new_run):
     (run.path / "report.html").write_text("mine")
     events = finish(run)
     assert isinstance(events[-1], Warned) and "is no report" in events[-1].message
-    assert run.read_log()[-1]["message"] == events[-1].message
+    assert read_log(run)[-1]["message"] == events[-1].message
     assert read_run(run.path).state == "finished"
 
 

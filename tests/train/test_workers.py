@@ -1,7 +1,11 @@
 """Rows on threads of their own: the sums of the whole batch, the same at every run, whatever a thread does wrong."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -101,6 +105,29 @@ def test_an_error_in_a_thread_is_raised_when_all_have_ended():
         Workers(function, {}, 2)([[np.ones((3, 2))]])
     assert ended and tells() == before
     assert [x.item() for x in Workers(function, {}, 2)([[np.ones((4, 2))]])] == [4, 4]
+
+
+def test_an_interrupt_waits_for_all_parts():
+    ended, begun = [], threading.Event()
+
+    def function(batches):
+        begun.set()
+        time.sleep(0.3)
+        ended.append(True)
+        return batches[0][0].sum()
+
+    def interrupt():
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Workers(function, {}, 2)([[np.ones((4, 2))]])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(ended) == 2
 
 
 def test_products_run_on_one_thread_of_the_blas_meanwhile():

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mlxlm.report.entries import read_entries
 from mlxlm.tokenizer import load
 from mlxlm.train import Run, train
 
@@ -18,6 +19,10 @@ def finish(run: Run, resume: bool = False, stop_at: int | None = None, **options
     for event in train(run, load(run.path), resume=resume, should_stop=should_stop, **options):
         events.append(event)
     return events
+
+
+def read_log(run: Run) -> list[dict]:
+    return list(read_entries(run.log_file))
 
 
 def contents(checkpoint: Path) -> dict[str, bytes]:
