@@ -28,6 +28,13 @@ def plan_of(quantization: Mapping[str, Any], module: str) -> dict[str, Any] | No
     return {"group_size": entry.get("group_size", group_sizes[0]), "bits": entry.get("bits", bits[0]), "mode": mode}
 
 
+def packed_bytes(numbers: int, plan: Mapping[str, Any], float_bytes: int = 2) -> int:
+    """Of so many numbers, whole groups, in the format that `plan_of` gives: packed, with a scale and a bias of
+    `float_bytes` for each group, or one byte for both in a format of floats."""
+    scales = 2 * float_bytes if plan["mode"] == "affine" else 1
+    return numbers * plan["bits"] // 8 + numbers // plan["group_size"] * scales
+
+
 def problems(quantization: Any) -> Iterator[str]:
     """What is wrong with a `quantization` object, each with values that would work."""
     if not isinstance(quantization, Mapping):

@@ -37,9 +37,8 @@ def train_all(
         except TrainingError as error:  # of this run: the others still tell something
             failed.append(f"{name}: {error.message}")
             render.say(failed[-1], style="red")
-        else:
-            if isinstance(ending, Stopped):
-                render.say(f"stopped after step {ending.step}, saved")
+        if isinstance(ending, Stopped):
+            render.say(f"stopped after step {ending.step}, saved")
         if stop.asked:
             if number + 1 < len(runs) or not isinstance(ending, Finished):
                 render.say("Continue with:")

@@ -73,10 +73,10 @@ class StopRequest:
             yield self
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        if self.asked:
-            if number != signal.SIGHUP:
-                raise KeyboardInterrupt
+        if self.asked and number == signal.SIGHUP:
             return
+        if self.asked:
+            raise KeyboardInterrupt
         self.asked = True
         if not self._quiet:
             render.say(f"\n{STOPS[signal.Signals(number)]}: finishing this step and saving (again to stop at once)")

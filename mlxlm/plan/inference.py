@@ -11,7 +11,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
-from mlxlm.quantization import plan_of
+from mlxlm.quantization import packed_bytes, plan_of
 
 BITS = (32, 16, 8, 6, 5, 4, 3, 2)
 CACHE_BITS = (32, 16, 8, 4)
@@ -131,9 +131,7 @@ def weight_bytes(config: ModelConfig, serving: Serving) -> int:
     for module, width, parameters in _matrices(config):
         chosen = plan_of(config.quantization, module) if own else _affine(serving, width)
         if chosen is not None and width % chosen["group_size"] == 0:
-            scales = 2 * serving.float_bytes if chosen["mode"] == "affine" else 1
-            total += parameters * chosen["bits"] // 8 + parameters // chosen["group_size"] * scales
-            total -= parameters * serving.float_bytes
+            total += packed_bytes(parameters, chosen, serving.float_bytes) - parameters * serving.float_bytes
     return total
 
 

@@ -11,7 +11,7 @@ from mlxlm.checkpoint.tensors import Tensors
 from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError
 from mlxlm.families import layout
-from mlxlm.quantization import MODES
+from mlxlm.quantization import MODES, packed_bytes
 
 GROUP_SIZES, BITS = (tuple(sorted(allowed)) for allowed in MODES["affine"])
 
@@ -52,7 +52,7 @@ class Format:
 
     def nbytes(self, rows: int, width: int) -> int:
         """Of a matrix `[rows, width]`: its packed weights, and two 16-bit values a group or one of 8 bits."""
-        return rows * (width * self.bits // 8 + width // self.group_size * (4 if self.affine else 1))
+        return packed_bytes(rows * width, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """As in config.json."""
