@@ -16,6 +16,7 @@ from mlxlm.cli.run_options import (
     LONGEST,
     data_options,
     data_rules,
+    given_of,
     no_idle_options,
     only_resume,
     setting_options,
@@ -27,6 +28,7 @@ from mlxlm.cli.run_options import (
 @click.argument("data", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run, as it began.")
+@click.option("--repeat", type=click.Path(path_type=Path), metavar="RUN", help="Repeat this run in --out, as logged.")
 @click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m, or by the time]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
 @set_option
@@ -40,12 +42,13 @@ from mlxlm.cli.run_options import (
 @machine_options
 @click.option("--hosts", metavar="A,B,...", help="Train on these machines, this one first; or MLX's hostfile of them.")
 @click.option("--ranks", type=click.IntRange(2), help="Train in this many processes on this machine.")
-def pretrain(data, out, resume, hosts, ranks, **options: Any) -> None:
+def pretrain(data, out, resume, repeat, hosts, ranks, **options: Any) -> None:
     """Train a model from scratch on DATA: text, .jsonl, .parquet and .arrow files, folders, - for stdin, or prepared
     shards.
 
     `--hours 2` is all it needs: a tokenizer, a model and a batch are chosen for the text and this machine, and the
-    run ends when the time is over.
+    run ends when the time is over. The length of such a run follows the clock, so that another one has other weights;
+    --repeat trains the same ones again.
 
     With DATA of the form PATH=WEIGHT, that share of the tokens is drawn from each.
 
@@ -60,7 +63,7 @@ def pretrain(data, out, resume, hosts, ranks, **options: Any) -> None:
 
     with joined() as here:
         if here.writes:
-            _lead(here, data, out, resume, options, begun)
+            _lead(here, data, out, resume, repeat, options, begun)
         else:
             with StopRequest(quiet=True).listening() as stop:
                 follow(here, stop)
@@ -76,16 +79,26 @@ def _launched(hosts: str | None, ranks: int | None) -> int:
 
 
 def _lead(
-    ranks, data: tuple[str, ...], out: Path | None, resume: Path | None, options: dict[str, Any], begun: float
+    ranks,
+    data: tuple[str, ...],
+    out: Path | None,
+    resume: Path | None,
+    repeat: Path | None,
+    options: dict[str, Any],
+    begun: float,
 ) -> None:
     from mlxlm.cli.training import describe_end, run_training
     from mlxlm.tokenizer import load
-    from mlxlm.train import Run
+    from mlxlm.train import Run, repeat_run
 
     going = taken(options)
     if resume is not None:
-        only_resume(data, out, options=options)
+        only_resume(data, out, repeat, options=options)
         run = Run.open(resume)
+    elif repeat is not None:
+        if out is None or data or given_of(options):
+            raise click.UsageError("--repeat takes --out RUN, and the data and settings of the run that it repeats")
+        run = repeat_run(out, Run.open(repeat))
     else:
         run = _new_run(data, out, options, ranks.size, going["power"].duty, begun)
     ending = run_training(run, load(run.path), resume=resume is not None, ranks=ranks, **going)
@@ -115,7 +128,9 @@ def _new_run(
         file, preset = options["config"], options["preset"] or "1m"
         config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
         decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
-        length = settings.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
+        length = settings.get("sequence_length", min(LONGEST, config.max_position_embeddings))
+        if minutes is None:  # else the time decides, too
+            settings["sequence_length"] = length
         config = configured(config, options["parts"], decided, length)
     fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
     return start_run(

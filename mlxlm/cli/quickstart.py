@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from mlxlm.generation import LoadedModel
 
 # In two minutes on two CPU cores many small steps of the smallest model end lower than fewer of larger ones:
-# on a megabyte of plays, after 90 seconds, 2.20 bits per byte for 0.3m and 2.28 for 1m with 512 tokens a step,
-# 2.72 for 1m with 2,048. The length is the context of the chat: a few questions and answers.
+# on a megabyte of plays, after 90 seconds, 2.20 bits per byte for 0.3m and 2.28 for 1m.
+# The length is the context of the chat: a few questions and answers.
 PRESET, VOCABULARY = "0.3m", 1024
-SETTINGS = {"batch_size": 1, "sequence_length": 512, "eval_every": 500, "save_every": 0}
+SETTINGS = {"sequence_length": 512}
 
 
 @click.command()

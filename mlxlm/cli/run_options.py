@@ -12,8 +12,8 @@ LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more t
 
 # Options that are fields of TrainSettings, left to its defaults where not given.
 SETTINGS = (
-    ("--batch-size", int, "Sequences per forward pass."),
-    ("--sequence-length", int, "Tokens per sequence, and of chats (default: the preset's context, at most 512)."),
+    ("--batch-size", int, "Sequences per forward pass (default: 16, or by the time)."),
+    ("--sequence-length", int, "Tokens per sequence, and of chats (default: by the time, or the context up to 512)."),
     ("--accumulate", int, "Forward passes per step, their gradients added."),
     ("--packing", click.Choice(["concatenate", "best-fit"]), "Rows cut from the text, or begun with a document each."),
     ("--document-mask", bool, "Tokens see their own document only."),
@@ -23,7 +23,7 @@ SETTINGS = (
     ("--warmup-steps", int, "Steps to the peak learning rate (default: 5%, at most 500)."),
     ("--final-learning-rate", float, "At the end, as a fraction of the peak."),
     ("--decay-fraction", float, "wsd: the share of steps that decay."),
-    ("--weight-decay", float, "Decoupled, on matrices only (default: by optimizer; many passes: 10 times it)."),
+    ("--weight-decay", float, "Decoupled, on matrices only (default: by optimizer; over 16 passes: 10 times that)."),
     ("--beta1", float, "The average of gradients (default: by optimizer); muon: AdamW's."),
     ("--beta2", float, "The average of squared gradients, or lion's momentum (default: by optimizer)."),
     ("--clip", float, "Largest global norm of the gradient; 0: none."),
@@ -32,9 +32,9 @@ SETTINGS = (
     ("--dtype", click.Choice(["float32", "bfloat16"]), "Of products (default: bfloat16; float32 on a CPU)."),
     ("--recompute", bool, "Make activations twice instead of keeping them: less memory, more time."),
     ("--seed", int, "Weights, order of the data, dropout."),
-    ("--eval-every", int, "Steps between validations; 0: at the end only."),
+    ("--eval-every", int, "Steps between validations (default: 250, or by the time); 0: at the end only."),
     ("--eval-tokens", int, "Most tokens per validation."),
-    ("--save-every", int, "Steps between checkpoints; 0: at the end and the best only."),
+    ("--save-every", int, "Steps between checkpoints (default: 500, or by the time); 0: at the end and the best only."),
     ("--keep", int, "How many of the last checkpoints stay (the best always does)."),
     ("--sample-every", int, "Steps between sample texts; 0: none."),
     ("--sample-prompt", str, "What samples begin with."),

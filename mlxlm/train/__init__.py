@@ -25,6 +25,7 @@ from mlxlm.train.power import Power
 from mlxlm.train.probing import Probe, probe
 from mlxlm.train.pulse import RankLost
 from mlxlm.train.ranks import Ranks
+from mlxlm.train.repeat import repeat_run
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import start_run
@@ -33,5 +34,6 @@ from mlxlm.train.trackers import check_trackers
 __all__ = [
     "Event", "Finished", "Forecast", "NotSaved", "Paused", "Power", "Probe", "RankLost", "Ranks", "Replanned",
     "Resumed", "Run", "Sample", "Saved", "Slowed", "Started", "Step", "Stopped", "TrainSettings", "Validation",
-    "Warned", "check_trackers", "draw_losses", "follow", "open_base", "probe", "start_finetune", "start_run", "train",
+    "Warned", "check_trackers", "draw_losses", "follow", "open_base", "probe", "repeat_run", "start_finetune",
+    "start_run", "train",
 ]  # fmt: skip

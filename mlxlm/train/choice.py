@@ -28,16 +28,13 @@ from mlxlm.scaling.sizes import family, nearest, vocabulary
 from mlxlm.train.events import Chosen
 from mlxlm.train.probing import probe
 from mlxlm.train.settings import TrainSettings
+from mlxlm.train.time_budget import TRAINING, batch_settings
 
-_TRAINING = 0.9  # of the time: the rest validates and saves
 _UTILISATION = 0.3  # of the speed of large products, which small models reach; a first guess, which probes correct
 _BYTES_PER_TOKEN = 3  # the same, of small vocabularies
-_STEPS = 4000  # about so many updates: in two minutes 512 tokens a step did better than 2,048
-_MOST_ROWS = 32
 _ALIKE = 0.005  # losses differ by less: the smallest model is taken, which learns less of a short text by heart
 # Of the time, and at most so many seconds, for each of two sizes: beside other programs three short steps say little.
 _PROBING, _LONGEST = 0.01, 3.0
-_SHORT, _LONG, _WIDE = 256, 512, 1_000_000  # tokens of a sequence below and from so many parameters on
 
 
 @dataclass(frozen=True)
@@ -67,20 +64,20 @@ def choose(
 ) -> Choice:
     """The model of `mlxlm.scaling.sizes` that is best after `seconds` of training on a text of `unique` tokens.
 
-    values: settings that are given; what of batch, sequence length and intervals is not among them is chosen, too.
+    values: settings that are given; batch size and sequence length are chosen, too, unless they are among them.
     law: of the user's own runs; None: `HOFFMANN`.
     ranks: how many processes like this one train together; "accumulate" is what all of them add.
 
     Raises ConfigError where not even the smallest model fits the memory.
     """
     there = room(platform.device_memory())
-
-    def settings(config: ModelConfig, tokens: float) -> TrainSettings:
-        return TrainSettings.draft(_form(config, tokens, values))
+    expected = _flops_in(seconds)
 
     def usual(config: ModelConfig) -> TrainSettings:
-        """What one process does of a step."""
-        found = settings(config, HOFFMANN.tokens_for(config.parameter_count()))
+        """What one process does of a step, by a first guess of the speed."""
+        draft = TrainSettings.draft(values)
+        tokens = expected / config.flops_per_token(draft.sequence_length // 2, training=True)
+        found = TrainSettings.draft(batch_settings(config, tokens, values))
         return replace(found, accumulate=found.accumulate // ranks)
 
     fitting = [c for c in family(vocab_size) if training_memory(c, Training.of(usual(c))).total <= there]
@@ -89,7 +86,7 @@ def choose(
     pace = pace_of(fitting, seconds, usual)
 
     def tokens(config: ModelConfig) -> float:
-        return _TRAINING * seconds * ranks / pace(config)
+        return TRAINING * seconds * ranks / pace(config)
 
     def loss(config: ModelConfig) -> float:
         return (law or HOFFMANN).repeated(config.parameter_count(), tokens(config), unique)
@@ -97,10 +94,7 @@ def choose(
     lowest = min(map(loss, fitting))
     best = next(config for config in fitting if loss(config) <= (1 + _ALIKE) * lowest)
     many = tokens(best)
-    form = _form(best, many, values)
-    steps = many / settings(best, many).tokens_per_step
-    for name in ("eval_every", "save_every"):
-        form.setdefault(name, max(1, round(steps / 20)))
+    form = batch_settings(best, many, values)
     by = "the scaling law of Hoffmann et al. 2022" if law is None else "the scaling law of the user's runs"
     return Choice(best, many, many / unique, form, by)
 
@@ -145,16 +139,3 @@ def _flops_in(seconds: float) -> float:
 
 def _flops(config: ModelConfig, settings: TrainSettings) -> float:
     return config.flops_per_token(settings.sequence_length // 2, training=True)
-
-
-def _form(config: ModelConfig, tokens: float, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with a sequence length and a batch, where they have none."""
-    form = dict(values)
-    length = form.setdefault("sequence_length", _SHORT if config.parameter_count() < _WIDE else _LONG)
-    form.setdefault("batch_size", rows_for(tokens / _STEPS, length * form.get("accumulate", 1)))
-    return form
-
-
-def rows_for(tokens_per_step: float, length: int) -> int:
-    """The power of two of rows that is nearest to so many tokens."""
-    return 2 ** round(math.log2(min(_MOST_ROWS, max(1.0, tokens_per_step / length))))

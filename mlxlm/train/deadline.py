@@ -14,6 +14,13 @@ _LOOKS = 50  # how often in a run, evenly, the steps that are left are reckoned 
 _MEMORY = 0.1  # of the time: what was longer ago counts little for the speed of steps
 _WORTH_A_CHANGE = 0.01  # of the steps that are left
 _PICTURES = 2.0  # seconds for loss.png and report.html after the last step, before they have been drawn once
+VALIDATING = 0.05  # of the time, at most, goes into validations and the checkpoints of the best of them
+_MOST_VALIDATIONS = 20
+
+
+def validations_in(limit: float, cost: float) -> int:
+    """How many validations of `cost` seconds a run of `limit` seconds has, with the one after its last step."""
+    return max(1, min(_MOST_VALIDATIONS, int(VALIDATING * limit / cost) if cost else _MOST_VALIDATIONS))
 
 
 class Deadline:
@@ -24,6 +31,9 @@ class Deadline:
     and checkpoints take is measured; before there is a measurement it is what the `forecast` says (the log's).
     `state` is what an earlier one's `state` gave: a resumed run goes on with its plan. The time counts from `begun` on
     (by `now`; None: from here on).
+
+    Where `settings.eval_every` is None, validations are spread evenly over the time, see `validations_in`. With
+    `settings.plan` the clock has no say: steps and validations are those of the run that is repeated.
     """
 
     def __init__(
@@ -38,7 +48,10 @@ class Deadline:
         self._limit, self._now, self._last = settings.time_limit, now, now() if begun is None else begun
         self._elapsed: float = state.get("elapsed", 0.0)
         self._next_look = self._elapsed
-        self._every = {"check": settings.eval_every, "sample": settings.sample_every, "save": settings.save_every}
+        self._by_time = settings.eval_every is None
+        self._every = {"check": settings.eval_every or 0, "sample": settings.sample_every, "save": settings.save_every}
+        plan = settings.plan or {"replanned": [], "validations": []}
+        self._replanned, self._validations = dict(plan["replanned"]), frozenset(plan["validations"])
         drawn = min(_PICTURES, _MEMORY * self._limit) if self._limit else 0.0
         self._cost = {"check": 0.0, "sample": 0.0, "save": 0.0, "pictures": drawn}  # seconds of each
         self.knows_pictures = self._limit is None
@@ -46,14 +59,21 @@ class Deadline:
         self._compiled = False
         if forecast:
             steps = forecast["steps"]
-            times = -(-steps // settings.eval_every) if settings.eval_every else 1
-            self._cost["check"] = (forecast["seconds"] - forecast["step_seconds"]) / times
+            self._cost["check"] = (forecast["seconds"] - forecast["step_seconds"]) / forecast["validations"]
             self._sum, self._count = forecast["step_seconds"] / steps, 1.0
+        # A checkpoint whose validation is still owed, as that of a model to be tuned, has none.
+        self._next_check: float = state.get("next_check", 0.0) if state else self._interval
 
     @property
     def state(self) -> dict[str, Any]:
-        """`elapsed`: seconds, see above."""
-        return {"steps": self.steps, "elapsed": self.elapsed}
+        """`elapsed`: seconds, see above. `next_check`: of these, when to validate where that goes by the time."""
+        return {"steps": self.steps, "elapsed": self.elapsed, "next_check": self._next_check}
+
+    @property
+    def _interval(self) -> float:
+        """Seconds from one validation to the next, where a time is set."""
+        cost = self._cost["check"] + self._cost["save"]
+        return self._limit / validations_in(self._limit, cost) if self._limit else 0.0
 
     @property
     def elapsed(self) -> float:
@@ -63,6 +83,14 @@ class Deadline:
     def seconds_left(self) -> float | None:
         """None where no time was set."""
         return None if self._limit is None else max(0.0, self._limit - self.elapsed)
+
+    def validates(self, done: int) -> bool:
+        """Whether a validation is due after step `done`."""
+        if done == self.steps or done in self._validations:
+            return True
+        if self._by_time:
+            return self._limit is not None and self.elapsed >= self._next_check
+        return self._every["check"] > 0 and done % self._every["check"] == 0
 
     def skip(self, seconds: float) -> None:
         """The last `seconds` were a pause."""
@@ -81,14 +109,19 @@ class Deadline:
             self._compiled = True  # the first step takes longer than all others
         elif what is not None:
             self._cost[what] = seconds
+            if what == "check":
+                self._next_check = self._elapsed + self._interval
             self.knows_pictures = self.knows_pictures or what == "pictures"
 
     def replanned(self, done: int) -> bool:
         """Whether, after step `done`, the run has another number of `steps` than before; it may end here."""
+        if done in self._replanned:
+            self.steps = self._replanned[done]
+            return True
         if self._limit is None or not self._count or self._elapsed < self._next_look and done < self.steps:
             return False
         left = self._limit - self._elapsed
-        self._next_look = self._elapsed + max(0.0, min(self._limit / _LOOKS, 0.1 * left))
+        self._next_look = self._elapsed + max(0.0, min(self._limit / _LOOKS, 0.1 * left, 0.2 * self._elapsed))
         steps = done + self._fitting(done, left)
         # At the end some more steps must be worth another validation.
         least = _WORTH_A_CHANGE * (done if done == self.steps else self.steps - done)
@@ -105,6 +138,8 @@ class Deadline:
             times = {
                 name: (done + more - 1) // every - done // every if every else 0 for name, every in self._every.items()
             }
+            if self._by_time:
+                times["check"] = int(more * each / self._interval)
             times["save"] = max(times["save"], times["check"])  # each validation may be the best one, which is saved
             return more * each + sum(n * self._cost[name] for name, n in times.items()) + sum(self._cost.values())
 

@@ -22,13 +22,14 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a probe on this machine says of a run before it begins: seconds in its `steps`, seconds with validation, and
-    MLX's peak of memory in bytes."""
+    """What a probe on this machine says of a run before it begins: seconds in its `steps`, seconds with its
+    `validations`, and MLX's peak of memory in bytes."""
 
     steps: int
     step_seconds: float
     seconds: float
     memory: int
+    validations: int
 
 
 @dataclass(frozen=True)

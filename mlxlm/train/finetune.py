@@ -22,16 +22,18 @@ from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.events import Conversations
 from mlxlm.train.log import RunLog
-from mlxlm.train.optimizers import default_learning_rate
+from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.probing import LEAST_STEPS, TRYING, Probe, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, time_left
 from mlxlm.train.step import TrainStep
+from mlxlm.train.time_budget import seconds_per_token, validation_settings
 
 EPOCHS = 3.0  # as for Alpaca; the chats of Llama 2 had 2. The checkpoint that validates best is what a chat loads
 LENGTH = 512  # tokens of a row
 _STEPS_PER_EPOCH = 8  # least: fewer and larger steps learn little from few conversations
+_LEAST_STEPS = 200  # in a given time, where one row a step allows them
 # Of the peak rate of pretraining: 2.5e-5 for 7B parameters, where Alpaca and Llama 2's chats took 2e-5. A model of
 # 0.3M came to 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after forgetting 0.12 first.
 _RATE = 0.2
@@ -119,7 +121,8 @@ def start_finetune(
     epochs, minutes: how long to train, instead of `settings["steps"]`; by default EPOCHS. Minutes, `duty` and `begun`
         are as in `start_run`.
     settings: fields of TrainSettings but for FORM. By default the learning rate is a fifth of the peak of
-        pretraining, a batch has 16 rows, fewer where an epoch would have less than 8 steps, and validation is 10 times.
+        pretraining, a batch has 16 rows, fewer where an epoch would have less than 8 steps or the time allows less than
+        200, and validation is 10 times.
     validation, validation_fraction, phase: see `start_run`.
 
     Raises CheckpointError if `out` exists, and DataError or ConfigError for what can't work.
@@ -217,7 +220,13 @@ def _lengths(
     train = TokenDataset.open(data, "train")
     rows = TrainBatches(train, 1, draft.sequence_length, draft.seed, **FORM).rows
     each = draft.accumulate * _STEPS_PER_EPOCH
-    values.setdefault("batch_size", max(1, min(TrainSettings.batch_size, rows // each)))
+    most = max(1, min(TrainSettings.batch_size, rows // each))
+    if minutes is not None and "batch_size" not in values:
+        with phase("measuring the speed of training steps", None):
+            available = time_left(minutes, begun) * duty / 100
+            tokens = available / seconds_per_token(config, available, values, finetuning=True)
+        most = max(1, min(most, int(tokens / _LEAST_STEPS / (draft.sequence_length * draft.accumulate))))
+    values.setdefault("batch_size", most)
     draft = TrainSettings.draft(values)
     found = None
     if minutes is None and "steps" not in values:
@@ -227,9 +236,13 @@ def _lengths(
             found = probe(config, draft, TokenDataset.open(data, "validation"))
     if minutes is not None:
         values["time_limit"] = time_left(minutes, begun)
-        worked, held_out = values["time_limit"] * duty / 100, Manifest.read(data).validation.tokens
-        values["steps"] = found.steps_in(worked, draft, held_out)
-    values.setdefault("eval_every", max(1, values["steps"] // 10))
+        values.update(validation_settings(found, values["time_limit"], values))
+        worked, held_out = values["time_limit"] * duty / 100, train.manifest.validation.tokens
+        values["steps"] = found.steps_in(worked, TrainSettings.draft(values), held_out)
+    else:
+        values.setdefault("eval_every", max(1, values["steps"] // 10))
+    passes = values["steps"] * draft.batch_size * draft.accumulate / rows
+    values.setdefault("weight_decay", default_weight_decay(draft.optimizer, passes))
     return found
 
 

@@ -19,11 +19,12 @@ from mlxlm.scaling.fitting import Point
 from mlxlm.scaling.laws import FEW_PASSES, OPERATIONS
 from mlxlm.scaling.sizes import family, of_width, vocabulary
 from mlxlm.tokenizer import Tokenizer, load
-from mlxlm.train.choice import guessed_vocabulary, nearest_members, pace_of, rows_for
+from mlxlm.train.choice import guessed_vocabulary, nearest_members, pace_of
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.several import asked, check_asked, is_finished, one_of, recorded, shared_data
 from mlxlm.train.start import Phase, check_memory, choose_dtype, no_phase, prepared_source
+from mlxlm.train.time_budget import rows_for
 
 FILE = "grid.json"
 MINUTES = 30.0  # that a grid takes, unless said
@@ -204,7 +205,6 @@ def start_grid(
         else:
             chosen = _fitting(members, pace, 60 * minutes * _TRAINING, FEW_PASSES * unique, ratios, tokens)
         row = draft.sequence_length * draft.accumulate
-        values["weight_decay"] = draft.weight_decay  # the same in all runs, however often they see the text
         values.setdefault("batch_size", rows_for(min(n for _, n in chosen) / _LEAST_STEPS, row))
         each = TrainSettings.draft(values).tokens_per_step
         cells = {}

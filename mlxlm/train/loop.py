@@ -72,7 +72,7 @@ def train(
 
     With `settings.time_limit` the run ends when that is over by the clock `now`, see `Deadline`: each change of its
     length is a Replanned. Its weights follow from settings, data and these, which the clock alone decides: another such
-    run has others. A resumed one has the time that was left.
+    run has others, unless it repeats this one (`repeat_run`). A resumed one has the time that was left.
 
     A checkpoint that the disk has no room for is put off (NotSaved). The one that a run ends with is waited for: the
     run pauses until there is room, or until `should_stop` says yes; without a `should_stop` it may wait for ever.
@@ -130,7 +130,7 @@ class _Loop:
         self.guard = SpikeGuard(self.settings.spike, state.get("guard"))
         self.best: dict | None = state.get("best")
         self.spent: float = state.get("seconds", 0.0)
-        forecast = announced(run.log_file, "forecast", ("steps", "step_seconds", "seconds"))
+        forecast = announced(run.log_file, "forecast", ("steps", "step_seconds", "seconds", "validations"))
         self.deadline = Deadline(self.settings, state, forecast, now, begun)
         self.feed = Feed(run, ranks)
         self.held_out = TokenDataset.open(run.data, "validation")
@@ -224,7 +224,7 @@ class _Loop:
             self.deadline.took("pictures")
 
     def validates(self, done: int) -> bool:
-        return self.due(done, self.settings.eval_every) and (done > self.first or "validation" not in self.had)
+        return self.deadline.validates(done) and (done > self.first or "validation" not in self.had)
 
     def samples(self, done: int) -> bool:
         every = self.settings.sample_every

@@ -16,6 +16,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
 from mlxlm.evaluate import evaluate
 from mlxlm.model import Decoder
+from mlxlm.train.deadline import validations_in
 from mlxlm.train.events import Forecast
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -41,10 +42,13 @@ class Probe:
         steps and validations, without saving and samples."""
         steps = settings.steps if steps is None else steps
         windows = min(max(held_out - 1, 1), settings.eval_tokens) / settings.sequence_length
-        batches = math.ceil(math.ceil(windows) / settings.batch_size)
-        times = -(-steps // settings.eval_every) if settings.eval_every else 1
+        each = self.validation * math.ceil(math.ceil(windows) / settings.batch_size)
+        if settings.eval_every is None:
+            times = validations_in(settings.time_limit, each)
+        else:
+            times = -(-steps // settings.eval_every) if settings.eval_every else 1
         seconds = self.compiling + self.step * (steps - 1)
-        return Forecast(steps, seconds, seconds + times * batches * self.validation, self.memory)
+        return Forecast(steps, seconds, seconds + times * each, self.memory, times)
 
     def steps_in(self, seconds: float, settings: TrainSettings, held_out: int) -> int:
         """The most steps, at least one, whose forecast is no longer than `seconds`."""

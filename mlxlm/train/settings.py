@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -30,7 +30,7 @@ class TrainSettings:
     answers_only: bool = False  # of conversations the assistant's words alone are learned: for tuning
     optimizer: str = "adamw"
     schedule: str = "cosine"
-    warmup_steps: int | None = None  # None: 5% of the steps, at most 500
+    warmup_steps: int | None = None  # None: 5% of the steps that the run has at the time, at most 500
     final_learning_rate: float = 0.1  # as a fraction of learning_rate
     time_limit: float | None = None  # seconds by the clock, to which the number of steps is fitted as the run goes
     decay_fraction: float = 0.2  # the share of the steps that wsd spends decaying (Hu et al. 2024, MiniCPM)
@@ -43,7 +43,7 @@ class TrainSettings:
     dtype: str = "float32"  # of products and activations; the weights are float32 in any case
     recompute: bool = False  # layers are computed again for the gradient instead of kept: 8 operations a weight, not 6
     seed: int = 0
-    eval_every: int = 250
+    eval_every: int | None = 250  # None, with a time limit: up to 20 times, in at most 5% of the time
     eval_tokens: int = 131_072
     save_every: int = 500
     keep: int = 2
@@ -51,10 +51,9 @@ class TrainSettings:
     sample_prompt: str = ""
     sample_tokens: int = 64
     spike: float = 1.0  # nats by which the mean of 10 losses may exceed its lowest value; 0: don't look
+    plan: dict[str, list] | None = None  # of a run with a time limit that this one repeats, see `mlxlm.train.repeat`
 
     def __post_init__(self) -> None:
-        if self.warmup_steps is None and isinstance(self.steps, int):
-            object.__setattr__(self, "warmup_steps", min(500, self.steps // 20))
         for name in ("weight_decay", "beta1", "beta2"):
             if getattr(self, name) is None and self.optimizer in OPTIMIZERS:
                 object.__setattr__(self, name, getattr(DEFAULTS[self.optimizer], name))
@@ -99,9 +98,11 @@ class TrainSettings:
 
     def learning_rate_at(self, step: int, steps: int | None = None) -> float:
         """The learning rate of step `step` (0-based) of `steps` (None: as set), see `schedules.learning_rate`."""
+        steps = self.steps if steps is None else steps
+        warmup = min(500, steps // 20) if self.warmup_steps is None else self.warmup_steps
         return schedules.learning_rate(
-            step, self.steps if steps is None else steps, self.learning_rate, schedule=self.schedule,
-            warmup=self.warmup_steps, final=self.final_learning_rate, decay_fraction=self.decay_fraction,
+            step, steps, self.learning_rate, schedule=self.schedule, warmup=warmup,
+            final=self.final_learning_rate, decay_fraction=self.decay_fraction,
         )  # fmt: skip
 
 
@@ -117,8 +118,9 @@ def _problems(s: TrainSettings) -> Iterator[str]:
     for name in ("steps", "batch_size", "sequence_length", "accumulate", "eval_tokens", "keep", "sample_tokens"):
         if not whole(getattr(s, name), 1):
             yield f"{name} is {getattr(s, name)!r}, it must be a whole number from 1 up"
+    optional = {"warmup_steps"} | ({"eval_every"} if s.time_limit is not None or s.plan else set())
     for name in ("warmup_steps", "eval_every", "save_every", "sample_every", "seed"):
-        if not whole(getattr(s, name), 0):
+        if not (whole(getattr(s, name), 0) or name in optional and getattr(s, name) is None):
             yield f"{name} is {getattr(s, name)!r}, it must be a whole number from 0 up"
     for name, choices in (
         ("packing", tuple(PACKINGS)), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("dtype", DTYPES)
@@ -143,6 +145,8 @@ def _problems(s: TrainSettings) -> Iterator[str]:
     for name in (*of_optimizer[1:], "dropout", "ema"):
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) < 1:
             yield f"{name} is {getattr(s, name)!r}, it must be at least 0 and below 1"
+    if s.plan is not None and not _is_plan(s.plan, whole):
+        yield "plan isn't one: it needs replanned, pairs of steps, and validations, steps"
     for name in ("document_mask", "answers_only", "recompute"):
         if not isinstance(getattr(s, name), bool):
             yield f"{name} is {getattr(s, name)!r}, it must be true or false"
@@ -150,3 +154,15 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         yield f"sample_prompt is {s.sample_prompt!r}, it must be text"
     if whole(s.steps, 1) and whole(s.warmup_steps, 0) and s.warmup_steps >= s.steps:
         yield f"warmup_steps {s.warmup_steps} leaves nothing of {s.steps} steps (at most {s.steps - 1})"
+
+
+def _is_plan(plan: Any, whole: Callable[[Any, int], bool]) -> bool:
+    """Whether this is what `mlxlm.train.repeat` makes, as JSON has it."""
+    if not isinstance(plan, dict) or set(plan) != {"replanned", "validations"}:
+        return False
+    replanned, validations = plan["replanned"], plan["validations"]
+    return (
+        all(isinstance(values, list) for values in (replanned, validations, *replanned))
+        and all(len(pair) == 2 and all(whole(n, 1) for n in pair) for pair in replanned)
+        and all(whole(n, 1) for n in validations)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import time
@@ -30,7 +31,8 @@ from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.probing import LEAST_STEPS, TRYING, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.units import human_bytes
+from mlxlm.train.time_budget import TRAINING, batch_settings, seconds_per_token, validation_settings
+from mlxlm.units import human_bytes, human_seconds
 
 DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's products of 16 bits on a CPU are many times slower
 
@@ -76,6 +78,7 @@ def start_run(
         count from `begun` on (of time.monotonic(); None: from here on): what is left of them is the settings'
         `time_limit`, to which the steps are fitted as the run goes, see `train`. `duty` percent of them will be worked
         (see `Power`).
+        With minutes, what the settings leave open of batch, sequence length and validation follows from the time.
         A run of 100 steps or more is probed, and one with minutes: its log begins with the Forecast.
     law: of the user's own runs, for the choice; see `mlxlm.scaling`.
     settings: fields of TrainSettings; the learning rate defaults by model size, weight decay by the passes over the
@@ -112,12 +115,16 @@ def start_run(
         vocab_size = config.vocab_size
     if vocab_size is None and not prepared and tokenizer is None:
         vocab_size = guessed_vocabulary(60 * minutes * duty / 100 * ranks, sources, text_column)
-    if config is not None:
+    pace = None
+    if config is not None and minutes is None:
         config = _fitted(config, own, {"vocab_size": vocab_size})
+    elif config is not None:
+        with phase("measuring the speed of training steps", None):
+            available = time_left(minutes, begun) * duty / 100
+            smallest = _fitted(config, replace(own, batch_size=1), {"vocab_size": vocab_size})
+            pace = seconds_per_token(smallest, available, values, ranks)
     words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
-    if config is not None:
-        config = _fitted(config, own, {"vocab_size": words.vocab_size, **ids})
     workspace = working_folder(out)
     try:
         data = prepared or workspace / "data"
@@ -128,14 +135,19 @@ def start_run(
                     validation_fraction=validation_fraction, seed=draft.seed, progress=advance, stdin=stdin,
                 )  # fmt: skip
         manifest, choice = Manifest.read(data), None
-        if config is None:
-            with phase("choosing a model", None):
-                worked = time_left(minutes, begun) * duty / 100
-                choice = choose(worked, manifest.train.tokens, words.vocab_size, values, law, ranks)
-            values = choice.settings
+        if minutes:
+            worked = time_left(minutes, begun) * duty / 100
+            if config is None:
+                with phase("choosing a model", None):
+                    choice = choose(worked, manifest.train.tokens, words.vocab_size, values, law, ranks)
+                config, values = choice.config, choice.settings
+            else:
+                given, values = values, batch_settings(config, TRAINING * worked / pace, values)
+                while "batch_size" not in given and values["batch_size"] > 1 and not _fits(config, values, ranks):
+                    values["batch_size"] //= 2
             draft = TrainSettings.draft(values)
             own = replace(draft, accumulate=draft.accumulate // ranks)
-            config = _fitted(choice.config, own, ids)
+        config = _fitted(config, own, {"vocab_size": words.vocab_size, **ids})
         _check_data(manifest, words, draft.sequence_length, data)
         if manifest.chat_documents:
             # An answer ends with the end of its turn, a text with the end of its document.
@@ -150,6 +162,8 @@ def start_run(
                 found = probe(config, own, TokenDataset.open(data, "validation"))
         if minutes:
             values["time_limit"] = time_left(minutes, begun)
+            values = validation_settings(found, values["time_limit"], values)
+            draft = TrainSettings.draft(values)
             steps = found.steps_in(values["time_limit"] * duty / 100, draft, manifest.validation.tokens)
         passes = steps * draft.tokens_per_step / manifest.train.tokens
         values.setdefault("weight_decay", default_weight_decay(draft.optimizer, passes))
@@ -190,9 +204,12 @@ def steps_for(tokens: float | None, config: ModelConfig, draft: TrainSettings) -
 
 
 def time_left(minutes: float, begun: float) -> float:
-    """Seconds that training has, of minutes that count since `begun`; a little where it was too late before it began,
-    so that a step is done."""
-    return max(1e-3, 60 * minutes - (time.monotonic() - begun))
+    """Seconds that training has, of minutes that count since `begun`. Raises ConfigError if there are none."""
+    spent = time.monotonic() - begun
+    if (left := 60 * minutes - spent) <= 0:
+        problem = f"preparing the training took {human_seconds(spent)} of the {human_seconds(60 * minutes)} given"
+        raise ConfigError(problem, f"--minutes {math.ceil(2 * spent / 60)}")
+    return left
 
 
 def prepared_source(sources: Sequence[str | Path]) -> Path | None:
@@ -226,6 +243,13 @@ def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any
     config = config.with_changes(max_position_embeddings=settings.sequence_length, quantization=None, **changes)
     check_memory(config, settings)
     return config
+
+
+def _fits(config: ModelConfig, values: dict[str, Any], ranks: int) -> bool:
+    """Whether this machine has the memory to train with the settings `values`."""
+    draft = TrainSettings.draft(values)
+    own = Training.of(replace(draft, accumulate=draft.accumulate // ranks))
+    return training_memory(config, own).total <= room(platform.device_memory())
 
 
 def check_memory(config: ModelConfig, settings: TrainSettings, preset: str = "--preset") -> None:

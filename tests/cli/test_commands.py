@@ -301,6 +301,9 @@ def test_options_without_an_effect_are_wrong_usage(text_file, tmp_path, capsys):
 def test_quickstart_on_a_file_and_without_one(tmp_path, text_file, monkeypatch, capsys):
     monkeypatch.setattr("mlxlm.cli.quickstart.VOCABULARY", 300)
     monkeypatch.setattr("mlxlm.cli.quickstart.PRESET", "0.3m")
+    monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, begun: 0.06)  # too little to learn anything
+    for least in ("_LEAST_TOKENS", "_LEAST_STEPS"):
+        monkeypatch.setattr(f"mlxlm.train.time_budget.{least}", 0)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)  # of measuring speed
     monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)  # no waiting for mlx_lm
     monkeypatch.chdir(tmp_path)

@@ -77,7 +77,7 @@ def test_a_probe_leaves_nothing_and_forecasts_the_run():
     found = Probe(compiling=7.0, step=0.5, validation=0.25, memory=123).forecast(run, held_out=10_000)
     # 100 steps after the first; 3 validations of 10 windows, 5 batches.
     assert (found.steps, found.step_seconds, found.memory) == (101, 57.0, 123)
-    assert found.seconds == 57.0 + 3 * 5 * 0.25
+    assert found.seconds == 57.0 + 3 * 5 * 0.25 and found.validations == 3
 
 
 def test_what_costs_less_memory():

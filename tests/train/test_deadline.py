@@ -6,11 +6,12 @@ import random
 import pytest
 from training_runs import contents, finish, read_log
 
-from mlxlm.errors import ConfigError
-from mlxlm.train import Finished, Replanned, Run, Step, Stopped, TrainSettings
+from mlxlm.cli.main import _run
+from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.train import Finished, Replanned, Run, Step, Stopped, TrainSettings, repeat_run
 from mlxlm.train.deadline import Deadline
 
-FORECAST = {"steps": 100, "step_seconds": 100.0, "seconds": 102.0}
+FORECAST = {"steps": 100, "step_seconds": 100.0, "seconds": 102.0, "validations": 1}
 
 
 class FakeClock:
@@ -131,6 +132,72 @@ def test_a_run_ends_by_the_clock_and_its_rates_are_those_of_the_plan(new_run):
     finish(same, now=Ticking())
     assert contents(same.checkpoints()[-1]) == contents(run.checkpoints()[-1])
     assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []  # it has ended
+
+
+def by_time(limit, check, step=0.1, save=0.0):
+    """A run without a model that validates by the time; the seconds that validations took, how many, and the end."""
+    clock = FakeClock()
+    settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=limit, eval_every=None, save_every=0)
+    forecast = {**FORECAST, "step_seconds": 100 * step, "seconds": 100 * step + check}
+    deadline, done, checks = Deadline(settings, {}, forecast, clock), 0, 0
+    while done < deadline.steps:
+        done += 1
+        clock.now += step
+        deadline.took("step")
+        deadline.replanned(done)
+        if deadline.validates(done):
+            checks += 1
+            clock.now += check
+            deadline.took("check")
+            clock.now += save
+            deadline.took("save")
+    return checks * (check + save), checks, clock.now
+
+
+@pytest.mark.parametrize("check", [0.01, 0.2, 1.0, 2.9])
+@pytest.mark.parametrize("save", [0.0, 0.1])
+def test_validations_by_the_time_take_a_twentieth_of_it(check, save):
+    seconds, checks, end = by_time(120.0, check, save=save)
+    assert seconds <= 0.05 * 120 + check + save
+    assert checks == pytest.approx(min(20, 0.05 * 120 / (check + save)), abs=1.01)
+    assert 0.95 * 120 <= end + 2 <= 1.02 * 120
+
+
+def test_a_validation_that_takes_longer_than_that_comes_once_and_in_time():
+    _, checks, end = by_time(120.0, 10.0)
+    assert checks == 1 and 0.95 * 120 <= end + 2 <= 1.02 * 120
+
+
+def test_a_run_with_a_time_limit_is_repeated_from_its_log(new_run, tmp_path, capsys):
+    run = timed(new_run, "original", schedule="linear", eval_tokens=64)
+    first = finish(run, now=Ticking(), stop_at=8)
+    rest = finish(Run.open(run.path), resume=True, now=Ticking())
+    assert any(isinstance(e, Replanned) for e in first) and isinstance(rest[-1], Finished)
+    copy = repeat_run(tmp_path / "copy", Run.open(run.path))
+    again = finish(copy, stop_at=5, now=Ticking(each=9.0)) + finish(Run.open(copy.path), resume=True)
+
+    def told(log, kind):
+        return [(e["step"], e.get("steps"), e.get("loss")) for e in log if e["event"] == kind]
+
+    for kind in ("replanned", "step", "validation"):
+        assert told(read_log(copy), kind) == told(read_log(run), kind)
+    assert again[-1].step == rest[-1].step
+    assert contents(copy.checkpoints()[-1]) == contents(run.checkpoints()[-1])
+    assert _run(["pretrain", "--repeat", str(run.path), "--out", str(tmp_path / "other"), "--steps", "3"]) == 2
+    assert "--repeat takes --out" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="hasn't finished .try: mlxlm pretrain --resume"):
+        repeat_run(tmp_path / "none", timed(new_run, "unfinished"))
+
+
+@pytest.mark.parametrize("plan", [{}, {"replanned": [[1]], "validations": []}, {"replanned": [], "validations": ["x"]}])
+def test_a_damaged_plan_is_refused(plan):
+    with pytest.raises(ConfigError, match="plan isn't one"):
+        TrainSettings(steps=1, learning_rate=1.0, plan=plan)
+
+
+def test_without_a_time_limit_validation_needs_its_steps():
+    with pytest.raises(ConfigError, match="eval_every is None"):
+        TrainSettings(steps=1, learning_rate=1.0, eval_every=None)
 
 
 def test_loading_is_no_part_of_a_validation(new_run, monkeypatch):

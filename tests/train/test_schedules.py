@@ -60,6 +60,15 @@ def test_a_rate_that_is_never_reached_is_refused(tmp_path, capsys):
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("steps, warmup", [(80, 4), (2000, 100), (40_000, 500)])
+def test_the_warmup_is_a_share_of_the_steps_that_are_planned_now(steps, warmup):
+    """Not of those that were planned at first, here 80."""
+    settings = TrainSettings(steps=80, learning_rate=1.0)
+    assert settings.learning_rate_at(warmup - 1, steps) == pytest.approx(warmup / (warmup + 1))
+    assert settings.learning_rate_at(warmup, steps) == 1.0
+    assert TrainSettings(steps=80, learning_rate=1.0, warmup_steps=7).learning_rate_at(7, steps) == 1.0
+
+
 def test_settings_give_the_schedule():
     s = TrainSettings(steps=50, learning_rate=0.5, schedule="linear", warmup_steps=5, final_learning_rate=0.0)
     assert [s.learning_rate_at(i) for i in (0, 5, 49)] == pytest.approx([0.5 / 6, 0.5, 0.0])

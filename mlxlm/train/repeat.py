@@ -1,0 +1,38 @@
+"""Repeating a run with a time limit from its log, without the clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from mlxlm.errors import CheckpointError
+from mlxlm.report.entries import read_entries
+from mlxlm.tokenizer import load
+from mlxlm.train.run import Run
+
+
+def repeat_run(out: Path | str, original: Run) -> Run:
+    """Make the run `out`, which repeats `original` step by step.
+
+    The number of steps of a run with a time limit follows the clock, and with it the learning rates, so that starting
+    the same command again gives other weights. The log records each change of that number and each validation; the new
+    run makes the same ones and ends with the same weights, to the bit on the same machine. It uses the data of
+    `original` where that lies.
+
+    Raises:
+        CheckpointError: `out` exists, or `original` is a fine-tuning run or hasn't finished.
+    """
+    if original.settings.answers_only:
+        raise CheckpointError(f"{original.path} is a fine-tuning run, whose log has no weights to begin with")
+    replanned, validations, finished = [], [], False
+    for entry in read_entries(original.log_file):
+        if entry["event"] == "replanned":
+            replanned.append([entry["step"], entry.get("steps")])
+        elif entry["event"] == "validation":
+            validations.append(entry["step"])
+        finished = finished or entry["event"] == "finished"
+    if not finished:
+        raise CheckpointError(f"{original.path} hasn't finished", original.resume_command)
+    plan = {"replanned": replanned, "validations": validations}
+    settings = replace(original.settings, time_limit=None, plan=plan)
+    return Run.create(out, original.config, settings, load(original.path), original.data)

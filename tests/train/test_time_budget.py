@@ -1,0 +1,98 @@
+"""Batch, length and validation by the time there is, with a machine of a given speed."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mlxlm.config import ModelConfig, preset_names
+from mlxlm.errors import ConfigError
+from mlxlm.train import Probe, TrainSettings, start_run, time_budget
+from mlxlm.train.time_budget import batch_settings, seconds_per_token, validation_settings
+
+GFLOPS = 60.0
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """It multiplies at 60 GFLOP/s, and trains every model at half of that; the probes that were made."""
+    probes = []
+
+    def probe(config, settings):
+        probes.append(settings)
+        tokens = settings.tokens_per_step
+        return SimpleNamespace(step=tokens * config.flops_per_token(128, training=True) / (GFLOPS / 2 * 1e9))
+
+    monkeypatch.setattr(time_budget, "probe", probe)
+    monkeypatch.setattr(time_budget, "measure_matmul", lambda seconds, dtype: GFLOPS)
+    return probes
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("minutes", [1, 3, 10, 60, 600])
+def test_a_preset_makes_a_thousand_steps_where_it_can_or_is_refused(machine, preset, minutes):
+    config, seconds = ModelConfig.preset(preset), 60.0 * minutes
+    pace = config.flops_per_token(128, training=True) / (GFLOPS / 2 * 1e9)
+    if seconds / pace < 25_600:
+        with pytest.raises(ConfigError, match="parameters would see about .* tokens here, too few to learn from"):
+            seconds_per_token(config, seconds, {})
+        return
+    assert seconds_per_token(config, seconds, {}) == pytest.approx(pace)
+    tokens = 0.9 * seconds / pace
+    form = batch_settings(config, tokens, {})
+    length, rows = form["sequence_length"], form["batch_size"]
+    assert length in (256, 512) and length <= config.max_position_embeddings
+    steps = tokens / (rows * length)
+    assert steps >= 1000 or (rows, length) == (1, 256)
+    assert steps <= 6000 or rows == 32
+
+
+def test_what_is_given_stays(machine):
+    given = {"sequence_length": 64, "batch_size": 3, "accumulate": 2, "warmup_steps": 10}
+    assert batch_settings(ModelConfig.preset("1m"), 1e6, given) == given
+    seconds_per_token(ModelConfig.preset("1m"), 600.0, given)
+    assert machine[0].tokens_per_step == 2 * 64  # not three times two rows
+
+
+def test_the_refusal_names_a_preset_and_a_time_that_work(machine):
+    with pytest.raises(ConfigError, match=r"in 2m00s a model of 1\.1B parameters") as refused:
+        seconds_per_token(ModelConfig.preset("1b"), 120.0, {})
+    assert not machine  # the speed of large products says enough: no step of it is tried
+    preset, minutes = refused.value.hint.removeprefix("--preset ").split(", or --minutes ")
+    seconds_per_token(ModelConfig.preset(preset), 120.0, {})
+    seconds_per_token(ModelConfig.preset("1b"), 60.0 * int(minutes.replace(",", "")), {})
+
+
+def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
+    config = ModelConfig.preset("1m")
+    with pytest.raises(ConfigError, match=r"steps of 262,144 tokens here.*try: a smaller --batch-size, or --minutes"):
+        seconds_per_token(config, 60.0, {"batch_size": 512, "sequence_length": 512})
+    with pytest.raises(ConfigError, match="steps of 512 tokens here"):
+        seconds_per_token(ModelConfig.preset("1b"), 60.0, {"sequence_length": 512}, finetuning=True)
+    seconds_per_token(config, 3.0, {"sequence_length": 512}, finetuning=True)  # little to learn may be enough
+
+
+def test_validation_has_a_fortieth_of_the_time_each():
+    found = Probe(compiling=0.0, step=1.0, validation=0.5, memory=1)
+    values = {"batch_size": 2, "sequence_length": 100, "time_limit": 100.0}
+    form = validation_settings(found, 100.0, values)
+    assert form["eval_tokens"] == 1000 and form["eval_every"] is None and form["save_every"] == 0
+    given = {**values, "eval_tokens": 7, "eval_every": 9, "save_every": 11}
+    assert validation_settings(found, 100.0, given) == given
+    slow = Probe(compiling=0.0, step=1.0, validation=50.0, memory=1)
+    assert validation_settings(slow, 100.0, values)["eval_tokens"] == 200  # a batch at least
+    fast = Probe(compiling=0.0, step=1.0, validation=1e-6, memory=1)
+    assert validation_settings(fast, 100.0, values)["eval_tokens"] == TrainSettings.eval_tokens
+
+
+def test_time_that_is_over_before_training_is_refused(tmp_path, text_file, tokenizer_folder):
+    with pytest.raises(ConfigError, match="preparing the training took .* of the 0s given .try: --minutes 1"):
+        start_run(tmp_path / "run", [text_file], ModelConfig.preset("0.3m"), tokenizer=tokenizer_folder, minutes=1e-9)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_preset_and_minutes_are_all_it_needs(machine, tmp_path, text_file, tokenizer_folder):
+    config = ModelConfig.preset("0.3m")
+    run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
+    settings = run.settings
+    assert settings.sequence_length == 256 and settings.batch_size < 16 and settings.eval_every is None
+    assert settings.warmup_steps is None and 50 < settings.time_limit < 60
