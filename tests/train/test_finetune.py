@@ -153,6 +153,19 @@ def test_defaults_by_the_size_of_model_and_data(new_run, tiny_config):
     assert run.settings.packing == "best-fit" and run.settings.document_mask and run.settings.answers_only
 
 
+@pytest.mark.parametrize("epochs, decay", [(3, 0.1), (40, 1.0)])
+def test_weight_decay_follows_the_passes_as_in_pretraining(new_run, epochs, decay):
+    assert new_run("run", steps=None, epochs=epochs).settings.weight_decay == decay
+
+
+def test_a_batch_is_small_enough_for_many_steps_in_the_time(new_run, monkeypatch):
+    """A row of 48 tokens takes 0.24 s: in half a minute 125 of them are fewer than the steps that are wanted."""
+    monkeypatch.setattr("mlxlm.train.finetune.seconds_per_token", lambda *_arguments, **_options: 0.005)
+    timed = new_run("timed", steps=None, batch_size=None, eval_every=None, save_every=None, minutes=0.5).settings
+    assert timed.batch_size == 1 < new_run("run", steps=None, batch_size=None).settings.batch_size
+    assert timed.eval_every is None and timed.save_every == 0 and timed.warmup_steps is None
+
+
 def test_minutes_count_while_the_model_is_saved(new_run):
     run = new_run("run", steps=None, minutes=0.05)
     state = json.loads((run.path / "checkpoints/step-0/state.json").read_text())

@@ -116,6 +116,12 @@ def test_prepared_data_needs_no_sizes_and_no_other_tokenizer(start, tmp_path, te
         start_grid(tmp_path / "x", [tmp_path / "data"], tokenizer=tmp_path / "words", sizes=[2e4], settings=TINY)
 
 
+def test_weight_decay_follows_the_passes_of_each_run_as_in_pretraining(start):
+    grid = start(sizes=[2e4], ratios=[], tokens=[128, 10**6])
+    decays = [grid.run(cell).settings.weight_decay for cell in grid.cells]
+    assert [cell.tokens / grid.unique > 16 for cell in grid.cells] == [False, True] and decays == [0.1, 1.0]
+
+
 def test_the_time_left_is_of_what_is_not_finished(start):
     grid = start(sizes=[2e4], tokens=[128, 256])
     finish(grid.run(grid.cells[1]))
