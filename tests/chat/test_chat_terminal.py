@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -248,6 +249,22 @@ def test_what_is_typed_during_an_answer_is_not_lost_and_not_shown_in_it(terminal
     chat.expect("in all")
 
 
+def test_what_is_typed_before_a_ctrl_c_is_in_the_next_line(terminal, tmp_path):
+    chat = terminal("-n", "4000", "--no-markdown")
+    chat.send("Hello!\r")
+    chat.expect(UNDER_WAY)
+    chat.send("And now")
+    chat.sendintr()
+    chat.expect(r"\(stopped\)")
+    chat.expect(PROMPT + ".*And now")
+    chat.send(" this\r")
+    chat.expect(UNDER_WAY)
+    chat.sendintr()
+    chat.expect(r"\(stopped\)")
+    chat.expect(PROMPT)
+    assert messages_in(kept(tmp_path)[0])[2]["content"] == "And now this"
+
+
 def test_ctrl_c_while_a_long_message_is_read(model_folder, environment):
     """Between two chunks of the message; `ask` then raises before there is an answer."""
     script = (
@@ -323,6 +340,28 @@ def test_a_full_context_is_cleared_when_asked(terminal):
     chat.expect("cut off")
     chat.expect(PROMPT)
     say(chat, "/tokens", "the model no longer sees it")
+
+
+def test_a_message_higher_than_the_screen_is_folded_and_the_error_about_it_stays_visible(terminal, tmp_path):
+    chat = terminal("-n", "5")
+    chat.setwinsize(12, 60)
+    chat.send("🎈" * 400 + "\r")  # 4 tokens each
+    chat.expect(r"\[400 characters; Ctrl-G opens an editor\]")
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    assert messages_in(kept(tmp_path)[0])[0]["content"] == "🎈" * 400
+    chat.send("🎈" * 1200 + "\r")
+    chat.expect(r"error: the message alone takes \d+ tokens, and the model's\s+context has 4096")
+    chat.expect(r"\[1200 characters; .*🎈🎈")  # it can be edited
+    drawn = chat.before + chat.after
+    chat.send("\x03")
+    chat.expect(PROMPT)
+    below = deepest = 0  # rows between the error and the cursor
+    for line_end, up in re.findall(r"(\n)|\x1b\[(\d*)A", drawn + chat.before):
+        below += 1 if line_end else -int(up or 1)
+        deepest = max(deepest, below)
+    assert 6 <= deepest < 10
+    say(chat, "Hello!", "cut off")
 
 
 def test_a_hang_up_while_the_chat_asks_ends_it(terminal):

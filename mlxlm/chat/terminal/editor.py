@@ -6,16 +6,20 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache, partial
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import has_selection, is_searching
-from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.formatted_text import AnyFormattedText, StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.layout import Dimension
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.utils import get_cwidth
 
 from mlxlm import platform
 from mlxlm.chat.terminal.blocks import block_is_open
@@ -43,19 +47,43 @@ class Editor:
             reserve_space_for_menu=0,
             tempfile_suffix=".md",
         )
+        self._session.layout.current_window.height = self._height
 
     def read(self, prompt: StyleAndTextTuples, draft: str = "") -> str:
         """A message; `draft` is there to be edited. Raises EOFError for Ctrl-D and a terminal that is gone,
         KeyboardInterrupt for Ctrl-C."""
-        return self._read(self._session, prompt, draft)
+        return self._read(self._session, partial(self._prompt, prompt), draft)
 
     def ask(self, question: str) -> str:
         """One line of answer, which no history keeps. Raises as `read` does."""
         return self._read(PromptSession(output=self._output), question)
 
-    def _read(self, session: PromptSession, prompt: StyleAndTextTuples | str, draft: str = "") -> str:
+    def _read(self, session: PromptSession, prompt: AnyFormattedText, draft: str = "") -> str:
         self._waiting = session
         return session.prompt(prompt, default=draft)
+
+    def _height(self) -> Dimension:
+        """A long text scrolls in half of the screen, so that what was said before, an error for instance, stays."""
+        return Dimension(max=self._half) if self._is_folded() else Dimension()
+
+    def _prompt(self, prompt: StyleAndTextTuples) -> StyleAndTextTuples:
+        """`prompt`, below the size of a text of which only a part is shown."""
+        if not self._is_folded():
+            return prompt
+        text = self._session.default_buffer.text
+        lines = text.count("\n") + 1
+        size = f"{lines} lines, {len(text)} characters" if lines > 1 else f"{len(text)} characters"
+        return [("fg:ansibrightblack", f"[{size}; Ctrl-G opens an editor]\n"), *prompt]
+
+    def _is_folded(self) -> bool:
+        """Whether the text is higher than half of the screen; once it is sent, than the screen."""
+        rows = _rows(self._session.default_buffer.text, self._session.output.get_size().columns)
+        return rows > self._half * (2 if get_app().is_done else 1)
+
+    @property
+    def _half(self) -> int:
+        """Rows of half of the screen."""
+        return max(self._session.output.get_size().rows // 2, 1)
 
     def leave(self) -> None:
         """Let `read` or `ask`, if one is waiting, raise EOFError; to be called in a signal's handler."""
@@ -73,6 +101,12 @@ class Editor:
     def typed(self) -> str:
         """What was there when Ctrl-C was hit."""
         return self._session.default_buffer.text
+
+
+@lru_cache(maxsize=1)  # asked for many times while one screen is drawn
+def _rows(text: str, columns: int) -> int:
+    """Rows of a text, about: the width of the prompt beside it isn't counted."""
+    return sum(max(1, -(-get_cwidth(line) // max(columns, 1))) for line in text.split("\n"))
 
 
 def _keys() -> KeyBindings:
