@@ -16,6 +16,10 @@ class ContextFull(GenerationError):
     """The model's context has no room for a message and an answer."""
 
 
+class MessageTooLong(ContextFull):
+    """The message has no room even without any turn before it: dropping turns can't help."""
+
+
 def check_overflow(policy: str) -> Overflow:
     """Raises GenerationError for what isn't a policy."""
     if policy not in get_args(Overflow):
@@ -33,13 +37,18 @@ def fitted(
     """`conversation`, shortened where the policy asks for it, and the prompt that `prompt_of` makes of it.
 
     "drop" keeps room free for an answer of `max_tokens`, but no more than a quarter of the context of `size` tokens.
-    Raises ContextFull.
+    Raises ContextFull, MessageTooLong where no policy can help.
     """
     prompt = prompt_of(conversation)
     room = min(size // 4, size if max_tokens is None else max_tokens)
     if policy == "drop" and size - len(prompt) < room:
         return shortened(conversation, prompt_of, size)
-    _check(conversation, prompt, size)
+    if len(prompt) >= size:
+        _check_alone(conversation, prompt_of, size)
+        raise ContextFull(
+            f"the conversation would have {len(prompt)} tokens, and the model's context has {size}",
+            "fewer turns (undo, reset, or drop the oldest)",
+        )
     return conversation, prompt
 
 
@@ -51,22 +60,22 @@ def shortened(
 
     What stays is read again, as its positions are others behind the system message: with a half kept, once for every
     half context of new text, so each token about twice; with three quarters kept it would be four times.
-    Raises ContextFull where even the last message alone has no room.
+    Raises MessageTooLong where even the last message alone has no room.
     """
+    _check_alone(conversation, prompt_of, size)
     turns = range(len(conversation.seen) + 1)
 
     def fits(n: int) -> bool:  # fewer turns are fewer tokens
         return n == turns[-1] or len(prompt_of(conversation.without_oldest(n))) <= size // 2
 
     shorter = conversation.without_oldest(bisect_left(turns, True, key=fits))
-    prompt = prompt_of(shorter)
-    _check(shorter, prompt, size)
-    return shorter, prompt
+    return shorter, prompt_of(shorter)
 
 
-def _check(conversation: Conversation, prompt: list[int], size: int) -> None:
-    if len(prompt) >= size:
-        raise ContextFull(
-            f"the conversation would have {len(prompt)} tokens, and the model's context has {size}",
-            "fewer turns (undo, reset, or drop the oldest)" if conversation.seen else "a shorter message",
+def _check_alone(conversation: Conversation, prompt_of: Callable[[Conversation], list[int]], size: int) -> None:
+    alone = len(prompt_of(conversation.without_oldest(len(conversation.seen))))
+    if alone >= size:
+        raise MessageTooLong(
+            f"the message alone takes {alone} tokens, and the model's context has {size}",
+            f"at least {alone - size + 1} tokens less of message and system prompt, or a model with a larger context",
         )

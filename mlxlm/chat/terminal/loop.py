@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.bandwidth import Moved
-from mlxlm.chat.overflow import ContextFull
+from mlxlm.chat.overflow import ContextFull, MessageTooLong
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
 from mlxlm.chat.terminal.autosave import Autosave
@@ -143,9 +143,9 @@ class Talk:
         decides."""
         try:
             self._answer(begin)
+        except MessageTooLong:
+            raise
         except ContextFull as full:
-            if not self.chat.context_used:
-                raise
             if not self.interactive or self.settings.policy(self.chat) != "ask" or not self._may_drop(full):
                 raise ContextFull(full.message, "/undo, /reset, or /set overflow drop") from None
             say(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
@@ -225,11 +225,12 @@ def announce(chat: Chat) -> None:
 
 @contextmanager
 def _quiet_keyboard() -> Iterator[None]:
-    """Meanwhile, what is typed isn't shown in the middle of an answer; the line editor takes it afterwards."""
+    """Meanwhile, what is typed isn't shown in the middle of an answer; the line editor takes it afterwards, also what
+    was typed before a Ctrl-C (the terminal would discard it without NOFLSH)."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     quiet = [*before]
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
     termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
     try:
         yield
