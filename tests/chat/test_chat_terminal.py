@@ -93,8 +93,8 @@ def test_a_conversation(terminal, tmp_path):
     say(chat, "/retry", "cut off")
     say(chat, "/undo", r"forgotten: And you\?")
     say(chat, "/show messages", "user:", "Hello!", "assistant:")
-    say(chat, "/quit", r"there is no command /quit \(try: /exit")
-    say(chat, "/help", r"/exit +leave the chat", "Alt-Enter")
+    say(chat, "/hepl", r"there is no command /hepl \(try: /help")
+    say(chat, "/help", r"/reset .*/clear", r"/exit +leave the chat .*/bye", "Alt-Enter")
     chat.send("/exit\r")
     chat.expect("this conversation is kept: mlxlm chat --continue")
     chat.expect(pexpect.EOF)
@@ -133,6 +133,31 @@ def test_settings_system_branches_and_edits(terminal):
     chat.expect('>.*""".*/etc.*"""')  # in a block: it is no command
     say(chat, "", "cut off")
     say(chat, "/tokens", r"user +/etc\?")
+
+
+def test_commands_and_settings_can_be_shortened(terminal):
+    chat = terminal("-n", "5")
+    say(chat, "/set temp 0.5", r"temperature +0\.5")
+    say(chat, "/set top-", r"error: top_ could be top_k or top_p \(try: more of its letters")
+    say(chat, "/set top-p 0.9", r"top_p +0\.9")
+    say(chat, "/s temp 0.5", "error: /s could be /system, /set, /show, /save or /stats")
+    say(chat, "/show set", r"temperature +0\.5")
+    say(chat, "/", "error: there is no command / ")
+    say(chat, "/?", r"/help \[COMMAND\] +show the commands")
+    say(chat, "/? q", r"/exit +leave the chat")
+    say(chat, '/sys """\rYou are\rbrief."""', "system prompt: You are\r\nbrief.")
+    say(chat, "Hello!", "cut off")
+    say(chat, "/clear", "the conversation is forgotten")
+    say(chat, "/tok", "0  in all")
+    chat.send("/sh sys\t\r")
+    chat.expect("system prompt: You are")
+    chat.expect(PROMPT)
+    chat.send("/b\t\t")
+    chat.expect("/branch +/bye")
+    chat.send("\x03")
+    chat.expect(PROMPT)
+    chat.send("/bye\r")
+    chat.expect(pexpect.EOF)
 
 
 def test_sessions_are_saved_and_loaded(terminal, tmp_path):
@@ -394,7 +419,7 @@ def test_an_answer_in_a_dumb_terminal_has_no_escapes(terminal):
 def test_an_error_ends_the_turn_only(terminal):
     chat = terminal("-n", "5", "--overflow", "stop")
     chat.send("word " * 1500 + "\r")
-    chat.expect(r"error: the conversation would have \d+ tokens.*a shorter message")
+    chat.expect(r"error: the message alone takes \d+ tokens.*tokens less")
     chat.expect(r"word.*\x1b\[\?25h")  # the message is still there
     chat.sendintr()
     chat.expect(PROMPT)

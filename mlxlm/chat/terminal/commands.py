@@ -13,6 +13,7 @@ from mlxlm import bandwidth, platform
 from mlxlm.chat.reasoning import split
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import settings, statistics
+from mlxlm.chat.terminal.abbreviations import full_name
 from mlxlm.chat.terminal.blocks import typed, without_block
 from mlxlm.chat.terminal.output import say, tell
 from mlxlm.chat.terminal.screen import open_screen
@@ -43,18 +44,22 @@ PATHS = "\0paths"
 def obey(talk: Talk, line: str) -> None:
     """Do what a line that begins with a slash says. Raises MlxlmError if it can't be done."""
     name, _, argument = line.strip().partition(" ")
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1) or ["/exit" if name in ("/quit", "/bye") else "/help"]
+    named(name).run(talk, argument.strip())
+
+
+def named(name: str) -> Command:
+    """The command that a word with a slash is or abbreviates. Raises GenerationError if there is none or several."""
+    found = full_name(name, (*COMMANDS, *ALIASES)) if name != "/" else None
+    if found is None:
+        near = difflib.get_close_matches(name, COMMANDS, 1) or ["/help"]
         raise GenerationError(
             f"there is no command {name}", f"{near[0]}; a message that begins with / is typed with //"
         )
-    COMMANDS[name].run(talk, argument.strip())
+    return COMMANDS[ALIASES.get(found, found)]
 
 
 def _help(talk: Talk, name: str) -> None:
-    chosen = [c for key, c in COMMANDS.items() if key.lstrip("/") == name.lstrip("/") or not name]
-    if not chosen:
-        raise GenerationError(f"there is no command {name}", "/help")
+    chosen = [named("/" + name.lstrip("/"))] if name else COMMANDS.values()
     width = max(len(c.usage) for c in chosen)
     for command in chosen:
         tell(f"{command.usage:{width}}  {command.help}")
@@ -65,6 +70,7 @@ def _help(talk: Talk, name: str) -> None:
 _KEYS = '''
 Enter sends, Alt-Enter begins a new line, """ opens and closes a message of several lines, Ctrl-G or Ctrl-X Ctrl-E
 opens an editor ($VISUAL or $EDITOR), Tab completes, Ctrl-C stops an answer, Ctrl-D leaves.
+Commands and settings can be shortened as long as it is clear which one is meant: /und, /set temp 0.5.
 A message that begins with / is typed with //. The number in the prompt is how full the context is.'''
 
 
@@ -77,9 +83,7 @@ def _system(talk: Talk, text: str) -> None:
 
 def _set(talk: Talk, text: str) -> None:
     name, _, value = text.partition(" ")
-    name, value = name.replace("-", "_"), value.strip()
-    if name and name not in settings.NAMES:
-        raise settings.no_setting(name)
+    name, value = name and settings.named(name), value.strip()
     if value:
         if not talk.interactive and (name, value) == ("overflow", "ask"):
             raise GenerationError("overflow is ask, and nobody is there to be asked", "stop or drop")
@@ -95,8 +99,10 @@ def _set(talk: Talk, text: str) -> None:
 
 
 def _show(talk: Talk, what: str) -> None:
-    if what and what not in _SHOWN:
-        raise GenerationError(f"there is nothing called {what} to show", ", ".join(_SHOWN))
+    if what:
+        if (found := full_name(what, _SHOWN)) is None:
+            raise GenerationError(f"there is nothing called {what} to show", ", ".join(_SHOWN))
+        what = found
     chat = talk.chat
     if what == "settings":
         return _set(talk, "")
@@ -264,7 +270,7 @@ def _branches(talk: Talk) -> list[str]:
 
 
 _ALL = (
-    Command("/help [COMMAND]", "show the commands", _help, _names),
+    Command("/help [COMMAND]", "show the commands (also /?)", _help, _names),
     Command("/system [TEXT]", "show the system prompt, or set it (none: no prompt)", _system, _words("none")),
     Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _of_settings),
     Command("/show [WHAT]", f"show {', '.join(_SHOWN)}", _show, _words(*_SHOWN)),
@@ -275,9 +281,10 @@ _ALL = (
     Command("/retry", "answer the last message again", _retry),
     Command("/edit [TEXT]", "change the last message, and answer that", _edit),
     Command("/branch [NAME]", "list the branches, or go on in another or new one", _branch, _branches),
-    Command("/reset", "forget the conversation, not the system prompt", _reset),
+    Command("/reset", "forget the conversation, not the system prompt (also /clear)", _reset),
     Command("/tokens", "count the tokens of each message", _tokens),
     Command("/stats", "tokens, speed, and how far from this machine's limit", _stats),
-    Command("/exit", "leave the chat (Ctrl-D does, too)", _exit),
+    Command("/exit", "leave the chat (also /bye, /quit, Ctrl-D)", _exit),
 )
 COMMANDS = {command.usage.split()[0]: command for command in _ALL}
+ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}

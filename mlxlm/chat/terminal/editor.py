@@ -23,9 +23,9 @@ from prompt_toolkit.utils import get_cwidth
 
 from mlxlm import platform
 from mlxlm.chat.terminal.blocks import block_is_open
-from mlxlm.chat.terminal.commands import COMMANDS, PATHS
+from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, named
 from mlxlm.chat.terminal.output import say
-from mlxlm.errors import PlatformError
+from mlxlm.errors import GenerationError, PlatformError
 
 
 class Editor:
@@ -144,12 +144,13 @@ class _Commands(Completer):
             return
         name, space, argument = text.partition(" ")
         if not space:
-            candidates = [key + " " * (" " in command.usage) for key, command in COMMANDS.items()]
+            candidates = [key + " " * (" " in named(key).usage) for key in (*COMMANDS, *ALIASES)]
             argument = name
-        elif name in COMMANDS:
-            candidates = list(COMMANDS[name].complete(self._talk))
         else:
-            return
+            try:
+                candidates = list(named(name).complete(self._talk))
+            except GenerationError:
+                return
         if PATHS in candidates:
             candidates.remove(PATHS)
             yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from mlxlm.chat.session import Chat
 from mlxlm.chat.template import PLAIN
+from mlxlm.chat.terminal.abbreviations import full_name
 from mlxlm.chat.terminal.screen import Thinking
 from mlxlm.errors import GenerationError
 from mlxlm.generation import GenerationOptions
@@ -51,24 +52,24 @@ def shown(settings: Settings, chat: Chat) -> dict[str, str]:
 def change(settings: Settings, chat: Chat, name: str, text: str) -> None:
     """Set one of NAMES from what a person typed; "default" is the default of an option of GenerationOptions.
 
-    Raises GenerationError, and changes nothing, for a name that is none and a value that can't work.
+    Raises GenerationError, and changes nothing, for a value that can't work.
     """
-    name = name.replace("-", "_")
     if name in OWN and text not in OWN[name]:
         raise GenerationError(f"{name} is {text!r}", " or ".join(OWN[name]))
     if name == "overflow":
         settings.asks, chat.overflow = text == "ask", "drop" if text == "drop" else "stop"
     elif name in OWN:
         setattr(settings, name, text == "on" if name == "stats" else text)
-    elif name in _FIELDS:
+    else:
         value = getattr(chat.defaults, name) if text == "default" else _parsed(name, text)
         chat.options = replace(chat.options, **{name: value})
-    else:
-        raise no_setting(name)
 
 
-def no_setting(name: str) -> GenerationError:
-    return GenerationError(f"there is no setting {name}", ", ".join(NAMES))
+def named(name: str) -> str:
+    """The one of NAMES that a word is or abbreviates. Raises GenerationError if there is none or several."""
+    if (found := full_name(name.replace("-", "_"), NAMES)) is None:
+        raise GenerationError(f"there is no setting {name}", ", ".join(NAMES))
+    return found
 
 
 def _parsed(name: str, text: str) -> Any:
