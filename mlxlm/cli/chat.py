@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from mlxlm import platform
 from mlxlm.cli.kv_options import kv_options
+from mlxlm.cli.piped import read_standard_input, with_standard_input
 from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 @click.command(cls=SectionedCommand)
 @click.argument("model", required=False)
 @click.option("--system", metavar="TEXT", help="The system prompt.")
-@click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit.")
+@click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit; - reads it from stdin.")
 @click.option("--session", metavar="FILE", help="Go on with the conversation in FILE, or begin it there.")
 @click.option("--cache", is_flag=True, help="With --session: keep what was computed as well, so that it opens at once.")
 @click.option("--continue", "go_on", is_flag=True, help="Go on with the last conversation that has no file of its own.")
@@ -85,8 +86,9 @@ def chat(
     """Chat with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
     Ctrl-C stops an answer, /help lists the commands. Piped in, each line is a message (or what is between two
-    \"\"\"), and the answers go to standard output one after another. A model without a chat template continues what
-    it is given, for 256 tokens; one that has a template ends its answers itself, unless --max-tokens does.
+    \"\"\"), and the answers go to standard output one after another. With --prompt what is piped in is part of that one
+    message: it comes first, then an empty line, then --prompt. A model without a chat template continues what it is
+    given, for 256 tokens; one that has a template ends its answers itself, unless --max-tokens does.
 
     Conversations in a terminal are kept in a private folder, the last 50 of them: --continue goes on with the last
     one. With --session or --continue MODEL may be left out: it is the one of that conversation.
@@ -111,6 +113,7 @@ def chat(
     if model is None and not opened:
         raise click.UsageError("which MODEL? (try: mlxlm chat MODEL, or --continue)")
     model = model or _model_of(path)
+    message = read_standard_input() if prompt == "-" else prompt
     loaded = load_model(model)
     given = {f.name: getattr(options, f.name) for f in fields(options) if _is_given(f.name)} | {
         "max_tokens": max_tokens,
@@ -130,7 +133,7 @@ def chat(
     if verbose:
         memory_bandwidth()
     if prompt is not None:
-        talk.once(prompt)
+        talk.once(message if prompt == "-" else with_standard_input(prompt))
     else:
         sys.exit(talk.run(_greeting(model, chat), private))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli.kv_options import kv_options
+from mlxlm.cli.piped import read_standard_input, with_standard_input
 from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
 from mlxlm.cli.waiting import waiting
 from mlxlm.errors import GenerationError
-from mlxlm.reading import decoded
 from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
@@ -84,9 +83,9 @@ def generate(
 ) -> None:
     """Continue a prompt with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
-    The text goes to standard output as it is generated. Without --prompt it continues what is piped in,
-    less one line end at its end. With --jsonl many requests are served at once, each result one line of JSON,
-    and the seed is 0 if none is given.
+    The text goes to standard output as it is generated. The prompt is --prompt, or what is piped in, less one line
+    end at its end; with both, what is piped in comes first, then an empty line, then --prompt. With --jsonl many
+    requests are served at once, each result one line of JSON, and the seed is 0 if none is given.
     """
     several = jsonl is not None or samples > 1
     if jsonl is not None and (prompt is not None or as_json):
@@ -116,6 +115,8 @@ def generate(
         return
     text = _prompt_text(prompt)
     loaded = load_model(model)
+    if prompt not in (None, "-"):
+        text = with_standard_input(text)
     if chat:
         messages = [{"role": "system", "content": system}] if system else []
         ids, end_ids = conversations(loaded)([*messages, {"role": "user", "content": text}])
@@ -150,9 +151,7 @@ def _prompt_text(prompt: str | None) -> str:
     if piped and (sys.stdin is None or prompt is None and sys.stdin.isatty()):
         raise click.UsageError("there is no prompt (try: --prompt TEXT, or pipe a text in)")
     if piped:
-        piped_in = sys.stdin.buffer.read()
-        text = decoded(piped_in, "standard input", GenerationError, "a text file in UTF-8", "utf-8-sig")
-        prompt = re.sub(r"\r?\n\Z", "", text)
+        prompt = read_standard_input()
     if not prompt:
         raise GenerationError("the prompt is empty", "some text to continue")
     return prompt

@@ -88,10 +88,19 @@ def app() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    _open_standard_descriptors()
     sys.unraisablehook = _swallowed
     if sys.stderr is not None and sys.stderr is sys.__stderr__:
         sys.stderr = _lenient(sys.stderr)
     sys.exit(_run(args))
+
+
+def _open_standard_descriptors() -> None:
+    """Open the null device for standard streams that are closed (`<&-`): the next file that is opened, the model for
+    instance, would else become one of them."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
 
 
 class _Lenient(io.FileIO):

@@ -263,6 +263,32 @@ def test_messages_that_nobody_can_take_end_no_command(refuses):
     assert subprocess.run([sys.executable, "-c", code], stderr=refuses, timeout=50).returncode == 3
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- 2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_no_file_takes_the_place_of_a_standard_stream_that_is_closed(tmp_path, closed):
+    code = (
+        "import os, subprocess, sys\n"
+        "from mlxlm.cli import main\n"
+        "def work(args):\n"
+        "    child = subprocess.run([sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]'])\n"
+        "    with open('opened', 'w') as file:\n"
+        "        print(file.fileno(), child.returncode, file=file)\n"
+        "    return 0\n"
+        "main._run = work\n"
+        "main.main()\n"
+    )
+    done = subprocess.run(["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], cwd=tmp_path, timeout=50)
+    number, child = (tmp_path / "opened").read_text().split()
+    assert done.returncode == 0 and int(number) > 2 and child == "0"  # a child process has all three, too
+
+
+def test_a_model_is_read_with_standard_input_closed(run_folder):
+    arguments = [sys.executable, "from mlxlm.cli.main import main; main()", str(run_folder)]
+    shell = ["bash", "-c", '"$0" -c "$1" generate "$2" -p the -n 3 -t 0 <&-', *arguments]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == command("generate", run_folder, "-p", "the", "-n", "3", "-t", "0").stdout
+
+
 def test_a_warmup_needs_no_steps(text_file, tmp_path):
     few = ["--tokens", "400", "--batch-size", "2", "--sequence-length", "32", "--vocab-size", "300"]
     out = str(tmp_path / "run")

@@ -52,6 +52,13 @@ def test_the_prompt_from_a_pipe(run, folder):
     assert run(folder, "-t", "0", "-n", "9", stdin=b"The quick\r")[1] != expected[1]
 
 
+def test_what_is_piped_in_comes_before_the_prompt(run, folder):
+    arguments = [folder, "-t", "0", "-n", "9", "-p"]
+    command = [sys.executable, "-c", "from mlxlm.cli.main import main; main()", "generate", *arguments, "quick"]
+    done = subprocess.run(command, input="The\n", capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == run(*arguments, "The\n\nquick")
+
+
 @pytest.mark.parametrize("arguments", [[], ["-p", "-"]])
 def test_no_prompt(monkeypatch, capsys, folder, arguments):
     monkeypatch.setattr(sys, "stdin", None)
