@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from functools import partial
 
@@ -288,6 +289,20 @@ def test_what_is_typed_before_a_ctrl_c_is_in_the_next_line(terminal, tmp_path):
     chat.expect(r"\(stopped\)")
     chat.expect(PROMPT)
     assert messages_in(kept(tmp_path)[0])[2]["content"] == "And now this"
+
+
+def test_ctrl_z_is_no_part_of_a_message_and_the_keyboard_is_quiet_again_afterwards(terminal, tmp_path):
+    chat = terminal("-n", "4000", "--no-markdown")
+    chat.send("Hel\x1alo!\r")
+    chat.expect(UNDER_WAY)
+    modes = termios.tcgetattr(chat.child_fd)
+    modes[3] |= termios.ECHO | termios.ICANON  # as a shell does it
+    termios.tcsetattr(chat.child_fd, termios.TCSANOW, modes)
+    os.kill(chat.pid, signal.SIGCONT)
+    assert chat.waitnoecho(10)
+    chat.sendintr()
+    chat.expect(r"\(stopped\)")
+    assert messages_in(kept(tmp_path)[0])[0]["content"] == "Hello!"
 
 
 def test_ctrl_c_while_a_long_message_is_read(model_folder, environment):

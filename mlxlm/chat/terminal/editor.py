@@ -46,6 +46,7 @@ class Editor:
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
             tempfile_suffix=".md",
+            enable_suspend=True,
         )
         self._session.layout.current_window.height = self._height
 
@@ -56,7 +57,7 @@ class Editor:
 
     def ask(self, question: str) -> str:
         """One line of answer, which no history keeps. Raises as `read` does."""
-        return self._read(PromptSession(output=self._output), question)
+        return self._read(PromptSession(output=self._output, enable_suspend=True), question)
 
     def _read(self, session: PromptSession, prompt: AnyFormattedText, draft: str = "") -> str:
         self._waiting = session

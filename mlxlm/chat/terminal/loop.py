@@ -231,9 +231,15 @@ def _quiet_keyboard() -> Iterator[None]:
     before = termios.tcgetattr(descriptor)
     quiet = [*before]
     quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
-    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+
+    def change(modes: list) -> None:
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(descriptor, termios.TCSANOW, modes)
+
+    change(quiet)
+    previous = signal.signal(signal.SIGCONT, lambda *_: change(quiet))  # the shell has changed them while we stopped
     try:
         yield
     finally:
-        with suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        signal.signal(signal.SIGCONT, previous)
+        change(before)
