@@ -246,6 +246,9 @@ def test_tab_completes_commands_arguments_and_paths(terminal, tmp_path):
     chat.send("/set thi\thi\t\r")
     chat.expect(PROMPT)
     say(chat, "/set think", r"think +hide")
+    chat.send("/set temper\t0.5\r")
+    chat.expect(r"temperature +0\.5")
+    chat.expect(PROMPT)
     chat.send(f"/load {tmp_path}/a-lo\t\r")
     chat.expect(r"error: .*a-long-name.jsonl")
 

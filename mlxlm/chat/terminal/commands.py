@@ -68,10 +68,14 @@ def _help(talk: Talk, name: str) -> None:
 
 
 _KEYS = '''
-Enter sends, Alt-Enter begins a new line, """ opens and closes a message of several lines, Ctrl-G or Ctrl-X Ctrl-E
-opens an editor ($VISUAL or $EDITOR), Tab completes, Ctrl-C stops an answer, Ctrl-D leaves.
-Commands and settings can be shortened as long as it is clear which one is meant: /und, /set temp 0.5.
-A message that begins with / is typed with //. The number in the prompt is how full the context is.'''
+Enter      sends; Alt-Enter begins a new line
+"""        opens and closes a message of several lines
+Ctrl-G     opens an editor, $VISUAL or $EDITOR (also Ctrl-X Ctrl-E)
+Tab        completes
+Ctrl-C     stops an answer; Ctrl-D leaves
+//         begins a message that begins with /
+/und       commands and settings may be shortened: /set temp 0.5
+13% >      so full is the context'''
 
 
 def _system(talk: Talk, text: str) -> None:
@@ -258,7 +262,8 @@ def _words(*words: str) -> Callable[[Talk], tuple[str, ...]]:
 
 
 def _of_settings(talk: Talk) -> list[str]:
-    return [*settings.NAMES, *(f"{name} {value}" for name, values in settings.OWN.items() for value in values)]
+    own = [f"{name} {value}" for name, values in settings.OWN.items() for value in values]
+    return [*(f"{name} " for name in settings.NAMES), *own]
 
 
 def _names(_: Talk) -> list[str]:
@@ -281,7 +286,7 @@ _ALL = (
     Command("/retry", "answer the last message again", _retry),
     Command("/edit [TEXT]", "change the last message, and answer that", _edit),
     Command("/branch [NAME]", "list the branches, or go on in another or new one", _branch, _branches),
-    Command("/reset", "forget the conversation, not the system prompt (also /clear)", _reset),
+    Command("/reset", "forget all but the system prompt (also /clear)", _reset),
     Command("/tokens", "count the tokens of each message", _tokens),
     Command("/stats", "tokens, speed, and how far from this machine's limit", _stats),
     Command("/exit", "leave the chat (also /bye, /quit, Ctrl-D)", _exit),

@@ -159,7 +159,7 @@ class _Commands(Completer):
         begin = argument.rfind(" ") + 1
         words: dict[str, str] = {}
         for candidate in candidates:
-            if candidate.startswith(argument):
+            if candidate.startswith(argument) and candidate != argument:
                 word, space, _ = candidate[begin:].partition(" ")
                 words[word] = words.get(word) or space
         for word, space in words.items():
