@@ -294,6 +294,21 @@ def test_what_is_typed_before_a_ctrl_c_is_in_the_next_line(terminal, tmp_path):
     assert messages_in(kept(tmp_path)[0])[2]["content"] == "And now this"
 
 
+def test_what_is_pasted_during_an_answer_is_one_message(terminal, tmp_path):
+    chat = terminal("-n", "300", "--no-markdown")
+    chat.send("Hello!\r")
+    chat.expect(UNDER_WAY)
+    assert re.findall(r"\x1b\[\?2004[hl]", chat.before)[-1].endswith("h")  # the terminal marks what is pasted
+    chat.send("\x1b[200~two\nlines\x1b[201~")
+    chat.expect("cut off")
+    chat.expect("two.*lines")
+    chat.send("\r")
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    assert messages_in(kept(tmp_path)[0])[2]["content"] == "two\nlines"
+    assert re.findall(r"\x1b\[\?2004[hl]", leave(chat))[-1].endswith("l")
+
+
 def test_ctrl_z_is_no_part_of_a_message_and_the_keyboard_is_quiet_again_afterwards(terminal, tmp_path):
     chat = terminal("-n", "4000", "--no-markdown")
     chat.send("Hel\x1alo!\r")

@@ -24,7 +24,7 @@ from prompt_toolkit.utils import get_cwidth
 from mlxlm import platform
 from mlxlm.chat.terminal.blocks import block_is_open
 from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, named
-from mlxlm.chat.terminal.output import say
+from mlxlm.chat.terminal.output import is_dumb, say
 from mlxlm.errors import GenerationError, PlatformError
 
 
@@ -61,7 +61,21 @@ class Editor:
 
     def _read(self, session: PromptSession, prompt: AnyFormattedText, draft: str = "") -> str:
         self._waiting = session
-        return session.prompt(prompt, default=draft)
+        try:
+            return session.prompt(prompt, default=draft)
+        finally:
+            # What is pasted during the answer stays one message, too. prompt_toolkit has just ended this mode.
+            self._set_bracketed_paste(True)
+
+    def close(self) -> None:
+        """The last line is read."""
+        self._set_bracketed_paste(False)
+
+    def _set_bracketed_paste(self, on: bool) -> None:
+        if not is_dumb():
+            output = self._session.output
+            (output.enable_bracketed_paste if on else output.disable_bracketed_paste)()
+            output.flush()
 
     def _height(self) -> Dimension:
         """A long text scrolls in half of the screen, so that what was said before, an error for instance, stays."""

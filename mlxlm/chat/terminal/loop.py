@@ -7,7 +7,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,12 @@ class Talk:
     def _talk(self, private: bool) -> None:
         from mlxlm.chat.terminal.editor import Editor
 
-        self._editor = editor = Editor(self, private)
+        with closing(Editor(self, private)) as self._editor:
+            self._take_lines(self._editor)
+        if how := self.autosave.goodbye:
+            say(f"this conversation is kept: mlxlm chat {how}")
+
+    def _take_lines(self, editor: Editor) -> None:
         while not self.leaving:
             draft, editing = self.draft, self.editing
             self.draft, self.editing = "", False
@@ -120,8 +125,6 @@ class Talk:
                 if self._hung_up:
                     break
                 say(f"error: {describe(error)}")
-        if how := self.autosave.goodbye:
-            say(f"this conversation is kept: mlxlm chat {how}")
 
     def _take_line(self, text: str, editing: bool = False) -> None:
         line = text.strip()
