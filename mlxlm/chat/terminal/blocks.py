@@ -10,7 +10,7 @@ from mlxlm.errors import GenerationError
 from mlxlm.reading import decoded
 
 BLOCK = '"""'
-_COMMAND = re.compile(r"/[a-z]+\s+")  # some take a message: /system, /edit
+_COMMAND = re.compile(r"/(sy|ed)[a-z]*\s+")  # those that take a message: /system and /edit, also shortened
 
 
 def block_is_open(text: str) -> bool:

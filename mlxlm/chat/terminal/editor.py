@@ -79,7 +79,7 @@ class Editor:
 
     def _height(self) -> Dimension:
         """A long text scrolls in half of the screen, so that what was said before, an error for instance, stays."""
-        return Dimension(max=self._half) if self._is_folded() else Dimension()
+        return Dimension(max=self._half) if self._is_folded() or not get_app().is_done else Dimension()
 
     def _prompt(self, prompt: StyleAndTextTuples) -> StyleAndTextTuples:
         """`prompt`, below the size of a text of which only a part is shown."""

@@ -50,10 +50,12 @@ def shown(settings: Settings, chat: Chat) -> dict[str, str]:
 
 
 def change(settings: Settings, chat: Chat, name: str, text: str) -> None:
-    """Set one of NAMES from what a person typed; "default" is the default of an option of GenerationOptions.
+    """Set one of NAMES, which may be shortened, from what a person typed; "default" is the default of an option of
+    GenerationOptions.
 
-    Raises GenerationError, and changes nothing, for a value that can't work.
+    Raises GenerationError, and changes nothing, for a name that is none and a value that can't work.
     """
+    name = named(name)
     if name in OWN and text not in OWN[name]:
         raise GenerationError(f"{name} is {text!r}", " or ".join(OWN[name]))
     if name == "overflow":
