@@ -48,8 +48,11 @@ def finetune(model, data, out, resume, **options: Any) -> None:
 
     All parameters are trained, on what the assistant says. The run is a model to chat with: mlxlm chat RUN.
 
-    Conversations longer than a row are cut in front of questions. A template that rewrites answers, as those of
-    reasoning models do with <think>, needs answers without it. A chat holds no more tokens than MODEL's context.
+    A conversation that fits a row is whole in one. Longer ones are cut in front of questions; an answer that is longer
+    than a row goes on in the next one, after half a row of what came before, so that it is learned to its end.
+
+    A template that rewrites answers, as those of reasoning models do with <think>, needs answers without it. A chat
+    holds no more tokens than MODEL's context.
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """

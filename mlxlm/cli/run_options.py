@@ -15,7 +15,7 @@ SETTINGS = (
     ("--batch-size", int, "Sequences per forward pass (default: 16, or by the time)."),
     ("--sequence-length", int, "Tokens per sequence, and of chats (default: by the time, or the context up to 512)."),
     ("--accumulate", int, "Forward passes per step, their gradients added."),
-    ("--packing", click.Choice(["concatenate", "best-fit"]), "Rows cut from the text, or begun with a document each."),
+    ("--packing", click.Choice(["concatenate", "best-fit"]), "Rows cut from the text, or of whole documents, padded."),
     ("--document-mask", bool, "Tokens see their own document only."),
     ("--optimizer", click.Choice(["adamw", "muon", "lion", "adafactor"]), "Muon moves matrices, AdamW the rest."),
     ("--learning-rate", float, "Peak learning rate (default: by model size and optimizer)."),

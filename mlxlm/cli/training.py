@@ -22,7 +22,7 @@ from mlxlm.cli.training_figures import Figures
 from mlxlm.cli.waiting import waiting
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.report import read_run
-from mlxlm.report.entries import announced
+from mlxlm.report.entries import announced, number
 from mlxlm.train import (
     Event,
     Finished,
@@ -107,7 +107,8 @@ def describe_forecast(run: Run) -> None:
             f"chosen by {printable(str(found.get('by')))}: {human_count(found['parameters'])} parameters, about "
             f"{human_count(found['tokens'])} tokens, {passes}{more}"
         )
-    if found := announced(run.log_file, "conversations", ("conversations", "pieces", "learned", "sequence_length")):
+    found = announced(run.log_file, "conversations", ("conversations", "sequence_length"))
+    if found and all(number(found.get(name)) >= 0 for name in ("split", "cut")):
         render.say(_learned(found))
     if found := announced(run.log_file, "forecast", _FORECAST):
         render.say(
@@ -117,19 +118,20 @@ def describe_forecast(run: Run) -> None:
 
 
 def _learned(found: dict[str, Any]) -> str:
-    """How much of the conversations a tuning run learns, and what would help."""
-    told = f"{found['conversations']:,} conversations, in rows as {found['pieces']:,}: "
-    if found["learned"] >= 1:
-        return told + "all that the assistant says is learned"
-    longer = found.get("longer")
-    hint = "shorter answers, or a model with a longer context"
-    if longer is not None:
-        hint = f"--sequence-length {printable(str(longer))}"
-    share = math.floor(1000 * found["learned"]) / 10
-    return told + (
-        f"{share:g}% of what the assistant says is learned, the rest has no room in rows of "
-        f"{found['sequence_length']} tokens (try: {hint})"
-    )
+    """How the conversations of a tuning run fit its rows, and what would help."""
+    row = f"a row of {found['sequence_length']} tokens"
+    told = f"{found['conversations']:,} conversations"
+    if not found["split"] and not found["cut"]:
+        return f"{told}, each whole in {row}"
+    told += f": {found['split'] + found['cut']:,} are longer than {row}"
+    if found["split"]:
+        told += f"; {found['split']:,} of them are split between turns"
+    if found["cut"]:
+        told += f"; {found['cut']:,} are cut inside of an answer or its question, which goes on in the next row"
+    told += "; every answer is learned to its end"
+    if found["cut"] and (longer := found.get("longer")) is not None:
+        told += f" (try: --sequence-length {printable(str(longer))})"
+    return told
 
 
 _FORECAST = ("seconds", "step_seconds", "memory")
@@ -229,7 +231,8 @@ def _tell(event: Event) -> None:
 
 def _passes(event: Started) -> str:
     """How often the text is seen, and how much of it isn't: more than the ends of windows, which are below 1%."""
-    cropped = f"; each leaves out {event.cropped:.0%}, which fits into no row" if event.cropped >= 0.01 else ""
+    more = f"; each leaves out {event.cropped:.0%}, which fits into no row" if event.cropped >= 0.01 else ""
+    more += f"; {event.padding:.0%} of the rows is padding" if event.padding >= 0.01 else ""
     if len(event.epochs_of) == 1:
-        return f"{event.epochs:.1f} passes over the training text{cropped}"
-    return "passes over " + ", ".join(f"{name} {n:.1f}" for name, n in event.epochs_of.items()) + cropped
+        return f"{event.epochs:.1f} passes over the training text{more}"
+    return "passes over " + ", ".join(f"{name} {n:.1f}" for name, n in event.epochs_of.items()) + more

@@ -33,16 +33,19 @@ class TrainBatches:
     """Batches of rows of `sequence_length` + 1 tokens, epoch after epoch, without end.
 
     Batch `index` is a pure function of the arguments and `index`: a resumed run needs no state but its step. A part of
-    the data that has a weight of its own gives its share of the rows (see `Mixture`), and goes through its own epochs.
-    With `ranks`, several take turns at the batches of one: batch i of rank r is batch i · ranks + r of a single one.
+    the data that has a weight of its own gives its share of the tokens (see `Mixture`), and goes through its own
+    epochs. With `ranks`, several take turns at the batches of one: batch i of rank r is batch i · ranks + r of a
+    single one.
 
-    packing: "concatenate" (windows of all text in a row) or "best-fit" (rows begin with a document, see `BestFit`).
+    packing: "concatenate" (windows of all text in a row) or "best-fit" (rows of whole documents, padded: see
+        `BestFit`). Padding is token 0, of no document, weighs 0 and comes last in a row.
     document_mask: batches say which document each token is of.
     answers_only: batches weigh what is to be learned of conversations: see `TokenDataset.learned`.
 
     Attributes:
         rows: how many rows an epoch of all parts has.
         cropped: the share of the drawn text that an epoch leaves out, because it doesn't fit into rows.
+        padding: the share of the rows that is padding.
 
     Raises DataError if the data, or a part of it, doesn't fill one row.
     """
@@ -62,36 +65,33 @@ class TrainBatches:
     ):
         self._batch_size, self._length = batch_size, sequence_length
         self._document_mask, self._answers_only = document_mask, answers_only
+        self._weighted = answers_only or packing == "best-fit"
         self._rank, self._ranks = rank, ranks
         self._parts = data.parts
         pack = PACKINGS[packing]
         self._packings: list[Packing] = [
             pack(part.data, sequence_length + 1, seed, source) for source, part in enumerate(self._parts)
         ]
-        self._mixture = Mixture([part.weight for part in self._parts], seed)
+        # A part whose rows have more padding takes more rows for the same share of the tokens.
+        weights = [part.weight / (1 - p.padding) for part, p in zip(self._parts, self._packings, strict=True)]
+        self._mixture = Mixture(weights, seed)
         self.rows = sum(p.rows for p in self._packings)
         shares = self._mixture.counts / self._mixture.counts.sum()
         self.cropped = float(sum(share * p.cropped for share, p in zip(shares, self._packings, strict=True)))
+        self.padding = float(sum(share * p.padding for share, p in zip(shares, self._packings, strict=True)))
 
     def batch(self, index: int) -> Batch:
         """Batch number `index`, of `batch_size` rows. Raises DataError where it has nothing to be learned."""
         shape = self._batch_size, self._length
-        tokens = np.empty((shape[0], shape[1] + 1), np.int32)
-        segments = np.empty(shape, np.int32) if self._document_mask else None
-        weights = np.empty(shape, np.float32) if self._answers_only else None
+        batch = _padding(shape, segments=self._document_mask, weights=self._weighted)
         first = (index * self._ranks + self._rank) * self._batch_size
         for i in range(self._batch_size):
             source, row = self._mixture.place(first + i)
-            data, spans = self._parts[source].data, self._packings[source].spans(row)
-            tokens[i] = np.concatenate([data.slice(*span) for span in spans])
-            if segments is not None:
-                segments[i] = _numbered([data.segments(*span) for span in spans])[:-1]
-            if weights is not None:
-                weights[i] = np.concatenate([data.learned(*span) for span in spans])[1:]
-        if weights is not None and not weights.any():
+            _fill(batch, i, self._parts[source].data, self._packings[source].spans(row), self._answers_only)
+        if batch.weights is not None and not batch.weights.any():
             hint = "a longer sequence length, or conversations with messages of the assistant"
             raise DataError(f"batch {index} of {self._parts[0].data.name} has nothing to be learned", hint)
-        return Batch(tokens, segments, weights)
+        return batch
 
     def epochs(self, index: int) -> dict[str, float]:
         """How many epochs of each part have been seen before batch `index`."""
@@ -101,6 +101,32 @@ class TrainBatches:
     def epoch_of(self, index: int) -> float:
         """How many epochs have been seen before batch `index`: rows of all parts, by the rows that they have."""
         return index * self._ranks * self._batch_size / self.rows
+
+
+def _padding(shape: tuple[int, int], *, segments: bool, weights: bool) -> Batch:
+    """A batch of nothing but padding."""
+    return Batch(
+        np.zeros((shape[0], shape[1] + 1), np.int32),
+        np.zeros(shape, np.int32) if segments else None,
+        np.zeros(shape, np.float32) if weights else None,
+    )
+
+
+def _fill(batch: Batch, row: int, data: TokenDataset, spans: list[Span], answers_only: bool) -> None:
+    """Write what `spans` have into a row of padding."""
+    ranges = [(span.start, span.stop) for span in spans]
+    n = sum(stop - start for start, stop in ranges)
+    batch.tokens[row, :n] = np.concatenate([data.slice(*span) for span in ranges])
+    if batch.weights is not None:
+        learned = [np.array(data.learned(*s)) if answers_only else np.ones(s[1] - s[0], np.uint8) for s in ranges]
+        for span, of_span in zip(spans, learned, strict=True):
+            if span.continues:
+                of_span[0] = 0
+        batch.weights[row, : n - 1] = np.concatenate(learned)[1:]
+    if batch.segments is not None:
+        numbers = _numbered([data.segments(*span) for span in ranges])
+        batch.segments[row] = numbers[-1] + 1  # padding is of no document
+        batch.segments[row, :n] = numbers[: batch.segments.shape[1]]
 
 
 def _numbered(segments: list[np.ndarray]) -> np.ndarray:
@@ -142,7 +168,7 @@ def validation_batches(
     count = len(rows) if max_tokens is None else max(1, min(len(rows), max_tokens // sequence_length))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
     if not answers_only:
-        chosen = [[(start, min(start + sequence_length + 1, len(data)))] for start in chosen]
+        chosen = [[Span(start, min(start + sequence_length + 1, len(data)))] for start in chosen]
     return _padded(data, chosen, (batch_size, sequence_length), document_mask, answers_only)
 
 
@@ -150,18 +176,10 @@ def _padded(
     data: TokenDataset, rows: list[list[Span]], shape: tuple[int, int], document_mask: bool, answers_only: bool
 ) -> Iterator[Batch]:
     for first in range(0, len(rows), shape[0]):
-        tokens = np.zeros((shape[0], shape[1] + 1), np.int32)
-        segments = np.zeros(shape, np.int32) if document_mask else None
-        weights = np.zeros(shape, np.float32)
+        batch = _padding(shape, segments=document_mask, weights=True)
         for row, spans in enumerate(rows[first : first + shape[0]]):
-            n = sum(stop - start for start, stop in spans)
-            tokens[row, :n] = np.concatenate([data.slice(*span) for span in spans])
-            weights[row, : n - 1] = np.concatenate([data.learned(*s) for s in spans])[1:] if answers_only else 1
-            if segments is not None:
-                numbers = _numbered([data.segments(*span) for span in spans])
-                segments[row] = numbers[-1] + 1  # padding is of no document
-                segments[row, :n] = numbers[: shape[1]]
-        yield Batch(tokens, segments, weights)
+            _fill(batch, row, data, spans, answers_only)
+        yield batch
 
 
 def _whole_documents(data: TokenDataset, length: int) -> list[list[Span]]:
@@ -175,6 +193,6 @@ def _whole_documents(data: TokenDataset, length: int) -> list[list[Span]]:
         if stop - start > room:
             rows.append([])
             room = length + 1
-        rows[-1].append((start, stop))
+        rows[-1].append(Span(start, stop))
         room -= stop - start
     return rows

@@ -1,9 +1,8 @@
-"""Rows for training out of documents, without padding: windows of the whole text, or documents fitted together."""
+"""Rows for training out of documents: windows of the whole text, or whole documents packed together."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,27 +11,31 @@ from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.permutation import keys_of, permuted
 from mlxlm.errors import DataError
 
-CHAPTER = 1 << 15  # documents that are fitted together: 40 ms of work, a megabyte of tables
-# What is cropped is the shortest of so many: of all, it would be the same few in every epoch, and of one, three times
-# as much is lost (0.5% of 32,768 documents, lognormal around 150 tokens, in rows of 513; of all 0.3%, of one 1.6%).
-_HAND = 8
+CHAPTER = 1 << 15  # documents that are packed together: a few milliseconds of work, a megabyte of tables
 
 
-Span = tuple[int, int]  # the tokens [start, stop)
+class Span(NamedTuple):
+    """The tokens [start, stop). `continues`: the first of them is the last of another row, which it is a target of."""
+
+    start: int
+    stop: int
+    continues: bool = False
 
 
 class Packing(Protocol):
     """An endless sequence of rows of one length, epoch after epoch, as a function of (data, length, seed).
 
     rows: how many an epoch has.
-    cropped: the share of its tokens that an epoch leaves out.
+    cropped: the share of the text's tokens that an epoch leaves out.
+    padding: the share of the rows' tokens that are padding.
     """
 
     rows: int
     cropped: float
+    padding: float
 
     def spans(self, row: int) -> list[Span]:
-        """What row number `row` consists of."""
+        """What row number `row` consists of; padding follows."""
         ...
 
 
@@ -56,6 +59,7 @@ class Concatenated:
             )
         self.rows = max(1, (len(data) - step) // step)
         self.cropped = 1 - (self.rows * step + 1) / len(data)
+        self.padding = 0.0
         self._length = length
         self._offsets = min(step, len(data) - self.rows * step)
         self._keys = lru_cache(maxsize=2)(lambda epoch: keys_of(seed, epoch, source))  # a batch may see two epochs
@@ -65,118 +69,145 @@ class Concatenated:
         keys, offset = self._keys(epoch)
         window = int(permuted(np.array([place]), self.rows, keys)[0])
         start = offset % self._offsets + window * (self._length - 1)
-        return [(start, start + self._length)]
+        return [Span(start, start + self._length)]
 
 
 class BestFit:
-    """Rows that begin with a document and are filled with the largest that still fits; where none does, with the
-    beginning of another. A document longer than a row is cropped to it. See `fitted`.
+    """Rows of whole documents, the longest that fits into what is left of a row next to the others, and padding.
 
-    Documents are fitted together in chapters of up to CHAPTER, whose members are drawn by the seed and stay the same.
-    Every epoch packs them in another order, drawn by its number: other documents meet, and others are cropped. A
-    chapter has as many rows in each as its tokens fill, so that a row is found by packing one chapter, whatever comes
-    before it, and memory is that of two chapters, however large the data is. Every epoch has each document at least
-    once; what cropping leaves of the last rows is filled with documents of the chapter again.
+    A document longer than a row is split into pieces of a row each, which overlap in a single token as the windows of
+    `Concatenated` do; the last piece is packed as a short document is. So every document that fits a row is whole in
+    exactly one row of an epoch, and every token that has another before it in its document is a target exactly once
+    (Ding et al., "Fewer Truncations Improve Language Modeling", 2024).
 
-    `cropped` is that of the first chapter in the first epoch. Raises DataError where there are no documents.
+    Documents are packed in chapters of up to CHAPTER, whose members are drawn by the seed and stay the same. How a
+    chapter is packed depends on the lengths of its documents alone (see `packed`), so that a row is found by packing
+    one chapter, whatever comes before it, and memory is that of two chapters, however large the data is. Each epoch
+    draws anew the order of the rows, that of the documents in a row, and which of the documents of a length meet.
+
+    Raises DataError where there are no documents.
     """
+
+    cropped = 0.0
 
     def __init__(self, data: TokenDataset, length: int, seed: int, source: int = 0):
         self._starts, self._length, self._seed, self._source = data.starts, length, seed, source
-        self._members, _ = keys_of(seed, source)
-        self._chapters = max(1, -(-len(self._starts) // CHAPTER))
-        self._packed = lru_cache(maxsize=2)(self._pack)  # a batch may go on into the next
-        sizes = [np.minimum(stops - starts, length).sum() for starts, stops in map(self._bounds, range(self._chapters))]
-        self._ends = np.cumsum([-(-int(size) // length) for size in sizes])  # rows up to the end of each chapter
-        self.rows = int(self._ends[-1])
-        if not self.rows:
+        if not len(self._starts):
             raise DataError(f"{data.name} has no documents", "more text")
-        self.cropped = self._packed(0, 0).cropped(length)
+        self._members, _ = keys_of(seed, source)
+        self._count = -(-len(self._starts) // CHAPTER)
+        self._chapter = lru_cache(maxsize=2)(self._packed)  # a batch may go on into the next
+        self._drawn = lru_cache(maxsize=2)(self._draw)
+        rows, tokens = [], 0
+        for chapter in map(self._packed, range(self._count)):
+            rows.append(chapter.rows)
+            tokens += chapter.tokens(length)
+        self._ends = np.cumsum(rows)  # rows up to the end of each chapter
+        self.rows = int(self._ends[-1])
+        self.padding = 1 - tokens / (self.rows * length)
 
     def spans(self, row: int) -> list[Span]:
         epoch, place = divmod(row, self.rows)
-        chapter = int(np.searchsorted(self._ends, place, side="right"))
-        before = int(self._ends[chapter - 1]) if chapter else 0
-        return self._packed(epoch, chapter).spans(place - before, self._length)
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        place -= int(self._ends[number - 1]) if number else 0
+        chapter, (keys, by_size) = self._chapter(number), self._drawn(epoch, number)
+        place = int(permuted(np.array([place]), chapter.rows, keys)[0])
+        found = chapter.spans(place, by_size, self._length)
+        if len(found) == 1:
+            return found
+        order = np.random.default_rng([self._seed, self._source, epoch, number, place]).permutation(len(found))
+        return [found[i] for i in order]
 
-    def _bounds(self, chapter: int) -> tuple[np.ndarray, np.ndarray]:
-        """First token and last + 1 of the documents of a chapter."""
+    def _packed(self, chapter: int) -> _Chapter:
         documents = len(self._starts)
-        first, stop = (n * documents // self._chapters for n in (chapter, chapter + 1))
-        return self._starts.bounds(permuted(np.arange(first, stop), documents, self._members).astype(np.int64))
+        first, stop = (n * documents // self._count for n in (chapter, chapter + 1))
+        members = permuted(np.arange(first, stop), documents, self._members).astype(np.int64)
+        starts, stops = self._starts.bounds(members)
+        step = self._length - 1
+        whole = (stops - starts - 1) // step
+        rests = stops - starts - whole * step
+        rests[(rests == 1) & (whole > 0)] = 0  # that token is the last of the piece before
+        patterns = packed(np.bincount(rests, minlength=self._length + 1))
+        return _Chapter(starts, stops, np.cumsum(whole), rests, patterns, np.cumsum([p.repeats for p in patterns]))
 
-    def _pack(self, epoch: int, chapter: int) -> _Packed:
-        starts, stops = self._bounds(chapter)
-        draw = np.random.default_rng([self._seed, self._source, epoch, chapter])
-        members, ends = fitted(stops - starts, self._length, draw.permutation(len(starts)))
-        return _Packed(starts, stops, members, ends, draw.permutation(len(ends)))
+    def _draw(self, epoch: int, chapter: int) -> tuple[tuple[np.ndarray, int], np.ndarray]:
+        """The keys of the order of the rows, and the documents of a chapter by the length of their last piece."""
+        rests = self._chapter(chapter).rests
+        order = np.random.default_rng([self._seed, self._source, epoch, chapter]).permutation(len(rests))
+        by_size = order[np.argsort(rests[order], kind="stable")]
+        return keys_of(self._seed, self._source, epoch, chapter)[0], by_size
 
 
-class _Packed(NamedTuple):
-    """A chapter: first token and last + 1 of its documents, what `fitted` says, and a shuffled order of the rows."""
+class _Chapter(NamedTuple):
+    """First token and last + 1 of each document, its pieces that fill a row and those of the documents before, and the
+    length of what these leave of it; how the rests are packed, with the rows up to the end of each pattern."""
 
     starts: np.ndarray
     stops: np.ndarray
-    members: np.ndarray
+    whole: np.ndarray
+    rests: np.ndarray
+    patterns: list[Pattern]
     ends: np.ndarray
-    order: np.ndarray
 
-    def spans(self, place: int, room: int) -> list[Span]:
-        row = self.order[place]
+    @property
+    def rows(self) -> int:
+        return int(self.whole[-1]) + (int(self.ends[-1]) if len(self.ends) else 0)
+
+    def tokens(self, length: int) -> int:
+        return int(self.whole[-1]) * length + int(self.rests.sum())
+
+    def spans(self, row: int, by_size: np.ndarray, length: int) -> list[Span]:
+        """Rows that one piece fills come first, then the packed ones."""
+        if row < self.whole[-1]:
+            document = int(np.searchsorted(self.whole, row, side="right"))
+            before = int(self.whole[document - 1]) if document else 0
+            start = int(self.starts[document]) + (row - before) * (length - 1)
+            return [Span(start, start + length, row > before)]
+        row -= int(self.whole[-1])
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        pattern = self.patterns[number]
+        repeat = row - (int(self.ends[number - 1]) if number else 0)
         found = []
-        for i in self.members[self.ends[row - 1] if row else 0 : self.ends[row]]:
-            start, stop = int(self.starts[i]), int(self.stops[i])
-            found.append((start, min(stop, start + room)))
-            room -= found[-1][1] - start
+        for size, count, first in zip(pattern.sizes, pattern.counts, pattern.firsts, strict=True):
+            first += repeat * count
+            for document in by_size[first : first + count]:
+                stop = int(self.stops[document])
+                found.append(Span(stop - size, stop, stop - size != self.starts[document]))
         return found
 
-    def cropped(self, room: int) -> float:
-        """The share of the tokens that are in no row."""
-        lengths = self.stops - self.starts
-        shown = np.minimum(lengths, room)[self.members]
-        shown[self.ends - 1] -= np.add.reduceat(shown, [0, *self.ends[:-1]]) - room  # the last of each row
-        seen = np.zeros(len(lengths), np.int64)
-        np.maximum.at(seen, self.members, shown)
-        return 1 - int(seen.sum()) / int(lengths.sum())
+
+class Pattern(NamedTuple):
+    """Some rows alike: each has `counts` documents of `sizes` tokens, the first row those from place `firsts` on of all
+    documents ordered by size. `repeats`: how many rows."""
+
+    sizes: list[int]
+    counts: list[int]
+    firsts: list[int]
+    repeats: int
 
 
-def fitted(lengths: np.ndarray, room: int, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of these lengths, int64 from 1 up, in as many rows of `room` tokens as they fill, the last one too.
-
-    Returns the indices of the documents, row after row, and where in them each row ends. A row takes the next document
-    of `order`, a permutation, then the longest that fits, again and again; where none does, the shortest of the next
-    _HAND in the order, cropped. When all have been taken, all are there again: cropping leaves room for a few of them.
-    """
-    sizes = np.minimum(lengths, room)
-    rows = -(-int(sizes.sum()) // room)
-    by_size = order[np.argsort(sizes[order], kind="stable")].tolist()
-    counts = np.bincount(sizes, minlength=room + 1)
-    there = 0  # a bit for each size that is left
-    of = sizes.tolist()
-    members: list[int] = []
-    ends: list[int] = []
-    while len(ends) < rows:
-        left = room
-        while left:
-            if not there:
-                there = sum(1 << size for size in np.flatnonzero(counts).tolist())
-                tops, count = np.cumsum(counts).tolist(), counts.tolist()
-                taken, coming, hand = bytearray(len(of)), iter(order.tolist()), []
-            if left < room and (fitting := there & ((2 << left) - 1)):
-                size = fitting.bit_length() - 1
-                tops[size] -= 1
-                while taken[by_size[tops[size]]]:
-                    tops[size] -= 1
-                chosen = by_size[tops[size]]
-            else:
-                hand = [i for i in hand if not taken[i]]
-                hand += islice((i for i in coming if not taken[i]), _HAND - len(hand))
-                chosen = hand[0] if left == room else min(hand, key=of.__getitem__)
-            taken[chosen] = True
-            count[of[chosen]] -= 1
-            if not count[of[chosen]]:
-                there ^= 1 << of[chosen]
-            members.append(chosen)
-            left -= min(of[chosen], left)
-        ends.append(len(members))
-    return np.array(members, np.int64), np.array(ends, np.int64)
+def packed(counts: np.ndarray) -> list[Pattern]:
+    """Rows of documents, of which there are `counts[n]` of n tokens, n up to the length of a row; those of 0 are left
+    out. A row takes the longest document that is left, then the longest that fits, again and again: first-fit
+    decreasing, which takes at most 11/9 of the fewest rows possible, and one (Johnson et al., 1974)."""
+    room = len(counts) - 1
+    left = counts.tolist()
+    firsts = np.cumsum([0, *left[:-1]]).tolist()
+    there = sum(1 << size for size in range(1, room + 1) if left[size])  # a bit for each size that is left
+    patterns: list[Pattern] = []
+    while there:
+        sizes, taken, free, fitting = [], [], room, there
+        while fitting := fitting & ((2 << free) - 1):
+            size = fitting.bit_length() - 1
+            sizes.append(size)
+            taken.append(min(left[size], free // size))
+            free -= size * taken[-1]
+            fitting ^= 1 << size
+        repeats = min(left[size] // count for size, count in zip(sizes, taken, strict=True))
+        patterns.append(Pattern(sizes, taken, [firsts[size] for size in sizes], repeats))
+        for size, count in zip(sizes, taken, strict=True):
+            left[size] -= count * repeats
+            firsts[size] += count * repeats
+            if not left[size]:
+                there ^= 1 << size
+    return patterns

@@ -34,13 +34,15 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Conversations:
-    """What a tuning run is made of: conversations, cut where they are longer than a row, and the share of the answers'
-    tokens that rows of `sequence_length` have room for. `longer`: one that has room for more of them, if the model's
-    context allows one."""
+    """What a tuning run is made of: conversations, in so many `pieces` where they are longer than a row of
+    `sequence_length` tokens. `split`: how many of them were split between turns only; `cut`: how many have a question
+    with an answer that is longer than a row, which goes on in further rows. `longer`: a sequence length that fewer are
+    cut at, if the model's context allows one."""
 
     conversations: int
     pieces: int
-    learned: float
+    split: int
+    cut: int
     sequence_length: int
     longer: int | None
 
@@ -49,7 +51,8 @@ class Conversations:
 class Started:
     """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step, `epochs_of` each
     part that has a weight. `flops_per_token`: floating-point operations that training on one token takes, forward and
-    backward. `cropped`: the share of the text that an epoch leaves out, since it doesn't fit into rows."""
+    backward. `cropped`: the share of the text that an epoch leaves out, since it doesn't fit into rows. `padding`: the
+    share of the rows that is padding, which nothing is learned from."""
 
     step: int
     steps: int
@@ -59,6 +62,7 @@ class Started:
     flops_per_token: int
     epochs_of: dict[str, float]
     cropped: float
+    padding: float
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ class Feed:
 
     Attributes:
         cropped: the share of the drawn text that an epoch leaves out, because it doesn't fit into rows.
+        padding: the share of the rows that is padding.
 
     Raises DataError for data that can't be used, PlatformError if the ranks can't share a step's batches equally.
     """
@@ -24,7 +25,7 @@ class Feed:
             packing=settings.packing, document_mask=settings.document_mask, answers_only=settings.answers_only,
             rank=ranks.rank, ranks=ranks.size,
         )  # fmt: skip
-        self.cropped = self._batches.cropped
+        self.cropped, self.padding = self._batches.cropped, self._batches.padding
 
     def read(self, done: int) -> list[Batch]:
         """The batches of step number `done`, from 1."""

@@ -57,39 +57,53 @@ class Turns(Protocol):
 
 
 class _Encoder:
-    """`turns` for `prepare`, without the pieces whose answers all lie behind a row of `length` targets.
+    """`turns` for `prepare`, as documents that fit a row of `length` targets.
+
+    An exchange that is longer becomes several documents: each goes on where the answers of the one before ended, after
+    as many tokens of context as half a row has. So every token of an answer is learned, in exactly one of them.
 
     Attributes:
         conversations, pieces: how many came, and how many documents were made of them.
-        answers, learned: tokens of the answers, and those of them that a row has room for.
-        needed: the sequence length that the longest piece would take.
+        split, cut: of the conversations, those that became several documents between turns only, and those with an
+            exchange that is longer than a row.
+        needed: the sequence length that the longest exchange would take.
     """
 
     def __init__(self, turns: Turns, length: int):
-        self._turns, self._length = turns, length
-        self.conversations = self.pieces = self.answers = self.learned = self.needed = 0
+        self._turns, self._room = turns, length + 1
+        self.conversations = self.pieces = self.split = self.cut = self.needed = 0
 
-    def __call__(self, document: Document) -> Iterator[Chunk]:
+    def __call__(self, document: Document) -> list[Chunk]:
+        exchanges = list(self._turns(document, self._room))
+        pieces = [piece for chunk in exchanges for piece in _windows(chunk, self._room)]
+        needed = max(int(np.flatnonzero(chunk.learned)[-1]) for chunk in exchanges)
         self.conversations += 1
-        for chunk in self._turns(document, self._length + 1):
-            [places] = np.nonzero(chunk.learned)
-            self.answers += len(places)
-            self.needed = max(self.needed, int(places[-1]))
-            if inside := int(np.count_nonzero(places <= self._length)):
-                self.learned += inside
-                self.pieces += 1
-                yield chunk
+        self.pieces += len(pieces)
+        self.needed = max(self.needed, needed)
+        if needed >= self._room:
+            self.cut += 1
+        elif len(exchanges) > 1:
+            self.split += 1
+        return pieces
 
     def longer(self, context: int) -> int | None:
-        """A sequence length within `context` that more of the answers fit into; None where there is none."""
+        """A sequence length within `context` that more of the exchanges fit into; None where there is none."""
         length = min(64 * -(-self.needed // 64), context)
-        return length if self.needed > self._length and length > self._length else None
+        return length if self.needed >= self._room and length >= self._room else None
 
-    def nothing(self, of: str, context: int) -> DataError:
-        """The error where of a part of the data no answer is left."""
-        longer = self.longer(context)
-        hint = f"--sequence-length {longer}" if longer else "shorter questions, or a model with a longer context"
-        return DataError(f"no answer of {of} begins within {self._length} tokens of its question", hint)
+
+def _windows(chunk: Chunk, room: int) -> Iterator[Chunk]:
+    """A document as one or more of at most `room` tokens; each token to be learned is to be learned in one of them."""
+    places = np.flatnonzero(chunk.learned)
+    stop, text_bytes = 0, chunk.text_bytes
+    while len(places := places[places >= stop]):
+        start = 0
+        if places[0] >= room or stop:
+            start = min(int(places[0]) - room // 2, max(0, int(places[-1]) + 1 - room))
+        learned = chunk.learned[start : start + room].copy()
+        learned[: max(0, stop - start)] = 0
+        yield Chunk(chunk.ids[start : start + room], text_bytes, True, learned)
+        stop, text_bytes = start + room, 0
 
 
 def start_finetune(
@@ -111,11 +125,12 @@ def start_finetune(
 ) -> Run:
     """Make the run `out` that tunes the model `base` on `sources`: JSON lines with "messages".
 
-    Conversations are packed by best fit, each seeing itself only, and of them what `turns` says is learned. Longer ones
-    than a row are cut in front of questions; what of an answer has no room even so is left out, and the run's log says
-    how much that is (`Conversations`). Where an answer's beginning has none, the question is left out too. The run
-    begins with a checkpoint at step 0, the model in float32, so that it is continued from there, as it would be from
-    any other: `train(run, tokenizer, resume=True)`, which first validates the model as it came.
+    Conversations are packed by best fit, each seeing itself only, and of them what `turns` says is learned. One that
+    fits a row is whole in one; longer ones are cut in front of questions. A question with its answer that is longer
+    still goes on in further rows, where half a row of what came before is read again, so that every answer is learned
+    to its end. The run's log says how many these are (`Conversations`). The run begins with a checkpoint at step 0, the
+    model in float32, so that it is continued from there, as it would be from any other: `train(run, tokenizer,
+    resume=True)`, which first validates the model as it came.
 
     base, tokenizer: of `open_base`.
     epochs, minutes: how long to train, instead of `settings["steps"]`; by default EPOCHS. Minutes, `duty` and `begun`
@@ -146,18 +161,11 @@ def start_finetune(
         data = workspace / "data"
         encoder, context = _Encoder(turns, draft.sequence_length), config.max_position_embeddings
         with phase("preparing conversations", total_bytes([*sources, *validation])) as advance:
-            try:
-                prepare(
-                    sources, tokenizer, data, validation_paths=validation, validation_fraction=validation_fraction,
-                    seed=draft.seed, progress=advance, stdin=stdin, encode=encoder,
-                )  # fmt: skip
-            except DataError:
-                if encoder.answers and not encoder.pieces:
-                    raise encoder.nothing("the conversations", context) from None
-                raise
+            prepare(
+                sources, tokenizer, data, validation_paths=validation, validation_fraction=validation_fraction,
+                seed=draft.seed, progress=advance, stdin=stdin, encode=encoder,
+            )  # fmt: skip
         if not Manifest.read(data).validation.documents:
-            if validation:
-                raise encoder.nothing("those for validation", context)
             hint = "more conversations, or --validation FILE" if validation_fraction else "--validation-fraction 0.05"
             raise DataError("no conversation is held out for validation", hint)
         found = _lengths(values, draft, config, data, epochs, minutes, begun, duty, phase)
@@ -169,8 +177,12 @@ def start_finetune(
             _save_base(run, base)
             run.amend(0, {"elapsed": time.monotonic() - limited})  # of the time there is: the run begins with it
             log = RunLog(run.log_file)
-            share, length = encoder.learned / encoder.answers, draft.sequence_length
-            log.record(Conversations(encoder.conversations, encoder.pieces, share, length, encoder.longer(context)))
+            log.record(
+                Conversations(
+                    encoder.conversations, encoder.pieces, encoder.split, encoder.cut, draft.sequence_length,
+                    encoder.longer(context),
+                )
+            )  # fmt: skip
             if found is not None:
                 log.record(found.forecast(final, Manifest.read(run.data).validation.tokens))
         return Run.open(out)

@@ -187,7 +187,7 @@ class _Loop:
         flops = self.run.config.flops_per_token(settings.sequence_length // 2, training=True)
         return Started(
             self.first, steps, self.model.num_parameters(), settings.tokens_per_step, epochs, flops,
-            by_source, self.feed.cropped,
+            by_source, self.feed.cropped, self.feed.padding,
         )  # fmt: skip
 
     def rest(self, done: int, should_stop: Callable[[], bool]) -> Iterator[Event]:

@@ -25,7 +25,7 @@ class TrainSettings:
     batch_size: int = 16
     sequence_length: int = 256
     accumulate: int = 1
-    packing: str = "concatenate"  # leaves nothing out; "best-fit" crops documents, and begins every row with one
+    packing: str = "concatenate"  # without padding; "best-fit" keeps documents whole, and pads rows
     document_mask: bool = False  # attention stays within a document: 2 to 5% more work for a CPU
     answers_only: bool = False  # of conversations the assistant's words alone are learned: for tuning
     optimizer: str = "adamw"

@@ -161,7 +161,7 @@ class TrainStep:
         """Update the model; what `_sums` gave is divided once: every token weighs the same, whichever part of a step
         and whichever rank it is in."""
         sums = _added(parts)
-        # 0 where cropped conversations have no answer in them.
+        # 0 where a batch of a rank has nothing to be learned.
         count = mx.where(sums["count"] > 0, sums["count"], 1.0)
         gradients = tree_map(lambda g: g / count, sums["gradients"])
         norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))

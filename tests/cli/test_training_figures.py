@@ -13,6 +13,7 @@ def started(steps=1000):
     return Started(
         step=0, steps=steps, parameters=1000, tokens_per_step=4096, epochs=1.0, flops_per_token=10**7, epochs_of={},
         cropped=0.0,
+        padding=0.0,
     )  # fmt: skip
 
 

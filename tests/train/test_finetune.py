@@ -6,6 +6,8 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quantized_weights import quantized_weights
 from training_runs import contents, finish
 
@@ -16,13 +18,13 @@ from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.cli.training import describe_end, describe_forecast
-from mlxlm.data import TokenDataset, TrainBatches
+from mlxlm.data import Chunk, TokenDataset, TrainBatches
 from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.generation import load
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.train import Finished, Run, Started, Step, Stopped, Validation, open_base, start_finetune
-from mlxlm.train.finetune import FORM
+from mlxlm.train.finetune import FORM, _windows
 from mlxlm.train.optimizers import default_learning_rate
 
 QUICK = {"steps": 6, "batch_size": 2, "sequence_length": 48, "learning_rate": 3e-3, "eval_every": 3, "save_every": 3}
@@ -234,27 +236,65 @@ def test_few_conversations_are_held_out_whole(new_run, tmp_path):
         assert not numbers["train"] & numbers["validation"] and len(numbers["validation"]) == held
 
 
-def test_what_has_room_is_learned_and_the_rest_is_told(new_run, tmp_path):
-    """Long conversations lose nothing; a long answer its end, a long question its answer."""
+def learned_in_an_epoch(run):
+    """What of the text is to be learned, and how often each of its tokens is a target in an epoch, both by token."""
+    data = TokenDataset.open(run.data, "train")
+    batches = TrainBatches(data, 1, run.settings.sequence_length, 0, **FORM)
+    counts, learned = np.zeros(len(data), int), data.learned(0, len(data))
+    for row in range(batches.rows):
+        spans = batches._packings[0].spans(row)
+        targets = np.concatenate([np.arange(start, stop) for start, stop, _ in spans])[1:]
+        tokens, segments, weights = batches.batch(row)
+        assert np.array_equal(tokens[0, 1 : len(targets) + 1], data.slice(0, len(data))[targets])
+        assert not weights[0, len(targets) :].any()
+        counts[targets] += weights[0, : len(targets)].astype(int)
+    return learned, counts
+
+
+def test_every_answer_is_learned_to_its_end(new_run, tmp_path):
+    """Once in an epoch: in conversations that fit a row, in longer ones, and in answers longer than a row."""
     turns = ["the cat?", "a mat"] * 12
-    run = new_run("all", sources=[rows_of(tmp_path / "long.jsonl", [turns] * 4)])
-    assert logged(run) == {**logged(run), "conversations": 4, "learned": 1.0, "sequence_length": 48, "longer": None}
-    pieces = logged(run)["pieces"]
-    assert describe(run) == [f"4 conversations, in rows as {pieces}: all that the assistant says is learned"]
-    data = [TokenDataset.open(run.data, name) for name in ("train", "validation")]
-    end = open_base(run.path)[1].special_tokens["<|end|>"]
-    ends = sum(int(((d.slice(0, len(d)) == end) & (d.learned(0, len(d)) == 1)).sum()) for d in data)
-    assert ends == 4 * 12
-    for d in data:
-        starts, stops = d.starts.bounds(np.arange(d.documents))
-        assert (stops - starts).max() <= 49
-    run = new_run("some", sources=[rows_of(tmp_path / "some.jsonl", [["a?", "b" * 100], ["q" * 60, "b"], turns] * 4)])
-    found = logged(run)
-    assert 0.4 < found["learned"] < 0.9 and found["longer"] == 128
+    talks = [["a?", "the cat sat"], ["a?", "b" * 100], ["q" * 100, "b"], turns, ["a?", "b" * 30, "q" * 60, "c" * 20]]
+    talks *= 3
+    held = rows_of(tmp_path / "held.jsonl", [["a?", "b"]])
+    run = new_run("run", sources=[rows_of(tmp_path / "talks.jsonl", talks)], validation=[held])
+    assert logged(run) == {**logged(run), "conversations": 16, "split": 3, "cut": 9, "longer": 128}
+    learned, counts = learned_in_an_epoch(run)
+    assert np.array_equal(counts, learned)
+    tokenizer = open_base(run.path)[1]
+    wanted = sum(len(tokenizer.encode(text, add_special_tokens=False)) + 1 for talk in talks for text in talk[1::2])
+    assert learned.sum() == wanted  # with <|end|>
+    data = TokenDataset.open(run.data, "train")
+    starts, stops = data.starts.bounds(np.arange(data.documents))
+    assert (stops - starts).max() <= 49
     [told] = describe(run)
-    assert told.endswith("the rest has no room in rows of 48 tokens (try: --sequence-length 128)")
-    batches = TrainBatches(TokenDataset.open(run.data, "train"), 1, 48, 0, **FORM)
-    assert all(batches.batch(i).weights.any() for i in range(3 * batches.rows))
+    assert told == (
+        "16 conversations: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are cut inside "
+        "of an answer or its question, which goes on in the next row; every answer is learned to its end "
+        "(try: --sequence-length 128)"
+    )
+    run = new_run("short", sources=[held] * 5)
+    assert describe(run) == ["5 conversations, each whole in a row of 48 tokens"]
+
+
+@given(learned=st.lists(st.booleans(), min_size=2, max_size=200).filter(any), room=st.integers(2, 40))
+@settings(max_examples=200, deadline=None)
+def test_windows_of_a_long_conversation(learned, room):
+    """What is to be learned is so in one window, with half a row of context, or all there is; what fits stays whole."""
+    chunk = Chunk(np.arange(len(learned)), 77, True, np.array([False, *learned[1:]], np.uint8))
+    if not chunk.learned.any():
+        return
+    windows = list(_windows(chunk, room))
+    assert len(windows) == 1 or np.flatnonzero(chunk.learned)[-1] >= room
+    found = []
+    for window in windows:
+        assert len(window.ids) <= room and window.starts_document
+        assert np.array_equal(window.ids, np.arange(window.ids[0], window.ids[-1] + 1))
+        places = np.flatnonzero(window.learned)
+        assert window.ids[0] == 0 or places[0] >= room // 2
+        found += window.ids[places].tolist()
+    assert found == np.flatnonzero(chunk.learned).tolist()
+    assert [w.text_bytes for w in windows] == [77] + [0] * (len(windows) - 1)
 
 
 def describe(run):
@@ -263,18 +303,6 @@ def describe(run):
         patch.setattr(render, "say", told.append)
         describe_forecast(run)
     return told
-
-
-def test_answers_that_begin_in_no_row(new_run, tmp_path, talks):
-    long = rows_of(tmp_path / "long.jsonl", [["q" * 100, "a"]] * 5)
-    with pytest.raises(DataError, match="no answer of the conversations begins within 48 .*try: --sequence-length 128"):
-        new_run("run", sources=[long])
-    with pytest.raises(DataError, match="no answer of those for validation begins within 48 tokens"):
-        new_run("run", validation=[long])
-    long = rows_of(tmp_path / "longer.jsonl", [["q" * 200, "a"]] * 5)
-    with pytest.raises(DataError, match="within 128 tokens of its question .try: shorter questions, or a model with"):
-        new_run("run", sources=[long], sequence_length=128)
-    assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
 
 
 def test_a_first_try_of_five_short_conversations(new_run, tmp_path):
