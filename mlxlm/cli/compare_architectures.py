@@ -16,6 +16,7 @@ from mlxlm.cli.run_options import (
     LONGEST,
     data_options,
     data_rules,
+    describe_skipped,
     given_of,
     no_idle_options,
     setting_options,
@@ -74,7 +75,7 @@ def _comparison(
 ) -> Comparison:
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
-    from mlxlm.data import weighted
+    from mlxlm.data import Manifest, weighted
     from mlxlm.train.architectures import Comparison, Variant, start_comparison
 
     if not data:
@@ -91,11 +92,14 @@ def _comparison(
     settings = settings_of(options)
     settings.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
     same = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens")
-    given = {name: options[name] for name in ("kind", "validation_fraction") if options[name] is not None}
-    return start_comparison(
+    names = ("kind", "validation_fraction", "on_bad_input")
+    given = {name: options[name] for name in names if options[name] is not None}
+    comparison = start_comparison(
         out, data, config, [Variant.read(text) for text in variants], weights=weights, settings=settings, duty=duty,
         phase=phase, **{name: options[name] for name in same}, **given,
     )  # fmt: skip
+    describe_skipped(Manifest.read(comparison.data).skipped)
+    return comparison
 
 
 def _train(comparison: Comparison, how: dict[str, Any]) -> list[str]:

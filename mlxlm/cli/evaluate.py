@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
 from mlxlm.cli.tokenizer import SOURCES_HELP
 from mlxlm.units import human_seconds
 
@@ -20,6 +21,7 @@ from mlxlm.units import human_seconds
 @click.option("--context", type=click.IntRange(1), help="Tokens of a window (default: the model's, at most 2048).")
 @click.option("--stride", type=click.IntRange(1), help="Tokens a window moves on by (default: half of the context).")
 @click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text]")
+@ON_BAD_INPUT
 @click.option("--choices", type=click.Path(path_type=Path), metavar="FILE", help="Questions with choices: JSON lines.")
 @click.option("--out", type=click.Path(path_type=Path), help="New file for what is chosen: a JSON line per question.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -46,7 +48,7 @@ def evaluate(model: str, texts: tuple[str, ...], choices: Path | None, as_json: 
 
 
 def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
-    from mlxlm.data import documents, total_bytes
+    from mlxlm.data import BadInput, documents, total_bytes
     from mlxlm.evaluate.text import TextLoss, evaluate_text
     from mlxlm.generation import load
 
@@ -55,15 +57,17 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
     stdin = sys.stdin.buffer
     window = {name: options[name] for name in ("context", "stride")}
     found: dict[str, TextLoss] = {}
+    bad = BadInput(options["on_bad_input"] or "stop")
     started = time.perf_counter()
     with render.bytes_progress("Evaluating", total) as advance:
         for text in dict.fromkeys(texts):
-            source = documents([text], stdin=stdin, advance=advance, text_column=options["text_column"])
+            source = documents([text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad)
             found["stdin" if text == "-" else text] = evaluate_text(loaded, source, **window)
+    describe_skipped(bad.skipped)
     whole = sum(found.values(), TextLoss())
     if as_json:
         parts = {"texts": {name: loss.to_dict() for name, loss in found.items()}} if len(found) > 1 else {}
-        render.emit_json({"model": model, **whole.to_dict(), **parts})
+        render.emit_json({"model": model, **whole.to_dict(), "skipped": bad.skipped, **parts})
         return
     shown = {**found, "all": whole} if len(found) > 1 else found
     header = ("text", "tokens", "loss", "perplexity", "bits per byte", "bits per character")

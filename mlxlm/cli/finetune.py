@@ -10,7 +10,14 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.machine_options import machine_options, taken
-from mlxlm.cli.run_options import no_idle_options, only_resume, setting_options, settings_of
+from mlxlm.cli.run_options import (
+    ON_BAD_INPUT,
+    describe_skipped,
+    no_idle_options,
+    only_resume,
+    setting_options,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from mlxlm.train import Run
@@ -35,6 +42,7 @@ _TEXTS = {
 @click.option("--template", metavar="NAME|FILE", help="Chat template, for a model without one: see mlxlm chat.")
 @click.option("--validation", multiple=True, help="Conversations for validation (default: a part of DATA).")
 @click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
+@ON_BAD_INPUT
 @click.option("--steps", type=int, help="How long to train, in steps,")
 @click.option("--epochs", type=float, help="in passes over the conversations (default: 3),")
 @click.option("--minutes", type=float, help="or in minutes.")
@@ -82,14 +90,15 @@ def _new_run(
 ) -> Run:
     from mlxlm.chat.labels import Labels
     from mlxlm.cli.training import phase
+    from mlxlm.data import Manifest
     from mlxlm.train import open_base, start_finetune
 
     if model is None or not data or out is None:
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
     no_idle_options(options, (options["validation"], ["validation_fraction"], "--validation says what is held out"))
     base, tokenizer = open_base(model)
-    fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
-    return start_finetune(
+    given = {name: options[name] for name in ("validation_fraction", "on_bad_input") if options[name] is not None}
+    run = start_finetune(
         out,
         base,
         tokenizer,
@@ -103,5 +112,7 @@ def _new_run(
         settings=settings_of(options),
         stdin=sys.stdin.buffer,
         phase=phase,
-        **fraction,
+        **given,
     )
+    describe_skipped(Manifest.read(run.data).skipped)
+    return run

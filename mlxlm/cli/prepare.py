@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
 from mlxlm.cli.tokenizer import SOURCES_HELP
 from mlxlm.units import human_bytes, human_seconds
 
@@ -33,6 +34,7 @@ from mlxlm.units import human_bytes, human_seconds
 )
 @click.option("--validation", multiple=True, metavar="FILE", help="Hold out this source instead. Repeatable.")
 @click.option("--seed", type=int, help="Draws the documents held out.  [default: 0]")
+@ON_BAD_INPUT
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as one JSON object.")
 def prepare(
     sources: tuple[str, ...],
@@ -43,6 +45,7 @@ def prepare(
     validation_fraction: float | None,
     validation: tuple[str, ...],
     seed: int | None,
+    on_bad_input: str | None,
     as_json: bool,
 ) -> None:
     """Turn text into memory-mapped token shards for `mlxlm pretrain`.
@@ -71,10 +74,12 @@ def prepare(
             validation_fraction=0.05 if validation_fraction is None else validation_fraction,
             validation_paths=validation,
             seed=seed or 0,
+            on_bad_input=on_bad_input or "stop",
             progress=advance,
             stdin=sys.stdin.buffer,
         )
     seconds = time.perf_counter() - started
+    describe_skipped(manifest.skipped)
     if manifest.duplicates is not None:
         found = manifest.duplicates
         counts = f"{found.exact} exact and {found.near} near duplicates of {found.documents} documents"

@@ -16,6 +16,7 @@ from mlxlm.cli.run_options import (
     LONGEST,
     data_options,
     data_rules,
+    describe_skipped,
     given_of,
     no_idle_options,
     only_resume,
@@ -111,7 +112,7 @@ def _new_run(
 ):
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
-    from mlxlm.data import weighted
+    from mlxlm.data import Manifest, weighted
     from mlxlm.train import start_run
     from mlxlm.train.start import check_length
 
@@ -132,8 +133,8 @@ def _new_run(
         if minutes is None:  # else the time decides, too
             settings["sequence_length"] = length
         config = configured(config, options["parts"], decided, length)
-    fraction = {} if options["validation_fraction"] is None else {"validation_fraction": options["validation_fraction"]}
-    return start_run(
+    given = {name: options[name] for name in ("validation_fraction", "on_bad_input") if options[name] is not None}
+    run = start_run(
         out,
         data,
         config,
@@ -152,8 +153,10 @@ def _new_run(
         ranks=ranks,
         stdin=sys.stdin.buffer,
         phase=phase,
-        **fraction,
+        **given,
     )
+    describe_skipped(Manifest.read(run.data).skipped)
+    return run
 
 
 def _chooses(options: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
 from mlxlm.errors import DataError
 from mlxlm.units import human_bytes, human_count
 
@@ -30,14 +31,18 @@ SETTINGS = {"sequence_length": 512}
 @click.argument("data", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="A new folder for the run.  [default: mlxlm-quickstart]")
 @click.option("--minutes", type=float, default=2.0, show_default=True, help="For tokenizer, data and training.")
+@ON_BAD_INPUT
 @click.option("--no-chat", is_flag=True, help="Print a continuation at the end, also in a terminal.")
-def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat: bool) -> None:
+def quickstart(
+    data: tuple[str, ...], out: Path | None, minutes: float, on_bad_input: str | None, no_chat: bool
+) -> None:
     """Train a tokenizer and a small model, quantize it to 4 bits, and chat with it.
 
     On DATA (text files), or on the language reference that every Python carries: no network is needed.
     """
     from mlxlm.cli.training import StopRequest, describe_end, phase, run_training
     from mlxlm.config import ModelConfig
+    from mlxlm.data import Manifest
     from mlxlm.data.builtin import write_python_reference
     from mlxlm.generation import load
     from mlxlm.quantize import quantize
@@ -46,7 +51,8 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
     from mlxlm.train.optimizers import DEFAULTS
 
     out = out or _free_name(Path("mlxlm-quickstart"))
-    config = ModelConfig.preset(PRESET, vocab_size=_vocabulary(data))
+    policy = on_bad_input or "stop"
+    config = ModelConfig.preset(PRESET, vocab_size=_vocabulary(data, policy))
     with tempfile.TemporaryDirectory() as folder:
         sources = list(data)
         if not sources:
@@ -57,7 +63,10 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
         render.say(f"1. A tokenizer and a model of {size} parameters, from {text}")
         # The reference repeats itself, so that more decay harms it, see `default_weight_decay`.
         own = {} if data else {"weight_decay": DEFAULTS["adamw"].weight_decay}
-        run = start_run(out, sources, config, minutes=minutes, settings={**SETTINGS, **own}, phase=phase)
+        run = start_run(
+            out, sources, config, minutes=minutes, on_bad_input=policy, settings={**SETTINGS, **own}, phase=phase
+        )
+    describe_skipped(Manifest.read(run.data).skipped)
     render.say(f"2. Training until {minutes:g} minutes are over (Ctrl-C saves and stops)")
     stop = StopRequest()
     describe_end(run_training(run, load_tokenizer(run.path), stop=stop), run)
@@ -77,12 +86,12 @@ def quickstart(data: tuple[str, ...], out: Path | None, minutes: float, no_chat:
     render.say(f"Chat with it again: mlxlm chat {shlex.quote(str(small))}")
 
 
-def _vocabulary(data: tuple[str, ...]) -> int:
+def _vocabulary(data: tuple[str, ...], on_bad_input: str) -> int:
     """The size of the tokenizer's vocabulary, smaller for a short text, which has fewer frequent words."""
-    from mlxlm.data import texts
+    from mlxlm.data import BadInput, texts
 
     size = 0
-    for piece in texts(data) if data else ():
+    for piece in texts(data, on_bad=BadInput(on_bad_input)) if data else ():
         size += len(piece)
         if size >= 100_000:
             break

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from mlxlm.cli import render
+
 LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more than a small model learns from them
 
 # Options that are fields of TrainSettings, left to its defaults where not given.
@@ -60,6 +62,13 @@ def setting_options(without: Collection[str] = (), texts: Mapping[str, str] | No
     return added
 
 
+ON_BAD_INPUT = click.option(
+    "--on-bad-input",
+    type=click.Choice(["stop", "skip"]),
+    help="At a line that isn't UTF-8 text or valid JSON: stop, or skip and count it.  [default: stop]",
+)
+
+
 def data_options(vocab_size: str = "the preset's") -> Callable:
     """Adds what says how DATA becomes tokens; `vocab_size` is that option's default, in words."""
     options = (
@@ -73,6 +82,7 @@ def data_options(vocab_size: str = "the preset's") -> Callable:
             "--validation", multiple=True, help="Text for validation (default: a part of DATA). Can be repeated."
         ),
         click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]"),
+        ON_BAD_INPUT,
     )
 
     def added(command):
@@ -93,8 +103,15 @@ def data_rules(options: Mapping[str, Any], data: Iterable[str]) -> list[tuple[An
         (prepared or options["tokenizer"], ["vocab_size", "kind"], f"{own} has its own"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
-        (prepared, ["text_column"], "prepared data is read already"),
+        (prepared, ["text_column", "on_bad_input"], "prepared data is read already"),
     ]
+
+
+def describe_skipped(count: int) -> None:
+    """Say how much bad input was skipped; nothing if there was none."""
+    if count:
+        lines = "line or row" if count == 1 else "lines or rows"
+        render.say(f"skipped {count:,} bad {lines} of the input", style="yellow")
 
 
 def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:

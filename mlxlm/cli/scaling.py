@@ -12,7 +12,15 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.machine_options import MACHINE, machine_options, taken
-from mlxlm.cli.run_options import data_options, data_rules, given_of, no_idle_options, setting_options, settings_of
+from mlxlm.cli.run_options import (
+    data_options,
+    data_rules,
+    describe_skipped,
+    given_of,
+    no_idle_options,
+    setting_options,
+    settings_of,
+)
 from mlxlm.units import human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -64,6 +72,7 @@ def scaling(data, out, budget, predict, fit_only, as_json, **options: Any) -> No
 
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
     from mlxlm.cli.training import phase
+    from mlxlm.data import Manifest
     from mlxlm.train.grid import Grid, start_grid
 
     if not data or fit_only:
@@ -81,13 +90,16 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
     )
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
     same = ("vocab_size", "tokenizer", "text_column", "validation")
-    given = {name: options[name] for name in ("kind", "validation_fraction") if options[name] is not None}
+    names = ("kind", "validation_fraction", "on_bad_input")
+    given = {name: options[name] for name in names if options[name] is not None}
     given |= {} if minutes is None else {"minutes": minutes}
-    return start_grid(
+    grid = start_grid(
         out, data, sizes=[_parameters(text) for text in _list(options["sizes"])],
         ratios=_numbers(options["tokens_per_parameter"]), tokens=_numbers(options["tokens"]),
         settings=settings_of(options), phase=phase, **{name: options[name] for name in same}, **given,
     )  # fmt: skip
+    describe_skipped(Manifest.read(grid.data).skipped)
+    return grid
 
 
 def _train(grid: Grid, how: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import BinaryIO
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
 from mlxlm.errors import TokenizerError
 from mlxlm.files import new_folder
 from mlxlm.reading import decoded
@@ -36,21 +37,26 @@ def tokenizer() -> None:
 @click.option("--vocab-size", type=click.IntRange(min=1), required=True, help="Tokens, special ones included.")
 @click.option("--kind", type=click.Choice(KINDS), default=KINDS[0], show_default=True, help="Kind of BPE.")
 @click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
+@ON_BAD_INPUT
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for its files.")
-def train_command(files: tuple[str, ...], vocab_size: int, kind: str, text_column: str | None, out: Path) -> None:
+def train_command(
+    files: tuple[str, ...], vocab_size: int, kind: str, text_column: str | None, on_bad_input: str | None, out: Path
+) -> None:
     """Learn a vocabulary from text.
 
     byte-level is the kind of GPT-2 and Llama 3, sentencepiece (BPE with byte fallback) that of Llama 2.
     """
-    from mlxlm.data import texts, total_bytes
+    from mlxlm.data import BadInput, texts, total_bytes
 
+    bad = BadInput(on_bad_input or "stop")
     started = time.perf_counter()
     with new_folder(out, TokenizerError) as folder:
         with render.bytes_progress("Training", total_bytes(files)) as advance:
-            source = texts(files, stdin=_stdin(), advance=advance, text_column=text_column)
+            source = texts(files, stdin=_stdin(), advance=advance, text_column=text_column, on_bad=bad)
             trained = train(source, vocab_size, kind)
         trained.save(folder)
     seconds = human_seconds(time.perf_counter() - started)
+    describe_skipped(bad.skipped)
     render.say(f"trained a {kind} tokenizer of {trained.vocab_size} tokens in {seconds}")
     render.result(str(out))
 

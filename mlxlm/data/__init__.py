@@ -1,10 +1,11 @@
 """Text into token shards, and shards into batches."""
 
 from mlxlm.data.background import read_ahead
+from mlxlm.data.bad_input import BadInput
 from mlxlm.data.batches import PACKINGS, Batch, TrainBatches, validation_batches
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.manifest import Manifest, Split
-from mlxlm.data.prepare import prepare
+from mlxlm.data.prepare import prepare, training_texts
 from mlxlm.data.sources import documents, texts, total_bytes
 from mlxlm.data.text import Document
 from mlxlm.data.tokenize import CHAT_TEMPLATE, ROLES, Chunk, check_role
@@ -14,6 +15,7 @@ __all__ = [
     "CHAT_TEMPLATE",
     "PACKINGS",
     "ROLES",
+    "BadInput",
     "Batch",
     "Chunk",
     "Document",
@@ -27,6 +29,7 @@ __all__ = [
     "read_ahead",
     "texts",
     "total_bytes",
+    "training_texts",
     "validation_batches",
     "weighted",
 ]

@@ -94,7 +94,8 @@ class Manifest:
     """split: how validation was chosen: "document" (whole documents), "tail" (the end of the text; for few
     documents), "given" (files named by the user), or "mixed": sources with weights are split each for itself, and these
     were split differently.
-    parts: the training text, one part or more. Only `train` follows the weights; `validation` is of all sources."""
+    parts: the training text, one part or more. Only `train` follows the weights; `validation` is of all sources.
+    skipped: lines and rows that were left out because they can't be used, see `BadInput`."""
 
     fingerprint: str
     vocab_size: int
@@ -105,6 +106,7 @@ class Manifest:
     parts: list[Part]
     validation: Split
     duplicates: Duplicates | None = None
+    skipped: int = 0
     version: int = VERSION
 
     @property
@@ -145,6 +147,7 @@ class Manifest:
             parts=reader.parts(),
             validation=reader.inner("validation").split(),
             duplicates=reader.duplicates(),
+            skipped=reader.count("skipped") if "skipped" in fields else 0,
         )
 
 

@@ -1,30 +1,32 @@
-"""Text into token shards: one pass, bounded memory, all or nothing."""
+"""Text into token shards: bounded memory, all or nothing."""
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from mlxlm.data.bad_input import BadInput
 from mlxlm.data.duplicates import DuplicateFilter
 from mlxlm.data.manifest import FILE, Manifest, Part, shares
-from mlxlm.data.shards import ShardWriter, Staging
-from mlxlm.data.sources import STDIN, documents
-from mlxlm.data.text import Document
+from mlxlm.data.reader import Reader
+from mlxlm.data.shards import ShardWriter
+from mlxlm.data.sources import STDIN
+from mlxlm.data.split import Split, drawn, few_documents
+from mlxlm.data.text import Advance, Document
 from mlxlm.data.tokenize import Chunk, tokenize
 from mlxlm.errors import DataError
 from mlxlm.files import new_folder, write_json
 from mlxlm.tokenizer import Tokenizer
 
 Encode = Callable[[Document], Iterable[Chunk]]
-FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 
 
 def prepare(
@@ -38,6 +40,7 @@ def prepare(
     validation_fraction: float = 0.05,
     validation_paths: Sequence[str | Path] = (),
     seed: int = 0,
+    on_bad_input: str = "stop",
     shard_tokens: int = 1 << 26,
     progress: Callable[[int], None] | None = None,
     stdin: IO[bytes] | None = None,
@@ -57,14 +60,16 @@ def prepare(
     dedup: leave out documents that are as similar to an earlier one as this (Jaccard similarity, above 0 and at most
         1), or the same; see `mlxlm.data.duplicates`, which also states the memory that it takes.
 
-    Validation is `validation_paths` if given. Otherwise it is, of each part, one document out of each
-    1/`validation_fraction`, drawn by `seed`; with too few documents for that (20, or 1/fraction) the last
-    `validation_fraction` of all tokens, from the start of a line. The first few documents wait on disk until
-    that is decided.
+    Validation is `validation_paths` if given. Otherwise it is of each part what `Split` holds out: one document out of
+    each 1/`validation_fraction`, drawn by `seed`; with too few documents for that (20, or 1/fraction) the last
+    `validation_fraction` of the text, from the start of a line. To decide that, the first few documents are read twice;
+    stdin and named pipes are copied to disk before.
 
+    on_bad_input: "stop" or "skip", see `BadInput`.
     progress: called with the number of bytes read since the last call.
     encode: makes the tokens of a whole document, instead of `tokenize`, as any number of documents of their own, which
-        stay in one split. None of them is cut then, so that of few the last one or more are held out.
+        stay in one split. None of them is cut then, so that of few the last one or more are held out. What it raises a
+        DataError for is bad input.
 
     Raises DataError for unusable sources, sources without text, an `out` in use, and a disk that cannot be
     written.
@@ -72,22 +77,52 @@ def prepare(
     paths = list(paths)
     if not (validation_fraction == 0 or 1e-9 <= validation_fraction < 1):
         raise DataError(f"validation fraction {validation_fraction} is neither 0 nor from 1e-9 to 1", "0.05")
-    groups = [("all", 1.0, paths)] if weights is None else _weighted_groups(paths, weights)
-    unique = None if dedup is None else DuplicateFilter(dedup)
-    read = partial(documents, stdin=stdin, advance=progress, text_column=text_column)
+    groups = _groups(paths, weights)
     fraction = None if validation_paths else validation_fraction
+    bad = BadInput(on_bad_input)
     with new_folder(out, DataError) as folder, ExitStack() as stack:
-        builder = _Builder(tokenizer, folder, shard_tokens, stack, unique, encode)
+        reader = Reader(stdin, text_column)
+        if fraction and encode is None:
+            groups = [(name, weight, reader.copied(group, folder, stack)) for name, weight, group in groups]
+        builder = _Builder(tokenizer, folder, shard_tokens, stack, reader, bad, dedup, encode, progress)
         for name, weight, group in groups:
-            builder.add_part(name, weight, read(group), fraction, seed)
+            builder.add_part(name, weight, group, fraction, seed)
         if validation_paths:
-            builder.add(read(validation_paths), builder.validation)
+            builder.add(validation_paths, builder.validation)
         tokenizer.save(folder / "tokenizer")
         return builder.finish([_source_name(path) for path in (*paths, *validation_paths)])
 
 
-def _weighted_groups(paths: list[str | Path], weights: Sequence[float]) -> list[tuple[str, float, list[str | Path]]]:
+def training_texts(
+    paths: Sequence[str | Path],
+    *,
+    weights: Sequence[float] | None = None,
+    text_column: str | None = None,
+    validation_fraction: float = 0.05,
+    validation_paths: Sequence[str | Path] = (),
+    seed: int = 0,
+    on_bad_input: str = "stop",
+    progress: Advance | None = None,
+) -> Iterator[str]:
+    """The text that `prepare` trains on with the same arguments, in pieces, without what it holds out; for training a
+    tokenizer. Sources are read twice, as far as `Split` needs it: they can't be stdin or pipes."""
+    reader = Reader(None, text_column)
+    fraction = 0 if validation_paths else validation_fraction
+    for _, _, group in _groups(list(paths), weights):
+        split = Split(lambda group=group: reader(group, BadInput(on_bad_input)), fraction, seed)
+        for held_out, document in split(reader(group, BadInput(on_bad_input), progress)):
+            said = (content for _, content in document.messages or ())
+            for piece in itertools.chain(document.pieces, said):
+                if not held_out:
+                    yield piece
+
+
+def _groups(paths: list[str | Path], weights: Sequence[float] | None) -> list[tuple[str, float, list[str | Path]]]:
     """Name, weight and paths of every part."""
+    return [("all", 1.0, paths)] if weights is None else _weighted_groups(paths, weights)
+
+
+def _weighted_groups(paths: list[str | Path], weights: Sequence[float]) -> list[tuple[str, float, list[str | Path]]]:
     if len(weights) != len(paths):
         raise DataError(f"{len(paths)} sources have {len(weights)} weights", "one weight for each source")
     try:
@@ -116,15 +151,22 @@ class _Builder:
         folder: Path,
         shard_tokens: int,
         stack: ExitStack,
-        unique: DuplicateFilter | None,
+        reader: Reader,
+        bad: BadInput,
+        dedup: float | None,
         encode: Encode | None,
+        progress: Advance | None,
     ):
         self._tokenizer = tokenizer
         self._folder = folder
         self._shard_tokens = shard_tokens
         self._stack = stack
-        self._unique = unique
+        self._reader = reader
+        self._bad = bad
+        self._dedup = dedup
+        self._unique = None if dedup is None else DuplicateFilter(dedup)
         self._encode = encode
+        self._progress = progress
         self._dtype_name = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._dtype = np.dtype(self._dtype_name).newbyteorder("<")
         self._chat_documents = 0
@@ -132,14 +174,21 @@ class _Builder:
         self._splits: set[str] = set()
         self.validation = self._writer("validation", 0)
 
-    def add_part(self, name: str, weight: float, source: Iterable[Document], fraction: float | None, seed: int) -> None:
-        """Write `source` as a part: `fraction` of it for validation; None: all of it for training."""
+    def add_part(
+        self, name: str, weight: float, paths: Sequence[str | Path], fraction: float | None, seed: int
+    ) -> None:
+        """Write `paths` as a part: `fraction` of it for validation; None: all of it for training."""
         train = self._writer("train", sum(len(part.train.shards) for part in self._parts))
         if fraction is None:
-            self.add(source, train)
+            self.add(paths, train)
             self._splits.add("given")
+        elif self._encode is not None:
+            self._encode_and_split(paths, train, fraction, seed)
+            self._splits.add("document")
         else:
-            self._splits.add(self._add_and_split(source, train, fraction, seed))
+            split = Split(lambda: self._read_before(paths), fraction, seed)
+            self._tokenize_and_split(split, paths, train)
+            self._splits.add(split.kind)
         self._parts.append(Part(name, weight, train.finish()))
         if not self._parts[-1].train.tokens:
             raise DataError(f"nothing of {name} is left to train on", "a source with more text")
@@ -148,46 +197,51 @@ class _Builder:
         writer = ShardWriter(self._folder, split, self._dtype, self._shard_tokens, first)
         return self._stack.enter_context(closing(writer))
 
-    def add(self, source: Iterable[Document], writer: ShardWriter) -> None:
-        for _, chunk in self._chunks(source):
+    def add(self, paths: Sequence[str | Path], writer: ShardWriter) -> None:
+        if self._encode is None:
+            chunks = tokenize(self._read(paths), self._tokenizer)
+        else:
+            chunks = itertools.chain.from_iterable(self._encoded(paths))
+        for chunk in chunks:
             writer.add(*chunk)
 
-    def _chunks(self, source: Iterable[Document]) -> Iterator[tuple[bool, Chunk]]:
-        """Each chunk, and whether it is the first of a document of the source."""
-        counted = self._counted(source)
-        if self._encode is None:
-            yield from ((chunk.starts_document, chunk) for chunk in tokenize(counted, self._tokenizer))
-        else:
-            yield from ((i == 0, chunk) for document in counted for i, chunk in enumerate(self._encode(document)))
+    def _tokenize_and_split(self, split: Split, paths: Sequence[str | Path], train: ShardWriter) -> None:
+        held_out: deque[bool] = deque()  # of the documents that are being tokenized
 
-    def _add_and_split(self, source: Iterable[Document], train: ShardWriter, fraction: float, seed: int) -> str:
-        """Write `source` to both splits; returns how, "document" or "tail"."""
-        few = max(FEW_DOCUMENTS, math.ceil(1 / fraction)) if fraction else 0
-        writers = (self.validation if drawn else train for drawn in _drawn(fraction, seed))
-        count = 0
-        pieces: list[int] = []  # of each document of the source that is staged
-        with closing(Staging(self._folder / "staging", self._dtype)) as staging:
-            target: ShardWriter | Staging = staging
-            for first, chunk in self._chunks(source):
-                count += first
-                if first and count >= few:
-                    if target is staging:
-                        _move_all(staging, pieces, writers)
-                        staging.close()
-                    target = next(writers)
-                if target is staging and first:
-                    pieces.append(0)
-                if target is staging:
-                    pieces[-1] += chunk.starts_document
-                target.add(*chunk)
-            if target is not staging:
-                return "document"
-            if self._encode is not None:
-                held = min(count - 1, math.ceil(fraction * count))
-                _move_all(staging, pieces, (self.validation if i >= count - held else train for i in range(count)))
-                return "document"
-            self._split_tail(staging, train, fraction)
-            return "tail"
+        def noted() -> Iterator[Document]:
+            for held, document in split(self._read(paths)):
+                held_out.append(held)
+                yield document
+
+        target = train
+        for chunk in tokenize(noted(), self._tokenizer):
+            if chunk.starts_document:
+                target = self.validation if held_out.popleft() else train
+            target.add(*chunk)
+
+    def _encode_and_split(self, paths: Sequence[str | Path], train: ShardWriter, fraction: float, seed: int) -> None:
+        writers = (self.validation if held else train for held in drawn(fraction, seed))
+        few, waiting = few_documents(fraction), []  # documents until there are enough to draw from
+        for chunks in self._encoded(paths):
+            waiting.append(chunks)
+            if few <= len(waiting):
+                few = 0
+                _write(waiting, writers)
+                waiting = []
+        if waiting:
+            held = min(len(waiting) - 1, math.ceil(fraction * len(waiting)))
+            _write(waiting[: len(waiting) - held], itertools.repeat(train))
+            _write(waiting[len(waiting) - held :], itertools.repeat(self.validation))
+
+    def _encoded(self, paths: Sequence[str | Path]) -> Iterator[list[Chunk]]:
+        for document in self._read(paths):
+            try:
+                chunks = list(self._encode(document))
+            except DataError as error:
+                self._chat_documents -= document.messages is not None
+                self._bad(error)
+            else:
+                yield chunks
 
     def finish(self, sources: list[str]) -> Manifest:
         """Complete the shards of validation, then the manifest."""
@@ -201,79 +255,31 @@ class _Builder:
             parts=self._parts,
             validation=self.validation.finish(),
             duplicates=self._unique and self._unique.found,
+            skipped=self._bad.skipped,
         )
         write_json(self._folder / FILE, result.to_dict())
         return result
 
-    def _counted(self, source: Iterable[Document]) -> Iterator[Document]:
+    def _read(self, paths: Sequence[str | Path]) -> Iterator[Document]:
         document = None
         read_before = self._unique.found.documents if self._unique else 0
+        source = self._reader(paths, self._bad, self._progress)
         for document in source if self._unique is None else self._unique(source):
             self._chat_documents += document.messages is not None
             yield document
         if document is None and self._unique and self._unique.found.documents > read_before:
             raise DataError("all documents of a source repeat earlier ones", "preparing without it, or without dedup")
         if document is None:
-            raise DataError("there is no text in the sources", "files with some text")
+            skipped = f": all {self._bad.skipped} lines were skipped as bad input" if self._bad.skipped else ""
+            raise DataError(f"there is no text in the sources{skipped}", "files with some text")
 
-    def _split_tail(self, staging: Staging, train: ShardWriter, fraction: float) -> None:
-        cut = staging.tokens - max(1, round(fraction * staging.tokens))
-        for start, stop, text_bytes in staging.documents():
-            at = stop if stop <= cut else start if start >= cut else self._line_start(staging, start, cut)
-            tail_bytes = text_bytes if at == start else min(text_bytes, self._text_bytes(staging, at, stop))
-            _move(staging, train, start, at, text_bytes - tail_bytes)
-            _move(staging, self.validation, at, stop, tail_bytes)
-
-    def _line_start(self, staging: Staging, start: int, near: int, reach: int = 4096) -> int:
-        """The last start of a line in the `reach` tokens of a document before `near`; `near` if there is none."""
-        for ids, _ in staging.blocks(max(start, near - reach), near):
-            for at in range(len(ids), 0, -1):
-                if self._tokenizer.token_bytes(int(ids[at - 1])).endswith(b"\n"):
-                    return near - len(ids) + at
-        return near
-
-    def _text_bytes(self, staging: Staging, start: int, stop: int) -> int:
-        """The bytes of text that staged ids stand for; nearly so where tokens depend on their neighbours."""
-        blocks = (ids for ids, _ in staging.blocks(start, stop))
-        if not self._tokenizer.has_byte_tokens:
-            return sum(len(self._tokenizer.decode(ids.tolist()).encode("utf-8")) for ids in blocks)
-        counts = np.zeros(self._tokenizer.vocab_size, np.int64)
-        for ids in blocks:
-            counts += np.bincount(ids, minlength=len(counts))
-        used = np.flatnonzero(counts).tolist()
-        return sum(len(self._tokenizer.token_bytes(i)) * int(counts[i]) for i in used)
+    def _read_before(self, paths: Sequence[str | Path]) -> Iterator[Document]:
+        """What `_read` will give, counted nowhere."""
+        source = self._reader(paths, copy.copy(self._bad))
+        return source if self._unique is None else copy.deepcopy(self._unique)(source)
 
 
-def _move(staging: Staging, writer: ShardWriter, start: int, stop: int, text_bytes: int) -> None:
-    """Write the staged tokens [start, stop) as a document of so many bytes; none as nothing."""
-    for i, (ids, learned) in enumerate(staging.blocks(start, stop)):
-        writer.add(ids, 0 if i else text_bytes, i == 0, learned)
-
-
-def _move_all(staging: Staging, pieces: Sequence[int], writers: Iterator[ShardWriter]) -> None:
-    """Write what is staged, so many documents together to each of the writers."""
-    documents = staging.documents()
-    for count in pieces:
-        writer = next(writers)
-        for document in itertools.islice(documents, count):
-            _move(staging, writer, *document)
-
-
-def _drawn(fraction: float, seed: int) -> Iterator[bool]:
-    """For document 0, 1, ...: whether it is drawn for validation. One document, at a random place, out of each
-    1/`fraction` (stratified sampling), so that no split is empty by bad luck."""
-    if not fraction:
-        yield from itertools.repeat(False)
-    stratum = 0
-    drawn = int(_uniform(seed, 0) / fraction)
-    for index in itertools.count():
-        yield index == drawn
-        while drawn <= index:
-            stratum += 1
-            drawn = int((stratum + _uniform(seed, stratum)) / fraction)
-
-
-def _uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on nothing else."""
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+def _write(documents: Iterable[Iterable[Chunk]], writers: Iterator[ShardWriter]) -> None:
+    for document, writer in zip(documents, writers, strict=False):
+        for chunk in document:
+            writer.add(*chunk)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
+from mlxlm.data.bad_input import OnBad
 from mlxlm.data.text import Document, not_text, pieces_of
 from mlxlm.errors import DataError
 
@@ -15,34 +16,48 @@ LONGEST_ROW = 1 << 28  # bytes of a line: it is held whole, and a file without l
 _EXAMPLE = 'rows such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
-def json_documents(stream: IO[bytes], name: str, named: bool, text_column: str | None) -> Iterator[Document]:
-    """A document for each line of JSON; `named`: a stream without any is an error. See `documents` of data.sources."""
+def json_documents(
+    stream: IO[bytes], name: str, named: bool, text_column: str | None, on_bad: OnBad
+) -> Iterator[Document]:
+    """A document for each line of JSON; `named`: a stream without any is an error; `on_bad` is called with the error of
+    each line that has none, which is left out. See `documents` of data.sources."""
     empty = True
     offset = number = 0
     while line := stream.readline(LONGEST_ROW + 1):
         number += 1
-        if len(line) > LONGEST_ROW:
-            raise DataError(f"{name}, line {number} is longer than {LONGEST_ROW} bytes", "one object on each line")
+        size, where = len(line), f"{name}, line {number}"
+        if size > LONGEST_ROW:
+            on_bad(DataError(f"{where} is longer than {LONGEST_ROW} bytes", "one object on each line"))
+            while not line.endswith(b"\n") and (line := stream.readline(LONGEST_ROW)):
+                size += len(line)
+            line = b""
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-        if line.strip():
+        if size > LONGEST_ROW or line.strip():
             empty = False
-            where = f"{name}, line {number}"
-            row = _parsed(line, where, offset)
-            found = row.keys() & ({text_column} if text_column else set(COLUMNS))
-            if found and all(row[key] is None for key in found):  # as the empty cells of tables
-                offset += len(line)
-                continue
-            found = {key for key in found if row[key] is not None}
-            if len(found) != 1:
-                raise DataError(f"{where} must have {_wanted(text_column)}", f"{_EXAMPLE}, or --text-column NAME")
-            [key] = found
-            document = document_of(row[key], key, where)
-            if document is not None:
-                yield document
-        offset += len(line)
+        if line.strip():
+            try:
+                document = _document(line, where, offset, text_column)
+            except DataError as error:
+                on_bad(error)
+            else:
+                if document is not None:
+                    yield document
+        offset += size
     if empty and named:
         raise DataError(f"{name} is empty", _EXAMPLE)
+
+
+def _document(line: bytes, where: str, offset: int, text_column: str | None) -> Document | None:
+    row = _parsed(line, where, offset)
+    found = row.keys() & ({text_column} if text_column else set(COLUMNS))
+    if found and all(row[key] is None for key in found):  # as the empty cells of tables
+        return None
+    found = {key for key in found if row[key] is not None}
+    if len(found) != 1:
+        raise DataError(f"{where} must have {_wanted(text_column)}", f"{_EXAMPLE}, or --text-column NAME")
+    [key] = found
+    return document_of(row[key], key, where)
 
 
 def document_of(value: Any, column: str, where: str) -> Document | None:

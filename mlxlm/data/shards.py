@@ -1,19 +1,15 @@
-"""Writing tokens: shards of fixed size with their document offsets, and a staging file."""
+"""Writing tokens: shards of fixed size with their document offsets."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
 from mlxlm.data.manifest import Shard, Split
-
-_BLOCK = 1 << 20  # tokens of a staged document that are read at once
 
 
 class ShardWriter:
@@ -131,53 +127,3 @@ class _Mask:
         self._file.write(learned.data)
         self._hash.update(learned.data)
         self._tokens += len(learned)
-
-
-class Staging:
-    """Documents kept on disk until it is known which split they belong to. Meant for few, large documents."""
-
-    def __init__(self, path: Path, dtype: np.dtype):
-        self._path = path
-        self._dtype = dtype
-        self._file = open(path, "wb")  # noqa: SIM115 - open across calls, closed by close()
-        self._starts: list[int] = []
-        self._bytes: list[int] = []
-        self._mask = _Mask(path.with_suffix(".mask"))
-        self._masked: set[int] = set()  # documents with tokens that are not to be learned
-        self.tokens = 0
-
-    def add(self, ids: np.ndarray, text_bytes: int, starts_document: bool, learned: np.ndarray | None = None) -> None:
-        """As ShardWriter's."""
-        if starts_document:
-            self._starts.append(self.tokens)
-            self._bytes.append(0)
-        self._file.write(np.ascontiguousarray(ids, self._dtype).data)
-        if learned is not None:
-            self._mask.add(self.tokens, learned)
-            self._masked.add(len(self._starts) - 1)
-        self._bytes[-1] += text_bytes
-        self.tokens += len(ids)
-
-    def documents(self) -> Iterator[tuple[int, int, int]]:
-        """Every document: its first token, the one behind its last, and its bytes of text."""
-        ends = [*self._starts, self.tokens][1:]
-        yield from zip(self._starts, ends, self._bytes, strict=True)
-
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """The tokens [start, stop) of one document, and which of them are learned, as `add` had it: some at a time."""
-        self._file.flush()
-        masked = bisect_right(self._starts, start) - 1 in self._masked
-        if masked:
-            self._mask.fill(self.tokens)
-            self._mask.flush()
-        for first in range(start, stop, _BLOCK):
-            count = min(_BLOCK, stop - first)
-            ids = np.fromfile(self._path, self._dtype, count, offset=first * self._dtype.itemsize)
-            yield ids, np.fromfile(self._mask.path, np.uint8, count, offset=first) if masked else None
-
-    def close(self) -> None:
-        """Delete the files."""
-        self._file.close()
-        self._mask.close()
-        self._path.unlink(missing_ok=True)
-        self._mask.path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import zstandard
 
+from mlxlm.data.bad_input import OnBad, refuse
 from mlxlm.data.rows import json_documents
 from mlxlm.data.saved_datasets import saved_files
 from mlxlm.data.tables import TABLES, table_documents
@@ -29,6 +30,7 @@ def documents(
     stdin: IO[bytes] | None = None,
     advance: Advance | None = None,
     text_column: str | None = None,
+    on_bad: OnBad = refuse,
 ) -> Iterator[Document]:
     """The documents of `paths`, in order; each must be read to its end before the next is asked for.
 
@@ -40,6 +42,8 @@ def documents(
 
     advance: called with the number of bytes read from disk (before decompression), as they are read.
     text_column: the name of the column (in JSON lines, the key) that holds the text or the messages.
+    on_bad: called with the error of each line or row that can't be used, which is then left out; by default it is
+        raised. See `BadInput`.
 
     Raises DataError, naming the file and the line, row or byte, for a path that is missing, empty, unreadable, not
     UTF-8 text or damaged, and for rows that are not as above.
@@ -49,19 +53,19 @@ def documents(
         if path == STDIN:
             if stdin is None:
                 raise DataError("stdin was asked for, but there is none", "a file")
-            yield from text_document(stdin, "stdin", advance, named)
+            yield from text_document(stdin, "stdin", advance, named, on_bad)
             continue
         if path.suffix.lower() in TABLES:
-            yield from table_documents(path, advance, text_column, named)
+            yield from table_documents(path, advance, text_column, named, on_bad)
             continue
         name = str(path)
         with reading(name), open(path, "rb", buffering=0) as raw:
             counted = io.BufferedReader(_Counted(raw, advance), READ)
             stream = _decompressed(counted, path)
             if _plain_suffix(path) == ".jsonl":
-                yield from json_documents(stream, name, named, text_column)
+                yield from json_documents(stream, name, named, text_column, on_bad)
             else:
-                yield from text_document(stream, name, lambda _: None, named)
+                yield from text_document(stream, name, lambda _: None, named, on_bad)
 
 
 def texts(
@@ -70,9 +74,10 @@ def texts(
     stdin: IO[bytes] | None = None,
     advance: Advance | None = None,
     text_column: str | None = None,
+    on_bad: OnBad = refuse,
 ) -> Iterator[str]:
     """All text of `documents(...)` in pieces, contents of conversations included: for training tokenizers."""
-    for document in documents(paths, stdin=stdin, advance=advance, text_column=text_column):
+    for document in documents(paths, stdin=stdin, advance=advance, text_column=text_column, on_bad=on_bad):
         yield from document.pieces
         for _, content in document.messages or ():
             yield content

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mlxlm.data.bad_input import OnBad
 from mlxlm.data.rows import COLUMNS, document_of
 from mlxlm.data.text import Advance, Document, reading
 from mlxlm.errors import DataError
@@ -16,8 +17,11 @@ _ROWS = 64  # that are Python objects at a time: documents can be long
 _BUFFER = 1 << 20  # bytes of a parquet column that are read at once
 
 
-def table_documents(path: Path, advance: Advance, text_column: str | None, named: bool) -> Iterator[Document]:
-    """A document for each row; rows whose cell is null or empty are left out. See `documents` of data.sources.
+def table_documents(
+    path: Path, advance: Advance, text_column: str | None, named: bool, on_bad: OnBad
+) -> Iterator[Document]:
+    """A document for each row; rows whose cell is null or empty are left out, and those that `on_bad` is told of. See
+    `documents` of data.sources.
 
     One page of one column (parquet) or a batch of rows mapped into memory (arrow) is held at a time.
     """
@@ -30,7 +34,11 @@ def table_documents(path: Path, advance: Advance, text_column: str | None, named
     for column, values, share in _columns(path, text_column):
         for value in values:
             number += 1
-            document = None if value is None else document_of(value, column, f"{path}, row {number}")
+            try:
+                document = None if value is None else document_of(value, column, f"{path}, row {number}")
+            except DataError as error:
+                on_bad(error)
+                continue
             if document is not None:
                 yield document
         done = int(share * size)

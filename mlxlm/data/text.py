@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import IO
 
 import zstandard
 
+from mlxlm.data.bad_input import OnBad
 from mlxlm.errors import DataError, os_errors_as
 
 PIECE = 1 << 14  # characters: small enough to bound memory, large enough for the tokenizer's threads
@@ -26,11 +28,14 @@ class Document:
     pieces: text of about PIECE characters each, cut after a line end where there is one. Empty for a conversation.
     messages: (role, content) pairs, or None for a text.
     where: the file, with the line for JSON lines, for messages about it.
+    begins, ends: False where the document was cut there: no token says that it begins or ends.
     """
 
     where: str
     pieces: Iterator[str]
     messages: list[tuple[str, str]] | None = None
+    begins: bool = True
+    ends: bool = True
 
 
 @contextmanager
@@ -43,8 +48,8 @@ def reading(name: str) -> Iterator[None]:
         raise DataError(f"{name} is damaged: {error}", "a complete copy of the file") from error
 
 
-def text_document(stream: IO[bytes], name: str, advance: Advance, named: bool) -> Iterator[Document]:
-    pieces = pieces_of(_decoded(stream, name, advance))
+def text_document(stream: IO[bytes], name: str, advance: Advance, named: bool, on_bad: OnBad) -> Iterator[Document]:
+    pieces = pieces_of(_decoded(stream, name, advance, on_bad))
     first = next(pieces, None)
     if first is not None:
         yield Document(name, _chain(first, pieces))
@@ -57,37 +62,67 @@ def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
     yield from rest
 
 
-def _decoded(stream: IO[bytes], name: str, advance: Advance) -> Iterator[str]:
-    """The stream's text in chunks. Raises DataError at the first byte that is not UTF-8 text."""
-    decoder = codecs.getincrementaldecoder("utf-8")("strict")
-    done = 0  # bytes before this chunk
-    held = 0  # of them, those of an unfinished character, which the decoder keeps
+def _decoded(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> Iterator[str]:
+    """The stream's text in chunks of lines; `on_bad` is told of each line that is not UTF-8 text, which is left out. Of
+    a line that is longer than READ bytes it is the part that is read together."""
+    done, number = 0, 1  # bytes before those that are held, and the line that these begin in
+    held = b""
     with reading(name):
         while True:
             chunk = stream.read(READ)
             advance(len(chunk))
-            if done == 0 and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            held += chunk
+            if done == 0 and held[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 hint = f"iconv -f UTF-16 -t UTF-8 {name}"
                 raise DataError(f"{name} is UTF-16, not UTF-8 text", hint)
-            if b"\0" in chunk:
-                raise not_text(name, done + chunk.index(b"\0"), "a zero byte")
-            try:
-                text = decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                at = done - held + error.start
-                raise not_text(name, at, f"0x{error.object[error.start]:02X}") from error
+            end = held.rfind(b"\n") + 1
+            if not chunk or (not end and len(held) >= READ):
+                end = len(held) if not chunk else _character_end(held)
+            block, held = held[:end], held[end:]
+            text = "".join(_lines(block, name, done, number, on_bad))
             if done == 0:
                 text = text.removeprefix("\ufeff")
-            done += len(chunk)
-            held = len(decoder.getstate()[0])
+            done += len(block)
+            number += block.count(b"\n")
             if text:
                 yield text
             if not chunk:
                 return
 
 
-def not_text(name: str, offset: int, what: str) -> DataError:
-    message = f"{name} is not UTF-8 text: {what} at byte {offset}"
+def _character_end(data: bytes) -> int:
+    """Where the last character of `data` that may be complete ends."""
+    for back in range(1, min(4, len(data) + 1)):
+        if data[-back] >= 0xC0:  # begins a character of two to four bytes
+            return len(data) - back
+        if data[-back] < 0x80:
+            break
+    return len(data)
+
+
+def _lines(block: bytes, name: str, done: int, number: int, on_bad: OnBad) -> Iterator[str]:
+    """The text of `block`, which begins at byte `done` in line `number`: at once, or line by line where one is bad."""
+    if b"\0" not in block:
+        try:
+            yield block.decode("utf-8")
+            return
+        except UnicodeDecodeError:
+            pass
+    for line in io.BytesIO(block):
+        try:
+            if b"\0" in line:
+                raise not_text(name, done + line.index(b"\0"), "a zero byte", number)
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            on_bad(not_text(name, done + error.start, f"0x{line[error.start]:02X}", number))
+        except DataError as error:
+            on_bad(error)
+        done += len(line)
+        number += 1
+
+
+def not_text(name: str, offset: int, what: str, line: int | None = None) -> DataError:
+    message = f"{name} is not UTF-8 text: {what} at byte {offset}" + (f", in line {line}" if line else "")
     return DataError(message, "text files, or .jsonl; other encodings can be converted with iconv")
 
 

@@ -83,15 +83,20 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
     # Where one token serves as both (GPT-2's <|endoftext|>), once between two texts is enough.
     bos = [] if tokenizer.bos_id in (None, tokenizer.eos_id) else [tokenizer.bos_id]
     if document.messages is None:
-        for i, piece in enumerate(document.pieces):
-            yield _Part([] if i else bos, piece, [], starts_document=i == 0, continues=i > 0)
+        before, first = bos if document.begins else [], True
+        for piece in document.pieces:
+            yield _Part(before if first else [], piece, [], first, continues=not (first and document.begins))
+            first = False
+        if first:  # the end of a text that was cut can have no text
+            yield _Part(before, "", [], starts_document=True)
     else:
         yield _Part(bos, "", [], starts_document=True, learned=False)
         for role, content in document.messages:
             end = _control_id(tokenizer, "end", document.where)
             role_id = _role_id(tokenizer, role, document.where)
             yield _Part([role_id], content, [end], learned=role == "assistant")
-    yield _Part([], "", eos, learned=None if document.messages is None else False)
+    if document.ends:
+        yield _Part([], "", eos, learned=None if document.messages is None else False)
 
 
 def check_role(role: str, where: str, known: Collection[str] = ROLES) -> None:

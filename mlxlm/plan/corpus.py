@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxlm.data.bad_input import OnBad, refuse
 from mlxlm.errors import DataError
 
 _MOST_BYTES = 4.5  # that a token of English stands for, however large the vocabulary
@@ -30,7 +31,9 @@ class Corpus:
     counted: bool
 
 
-def corpus_of(sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None) -> Corpus:
+def corpus_of(
+    sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None, on_bad: OnBad = refuse
+) -> Corpus:
     """Of one prepared folder, or of texts as `mlxlm pretrain` takes them; how much it is doesn't depend on weights.
 
     Raises DataError for what can't be read, or has no size (a pipe).
@@ -47,11 +50,11 @@ def corpus_of(sources: Sequence[str | Path], vocab_size: int, text_column: str |
         if not train.tokens:
             raise DataError(f"{prepared[0]} has no tokens to train on", "mlxlm prepare on a longer text")
         return Corpus(train.tokens, train.bytes, True)
-    size = round(sum(_text_bytes(path, text_column) for path in paths))
+    size = round(sum(_text_bytes(path, text_column, on_bad) for path in paths))
     return Corpus(size / bytes_per_token(vocab_size), size, False)
 
 
-def _text_bytes(path: str | Path, text_column: str | None) -> float:
+def _text_bytes(path: str | Path, text_column: str | None, on_bad: OnBad) -> float:
     """UTF-8 bytes of a source's text: the bytes of its files, times those of text that the first of them hold each."""
     from mlxlm.data import texts, total_bytes
 
@@ -66,7 +69,7 @@ def _text_bytes(path: str | Path, text_column: str | None) -> float:
         nonlocal read
         read += count
 
-    for piece in texts([path], advance=advance, text_column=text_column):
+    for piece in texts([path], advance=advance, text_column=text_column, on_bad=on_bad):
         text += len(piece.encode())
         if text >= _SAMPLE and read:
             break

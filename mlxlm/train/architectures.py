@@ -195,6 +195,7 @@ def start_comparison(
     vocab_size: int | None = None,
     validation: Sequence[str | Path] = (),
     validation_fraction: float = 0.05,
+    on_bad_input: str = "stop",
     minutes: float | None = None,
     tokens: float | None = None,
     duty: float = 100.0,
@@ -231,7 +232,7 @@ def start_comparison(
         words, data = shared_data(
             folder, sources, config.vocab_size if vocab_size is None else vocab_size, tokenizer=tokenizer, kind=kind,
             text_column=text_column, weights=weights, validation=validation, validation_fraction=validation_fraction,
-            seed=shared.seed, phase=phase,
+            on_bad_input=on_bad_input, seed=shared.seed, phase=phase,
         )  # fmt: skip
         configs = [variant.with_changes(vocab_size=words.vocab_size) for variant in configs]
         if minutes:

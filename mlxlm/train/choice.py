@@ -17,7 +17,7 @@ from typing import Any
 
 from mlxlm import platform
 from mlxlm.config import ModelConfig
-from mlxlm.data import total_bytes
+from mlxlm.data import BadInput, total_bytes
 from mlxlm.errors import ConfigError
 from mlxlm.plan import Training, training_memory
 from mlxlm.plan.advice import room
@@ -50,11 +50,13 @@ class Choice:
         return Chosen(self.config.parameter_count(), self.tokens, self.epochs, self.by)
 
 
-def guessed_vocabulary(seconds: float, sources: Sequence[str | Path], text_column: str | None) -> int:
+def guessed_vocabulary(
+    seconds: float, sources: Sequence[str | Path], text_column: str | None, on_bad_input: str = "stop"
+) -> int:
     """Tokens of a tokenizer for the model that will be chosen, before there is one: by the speed of products here."""
     each, unique = _flops_in(seconds) / OPERATIONS, math.inf
     if total_bytes(sources):  # a pipe has no size
-        unique = corpus_of(sources, 1024, text_column).bytes / _BYTES_PER_TOKEN
+        unique = corpus_of(sources, 1024, text_column, BadInput(on_bad_input)).bytes / _BYTES_PER_TOKEN
     sizes = [config.parameter_count() for config in family(1024)]
     return vocabulary(min(sizes, key=lambda size: HOFFMANN.repeated(size, each / size, unique)))
 

@@ -115,6 +115,7 @@ def start_finetune(
     *,
     validation: Sequence[str | Path] = (),
     validation_fraction: float = 0.05,
+    on_bad_input: str = "stop",
     epochs: float | None = None,
     minutes: float | None = None,
     duty: float = 100.0,
@@ -138,7 +139,7 @@ def start_finetune(
     settings: fields of TrainSettings but for FORM. By default the learning rate is a fifth of the peak of
         pretraining, a batch has 16 rows, fewer where an epoch would have less than 8 steps or the time allows less than
         200, and validation is 10 times.
-    validation, validation_fraction, phase: see `start_run`.
+    validation, validation_fraction, on_bad_input, phase: see `start_run`.
 
     Raises CheckpointError if `out` exists, and DataError or ConfigError for what can't work.
     """
@@ -163,7 +164,7 @@ def start_finetune(
         with phase("preparing conversations", total_bytes([*sources, *validation])) as advance:
             prepare(
                 sources, tokenizer, data, validation_paths=validation, validation_fraction=validation_fraction,
-                seed=draft.seed, progress=advance, stdin=stdin, encode=encoder,
+                seed=draft.seed, on_bad_input=on_bad_input, progress=advance, stdin=stdin, encode=encoder,
             )  # fmt: skip
         if not Manifest.read(data).validation.documents:
             hint = "more conversations, or --validation FILE" if validation_fraction else "--validation-fraction 0.05"

@@ -152,6 +152,7 @@ def start_grid(
     text_column: str | None = None,
     validation: Sequence[str | Path] = (),
     validation_fraction: float = 0.05,
+    on_bad_input: str = "stop",
     settings: dict[str, Any] | None = None,
     phase: Phase = no_phase,
 ) -> Grid:
@@ -186,11 +187,15 @@ def start_grid(
     choose_dtype(values)
     draft = TrainSettings.draft({"batch_size": 4, **values})
     if vocab_size is None and tokenizer is None and not prepared_source(sources):
-        vocab_size = vocabulary(max(sizes)) if sizes else guessed_vocabulary(15 * minutes, sources, text_column)
+        if sizes:
+            vocab_size = vocabulary(max(sizes))
+        else:
+            vocab_size = guessed_vocabulary(15 * minutes, sources, text_column, on_bad_input)
     with new_folder(out) as folder:
         words, data = shared_data(
             folder, sources, vocab_size, tokenizer=tokenizer, kind=kind, text_column=text_column, weights=None,
-            validation=validation, validation_fraction=validation_fraction, seed=values.get("seed", 0), phase=phase,
+            validation=validation, validation_fraction=validation_fraction, on_bad_input=on_bad_input,
+            seed=values.get("seed", 0), phase=phase,
         )  # fmt: skip
         unique = Manifest.read(data).train.tokens
         members = nearest_members(list(sizes), words.vocab_size) if sizes else family(words.vocab_size)

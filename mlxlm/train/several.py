@@ -52,21 +52,23 @@ def shared_data(
     weights: Sequence[float] | None,
     validation: Sequence[str | Path],
     validation_fraction: float,
+    on_bad_input: str,
     seed: int,
     phase: Phase,
 ) -> tuple[Tokenizer, Path]:
     """The tokenizer, and where the shards are: in `folder`/data, unless `sources` is prepared data. Arguments as of
     `start_run`."""
     prepared = prepared_source(sources)
-    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
+    reading = {
+        "weights": weights, "text_column": text_column, "validation_paths": validation,
+        "validation_fraction": validation_fraction, "seed": seed, "on_bad_input": on_bad_input,
+    }  # fmt: skip
+    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase)
     if prepared:
         check_tokenizer(Manifest.read(prepared), words, prepared)
         return words, prepared.resolve()
     with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
-        prepare(
-            sources, words, folder / "data", weights=weights, text_column=text_column, validation_paths=validation,
-            validation_fraction=validation_fraction, seed=seed, progress=advance,
-        )  # fmt: skip
+        prepare(sources, words, folder / "data", progress=advance, **reading)
     return words, folder / "data"
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU
 from mlxlm.config import ModelConfig
-from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, prepare, texts, total_bytes
+from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, prepare, total_bytes, training_texts
 from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import STDIN
 from mlxlm.errors import CheckpointError, ConfigError, DataError
@@ -56,6 +56,7 @@ def start_run(
     vocab_size: int | None = None,
     validation: Sequence[str | Path] = (),
     validation_fraction: float = 0.05,
+    on_bad_input: str = "stop",
     minutes: float | None = None,
     tokens: float | None = None,
     duty: float = 100.0,
@@ -73,7 +74,8 @@ def start_run(
     weights: for each of the sources the share of the tokens to be drawn from it; None: each as long as it is.
     text_column: of tables and JSON lines, see `mlxlm.data.documents`.
     tokenizer: a folder or file; None takes the prepared data's, or trains one of `kind` with `vocab_size`
-        tokens (default: the configuration's) on the sources.
+        tokens (default: the configuration's) on the sources, without what is held out for validation.
+    on_bad_input: "stop" or "skip", see `mlxlm.data.BadInput`; the manifest says how much was skipped.
     minutes, tokens: how long to train, instead of `settings["steps"]`; by default 20 tokens a parameter. Minutes
         count from `begun` on (of time.monotonic(); None: from here on): what is left of them is the settings'
         `time_limit`, to which the steps are fitted as the run goes, see `train`. `duty` percent of them will be worked
@@ -109,12 +111,15 @@ def start_run(
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
     if prepared and weights:
         raise DataError(f"{prepared} is prepared already, with its own weights", "mlxlm prepare PATH=WEIGHT ...")
-    if STDIN in map(str, sources) and tokenizer is None:
-        raise DataError("stdin can be read only once, so it can't train a tokenizer too", "--tokenizer PATH, or a file")
+    once = next((path for path in sources if str(path) == STDIN or Path(path).is_fifo()), None)
+    if once is not None and tokenizer is None:
+        name = "stdin" if str(once) == STDIN else once
+        hint = "--tokenizer PATH, or a file"
+        raise DataError(f"{name} can be read only once, so it can't train a tokenizer too", hint)
     if vocab_size is None and config is not None:
         vocab_size = config.vocab_size
     if vocab_size is None and not prepared and tokenizer is None:
-        vocab_size = guessed_vocabulary(60 * minutes * duty / 100 * ranks, sources, text_column)
+        vocab_size = guessed_vocabulary(60 * minutes * duty / 100 * ranks, sources, text_column, on_bad_input)
     pace = None
     if config is not None and minutes is None:
         config = _fitted(config, own, {"vocab_size": vocab_size})
@@ -123,17 +128,18 @@ def start_run(
             available = time_left(minutes, begun) * duty / 100
             smallest = _fitted(config, replace(own, batch_size=1), {"vocab_size": vocab_size})
             pace = seconds_per_token(smallest, available, values, ranks)
-    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, text_column, phase)
+    reading = {
+        "weights": weights, "text_column": text_column, "validation_paths": validation,
+        "validation_fraction": validation_fraction, "seed": draft.seed, "on_bad_input": on_bad_input,
+    }  # fmt: skip
+    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase)
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
     workspace = working_folder(out)
     try:
         data = prepared or workspace / "data"
         if not prepared:
             with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
-                prepare(
-                    sources, words, data, weights=weights, text_column=text_column, validation_paths=validation,
-                    validation_fraction=validation_fraction, seed=draft.seed, progress=advance, stdin=stdin,
-                )  # fmt: skip
+                prepare(sources, words, data, progress=advance, stdin=stdin, **reading)
         manifest, choice = Manifest.read(data), None
         if minutes:
             worked = time_left(minutes, begun) * duty / 100
@@ -226,16 +232,17 @@ def tokenizer_for(
     path: str | Path | None,
     kind: str,
     vocab_size: int | None,
-    text_column: str | None,
+    reading: dict[str, Any],
     phase: Phase,
 ) -> Tokenizer:
-    """The one at `path`, that of prepared data, or one trained on texts."""
+    """The one at `path`, that of prepared data, or one trained on what `prepare` trains on of texts; `reading`: the
+    arguments of `training_texts`."""
     if path is not None:
         return load(path)
     if isinstance(sources, Path):
         return load(sources / "tokenizer")
     with phase(f"training a {kind} tokenizer of {vocab_size} tokens", total_bytes(sources)) as advance:
-        return train(texts(sources, advance=advance, text_column=text_column), vocab_size, kind)
+        return train(training_texts(sources, progress=advance, **reading), vocab_size, kind)
 
 
 def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any]) -> ModelConfig:

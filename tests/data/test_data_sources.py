@@ -7,7 +7,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.data import documents, texts, total_bytes
+from mlxlm.data import BadInput, documents, texts, total_bytes
 from mlxlm.data.text import PIECE
 from mlxlm.errors import DataError
 
@@ -131,6 +131,38 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     path = write(tmp_path / name, content)
     with pytest.raises(DataError, match=message):
         read(path)
+
+
+def test_bad_lines_of_a_text_are_named_and_skipped(tmp_path):
+    """Wherever reads end: the lines around one are as they were."""
+    lines = [f"line {i} 漢\r\n".encode() for i in range(20_000)]
+    for at in (0, 7, 9_000, 19_999):
+        lines[at] = b"bad \xff\xfe, zero \0 line\n" if at == 9_000 else b"bad \xc3\n"
+    path = write(tmp_path / "a.txt", b"".join(lines) + b"end \xe6")
+    with pytest.raises(DataError, match="a.txt is not UTF-8 text: 0xC3 at byte 4, in line 1"):
+        read(path)
+    bad = BadInput("skip")
+    [(_, content, _)] = read(path, on_bad=bad)
+    assert bad.skipped == 5
+    assert content == "".join(f"line {i} 漢\r\n" for i in range(20_000) if i not in (0, 7, 9_000, 19_999))
+
+
+def test_a_long_line_ends_within_a_character(tmp_path):
+    content = "x" + "é漢🎉" * 40_000
+    bad = BadInput("skip")
+    assert read(write(tmp_path / "a.txt", content), on_bad=bad)[0][1] == content and not bad.skipped
+
+
+def test_bad_rows_are_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxlm.data.rows.LONGEST_ROW", 60)
+    rows = [b'{"text": "a"}', b'{"text": "b', b'{"text": "' + b"c" * 200 + b'"}', b'{"txt": ""}', b'{"text": "\xff"}']
+    path = write(tmp_path / "a.jsonl", b"\n".join([*rows, b'{"text": "d"}']))
+    bad = BadInput("skip")
+    assert [(where[-6:], text) for where, text, _ in read(path, on_bad=bad)] == [("line 1", "a"), ("line 6", "d")]
+    assert bad.skipped == 4
+    for content in (b"hello".decode().encode("utf-16"), b""):
+        with pytest.raises(DataError, match="UTF-16|is empty"):
+            read(write(tmp_path / "b.txt", content), on_bad=bad)
 
 
 def test_paths_without_text(tmp_path):

@@ -7,10 +7,13 @@ from contextlib import closing
 import pytest
 from training_runs import QUICK, contents, finish
 
-from mlxlm.data import TrainBatches
+from mlxlm.data import TrainBatches, texts, training_texts
 from mlxlm.errors import DataError
 from mlxlm.tokenizer import load
+from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Run, Started, Step, start_run, train
+from mlxlm.train.several import shared_data
+from mlxlm.train.start import no_phase
 
 
 @pytest.fixture
@@ -49,6 +52,24 @@ def test_resume_is_equal_to_the_bit(new_run, weights, settings):
     else:
         assert started.epochs_of == {"train": started.epochs} and started.padding == 0 < started.cropped < 0.02
         assert started.epochs == pytest.approx(rows * 32 / whole_tokens(whole), rel=0.05)
+
+
+@pytest.mark.parametrize("documents", [60, 1])
+def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, tiny_config, documents):
+    text = make_text(4000)
+    size = len(text) // documents
+    rows = (json.dumps({"text": text[i * size : (i + 1) * size]}) + "\n" for i in range(documents))
+    sources = [tmp_path / "text.jsonl"]
+    sources[0].write_text("".join(rows))
+    given = {"kind": "byte-level", "validation": (), "validation_fraction": 0.2, "on_bad_input": "stop"}
+    shared, _ = shared_data(
+        tmp_path, sources, 300, tokenizer=None, text_column=None, weights=None, seed=1, phase=no_phase, **given
+    )
+    settings = {**QUICK, "steps": 1, "seed": 1}
+    run = start_run(tmp_path / "run", sources, tiny_config, vocab_size=300, settings=settings, **given)
+    wanted = train_tokenizer(training_texts(sources, validation_fraction=0.2, seed=1), 300)
+    assert wanted.fingerprint != train_tokenizer(texts(sources), 300).fingerprint
+    assert load(run.path).fingerprint == shared.fingerprint == wanted.fingerprint
 
 
 def whole_tokens(run: Run) -> int:

@@ -1,0 +1,57 @@
+"""Documents that can be read more than once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO
+
+from mlxlm.data.bad_input import OnBad
+from mlxlm.data.sources import STDIN, documents
+from mlxlm.data.text import READ, Advance, Document
+from mlxlm.data.tokenize import check_role
+from mlxlm.errors import DataError
+
+
+class Reader:
+    """Reads the documents of sources; stdin and pipes again only after `copied`."""
+
+    def __init__(self, stdin: IO[bytes] | None, text_column: str | None):
+        self._stdin, self._text_column = stdin, text_column
+        self._is_copy = False
+
+    def __call__(
+        self, paths: Sequence[str | Path], on_bad: OnBad, advance: Advance | None = None
+    ) -> Iterator[Document]:
+        """See `documents`. Conversations with an unknown role are bad input."""
+        if self._is_copy:
+            self._stdin.seek(0)
+        for document in documents(
+            paths, stdin=self._stdin, advance=advance, text_column=self._text_column, on_bad=on_bad
+        ):
+            try:
+                for role, _ in document.messages or ():
+                    check_role(role, document.where)
+            except DataError as error:
+                on_bad(error)
+            else:
+                yield document
+
+    def copied(self, paths: Sequence[str | Path], folder: Path, stack: ExitStack) -> list[str | Path]:
+        """`paths`, what can be read only once being copied into `folder` until `stack` is closed."""
+        found: list[str | Path] = []
+        for path in paths:
+            if str(path) == STDIN and self._stdin is not None and not self._is_copy:
+                copy = stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
+                shutil.copyfileobj(self._stdin, copy, READ)
+                self._stdin, self._is_copy = copy, True
+            elif Path(path).is_fifo():
+                copy = Path(stack.enter_context(TemporaryDirectory(dir=folder)), Path(path).name)
+                with open(path, "rb") as pipe, open(copy, "wb") as file:
+                    shutil.copyfileobj(pipe, file, READ)
+                path = copy
+            found.append(path)
+        return found
