@@ -39,7 +39,7 @@ def evaluate(model: str, texts: tuple[str, ...], choices: Path | None, as_json: 
         raise click.UsageError("give TEXT files, or - for stdin, or --choices FILE")
     idle = given - {"--out"} if choices else given & {"--out"}
     if idle:
-        reason = "--choices has no windows" if choices else "--choices is not given"
+        reason = "with --choices no TEXT is read" if choices else "--choices is not given"
         raise click.UsageError(f"{' and '.join(sorted(idle))} would have no effect: {reason}")
     if choices:
         _evaluate_choices(model, choices, options["out"], as_json)

@@ -30,7 +30,7 @@ from mlxlm.units import human_bytes, human_seconds
 @click.option(
     "--validation-fraction",
     type=click.FloatRange(0, 1, max_open=True),
-    help="Share of the documents (of the tokens, where there are few documents) held out.  [default: 0.05]",
+    help="Share of the documents (of the text, where there are few documents) held out.  [default: 0.05]",
 )
 @click.option("--validation", multiple=True, metavar="FILE", help="Hold out this source instead. Repeatable.")
 @click.option("--seed", type=int, help="Draws the documents held out.  [default: 0]")

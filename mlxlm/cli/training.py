@@ -128,7 +128,7 @@ def _learned(found: dict[str, Any]) -> str:
         told += f"; {found['split']:,} of them are split between turns"
     if found["cut"]:
         told += f"; {found['cut']:,} are cut inside of an answer or its question, which goes on in the next row"
-    told += "; every answer is learned to its end"
+    told += "; each pass has every answer to its end"
     if found["cut"] and (longer := found.get("longer")) is not None:
         told += f" (try: --sequence-length {printable(str(longer))})"
     return told

@@ -37,6 +37,25 @@ def test_prepare_files(byte_level, text, tmp_path):
     assert TokenDataset.open(tmp_path / "out", "train").manifest.split == "given"
 
 
+def test_bad_input_stops_or_is_skipped(byte_level, text, tmp_path):
+    """In all commands that read text into a file; the count is on stderr."""
+    byte_level.save(tmp_path / "tokenizer")
+    lines = text(3000).encode().splitlines(keepends=True)
+    (tmp_path / "a.txt").write_bytes(b"".join([*lines[:4], b"bad \xff line\n", *lines[4:]]))
+    commands = (
+        ("prepare", tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer"),
+        ("tokenizer", "train", tmp_path / "a.txt", "--vocab-size", "270"),
+    )
+    for number, command in enumerate(commands):
+        done = mlxlm(*command, "--out", tmp_path / f"out {number}")
+        assert done.returncode == 1 and done.stderr.count(b"\n") == 1
+        assert b"a.txt is not UTF-8 text: 0xFF at byte" in done.stderr and b", in line 5 (try: " in done.stderr
+        assert b"--on-bad-input skip" in done.stderr
+        done = mlxlm(*command, "--out", tmp_path / f"out {number}", "--on-bad-input", "skip")
+        assert done.returncode == 0 and b"skipped 1 bad line or row of the input\n" in done.stderr
+    assert TokenDataset.open(tmp_path / "out 0", "train").manifest.skipped == 1
+
+
 def test_wrong_usage(tmp_path):
     assert mlxlm("prepare", tmp_path).returncode == 2
     assert mlxlm("prepare", tmp_path, "--tokenizer", "t", "--out", "o", "--validation-fraction", "1").returncode == 2

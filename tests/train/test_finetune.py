@@ -18,7 +18,7 @@ from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.cli.training import describe_end, describe_forecast
-from mlxlm.data import Chunk, TokenDataset, TrainBatches
+from mlxlm.data import Chunk, Manifest, TokenDataset, TrainBatches
 from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.generation import load
 from mlxlm.kernels import cross_entropy
@@ -217,6 +217,19 @@ def rows_of(path, conversations):
     return path
 
 
+def test_bad_conversations_are_skipped(new_run, tmp_path, talks):
+    lines = talks.read_text().splitlines()
+    bad = ['{"text": "no talk"}', '{"messages": [{"role": "user", "content": "a?"}]}', "not JSON"]
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join([lines[0], *bad, *lines[1:]]))
+    with pytest.raises(DataError, match="bad.jsonl, line 2 is a text, not a conversation .*, or --on-bad-input skip"):
+        new_run("run", sources=[path])
+    run, clean = new_run("run", sources=[path], on_bad_input="skip"), new_run("clean")
+    found, wanted = Manifest.read(run.data), Manifest.read(clean.data)
+    assert found.skipped == 3 and logged(run)["conversations"] == 40 == found.chat_documents
+    assert found.train == wanted.train and found.validation == wanted.validation
+
+
 def logged(run):
     return next(e for e in map(json.loads, run.log_file.read_text().splitlines()) if e["event"] == "conversations")
 
@@ -270,7 +283,7 @@ def test_every_answer_is_learned_to_its_end(new_run, tmp_path):
     [told] = describe(run)
     assert told == (
         "16 conversations: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are cut inside "
-        "of an answer or its question, which goes on in the next row; every answer is learned to its end "
+        "of an answer or its question, which goes on in the next row; each pass has every answer to its end "
         "(try: --sequence-length 128)"
     )
     run = new_run("short", sources=[held] * 5)
