@@ -19,7 +19,7 @@ from mlxlm.data.manifest import FILE, Manifest, Part, shares
 from mlxlm.data.reader import Reader
 from mlxlm.data.shards import ShardWriter
 from mlxlm.data.sources import STDIN
-from mlxlm.data.split import Split, drawn, few_documents
+from mlxlm.data.split import Split, check_fraction, drawn, few_documents
 from mlxlm.data.text import Advance, Document
 from mlxlm.data.tokenize import Chunk, tokenize
 from mlxlm.errors import DataError
@@ -75,8 +75,7 @@ def prepare(
     written.
     """
     paths = list(paths)
-    if not (validation_fraction == 0 or 1e-9 <= validation_fraction < 1):
-        raise DataError(f"validation fraction {validation_fraction} is neither 0 nor from 1e-9 to 1", "0.05")
+    check_fraction(validation_fraction)
     groups = _groups(paths, weights)
     fraction = None if validation_paths else validation_fraction
     bad = BadInput(on_bad_input)
@@ -106,6 +105,7 @@ def training_texts(
 ) -> Iterator[str]:
     """The text that `prepare` trains on with the same arguments, in pieces, without what it holds out; for training a
     tokenizer. Sources are read twice, as far as `Split` needs it: they can't be stdin or pipes."""
+    check_fraction(validation_fraction)
     reader = Reader(None, text_column)
     fraction = 0 if validation_paths else validation_fraction
     for _, _, group in _groups(list(paths), weights):

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from mlxlm.data.text import Document
+from mlxlm.errors import DataError
 
 FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 
@@ -51,6 +52,12 @@ class Split:
             else:
                 yield start > 0 and start + size > self._cut, document
             start += size
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise DataError for what can't be held out."""
+    if not (fraction == 0 or 1e-9 <= fraction < 1):
+        raise DataError(f"validation fraction {fraction} is neither 0 nor from 1e-9 to 1", "0.05")
 
 
 def few_documents(fraction: float) -> int:

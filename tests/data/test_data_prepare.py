@@ -320,10 +320,12 @@ def test_rows_without_any_text(byte_level, tmp_path):
             prepare([path], byte_level, tmp_path / "out", **options)
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1, 2])
+@pytest.mark.parametrize("fraction", [-0.1, 1, 2, 1e-300])
 def test_fractions_out_of_range(byte_level, tmp_path, fraction):
     with pytest.raises(DataError, match="fraction"):
         prepare([tmp_path], byte_level, tmp_path / "out", validation_fraction=fraction)
+    with pytest.raises(DataError, match="fraction"):
+        list(training_texts([tmp_path], validation_fraction=fraction))
 
 
 def test_memory_is_bounded(byte_level, text, tmp_path):
