@@ -15,6 +15,7 @@ from mlxlm.carried import Check
 from mlxlm.checkpoint import gguf, huggingface, llama2c
 from mlxlm.checkpoint.bits import fits_float16, largest
 from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer
+from mlxlm.checkpoint.foreign import what_runs_it
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
 from mlxlm.difference import plain
@@ -89,7 +90,7 @@ def convert(
     if checkpoint.config is None:
         raise CheckpointError(
             f"{source} can't be converted: mlxlm's decoder has no {checkpoint.foreign}",
-            "mlx_lm.convert; chat and generate take it as it is",
+            what_runs_it(checkpoint),
         )
     tokenizer = None if target == "huggingface" else checkpoint.load_tokenizer()
     if target == "llama2.c":

@@ -9,11 +9,12 @@ from typing import Any
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU
+from mlxlm.checkpoint.foreign import build_foreign
 from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.difference import plain
-from mlxlm.errors import TokenizerError
+from mlxlm.errors import CheckpointError, TokenizerError
 from mlxlm.families import caveat, quantization_of
 
 
@@ -40,6 +41,7 @@ class Description:
     format: str
     family: str
     path_taken: str
+    problem: str | None
     architecture: dict[str, str]
     tensors: int
     parameters: int
@@ -72,6 +74,8 @@ def describe(checkpoint: Checkpoint) -> Description:
     tokenizer, warnings = _tokenizer(checkpoint)
     if config is not None and (own := caveat(config)):
         warnings.append(own)
+    problem, limits = (None, []) if config is not None else _of_mlx_lm(checkpoint)
+    warnings += limits
     widened = ON_CPU and (config is None or fits_float32(config, platform.total_memory()))
     unused = [name for name in exceptions if f"{name}.weight" not in checkpoint.tensors]
     if unused:
@@ -81,6 +85,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         format=checkpoint.format,
         family=str(values.get("model_type", "unnamed")),
         path_taken=f"mlx_lm: mlxlm's has no {checkpoint.foreign}" if config is None else "mlxlm's own decoder",
+        problem=problem,
         architecture=_architecture(config) if config is not None else {},
         tensors=len(checkpoint.tensors),
         parameters=parameters,
@@ -94,6 +99,15 @@ def describe(checkpoint: Checkpoint) -> Description:
         tokenizer=tokenizer,
         warnings=warnings,
     )
+
+
+def _of_mlx_lm(checkpoint: Checkpoint) -> tuple[str | None, list[str]]:
+    """Why mlx_lm can't run a model, as far as its configuration says, and warnings about one that it can."""
+    try:
+        _, limit = build_foreign(checkpoint)
+    except CheckpointError as error:
+        return str(error), []
+    return None, [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []
 
 
 def _quantization(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

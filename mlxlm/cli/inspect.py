@@ -48,7 +48,8 @@ def lines(found: Description):
 
     yield "path", found.path
     yield "format", found.format
-    yield "family", f"{found.family}, run by {found.path_taken}"
+    run = f"run by {found.path_taken}" if found.problem is None else f"can't be run: {found.problem}"
+    yield "family", f"{found.family}, {run}"
     yield from found.architecture.items()
     yield "parameters", f"{human_count(found.parameters)} in {found.tensors} tensors"
     yield "size", f"{human_bytes(found.bytes)}, {found.bits_per_weight:.2f} bits per weight"

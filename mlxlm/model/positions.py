@@ -29,11 +29,11 @@ class Rotary:
         self.kind, self.growth = scaling["rope_type"], scaling.get("factor")
         self.change = config.positions_change
         plain = [self.base ** (i / self.dims) for i in range(0, self.dims, 2)]
-        self.wavelengths = _array(_wavelengths(plain, self.base, scaling))  # None: those of the base
+        self.wavelengths = _array(wavelengths(plain, self.base, scaling))  # None: those of the base
         self.long_wavelengths = _array(_stretched(plain, scaling["long_factor"])) if self.kind == "longrope" else None
         self.varies = self.kind in ("dynamic", "longrope")
         self._fixed = (self.base, None) if self.wavelengths is None else (None, self.wavelengths)
-        factor = _attention_factor(scaling, self.longest)
+        factor = attention_factor(scaling, self.longest)
         self.query_scale = None
         if factor != 1:
             self.query_scale = mx.array([factor**2] * self.dims + [1.0] * (config.head_dim - self.dims))
@@ -100,7 +100,7 @@ def _stretched(plain: list[float], factors: list[float]) -> list[float]:
     return [wavelength * factor for wavelength, factor in zip(plain, factors, strict=True)]
 
 
-def _wavelengths(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[float] | None:
+def wavelengths(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[float] | None:
     """The wavelength of each pair of dimensions, over 2π; None where the base alone decides."""
     kind = scaling["rope_type"]
     if kind == "linear":
@@ -137,7 +137,7 @@ def _yarn(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[f
     return [w / (share / scaling["factor"] + (1 - share)) for w, share in zip(plain, shares, strict=True)]
 
 
-def _attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
+def attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
     """How much longer rotated queries and keys become (Peng et al. 2023, 3.4; Ding et al. 2024, "LongRoPE")."""
     kind = scaling["rope_type"]
     if kind not in ("yarn", "longrope"):

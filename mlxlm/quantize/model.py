@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from mlxlm._mlx import small_cache
+from mlxlm.checkpoint.foreign import what_runs_it
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.files import check_free, new_folder, write_json
@@ -62,7 +63,8 @@ def quantize(
     check_free(out, CheckpointError, "another name for the output")
     checkpoint = open_checkpoint(source)
     if checkpoint.config is None:
-        raise CheckpointError(f"{source} can't be quantized: {checkpoint.foreign}", "mlx_lm.convert -q for it")
+        problem = f"{source} can't be quantized: mlxlm's decoder has no {checkpoint.foreign}"
+        raise CheckpointError(problem, what_runs_it(checkpoint))
     if checkpoint.config.quantization:
         raise CheckpointError(f"{source} is quantized already", "the unquantized model it was made from")
     job = Job(checkpoint, goal, method, measure, verify, progress or (lambda phase, done, total: None))
