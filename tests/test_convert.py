@@ -232,8 +232,8 @@ def test_options_outputs_and_sources_that_make_no_sense(write_model, tmp_path):
         with pytest.raises(ConfigError):
             convert(source, tmp_path / out, **options)
     values = json.loads((source / "config.json").read_text())
-    write_json(source / "config.json", {**values, "model_type": "mamba"})
-    with pytest.raises(CheckpointError, match="can't be converted: .*mamba.*try: mlx_lm.convert"):
+    write_json(source / "config.json", {**values, "model_type": "smollm3"})
+    with pytest.raises(CheckpointError, match="can't be converted: .*smollm3.*try: mlxlm chat"):
         convert(source, tmp_path / "a")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "there.gguf"]
 

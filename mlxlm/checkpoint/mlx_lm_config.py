@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlxlm.checkpoint.mlx_lm_rope import FULL, SLIDING, is_known, rope_parameters
+from mlxlm.checkpoint.mlx_lm_rope import FULL, SLIDING, is_known, rope_parameters, unsupported
 from mlxlm.config_problems import is_count
 from mlxlm.errors import CheckpointError
 
@@ -25,6 +25,9 @@ _ROPE_NAMES = {
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
     "original_max_position_embeddings": ("original_max_position_embeddings",),
 }
+_OF_SOME = ("proportional", "telechat3-yarn")  # rope_types that some of mlx_lm's models implement on their own
+# Models of mlx_lm that read fields of their own for the rotary embedding of each layer.
+OWN_ROPE = ("deepseek_v41", "gear", "mimo_v2_flash", "muse_glimmer", "plamo3", "step3p5", "talkie")
 
 
 def for_mlx_lm(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +38,8 @@ def for_mlx_lm(values: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: _number(value) for name, value in values.items()}
     if isinstance(values.get("text_config"), Mapping):
         values["text_config"] = for_mlx_lm(values["text_config"])
-    values |= _rope_fields(values)
+    if values.get("model_type") not in OWN_ROPE:
+        values |= _rope_fields(values)
     for name, others in _OTHER_NAMES.items():
         given = next((values[other] for other in others if values.get(other) is not None), None)
         if values.get(name) is None and given is not None:
@@ -69,9 +73,13 @@ def _rope_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     only models which use it elsewhere see it: in the scale of attention (multi-head latent attention)."""
     rope = rope_parameters(values)
     kind = rope["rope_type"]
+    if not is_known(kind) and kind not in _OF_SOME:
+        raise unsupported(values, kind)
     fields = {name: rope[key] for key, names in _ROPE_NAMES.items() if key in rope for name in names}
     elsewhere = kind == "yarn" and "qk_rope_head_dim" in values
     fields["rope_scaling"] = {**rope, "type": kind} if elsewhere or rope.get("alpha") or not is_known(kind) else None
+    if isinstance(local := (values.get("rope_parameters") or {}).get(SLIDING), Mapping) and "rope_theta" in local:
+        fields["rope_local_base_freq"] = local["rope_theta"]
     return fields
 
 

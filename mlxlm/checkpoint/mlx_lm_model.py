@@ -15,12 +15,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from mlxlm import quantization
 from mlxlm._mlx import nn
-from mlxlm.checkpoint.mlx_lm_config import for_mlx_lm, needs_whole_model
+from mlxlm.checkpoint.mlx_lm_config import OWN_ROPE, for_mlx_lm, needs_whole_model
 from mlxlm.checkpoint.mlx_lm_ignored import check_ignored, longest_text
 from mlxlm.checkpoint.mlx_lm_rope import install_rope
 from mlxlm.checkpoint.mlx_lm_weights import adapted
 from mlxlm.errors import CheckpointError
+from mlxlm.families import quantization_of
 
 _MOST = 10_000  # layers or experts; no model is near it, and each is a Python object
 _COUNTED = re.compile(r"(?:^|_)(?:n|num)_(?:\w+_)?(?:layers?|experts)$")
@@ -41,6 +43,10 @@ def build(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] | None]
     if text_only := needs_whole_model(values):
         values = {"model_type": values["model_type"].removesuffix("_text"), "text_config": values}
     name = _module_name(values)
+    if name == "olmo" and "d_model" not in values:
+        raise CheckpointError("mlx_lm's olmo has no model for a config.json of transformers, only for one with d_model")
+    if (plan := quantization_of(values)) is not None and (problems := [*quantization.problems(plan)]):
+        raise CheckpointError("; ".join(problems[:3]))
     model_class, args_class = _classes(name)
     with _explained(name, {}, values):
         config = for_mlx_lm(values)
@@ -49,7 +55,8 @@ def build(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] | None]
     check_ignored(name, fields, config)
     with _explained(name, fields, config):
         model = adapted(name, model_class, text_only)(args_class.from_dict(config))
-    install_rope(model, values, name in _ROTATES_SHARE or not _SHARES.isdisjoint(fields))
+    if name not in OWN_ROPE:
+        install_rope(model, values, name in _ROTATES_SHARE or not _SHARES.isdisjoint(fields))
     return model, longest_text(name, fields, config)
 
 
@@ -71,17 +78,17 @@ def _module_name(values: Mapping[str, Any]) -> str:
 
 
 def _classes(name: str) -> tuple[type[nn.Module], Any]:
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(printed):
             module = importlib.import_module(f"mlx_lm.models.{name}")
         return module.Model, module.ModelArgs
-    except AttributeError:
+    except AttributeError:  # "base", "cache", ...
         raise CheckpointError(f"neither mlxlm nor mlx_lm has a model for model_type {name!r}") from None
-    except (ImportError, SystemExit) as error:  # mlx_lm's olmo exits where a package is missing
-        command = re.search(r"pip install \S+", said.getvalue())
-        reason = error.msg if isinstance(error, ImportError) else said.getvalue().strip() or "it exits"
-        raise CheckpointError(f"mlx_lm's {name} can't be imported: {reason}", command and command[0]) from None
+    except (ImportError, SystemExit) as error:  # where a package is missing, mlx_lm's olmo says so and exits
+        said = printed.getvalue().strip() or str(error)
+        command = re.search(r"pip install \S+", said)
+        raise CheckpointError(f"mlx_lm's {name} can't be imported: {said}", command and command[0]) from None
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:

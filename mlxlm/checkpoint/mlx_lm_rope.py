@@ -20,6 +20,10 @@ _HEADS = "num_attention_heads"
 _SHARE = "partial_rotary_factor"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,9})\.")
 _SYNONYMS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
+# Whose sliding layers have no scaling, and where their base is.
+_SCALED_IF_FULL = {
+    "gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq", "olmo3": "rope_theta",
+}  # fmt: skip
 _NEEDED = {"yarn": ("factor", "original_max_position_embeddings"), "longrope": ("short_factor", "long_factor")}
 
 _TYPES = {
@@ -31,7 +35,7 @@ _TYPES = {
 }
 
 
-def rope_parameters(values: Mapping[str, Any], layer_type: str = FULL) -> dict[str, Any]:
+def rope_parameters(values: Mapping[str, Any], kind_of_layer: str = FULL) -> dict[str, Any]:
     """The rotary embedding of layers of one type as transformers 5 saves it, from its `rope_parameters` or from the
     older fields: `rope_theta`, `rope_type`, `partial_rotary_factor` and what the type needs. {} where the file says
     nothing.
@@ -44,10 +48,11 @@ def rope_parameters(values: Mapping[str, Any], layer_type: str = FULL) -> dict[s
         raise CheckpointError(f"{field} is {given!r}, it must be an object")
     rope = dict(given)
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
-        rope = dict(rope.get(layer_type) or {}) if layer_type in nested else {}
+        rope = dict(rope.get(kind_of_layer) or {}) if kind_of_layer in nested else {}
         rope.pop("truncate", None)  # which transformers doesn't look for here
-    elif layer_type == SLIDING and "rope_local_base_freq" in values:  # Gemma 3, before transformers 5
-        return {"rope_type": "default", "rope_theta": values["rope_local_base_freq"]}
+    elif kind_of_layer == SLIDING and values.get("model_type") in _SCALED_IF_FULL:  # before transformers 5
+        theta = values.get(_SCALED_IF_FULL[values["model_type"]])
+        return {"rope_type": "default"} if theta is None else {"rope_type": "default", "rope_theta": theta}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     rope["rope_type"] = _SYNONYMS.get(kind, kind) if isinstance(kind, str) else kind
     for name, older in (("rope_theta", ("rope_theta", "rotary_emb_base")), (_SHARE, (_SHARE, "rotary_pct"))):
@@ -91,19 +96,27 @@ def install_rope(model: nn.Module, values: Mapping[str, Any], reads_share: bool)
     """
     if isinstance(values.get("text_config"), Mapping):
         values = values["text_config"]
+    if not values.get("rope_parameters") and not reads_share and rope_parameters(values)["rope_type"] == "default":
+        return  # in the form that mlx_lm's models read
     modules = dict(model.named_modules())
     found = [path for path, module in modules.items() if _is_rope(module) and _LAYER.search(path)]
     if not found and (kind := rope_parameters(values)["rope_type"]) != "default":
-        raise _unsupported(values, kind)
-    types = values.get("layer_types")
+        raise unsupported(values, kind)
     for path in found:
-        index = int(_LAYER.search(path)[1])
-        layer_type = types[index] if isinstance(types, list) and index < len(types) else FULL
-        rope = rope_parameters(values, layer_type)
+        rope = rope_parameters(values, layer_type(values, int(_LAYER.search(path)[1])))
         if not reads_share and rope.get(_SHARE) not in (None, 1):
             raise CheckpointError(f"mlx_lm's model rotates whole heads, not {_SHARE} {rope[_SHARE]!r} of each")
         parent, _, name = path.rpartition(".")
         setattr(modules[parent], name, _of_layer(modules[path], rope, values))
+
+
+def layer_type(values: Mapping[str, Any], layer: int) -> str:
+    """The kind of attention of a layer, `FULL` unless the configuration or its architecture says otherwise."""
+    types = values.get("layer_types")
+    if isinstance(types, list):
+        return types[layer] if layer < len(types) else FULL
+    pattern = values.get("sliding_window_pattern") or 6
+    return SLIDING if values.get("model_type") == "gemma3_text" and (layer + 1) % pattern else FULL
 
 
 def original_context(values: Mapping[str, Any]) -> int | None:
@@ -115,7 +128,7 @@ def original_context(values: Mapping[str, Any]) -> int | None:
     return rope.get("original_max_position_embeddings")
 
 
-def is_known(kind: str) -> bool:
+def is_known(kind: Any) -> bool:
     """Whether `install_rope` computes this rope_type, instead of leaving it to mlx_lm."""
     return kind == "default" or kind in SCALINGS
 
@@ -124,7 +137,7 @@ def _is_rope(module: nn.Module) -> bool:
     return isinstance(module, nn.RoPE) or hasattr(module, "_freqs")
 
 
-def _unsupported(values: Mapping[str, Any], kind: Any) -> CheckpointError:
+def unsupported(values: Mapping[str, Any], kind: Any) -> CheckpointError:
     return CheckpointError(f"{_field(values)} asks for rope_type {kind!r}, which mlx_lm's model doesn't implement")
 
 
@@ -144,7 +157,7 @@ def _of_layer(module: nn.Module, rope: Mapping[str, Any], values: Mapping[str, A
         return initialize_rope(dims, base, traditional, {**rope, "type": kind}, longest)
     wanted = None if base is None else _wavelengths(rope, base, dims)
     if wanted is None:
-        raise _unsupported(values, kind)
+        raise unsupported(values, kind)
     scale = rope.get("short_mscale", attention_factor(rope, longest))
     if not hasattr(module, "_freqs"):
         same = kind == "default" and module.dims == dims and module.base == base

@@ -86,14 +86,14 @@ def test_inspect_obeys_nothing_that_a_file_says(model, capsys):
     plan = {"bits": 0, "mode": "affine", "x\x1b[2J": {"bits": "y"}}
     write_json(model / "config.json", {**values, "model_type": "\x1b[31mmamba\nerror", "quantization": plan})
     code, out, _ = run(capsys, "inspect", model)
-    assert code == 0 and "\x1b" not in out and "\\x1b[31mmamba error, run by mlx_lm" in out
+    assert code == 0 and "\x1b" not in out and "\\x1b[31mmamba error, can't be run: " in out
 
 
 def test_inspect_says_why_mlx_lm_runs_a_model(model, capsys):
     values = json.loads((model / "config.json").read_text())
-    write_json(model / "config.json", {**values, "model_type": "mamba"})
+    write_json(model / "config.json", {**values, "model_type": "smollm3"})
     code, out, _ = run(capsys, "inspect", model)
-    assert code == 0 and "mamba, run by mlx_lm: " in out
+    assert code == 0 and "smollm3, run by mlx_lm: " in out
 
 
 def test_compare(model, tmp_path, capsys):

@@ -20,6 +20,8 @@ from mlxlm.parts import parse, with_parts
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers (pip install transformers)")
+transformers_oracle = pytest.importorskip("transformers_oracle")
+logits_of = transformers_oracle.logits_of
 
 VOCABULARY, LENGTH = 97, 45
 THEIRS = [name for name in FAMILIES if name != OWN]
@@ -121,23 +123,7 @@ ATTENTION = {"gemma2": "eager"}  # the default leaves out the soft cap there; Fa
 
 
 def make_oracle(model_type, sizes):
-    """A model of transformers in which every parameter matters: no norm is 1, no bias 0."""
-    config = transformers.AutoConfig.for_model(
-        model_type, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None, **sizes
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION.get(model_type)).eval()
-    rng = np.random.default_rng(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            centre = 0.7 if parameter.ndim == 1 else 0.0
-            values = rng.normal(centre, 0.25, tuple(parameter.shape)).astype(np.float32)
-            parameter.copy_(torch.from_numpy(values))
-    return model
-
-
-def logits_of(oracle, tokens):
-    with torch.no_grad():
-        return oracle(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    return transformers_oracle.make_oracle(model_type, sizes, VOCABULARY, ATTENTION.get(model_type))
 
 
 @pytest.fixture(scope="module", params=list(CASES), ids=lambda name: name.replace(" ", "-"))

@@ -1,0 +1,143 @@
+"""What a config.json can't do to the models that mlx_lm runs, and how errors of mlx_lm reach a person."""
+
+import json
+import sys
+
+import pytest
+
+from mlxlm._mlx import mx
+from mlxlm.checkpoint import save_weights
+from mlxlm.checkpoint.foreign import build_foreign
+from mlxlm.checkpoint.load import load_model
+from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.cli.main import _run
+from mlxlm.errors import CheckpointError
+
+pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
+GRANITE = {
+    "model_type": "granite", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "logits_scaling": 1.0, "attention_multiplier": 0.3, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(name=value, ...)`: the folder of a Granite with these fields; None leaves one out."""
+
+    def write(**changes):
+        values = {name: value for name, value in {**GRANITE, **changes}.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        save_weights(tmp_path, {"model.embed_tokens.weight": mx.zeros((97, 32))})
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("field", ["model_file", "auto_map"])
+def test_code_in_the_folder_is_never_run(write, field):
+    folder = write(**{field: "evil.py" if field == "model_file" else {"AutoModelForCausalLM": "evil.Model"}})
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    with pytest.raises(CheckpointError, match="model_file is 'evil.py'" if field == "model_file" else "weights"):
+        load_model(folder)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["os", "base", "cache", "..utils", "granite.ModelArgs", "../granite", "gpt_neo", ""])
+def test_only_models_of_mlx_lm_are_imported(write, kind):
+    before = set(sys.modules)
+    with pytest.raises(CheckpointError, match=f"neither mlxlm nor mlx_lm has a model for model_type {kind!r}"):
+        load_model(write(model_type=kind))
+    assert {name for name in set(sys.modules) - before if not name.startswith("mlx_lm.")} <= {"mlx_lm"}
+
+
+def test_a_module_that_exits_is_an_error_with_its_own_advice(write, capsys):
+    if "hf_olmo" in sys.modules:
+        pytest.skip("the package that mlx_lm's olmo needs is installed")
+    with pytest.raises(CheckpointError, match="olmo can't be imported: .*try: pip install ai2-olmo"):
+        load_model(write(model_type="olmo", d_model=32))
+    with pytest.raises(CheckpointError, match="only for one with d_model"):
+        load_model(write(model_type="olmo"))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"logits_scaling": None, "rms_norm_eps": None}, "config.json lacks rms_norm_eps, logits_scaling"),
+        ({"rope_parameters": None}, "config.json lacks rope_theta"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_hidden_layers": "2"}, "can't be built with num_hidden_layers '2'"),
+        ({"hidden_size": "wide"}, "hidden_size 'wide'"),
+        ({"rope_parameters": 7}, "rope_parameters is 7, it must be an object"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta is 'x'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "asks for rope_type 'spiral'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "asks for rope_type 'linear'"),
+        ({"quantization": "4 bits"}, "quantization is '4 bits', it must be an object"),
+        ({"quantization": {"bits": 4}}, "group_size is None"),
+        ({"model_type": 3}, "model_type is 3, it must be a name"),
+        ({"model_type": "gpt_bigcode"}, "config.json lacks n_embd"),
+        ({}, "the weights don't fit the configuration: .* is missing .and 18 more"),
+    ],
+)
+def test_errors_name_the_field(write, changes, expected):
+    with pytest.raises(CheckpointError, match=expected):
+        load_model(write(**changes))
+
+
+def test_weights_of_another_format(write):
+    folder = write()
+    (folder / "model.safetensors").unlink()
+    torch = pytest.importorskip("torch")
+    torch.save({"model.embed_tokens.weight": torch.zeros(97, 32)}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="mlx_lm reads safetensors, not pytorch files .*save_pretrained"):
+        load_model(folder)
+
+
+def test_a_correction_of_the_router_that_mlx_lm_leaves_out(write):
+    folder = write(
+        model_type="ernie4_5_moe", use_bias=False, moe_intermediate_size=16, moe_num_shared_experts=0, moe_k=2,
+        moe_layer_start_index=0, moe_layer_end_index=1, moe_layer_interval=1, moe_num_experts=4, head_dim=8,
+    )  # fmt: skip
+    name = "model.layers.0.mlp.moe_statics.e_score_correction_bias"
+    for value, expected in ((1.0, f"{name} isn't zero"), (0.0, "is missing")):
+        save_weights(folder, {name: mx.full((1, 4), value)})
+        with pytest.raises(CheckpointError, match=expected):
+            load_model(folder)
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    code = _run(list(map(str, arguments)))
+    return code, *capsys.readouterr()
+
+
+def test_inspect_says_whether_a_model_runs(write, capsys):
+    code, out, _ = run(capsys, "inspect", write())
+    assert code == 0 and "granite, run by mlx_lm: " in out
+    code, out, _ = run(capsys, "inspect", write(model_type="gpt_neo"))
+    assert code == 0 and "gpt_neo, can't be run: " in out and "run by" not in out
+    code, out, _ = run(capsys, "inspect", write(logits_scaling=None), "--json")
+    assert code == 0 and json.loads(out)["problem"].endswith("lacks logits_scaling, which mlx_lm's granite needs")
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    folder = write(rope_parameters={**longrope, "original_max_position_embeddings": 64})
+    _, _, said = run(capsys, "inspect", folder)
+    assert "texts end at 64 tokens: mlx_lm's model ignores rope_parameters beyond" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("command", ["convert", "quantize"])
+def test_hints_name_what_works(write, tmp_path, capsys, command):
+    code, _, said = run(capsys, command, write(), "--out", tmp_path / "out")
+    assert code == 1 and "try: mlxlm chat or mlxlm generate" in said
+    code, _, said = run(capsys, command, write(model_type="gpt_neo"), "--out", tmp_path / "out")
+    assert code == 1 and "model_type 'gpt_neo'" in said and "try" not in said
+
+
+def test_building_a_model_reads_no_weights(write):
+    folder = write()
+    checkpoint = open_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    model, limit = build_foreign(checkpoint)
+    assert model.model_type == "granite" and limit is None

@@ -1,0 +1,258 @@
+"""Architectures that mlx_lm runs, as transformers 5 saves them: the logits are those of transformers, or loading fails
+with the field that mlx_lm doesn't implement.
+
+`pytest -s tests/families/test_through_mlx_lm.py -k logits` prints the largest error of each family, in standard
+deviations of the logits, beside that of mlx_lm alone.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.checkpoint.load import load_model
+from mlxlm.errors import CheckpointError
+from mlxlm.generation.engine import Context, tokens
+
+torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
+transformers_oracle = pytest.importorskip("transformers_oracle", reason="the oracle is transformers")
+mlx_lm = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
+logits_of = transformers_oracle.logits_of
+
+VOCABULARY, LENGTH = 97, 45
+TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, (2, LENGTH))
+BASE = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
+}  # fmt: skip
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
+HALF = {**BASE, "hidden_size": 64, "rope_parameters": {**BASE["rope_parameters"], "partial_rotary_factor": 0.5}}
+WINDOWS = {**BASE, "num_hidden_layers": 4, "sliding_window": 12, "head_dim": 8}
+TWO_BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 200.0},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 123.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 123.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 123.0, "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 3.5, 4.5],
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+CONVOLUTIONS = {"num_hidden_layers": 4, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+
+CASES = {
+    "smollm3": {**BASE, "num_hidden_layers": 4},
+    "starcoder2": BASE,
+    "phi": HALF,
+    "cohere": BASE,
+    "cohere2": WINDOWS,
+    "granite": {**BASE, "attention_multiplier": 0.3, "embedding_multiplier": 1.5, "residual_multiplier": 0.7},
+    "stablelm": HALF,
+    "qwen3_moe": {**BASE, **EXPERTS},
+    "qwen2_moe": {**BASE, **EXPERTS, "shared_expert_intermediate_size": 24},
+    "mixtral": {**BASE, **EXPERTS},
+    "olmoe": {**BASE, **EXPERTS},
+    "llama4_text": {**WINDOWS, **EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 40},
+    "lfm2": {**BASE, **CONVOLUTIONS, "block_ff_dim": 48, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**BASE, **CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
+    "glm4": {**HALF, "head_dim": 16},
+    "glm": {**HALF, "head_dim": 16},
+    "glm4_moe": {**HALF, **ROUTED, "head_dim": 16},
+    "gemma3_text": {**WINDOWS, "num_hidden_layers": 6, "rope_parameters": TWO_BASES},
+    "phimoe": {**BASE, **EXPERTS, "attention_bias": True, "lm_head_bias": True},
+    "deepseek_v2": {**BASE, **LATENT, **ROUTED},
+    "deepseek_v3": {**BASE, **LATENT, **ROUTED, "n_group": 2, "topk_group": 1},
+    "minicpm3": {**BASE, **LATENT, "tie_word_embeddings": False},
+    "exaone4": WINDOWS,
+    "exaone_moe": {**WINDOWS, **EXPERTS},
+    "ernie4_5": {**BASE, "head_dim": 8},
+    "seed_oss": {**BASE, "head_dim": 8},
+    "nemotron": HALF,
+    "mamba": {**SMALL, "state_size": 8, "time_step_rank": 4},
+    "mamba2": {**SMALL, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "gpt_oss": {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}},
+    "olmo3": {**WINDOWS, "rope_parameters": dict.fromkeys(TWO_BASES, {"rope_type": "default", "rope_theta": 50.0})},
+    "helium": {**BASE, "head_dim": 8},
+    "apertus": BASE,
+    "hunyuan_v1_dense": {**BASE, "head_dim": 8},
+    "granitemoe": {**BASE, **EXPERTS},
+    "granitemoehybrid": {
+        **BASE, **EXPERTS, **MAMBA2, "shared_intermediate_size": 24,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "minimax_m2": {**HALF, **EXPERTS, "head_dim": 16},
+    "qwen3_5_text": {
+        **HALF, "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+}  # fmt: skip
+FORMS_OF_GELU = {"starcoder2", "gpt_bigcode", "gemma3_text"}  # and of the square root of the width, in bfloat16
+
+
+def saved(folder, model_type, changes=()):
+    oracle = transformers_oracle.make_oracle(model_type, {**CASES[model_type], **dict(changes)}, VOCABULARY, "eager")
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+def logits(model, tokens=TOKENS):
+    return np.array(model(mx.array(tokens)).astype(mx.float32))
+
+
+def error(found, wanted):
+    return float(np.abs(found - wanted).max() / wanted.std())
+
+
+def of_mlx_lm_alone(folder, wanted):
+    try:
+        return f"{error(logits(mlx_lm.load_model(folder)[0]), wanted):.2g}"
+    except Exception as problem:
+        return str(problem).splitlines()[0][:90]
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_logits_are_those_of_transformers(model_type, tmp_path):
+    wanted = logits_of(saved(tmp_path, model_type), TOKENS)
+    found = error(logits(load_model(tmp_path)[0]), wanted)
+    print(f"\n{model_type} | {of_mlx_lm_alone(tmp_path, wanted)} | {found:.2g}", end=" ")
+    assert found < (2e-3 if model_type in FORMS_OF_GELU else 5e-4)
+
+
+OTHERS = {
+    "what mlx_lm ignores": ("qwen3_moe", {"rope_parameters": YARN}),
+    "what mlx_lm refuses": ("qwen2_moe", {"rope_parameters": LLAMA3}),
+    "growing": ("cohere", {"max_position_embeddings": 20, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
+    "in the scale of attention": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}}),
+    "HunYuan's": ("hunyuan_v1_dense", {"rope_parameters": {**YARN, "rope_type": "dynamic", "alpha": 50.0}}),
+    "in full attention only": (
+        "olmo3", {"rope_parameters": {**TWO_BASES, "full_attention": {**YARN, "rope_theta": 50.0}}},
+    ),
+    "one form of longrope": ("granite", {"rope_parameters": {**LONGROPE, "long_factor": LONGROPE["short_factor"]}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_rope_scaling(name, tmp_path):
+    model_type, changes = OTHERS[name]
+    oracle = saved(tmp_path, model_type, changes)
+    assert error(logits(load_model(tmp_path)[0]), logits_of(oracle, TOKENS)) < 5e-4
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm", "minicpm3", "gpt_oss"])
+def test_fields_as_before_transformers_5(model_type, tmp_path):
+    oracle = saved(tmp_path, model_type)
+    values = json.loads((tmp_path / "config.json").read_text())
+    rope = values.pop("rope_parameters")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            values[name] = rope.pop(name)
+    values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert error(logits(load_model(tmp_path)[0]), logits_of(oracle, TOKENS)) < 5e-4
+
+
+def test_gemma_3_with_the_defaults_left_out(tmp_path):
+    """As in the hub's files of the models with pictures."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    rope = {"sliding_attention": plain, "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    oracle = saved(tmp_path, "gemma3_text", {"rope_parameters": rope})
+    values = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_parameters", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"):
+        values.pop(name, None)
+    values["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert error(logits(load_model(tmp_path)[0]), logits_of(oracle, TOKENS)) < 2e-3
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text", "glm", "exaone4"])
+def test_greedy_tokens_with_a_cache(model_type, tmp_path):
+    oracle = saved(tmp_path, model_type)
+    prompt = torch.from_numpy(TOKENS[:1, :18])
+    with torch.no_grad():
+        wanted = oracle.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
+        )
+    found = tokens(Context(load_model(tmp_path)[0]), TOKENS[0, :18].tolist(), lambda row: mx.argmax(row, -1), 16)
+    assert list(found) == wanted[0, 18:].tolist()
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_folders_that_mlx_quantized(model_type, tmp_path):
+    oracle = saved(tmp_path, model_type, {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64})
+    model, _ = load_model(tmp_path)
+    wanted = logits_of(oracle, TOKENS)
+    plan = {"group_size": 32, "bits": 8}
+    nn.quantize(model, **plan, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization": plan}))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    found = logits(load_model(tmp_path)[0])
+    assert error(found, logits(model)) < 1e-4
+    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.98  # a token of another expert aside
+
+
+LIMITS = {
+    "sliding_window": ("mixtral", {"sliding_window": 9}, 9),
+    "sliding_window too": ("starcoder2", {"sliding_window": 9}, 9),
+    "longrope": ("smollm3", {"rope_parameters": LONGROPE}, 16),
+    "longrope, of Phi": ("phimoe", {"rope_parameters": {**LONGROPE, "short_mscale": 1.2, "long_mscale": 1.4}}, 16),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_only_longer_texts_would_show_is_a_limit_of_the_context(name, tmp_path):
+    model_type, changes, limit = LIMITS[name]
+    oracle = saved(tmp_path, model_type, changes)
+    model, config = load_model(tmp_path)
+    assert config.max_position_embeddings == limit
+    short, longer = TOKENS[:, :limit], TOKENS[:, : limit + 2]
+    assert error(logits(model, short), logits_of(oracle, short)) < 5e-4
+    assert error(logits(model, longer), logits_of(oracle, longer)) > 0.01
+
+
+REFUSED = {
+    "smollm3": ({"hidden_act": "relu"}, "hidden_act is 'relu', mlx_lm's smollm3 computes silu"),
+    "granite": (
+        {"rope_parameters": {**BASE["rope_parameters"], "partial_rotary_factor": 0.5}},
+        "rotates whole heads, not partial_rotary_factor 0.5",
+    ),
+    "cohere": ({"tie_word_embeddings": False}, "lm_head.weight is not part of mlx_lm's model"),
+    "cohere2": ({"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types"),
+    "exaone4": ({"layer_types": ["full_attention"] * 4}, "layer_types"),
+    "llama4_text": ({"no_rope_layer_interval": 2}, "no_rope_layers"),
+    "qwen2_moe": ({"norm_topk_prob": True}, "norm_topk_prob is True"),
+    "qwen3_moe": ({"attention_bias": True}, "self_attn.*bias is not part of mlx_lm's model .and 7 more"),
+    "olmoe": ({"clip_qkv": 0.5}, "clip_qkv is 0.5"),
+    "glm4_moe": ({"n_group": 2}, "n_group is 2"),
+    "gemma3_text": ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    "deepseek_v3": ({"rope_interleave": False}, "rope_interleave is False"),
+    "mamba2": ({"n_groups": 2}, "n_groups is 2"),
+    "gpt_oss": ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+    "minicpm3": ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    "nemotron": ({"hidden_act": "silu"}, "hidden_act is 'silu', mlx_lm's nemotron computes relu2"),
+    "phi": ({"qk_layernorm": True}, "layernorm.* is not part of mlx_lm's model"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_mlx_lm_ignores_is_refused(model_type, tmp_path):
+    changes, expected = REFUSED[model_type]
+    saved(tmp_path, model_type, changes)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: .*{expected}"):
+        load_model(tmp_path)

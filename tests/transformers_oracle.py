@@ -1,0 +1,28 @@
+"""Small random models of transformers, and their logits. Needs PyTorch and transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+
+def make_oracle(model_type: str, sizes: dict[str, Any], vocabulary: int, attention: str | None = None):
+    """A model of transformers in which every parameter matters: no norm is 1, no bias 0."""
+    tokens = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    config = transformers.AutoConfig.for_model(model_type, **tokens, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval().float()
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 0.7 if parameter.ndim == 1 else 0.0
+            values = rng.normal(centre, 0.25, tuple(parameter.shape)).astype(np.float32)
+            parameter.copy_(torch.from_numpy(values))
+    return model
+
+
+def logits_of(oracle, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return oracle(torch.from_numpy(tokens), use_cache=False).logits.numpy()
