@@ -73,8 +73,6 @@ def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, 
     from mlxlm.plan.inference import own_bits
 
     _no_idle_options(model, probed, options)
-    if textbook and as_json:
-        raise click.UsageError("--textbook would have no effect: it is a table, which --json has none of")
     config = _config(model, options)
     if options["group_size"] is not None and (options["bits"] or own_bits(config) or 16) >= 16:
         raise click.UsageError("--group-size would have no effect: the weights aren't quantized; give --bits")
@@ -102,7 +100,7 @@ def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, 
 
         draw(found, picture)
     if as_json:
-        render.emit_json(found.to_dict())
+        render.emit_json({**found.to_dict(), **({"textbook": found.textbook()} if textbook else {})})
     else:
         from mlxlm.cli.plan_tables import show
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlxlm.cli import render
-from mlxlm.plan import Duration, Fits, Plan, textbook
+from mlxlm.plan import Duration, Fits, Plan, bits_that_fit, training_memory
 from mlxlm.units import human_bytes, human_count, human_flops, human_seconds
 
 _BAR = 32  # characters of the longest bar
@@ -172,18 +172,15 @@ def _disk(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _textbook(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    c, t, count = plan.config, plan.training, plan.parameter_count
-    h, layers, b, n = c.hidden_size, c.num_hidden_layers, t.batch_size, t.sequence_length
-    yield "12lh²", human_count(textbook.dense_parameters(h, layers)), "parameters of a dense decoder's layers"
-    yield "2Φ", human_bytes(textbook.inference_bytes(count)), "16-bit weights, of Φ parameters"
-    yield "20Φ", human_bytes(sum(textbook.training_bytes(count).values())), "AdamW in mixed precision"
-    activations = textbook.activation_bytes(b, n, h, c.num_attention_heads, layers)
-    yield "l(34bsh + 5bs²a)", human_bytes(activations), "16-bit activations, none recomputed"
-    yield "4lbh(s + n)", human_bytes(textbook.cache_bytes(b, h, layers, n, 0)), "16-bit cache of the batch, multi-head"
-    forward = textbook.forward_flops(b, n, h, layers, c.vocab_size)
-    yield "l(24bsh² + 4bs²h) + 2bshV", _operations(forward), "operations forward, of the batch"
-    total = textbook.training_flops(count, plan.tokens, t.recompute)
-    yield "8ΦD" if t.recompute else "6ΦD", _operations(total), "operations of the whole training, D tokens"
+    found = plan.textbook()
+    training = "8ΦD" if plan.training.recompute else "6ΦD"
+    yield "12lh²", human_count(found["dense_parameters"]), "parameters of a dense decoder's layers"
+    yield "2Φ", human_bytes(found["inference_bytes"]), "16-bit weights, of Φ parameters"
+    yield "20Φ", human_bytes(found["training_bytes"]), "AdamW in mixed precision"
+    yield "l(34bsh + 5bs²a)", human_bytes(found["activation_bytes"]), "16-bit activations, none recomputed"
+    yield "4lbh(s + n)", human_bytes(found["cache_bytes"]), "16-bit cache of the batch, multi-head"
+    yield "l(24bsh² + 4bs²h) + 2bshV", _operations(found["forward_flops"]), "operations forward, of the batch"
+    yield training, _operations(found["training_flops"]), "operations of the whole training, D tokens"
 
 
 def advice(plan: Plan) -> Iterator[str]:
@@ -203,10 +200,28 @@ def _fits(plan: Plan, fits: Fits) -> Iterator[str]:
     here = f"{human_bytes(fits.memory)} of {plan.duration.machine.name}"
     word = "fits" if fits.training else "does not fit"
     yield f"training {word} into the {here}: {human_bytes(plan.memory.total)}"
-    t = plan.training
-    whole = fits.batch_size and replace(t, batch_size=fits.batch_size).parts < t.parts
-    batch = f"batch {fits.batch_size:,}{', which cores do not share,' if whole else ','}"
-    most = f"{batch} or {fits.sequence_length:,} tokens a sequence"
-    yield f"most in training: {most}, or preset {fits.preset or '-'}"
-    least = plan.config.max_position_embeddings
-    yield f"most in use: a text of {fits.context:,} tokens{', all positions' if fits.context == least else ''}"
+    yield _most_in_training(plan, fits)
+    if fits.context:
+        whole = ", all positions" if fits.context == plan.config.max_position_embeddings else ""
+        yield f"most in use: a text of {fits.context:,} tokens{whole}"
+        return
+    s, bits = plan.serving, bits_that_fit(plan.config, plan.serving, fits.memory)
+    size = human_bytes(plan.inference.weights)
+    remedy = "no fewer bits are enough" if bits is None else f"it would with --bits {bits}"
+    yield f"in use it does not fit, its {s.bits}-bit weights take {size}: {remedy}"
+
+
+def _most_in_training(plan: Plan, fits: Fits) -> str:
+    t, most = plan.training, []
+    if fits.batch_size:
+        whole = replace(t, batch_size=fits.batch_size).parts < t.parts
+        most.append(f"batch {fits.batch_size:,}{', which cores do not share,' if whole else ''}")
+    if fits.sequence_length:
+        beside = "" if fits.batch_size else f" at batch {t.batch_size:,}"
+        most.append(f"{fits.sequence_length:,} tokens a sequence{beside}")
+    if most:
+        return f"most in training: {', or '.join([*most, *([f'preset {fits.preset}'] if fits.preset else [])])}"
+    least = human_bytes(training_memory(plan.config, replace(t, batch_size=1)).total)
+    instead = f"the largest preset that fits is {fits.preset}" if fits.preset else "no preset fits"
+    one = f"one sequence of {t.sequence_length:,} tokens takes {least}"
+    return f"most in training: nothing as planned, {one}; {instead}"

@@ -10,7 +10,7 @@ from functools import partial, reduce
 
 from mlxlm import platform
 from mlxlm.config import ModelConfig, preset_names
-from mlxlm.plan.inference import Serving, inference_memory
+from mlxlm.plan.inference import BITS, Serving, as_loaded, inference_memory
 from mlxlm.plan.memory import training_memory
 from mlxlm.plan.training import Training
 
@@ -72,6 +72,13 @@ def fits(config: ModelConfig, training: Training, serving: Serving, memory: int)
         context=_largest(serves, config.max_position_embeddings),
         preset=presets[-1] if presets else None,
     )
+
+
+def bits_that_fit(config: ModelConfig, serving: Serving, memory: int) -> int | None:
+    """The most bits of a weight, fewer than planned, with which the texts planned fit in use; None if none do."""
+    there = room(memory)
+    fewer = (as_loaded(replace(serving, bits=bits), config, memory) for bits in BITS if bits < serving.bits)
+    return next((s.bits for s in fewer if inference_memory(config, s).total <= there), None)
 
 
 def _largest(works: Callable[[int], bool], most: int = _MOST, least: int = 0) -> int:

@@ -63,6 +63,21 @@ class Plan:
         measured = measured_duration(self.flops, self.tokens, self.duration.machine, seconds_per_step)
         return replace(self, measured=peak_memory, measured_duration=measured)
 
+    def textbook(self) -> dict[str, float]:
+        """What the short formulas of `mlxlm.plan.textbook` say of it: counts and bytes, by the formula's name. The
+        operations forward are those of the batch, those of training of all tokens."""
+        c, t, count = self.config, self.training, self.parameter_count
+        h, layers, b, s = c.hidden_size, c.num_hidden_layers, t.batch_size, t.sequence_length
+        return {
+            "dense_parameters": textbook.dense_parameters(h, layers),
+            "inference_bytes": textbook.inference_bytes(count),
+            "training_bytes": sum(textbook.training_bytes(count).values()),
+            "activation_bytes": textbook.activation_bytes(b, s, h, c.num_attention_heads, layers),
+            "cache_bytes": textbook.cache_bytes(b, h, layers, s, 0),
+            "forward_flops": textbook.forward_flops(b, s, h, layers, c.vocab_size),
+            "training_flops": textbook.training_flops(count, self.tokens, t.recompute),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON has it: bytes, seconds, counts."""
         memory, inference, flops = self.memory, self.inference, self.flops

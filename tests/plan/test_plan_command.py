@@ -1,11 +1,14 @@
 """`mlxlm plan`."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mlxlm._mlx import ON_CPU
 from mlxlm.cli.main import main
+from mlxlm.plan import Serving, bits_that_fit, find_config, inference_memory
+from mlxlm.plan.advice import room
 
 
 @pytest.fixture
@@ -112,7 +115,6 @@ def test_a_picture(run, tmp_path, kind):
         (["1m", "--machine", "a100", "--flops", "1e12"], "give one"),
         (["1m", "--machine", "a100", "--probe"], "--probe measures this machine"),
         (["1m", "--machine", "a100", "--group-size", "32"], "--group-size would have no effect"),
-        (["1m", "--machine", "a100", "--textbook", "--json"], "--textbook would have no effect"),
         (["1m", "--probe", "--attention", "plain"], "--attention is for plans"),
         (["1m", "--text-column", "story"], "--text-column would have no effect"),
     ],
@@ -159,3 +161,56 @@ def test_a_quantized_folder_has_its_own_bits(run, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(values))
     code, out, _ = run(tmp_path, "--machine", "a100", "--json", "--group-size", 32)
     assert code == 0 and json.loads(out)["serving"]["bits"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "unexpected"),
+    [
+        (
+            ["llama-65b", "--machine", "a100"],
+            ["most in training: nothing as planned, one sequence of 512 tokens takes", "largest preset that fits is",
+             "in use it does not fit, its 16-bit weights take 131 GB: it would with --bits 6"],
+            ["batch 0", " 0 tokens"],
+        ),
+        (
+            ["llama3-405b", "--machine", "a100"],
+            ["no fewer bits are enough", "no change makes this model fit"],
+            ["batch 0", " 0 tokens"],
+        ),
+        (
+            ["5m", "--machine", "h100", "--sequence-length", 16_000_000],
+            ["tokens a sequence at batch 16"],
+            ["batch 0", "preset -"],
+        ),
+        (["1m", "--machine", "a100", "--batch-size", 10**8], ["most in training: batch "], [" 0 tokens", "preset -"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_in_words(run, arguments, expected, unexpected):
+    code, out, _ = run(*arguments)
+    assert code == 0 and all(text in out for text in expected) and not any(text in out for text in unexpected), out
+
+
+def test_the_bits_that_are_named_fit():
+    config, serving = find_config("llama-65b"), Serving()
+    memory = 80 * 10**9
+
+    def takes(bits):
+        return inference_memory(config, replace(serving, bits=bits)).total
+
+    assert bits_that_fit(config, serving, memory) == 6 and takes(6) <= room(memory) < takes(8)
+
+
+def test_textbook_formulas_as_json(run):
+    shape = ("1m", "--machine", "a100", "--batch-size", 2, "--sequence-length", 64, "--tokens", 1000)
+    found = json.loads(run(*shape, "--textbook", "--json")[1])
+    count = found["parameters"]["total"]
+    assert found["textbook"] == {
+        "dense_parameters": 12 * 4 * 128**2,
+        "inference_bytes": 2 * count,
+        "training_bytes": 20 * count,
+        "activation_bytes": 4 * (34 * 2 * 64 * 128 + 5 * 2 * 64**2 * 4),
+        "cache_bytes": 4 * 4 * 2 * 128 * 64,
+        "forward_flops": 4 * (24 * 2 * 64 * 128**2 + 4 * 2 * 64**2 * 128) + 2 * 2 * 64 * 128 * 1024,
+        "training_flops": 6 * count * 1000,
+    }
+    assert "textbook" not in json.loads(run(*shape, "--json")[1])
