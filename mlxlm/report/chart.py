@@ -16,12 +16,14 @@ COLOURS = 8  # of the style sheet: .c0 to .c7
 
 @dataclass(frozen=True)
 class Series:
-    """A curve. `style`: "line", "faint" for what noise surrounds, "dots" for few values, with a line between them."""
+    """A curve. `style`: "line", "faint" for what noise surrounds, "dots" for few values, with a line between them.
+    `label`: what a single value is called in the picture, where there is no more than one."""
 
     name: str
     points: Sequence[Point]
     colour: int = 0
     style: str = "line"
+    label: str = ""
 
 
 def chart(
@@ -36,9 +38,10 @@ def chart(
 ) -> str:
     """An `<svg>` of the series, each of at most `points` points; "" without any point.
 
-    The y axis is logarithmic where values of a curve are more than 30 times apart and none is below 0, else it leaves
-    out the highest 2% of the values, which are those of the first steps. `x_unit` and `y_unit`: "tokens", "seconds",
-    "bytes", or another, for the figures at the axes. `marks` are vertical lines at x with a label.
+    The y axis is logarithmic where values of a curve are more than 30 times apart and none is below 0. Else, where the
+    highest 2% of the values, those of the first steps and of spikes, would take a third of it, it ends below them, and
+    an arrow at the edge has the highest. A series of one point is a dot with its value. `x_unit` and `y_unit`:
+    "tokens", "seconds", "bytes", or another, for the figures at the axes. `marks` are vertical lines at x with a label.
     """
     drawn = [(s, thinned(s.points, points)) for s in series]
     drawn = [(s, p) for s, p in drawn if p]
@@ -48,7 +51,9 @@ def chart(
     every_x = [x for _, p in drawn for x, _ in p]
     x_low, x_high = min(every_x), max(every_x)
     x_high = max(x_high, x_low + 1, x_low * (1 + 1e-9))  # apart also where one more is the same in float64
-    scale = _Scale.of([[y for _, y in p] for s, p in drawn if s.style != "faint" or len(drawn) == 1], from_zero)
+    clear = [p for s, p in drawn if s.style != "faint" or len(drawn) == 1]
+    lowest = min(y for _, p in drawn for _, y in p)
+    scale = _Scale.of([y for p in clear for _, y in p], lowest, from_zero)
 
     def across(x: float) -> float:
         return _LEFT + (x - x_low) / (x_high - x_low) * (width - _LEFT - _RIGHT)
@@ -77,16 +82,68 @@ def chart(
             parts.append(
                 f'<path class="mark" d="M{at:.1f} {_TOP}V{height - _BOTTOM}"><title>{escape(label)}</title></path>'
             )
-    # What is beyond the axis leaves the picture at its edge.
+    # What is beyond the axis leaves the picture at its edge, where `_arrows` say how far.
     parts.append(f'<svg x="{_LEFT}" y="{_TOP}" width="{width - _LEFT - _RIGHT}" height="{height - _TOP - _BOTTOM}">')
     for s, p in drawn:
         places = [(across(x) - _LEFT, down(y) - _TOP) for x, y in p]
         line = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-        look = f"c{s.colour % COLOURS} {s.style}{' second' if s.colour >= COLOURS else ''}"
+        look = _look(s)
         parts.append(f'<polyline class="{look}" data-name="{escape(s.name)}" points="{line}"/>')
-        if s.style == "dots" and len(p) <= 60:
+        if len(p) == 1:
+            [(a, b)], value = places, f"{s.label} {figure(p[0][1], y_unit)}".strip()
+            a = min(max(a, 4.0), width - _LEFT - _RIGHT - 4.0)
+            parts.append(f'<circle class="{look}" cx="{a:.1f}" cy="{b:.1f}" r="4"/>')
+            parts.append(_beside(a, max(b - 8, 12), value, width - _LEFT - _RIGHT))
+        elif s.style == "dots" and len(p) <= 60:
             parts += [f'<circle class="{look}" cx="{a:.1f}" cy="{b:.1f}" r="2.5"/>' for a, b in places]
+    points_above = [(across(x) - _LEFT, y, s) for s, p in drawn for x, y in p if scale.share(y) > 1 + 1e-9]
+    parts += _arrows(points_above, y_unit, width - _LEFT - _RIGHT)
     return "".join([*parts, "</svg></svg>"])
+
+
+def _look(series: Series) -> str:
+    """Its classes in the style sheet."""
+    return f"c{series.colour % COLOURS} {series.style}{' second' if series.colour >= COLOURS else ''}"
+
+
+def _arrows(points: Sequence[tuple[float, float, Series]], unit: str, width: int) -> list[str]:
+    """An arrow at the upper edge, with the value, for each group of (x, value, series) beyond it: the highest."""
+    parts, groups = [], []
+    for point in sorted(points, key=lambda p: p[0]):
+        if groups and point[0] - groups[-1][-1][0] < _ARROW_ROOM:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    for group in groups:
+        x, y, series = max(group, key=lambda p: p[1])
+        x = min(max(x, 5.0), width - 5.0)
+        value = figure(y, unit)
+        title = f"<title>{escape(series.name)}: up to {escape(value)}, above the picture</title>"
+        parts.append(f'<path class="beyond c{series.colour % COLOURS}" d="M{x:.1f} 1l5 8h-10z">{title}</path>')
+        parts.append(_beside(x, 10, value, width))
+    return parts
+
+
+_ARROW_ROOM = 60  # between two arrows, for the value
+
+
+def _beside(x: float, y: float, text: str, width: int) -> str:
+    """A text at a point, on the side of it that has more room."""
+    side, at = ("before", x - 8) if x > width / 2 else ("value", x + 8)
+    return f'<text class="{side}" x="{at:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def single_values(series: Sequence[Series], x_unit: str, y_unit: str = "") -> list[str]:
+    """What there is to say of series of which none has more than one point: a line of text each. [] where one has, and
+    `chart` draws them."""
+    found = [(s, thinned(s.points, 2)) for s in series]
+    if any(len(p) > 1 for _, p in found):
+        return []
+    return [f"{s.name}: {figure(p[0][1], y_unit)} at {_amount(p[0][0], x_unit)}" for s, p in found if p]
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{figure(value, unit)} tokens" if unit == "tokens" else f"{figure(value, unit)} of steps"
 
 
 _NAMES = {"tokens": "tokens", "seconds": "time spent in steps"}
@@ -103,6 +160,9 @@ def figure(value: float, unit: str) -> str:
     return f"{value:.4g}"
 
 
+_ROOM_ABOVE = 1.5  # heights of the other values that an axis may have for the highest 2%
+
+
 @dataclass(frozen=True)
 class _Scale:
     low: float
@@ -110,15 +170,18 @@ class _Scale:
     logarithmic: bool
 
     @classmethod
-    def of(cls, curves: Sequence[Sequence[float]], from_zero: bool) -> _Scale:
-        values = sorted(y for curve in curves for y in curve)
+    def of(cls, values: Sequence[float], lowest: float, from_zero: bool) -> _Scale:
+        """`values` decide, but for the lowest of all, which the axis has in any case."""
+        values = sorted(values)
         low, high = values[0], values[-1]
-        if not from_zero and low > 0 and high > 30 * low:
-            return cls(low, high, True)
+        if not from_zero and lowest > 0 and high > 30 * low:
+            return cls(lowest, high, True)
         if from_zero:
-            low = min(0.0, low)
+            low = min(0.0, lowest)
         else:
-            high = values[math.ceil(0.98 * (len(values) - 1))]
+            low = lowest
+            most = values[math.ceil(0.98 * (len(values) - 1))]
+            high = high if high - low <= _ROOM_ABOVE * (most - low) else most
         margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
         return cls(low if from_zero else low - margin, high + margin, False)
 

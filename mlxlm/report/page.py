@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mlxlm.report.chart import COLOURS, Series, chart, figure
+from mlxlm.report.chart import COLOURS, Series, chart, figure, single_values
 from mlxlm.report.entries import number
 from mlxlm.report.runs import RunFacts
 from mlxlm.units import human_bytes, human_count, human_seconds
@@ -148,7 +148,7 @@ def _loss(run: RunFacts, i: int, axis: str) -> list[Series]:
     return [
         _curve(run, i, axis, "loss", "faint", " each step"),
         _curve(run, i, axis, "smoothed", "line", " smoothed"),
-        Series(f"{run.name} validation", validation, i, "dots"),
+        Series(f"{run.name} validation", validation, i, "dots", "validation"),
     ]
 
 
@@ -171,16 +171,22 @@ def _curves(
         curves = [s for i, run in enumerate(runs) for s in series(run, i, axis)]
         if len(runs) > 3:  # a cloud of noise hides what is compared
             curves = [s for s in curves if s.style != "faint"]
+        if values := single_values(curves, axis, unit):
+            drawn += f'<div class="by-{axis}"><p>{_text("; ".join(values))} (one value, so there is no curve)</p></div>'
+            continue
         points = max(100, _POINTS // len(runs))
         marks = _marks(runs[0], axis) if len(runs) == 1 and wide else ()
         both = (("broad", _WIDE, points), ("narrow", (400, 280), points // 2))
         for kind, size, most in both if wide else (("", (400, 240), points // 2),):
             picture = chart(curves, axis, unit, size=size, points=most, from_zero=from_zero, marks=marks)
             drawn += picture and f'<div class="by-{axis} {kind}">{picture}</div>'
-    return drawn and f"<figure{_WIDE_CLASS if wide else ''}><figcaption>{_text(title)}</figcaption>{drawn}</figure>"
+    key = f'<p class="soft">{_LOSS_KEY}</p>' if wide and "<svg" in drawn else ""
+    caption = f"<figcaption>{_text(title)}</figcaption>"
+    return drawn and f"<figure{_WIDE_CLASS if wide else ''}>{caption}{key}{drawn}</figure>"
 
 
 _WIDE_CLASS = ' class="wide"'
+_LOSS_KEY = "faint: each step; solid: smoothed; dots: validation; ▲: values above the picture, up to the one beside it"
 
 
 def _marks(run: RunFacts, axis: str) -> list[tuple[float, str]]:

@@ -245,6 +245,49 @@ def test_a_chart_of_far_values_is_logarithmic_and_one_of_equal_values_has_an_axi
         ElementTree.fromstring(chart([Series("a", [(1.0, value), (1.0, value)])], "seconds", "bytes"))
 
 
+def arrows(picture):
+    """(x, title) of each mark for values above the picture."""
+    found = re.findall(r'<path class="beyond c\d" d="M([\d.]+) 1[^"]*"><title>([^<]*)</title>', picture)
+    return [(float(x), title) for x, title in found]
+
+
+def test_what_is_above_the_picture_is_marked_with_its_value():
+    """A spike of one step, of which the smoothed curve shows little; also the first steps, where they are far off."""
+    steady = [(float(i), 2.0 + 0.1 * (i % 2)) for i in range(1000)]
+    noisy = [(x, y + (40.0 if x == 700 else 30.0 if x == 702 else 0.0)) for x, y in steady]
+    runs = [Series("a each step", noisy, 0, "faint"), Series("a smoothed", steady, 0)]
+    picture = chart(runs, "tokens", size=(1160, 330))
+    [(x, title)] = arrows(picture)
+    assert title == "a each step: up to 42, above the picture" and ">42</text>" in picture
+    assert x == pytest.approx((1160 - 52 - 12) * 700 / 999, abs=0.1)
+    assert arrows(chart([Series("a", [(i, 2.0 + i / 1000) for i in range(1000)])], "tokens")) == []
+    first = chart([Series("a", [(i, 30.0 if i == 0 else y) for i, y in steady])], "tokens")
+    assert [t for _, t in arrows(first)] == ["a: up to 30, above the picture"]
+
+
+def test_noise_stays_within_the_picture():
+    points = [(float(i), 2.0 + (-0.9 if i == 50 else 0.0)) for i in range(100)]
+    picture = chart([Series("each", points, 0, "faint"), Series("smoothed", [(0.0, 2.0), (99.0, 2.2)])], "tokens")
+    low, _ = map(float, re.search(r'data-y="(\S+) (\S+)"', picture).groups())
+    assert low < 1.1
+
+
+def test_a_single_validation_is_named_in_the_picture_and_a_sentence_where_there_is_no_other_curve(
+    tmp_path, tiny_config
+):
+    html = written(tmp_path, make_run(tmp_path / "run", tiny_config, steps=10))
+    page = Page(html)
+    loss = 5 / math.sqrt(10) + 0.1
+    assert f"validation {loss - 0.1:.4g}" in page.texts["text"]
+    assert f"run: {loss / 3:.4g} at 1k tokens (one value, so there is no curve)" in page.texts["p"]
+    assert f"run: {loss / 3:.4g} at 5s of steps (one value, so there is no curve)" in page.texts["p"]
+    [validation] = [f for f in html.split("<figure") if "bits per byte)" in f]
+    assert "<svg" not in validation
+    several = Page(written(tmp_path, make_run(tmp_path / "more", tiny_config)))
+    assert not any("one value" in text for text in several.texts["p"])
+    assert not any(text.startswith("validation ") for text in several.texts["text"])
+
+
 def test_thinning_keeps_ends_and_peaks():
     points = [(float(i), 100.0 if i == 777 else -50.0 if i == 4321 else math.sin(i)) for i in range(10_000)]
     found = thinned(points, 200)
