@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import psutil
@@ -176,6 +177,52 @@ def replaced_file(path: Path, kind: type[MlxlmError] = CheckpointError) -> Itera
             _flush(path.parent)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def replacement(source: Path, target: Path) -> Path:
+    """A hidden file beside `target` with the content of `source`, complete on the disk, to `move_into_place`. It is a
+    hard link, or a copy where the disk has none.
+
+    Raises CheckpointError if the disk refuses.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    with os_errors_as(CheckpointError, "write", target):
+        _remove_abandoned(target)
+        try:
+            partial.hardlink_to(source)
+        except OSError:
+            try:
+                shutil.copy2(source, partial)  # with its time, by which `same_file` knows a copy
+                _flush(partial)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    return partial
+
+
+def move_into_place(partial: Path, target: Path) -> None:
+    """Give a complete file its name, for good. Raises CheckpointError if the disk refuses."""
+    with os_errors_as(CheckpointError, "write", target):
+        partial.replace(target)
+        _flush(target.parent)
+
+
+def same_file(first: Path, second: Path) -> bool:
+    """Whether both are there and one is a link to the other, or a copy that `replacement` made."""
+    if not first.is_file() or not second.is_file():
+        return False
+    one, other = first.stat(), second.stat()
+    return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+
+
+def has_hard_links(folder: Path) -> bool:
+    """Whether the disk of `folder` has hard links: FAT and some network drives don't."""
+    with suppress(OSError), TemporaryDirectory(prefix=".links.", dir=folder) as probe:
+        first = Path(probe, "first")
+        first.touch()
+        Path(probe, "second").hardlink_to(first)
+        return True
+    return False
 
 
 def write_bytes(path: Path, content: bytes, kind: type[MlxlmError] = CheckpointError) -> None:

@@ -44,8 +44,16 @@ def write(
     disk refuses.
     """
     config, quantized = config.settled(), config.quantization is not None
+    write_config(folder, values, config, _dtype(tensors))
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    stored = as_stored(families.layout(config, for_mlx=quantized), tensors)
+    write_shards(folder, stored, shard_bytes, finite=True, format="mlx" if quantized else "pt")
+
+
+def write_config(folder: Path, values: Mapping[str, Any], config: ModelConfig, dtype: str) -> None:
+    """Write config.json and generation_config.json of weights in `dtype` ("float32"). `values`: see `write`."""
     kept = values if values.get("model_type") == config.model_type else {}
-    dtype = _dtype(tensors)
     content = {
         **{name: value for name, value in kept.items() if name not in _NOT_KEPT},
         **config.to_dict(),
@@ -57,10 +65,6 @@ def write(
     known = {name: getattr(config, name) for name in ends if getattr(config, name) is not None}
     if known:
         write_json(folder / "generation_config.json", {"_from_model_config": True, **known})
-    if tokenizer is not None:
-        tokenizer.save(folder)
-    stored = as_stored(families.layout(config, for_mlx=quantized), tensors)
-    write_shards(folder, stored, shard_bytes, finite=True, format="mlx" if quantized else "pt")
 
 
 def _dtype(tensors: Tensors) -> str:

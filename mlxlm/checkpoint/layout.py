@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from mlxlm.errors import CheckpointError
 from mlxlm.reading import read_bytes
 
 RUN_FILE = "train.json"
+MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; a run's own is that of its best checkpoint
 _LARGEST_STATE = 4 << 20  # bytes of state.json, which has some hundreds
 
 
@@ -23,7 +25,8 @@ class Location:
 
 
 def locate(path: Path | str) -> Location:
-    """Find a model: a model folder, a run (its best checkpoint), or `RUN/checkpoints/step-N`.
+    """Find a model: a model folder, a run (its best checkpoint, or its own weights where the checkpoints are gone), or
+    `RUN/checkpoints/step-N`.
 
     Raises CheckpointError if there is none.
     """
@@ -35,6 +38,8 @@ def locate(path: Path | str) -> Location:
     if not is_run(path):
         return Location(path, path)
     best = best_checkpoint(path)
+    if best is None and (path / MODEL_FILE).is_file():
+        return Location(path, path)
     if best is None:
         raise CheckpointError(f"{path} is a run without a checkpoint yet", "mlxlm pretrain --resume with it")
     return Location(path, best)
@@ -51,7 +56,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 def best_checkpoint(run: Path) -> Path | None:
     """The one with the lowest validation loss, of equals the latest; None if there is no checkpoint."""
-    return min(list_checkpoints(run), key=lambda c: (_validation_loss(c), -step_of(c)), default=None)
+    return min(list_checkpoints(run), key=lambda c: (validation_loss(state_of(c)), -step_of(c)), default=None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -69,6 +74,7 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _validation_loss(checkpoint: Path) -> float:
-    loss = state_of(checkpoint).get("validation_loss")
+def validation_loss(state: Mapping[str, Any]) -> float:
+    """Of a checkpoint with this state; infinite where it was not validated."""
+    loss = state.get("validation_loss")
     return loss if isinstance(loss, int | float) else float("inf")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,15 +19,16 @@ import numpy as np
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.bits import largest
+from mlxlm.checkpoint.layout import MODEL_FILE
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_object
 from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
+from mlxlm.digests import HashingWriter
 from mlxlm.errors import CheckpointError, os_errors_as
 from mlxlm.files import write_json
 from mlxlm.reading import opened
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _FILES = "model*.safetensors"
 
 # What MLX reads, by the format's names. It gives 8-bit floats as bytes.
@@ -102,8 +104,8 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
     `model.safetensors`, else of every `model*.safetensors`. Raises CheckpointError naming the file and the tensor."""
     if (folder / INDEX).exists():
         return indexed_tensors(folder / INDEX, file_tensors)
-    if (folder / _SINGLE).exists():  # what lies beside it are variants: model.fp16.safetensors
-        return joined_tensors([folder / _SINGLE], file_tensors)
+    if (folder / MODEL_FILE).exists():  # what lies beside it are variants: model.fp16.safetensors
+        return joined_tensors([folder / MODEL_FILE], file_tensors)
     if not (files := sorted(folder.glob(_FILES))):
         wanted = "model*.safetensors, pytorch_model*.bin or .gguf file"
         raise CheckpointError(f"{folder} has no {wanted}", "the folder of a model or of a run")
@@ -144,7 +146,7 @@ def write_shards(
         filled += nbytes
         total += nbytes
     if len(shards) == 1:
-        write_file(folder / _SINGLE, tensors, finite, format)
+        write_file(folder / MODEL_FILE, tensors, finite, format)
         return
     weight_map = {}
     for i, shard in enumerate(shards, start=1):
@@ -159,18 +161,33 @@ def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str =
 
     Raises as `write_tensors` does, and CheckpointError naming the file if the disk refuses.
     """
+    with _appearing(path) as file:
+        write_tensors(file, path, tensors, finite, format)
+
+
+def write_hashed(path: Path, tensors: Tensors, format: str = "mlx") -> str:
+    """`write_file`; returns the file's SHA-256."""
+    with _appearing(path) as file:
+        hashing = HashingWriter(file)
+        write_tensors(hashing, path, tensors, format=format)
+    return hashing.hexdigest()
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[BinaryIO]:
+    """A file to fill, which becomes `path` at the end. Raises CheckpointError if the disk refuses."""
     partial = path.with_name(f".{path.name}.partial")  # `path` may be where lazy values still come from
     with os_errors_as(CheckpointError, "write", path):
         try:
             with partial.open("wb") as file:
-                write_tensors(file, path, tensors, finite, format)
+                yield file
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
 
 def write_tensors(
-    file: BinaryIO,
+    file: BinaryIO | HashingWriter,
     path: Path,
     tensors: Tensors,
     finite: bool = False,

@@ -13,8 +13,11 @@ from mlxlm.cli.machine_options import machine_options, taken
 from mlxlm.cli.run_options import (
     ON_BAD_INPUT,
     describe_skipped,
+    moved_data_option,
     no_idle_options,
     only_resume,
+    only_with_resume,
+    resumed_run,
     setting_options,
     settings_of,
 )
@@ -39,6 +42,7 @@ _TEXTS = {
 @click.argument("data", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run, as it began.")
+@moved_data_option
 @click.option("--template", metavar="NAME|FILE", help="Chat template, for a model without one: see mlxlm chat.")
 @click.option("--validation", multiple=True, help="Conversations for validation (default: a part of DATA).")
 @click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
@@ -48,7 +52,7 @@ _TEXTS = {
 @click.option("--minutes", type=float, help="or in minutes.")
 @setting_options(_WITHOUT, _TEXTS)
 @machine_options
-def finetune(model, data, out, resume, **options: Any) -> None:
+def finetune(model, data, out, resume, moved_data, **options: Any) -> None:
     """Tune MODEL (a run, a folder, a .gguf file or a hub id) on DATA: .jsonl files of conversations, such as
 
     \b
@@ -67,13 +71,13 @@ def finetune(model, data, out, resume, **options: Any) -> None:
     begun = click.get_current_context().meta["mlxlm.begun"]
     from mlxlm.cli.training import describe_end, run_training
     from mlxlm.tokenizer import load
-    from mlxlm.train import Run
 
     going = taken(options)
     if resume is not None:
         only_resume(model, data, out, options=options)
-        run = Run.open(resume)
+        run = resumed_run(resume, moved_data)
     else:
+        only_with_resume(moved_data)
         run = _new_run(model, data, out, options, going["power"].duty, begun)
     ending = run_training(run, load(run.path), resume=True, **going)
     describe_end(ending, run)

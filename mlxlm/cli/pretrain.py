@@ -18,8 +18,11 @@ from mlxlm.cli.run_options import (
     data_rules,
     describe_skipped,
     given_of,
+    moved_data_option,
     no_idle_options,
     only_resume,
+    only_with_resume,
+    resumed_run,
     setting_options,
     settings_of,
 )
@@ -30,6 +33,7 @@ from mlxlm.cli.run_options import (
 @click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run, as it began.")
 @click.option("--repeat", type=click.Path(path_type=Path), metavar="RUN", help="Repeat this run in --out, as logged.")
+@moved_data_option
 @click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m, or by the time]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
 @set_option
@@ -43,7 +47,7 @@ from mlxlm.cli.run_options import (
 @machine_options
 @click.option("--hosts", metavar="A,B,...", help="Train on these machines, this one first; or MLX's hostfile of them.")
 @click.option("--ranks", type=click.IntRange(2), help="Train in this many processes on this machine.")
-def pretrain(data, out, resume, repeat, hosts, ranks, **options: Any) -> None:
+def pretrain(data, out, resume, repeat, moved_data, hosts, ranks, **options: Any) -> None:
     """Train a model from scratch on DATA: text, .jsonl, .parquet and .arrow files, folders, - for stdin, or prepared
     shards.
 
@@ -64,7 +68,7 @@ def pretrain(data, out, resume, repeat, hosts, ranks, **options: Any) -> None:
 
     with joined() as here:
         if here.writes:
-            _lead(here, data, out, resume, repeat, options, begun)
+            _lead(here, data, out, resume, repeat, moved_data, options, begun)
         else:
             with StopRequest(quiet=True).listening() as stop:
                 follow(here, stop)
@@ -85,6 +89,7 @@ def _lead(
     out: Path | None,
     resume: Path | None,
     repeat: Path | None,
+    moved_data: Path | None,
     options: dict[str, Any],
     begun: float,
 ) -> None:
@@ -93,9 +98,11 @@ def _lead(
     from mlxlm.train import Run, repeat_run
 
     going = taken(options)
+    if resume is None:
+        only_with_resume(moved_data)
     if resume is not None:
         only_resume(data, out, repeat, options=options)
-        run = Run.open(resume)
+        run = resumed_run(resume, moved_data)
     elif repeat is not None:
         if out is None or data or given_of(options):
             raise click.UsageError("--repeat takes --out RUN, and the data and settings of the run that it repeats")

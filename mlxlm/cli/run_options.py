@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxlm.cli import render
+
+if TYPE_CHECKING:
+    from mlxlm.train import Run
 
 LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more than a small model learns from them
 
@@ -37,6 +40,7 @@ SETTINGS = (
     ("--eval-every", int, "Steps between validations (default: 250, or by the time); 0: at the end only."),
     ("--eval-tokens", int, "Most tokens per validation."),
     ("--save-every", int, "Steps between checkpoints (default: 500, or by the time); 0: at the end and the best only."),
+    ("--save-minutes", float, "Minutes after the last checkpoint that make another one due, too; 0: steps alone."),
     ("--keep", int, "How many of the last checkpoints stay (the best always does)."),
     ("--sample-every", int, "Steps between sample texts; 0: none."),
     ("--sample-prompt", str, "What samples begin with."),
@@ -130,6 +134,26 @@ def only_resume(*arguments: Any, options: Iterable[str]) -> None:
     """Raise a UsageError if any of the `arguments`, or one of these options, was given beside --resume."""
     if any(arguments) or given_of(options):
         raise click.UsageError("--resume takes the run's own data and settings: give nothing else")
+
+
+moved_data_option = click.option(
+    "--data", "moved_data", type=click.Path(path_type=Path), metavar="FOLDER",
+    help="With --resume: where the run's prepared data was moved to.",
+)  # fmt: skip
+
+
+def only_with_resume(moved_data: Path | None) -> None:
+    """Raise a UsageError for --data where there is nothing to resume."""
+    if moved_data is not None:
+        raise click.UsageError("--data says where the data of a run was moved to: give --resume RUN, too")
+
+
+def resumed_run(path: Path, moved_data: Path | None) -> Run:
+    """The run of --resume, with its data where --data says."""
+    from mlxlm.train import Run
+
+    run = Run.open(path)
+    return run if moved_data is None else run.with_data(moved_data)
 
 
 def no_idle_options(options: Mapping[str, Any], *rules: tuple[Any, Collection[str], str]) -> None:

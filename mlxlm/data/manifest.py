@@ -30,12 +30,20 @@ class Shard:
         document may go on from the shard before.
     mask: the sha256 of `mask_file`, one uint8 a token: 1 for a token to be learned as a target, 0 for one that is only
         read (in a conversation, all but the assistant's words). None: there is no such file, all are to be learned.
+    index_sha256: of the file `index`; None in manifests that were written before it was recorded.
     """
 
     file: str
     tokens: int
     sha256: str
     mask: str | None = None
+    index_sha256: str | None = None
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The sha256 of each file of the shard that has one."""
+        known = {self.file: self.sha256, self.mask_file: self.mask, self.index: self.index_sha256}
+        return {file: digest for file, digest in known.items() if digest is not None}
 
     @property
     def index(self) -> str:
@@ -225,8 +233,8 @@ class _Fields:
         return split
 
     def shard(self) -> Shard:
-        mask = None if self._fields.get("mask") is None else self.get("mask", str)
-        shard = Shard(self.get("file", str), self.count("tokens"), self.get("sha256", str), mask)
+        mask, index = (None if self._fields.get(n) is None else self.get(n, str) for n in ("mask", "index_sha256"))
+        shard = Shard(self.get("file", str), self.count("tokens"), self.get("sha256", str), mask, index)
         if not shard.file or Path(shard.file).name != shard.file:
             raise self.error("file", "is not a plain file name")
         return shard

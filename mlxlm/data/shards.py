@@ -10,6 +10,7 @@ from typing import IO
 import numpy as np
 
 from mlxlm.data.manifest import Shard, Split
+from mlxlm.digests import HashingWriter
 
 
 class ShardWriter:
@@ -91,7 +92,9 @@ class ShardWriter:
             shard.mask = self._mask.finish()
             self._mask = None
         with open(self._folder / shard.index, "wb") as file:
-            np.save(file, np.frombuffer(self._starts, "<i8"))
+            index = HashingWriter(file)
+            np.save(index, np.frombuffer(self._starts, "<i8"))
+        shard.index_sha256 = index.hexdigest()
 
 
 class _Mask:

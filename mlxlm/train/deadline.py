@@ -49,6 +49,7 @@ class Deadline:
         self._elapsed: float = state.get("elapsed", 0.0)
         self._next_look = self._elapsed
         self._by_time = settings.eval_every is None
+        self._save_seconds = 60 * settings.save_minutes
         self._every = {"check": settings.eval_every or 0, "sample": settings.sample_every, "save": settings.save_every}
         plan = settings.plan or {"replanned": [], "validations": []}
         self._replanned, self._validations = dict(plan["replanned"]), frozenset(plan["validations"])
@@ -78,6 +79,11 @@ class Deadline:
     @property
     def elapsed(self) -> float:
         return self._elapsed + self._now() - self._last
+
+    @property
+    def measured(self) -> float:
+        """`elapsed`, as it was when `took` was last called."""
+        return self._elapsed
 
     @property
     def seconds_left(self) -> float | None:
@@ -141,6 +147,9 @@ class Deadline:
             if self._by_time:
                 times["check"] = int(more * each / self._interval)
             times["save"] = max(times["save"], times["check"])  # each validation may be the best one, which is saved
+            every = self._every["save"]
+            if self._save_seconds and not 0 < every * each <= self._save_seconds:  # then some are due by time
+                times["save"] += int(more * each / self._save_seconds)
             return more * each + sum(n * self._cost[name] for name, n in times.items()) + sum(self._cost.values())
 
         return max(0, bisect_right(range(int(max(0.0, left) / each) + 2), left, key=takes) - 1)

@@ -14,6 +14,7 @@ from mlxlm.checkpoint.layout import step_of
 from mlxlm.data import read_ahead
 from mlxlm.errors import DataError, MlxlmError
 from mlxlm.model import Decoder
+from mlxlm.train.data_check import DataCheck
 from mlxlm.train.feed import Feed
 from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.pulse import RankLost
@@ -33,24 +34,34 @@ def follow(ranks: Ranks, should_stop: Callable[[], bool] = lambda: False) -> Non
     Raises DataError if the data is not here or differs, RankLost if a rank is lost. Where that is rank 0, rank 1 saves
     the run, if its folder can be reached.
     """
-    ranks.facts = _Facts(should_stop)
+    ranks.facts = facts = _Facts(should_stop)
     announcement = ranks.share()
     if announcement is None:  # it ended before it began
         return
     run = Run.announced(announcement)
     _check_data(run, ranks.rank)
+    with closing(DataCheck(run.data, ranks)) as check:
+        facts.check = check
+        _follow(run, ranks, announcement, check)
+
+
+def _follow(run: Run, ranks: Ranks, announcement: dict[str, Any], check: DataCheck) -> None:
     settings = run.settings
     model = Decoder(run.config, dropout=settings.dropout)
     step = TrainStep(model, settings, ranks)
     step.go_on_as(announcement["machine"])
     feed = Feed(run, ranks)
     share_state(step, ranks)
-    state = None
-    ranks.rescue = lambda lost: _inherited(run, step, state, ranks, lost)
+    state, checked = None, False
+
+    def rescued(lost: RankLost) -> RankLost:
+        return _inherited(run, step, state, ranks, lost) if check.all_passed(checked) else lost
+
+    ranks.rescue = rescued
     try:
         with closing(read_ahead(feed.read, count(announcement["step"] + 1))) as read:
             while (order := ranks.share()) is not None:
-                state = order["state"]
+                state, checked = order["state"], order["checked"]
                 loss, norm = step(next(read), order["rate"])
                 compute(loss, norm, step.state)
                 state = _after_step(state, settings.spike, loss.item(), norm.item())
@@ -101,13 +112,15 @@ def _check_data(run: Run, rank: int) -> None:
 
 
 class _Facts:
-    """What rank 0 should know of this machine; power and heat are looked at every 10 seconds."""
+    """What rank 0 should know of this machine and its data; power and heat are looked at every 10 seconds."""
 
     def __init__(self, should_stop: Callable[[], bool]):
         self._should_stop, self._looked, self._power = should_stop, -float("inf"), {}
+        self.check: DataCheck | None = None
 
     def __call__(self) -> dict[str, Any]:
         if time.monotonic() - self._looked >= _LOOK_EVERY:
             self._looked = time.monotonic()
             self._power = {"on_battery": platform.on_battery(), "heat": platform.heat()}
-        return {"stop": self._should_stop(), **self._power}
+        checked = self.check.facts() if self.check else {}
+        return {"stop": self._should_stop(), **self._power, **checked}

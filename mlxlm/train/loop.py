@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import count
 from typing import Any
 
@@ -18,6 +18,7 @@ from mlxlm.model import Decoder
 from mlxlm.report.entries import announced
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.clock import Clock
+from mlxlm.train.data_check import DataCheck
 from mlxlm.train.deadline import Deadline
 from mlxlm.train.events import (
     Event,
@@ -89,8 +90,11 @@ def train(
         if run.checkpoints() and not resume:
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
         log = RunLog(run.log_file)
-        loop = _Loop(run, tokenizer, log, _pace(power, ranks), ranks, now)
-        with closing(Trackers(run, loop.first, tensorboard, wandb)) as trackers, steady_memory():
+        with ExitStack() as stack:
+            check = stack.enter_context(closing(DataCheck(run.data, ranks)))
+            loop = _Loop(run, tokenizer, log, _pace(power, ranks), ranks, check, now)
+            trackers = stack.enter_context(closing(Trackers(run, loop.first, tensorboard, wandb)))
+            stack.enter_context(steady_memory())
             try:
                 for event in loop.events(lambda: should_stop() or any(ranks.told("stop"))):
                     for told in (event, *trackers.record(event)):
@@ -114,9 +118,17 @@ class _Loop:
     """The state of a run between its steps."""
 
     def __init__(
-        self, run: Run, tokenizer: Tokenizer, log: RunLog, pace: Pace, ranks: Ranks, now: Callable[[], float],
-    ):  # fmt: skip
+        self,
+        run: Run,
+        tokenizer: Tokenizer,
+        log: RunLog,
+        pace: Pace,
+        ranks: Ranks,
+        check: DataCheck,
+        now: Callable[[], float],
+    ):
         self.run, self.tokenizer, self.settings, self.pace, self.ranks = run, tokenizer, run.settings, pace, ranks
+        self.data_check = check
         begun = now()
         mx.reset_peak_memory()
         self.peak = 0
@@ -137,6 +149,7 @@ class _Loop:
         self.clock = Clock()
         self.saver = Saver(run, self.step, log)
         self.saver.saved = self.first
+        self.saved_at = self.deadline.measured  # when a checkpoint was last written, or could not be
         validated = state.get("validation_loss", 0) is not None
         self.had = log.rewind(self.first, validated)  # of the step that is saved: a stop may have come between
         ranks.rescue = self.rescued
@@ -213,8 +226,8 @@ class _Loop:
             mx.clear_cache()
         self.deadline.took("check" if found else "sample" if sampled else None)
         best = found is not None and found.best
-        saved = best or self.due(done, settings.save_every) or self.saver.overdue or self.saver.saved == done
-        if saved:
+        due = self.due(done, settings.save_every) or self.time_to_save or self.saver.overdue
+        if best or due or self.saver.saved == done:
             before = self.saver.saved
             yield from self.save(done, found, until=should_stop if done == self.deadline.steps else None)
             self.deadline.took("save" if self.saver.saved != before else None)
@@ -222,6 +235,12 @@ class _Loop:
             with suppress(MlxlmError):
                 draw_run(self.run)
             self.deadline.took("pictures")
+
+    @property
+    def time_to_save(self) -> bool:
+        """Whether `save_minutes` are over since the last checkpoint. Pauses don't count: they begin with one."""
+        limit = 60 * self.settings.save_minutes
+        return limit > 0 and self.deadline.measured - self.saved_at >= limit
 
     def validates(self, done: int) -> bool:
         return self.deadline.validates(done) and (done > self.first or "validation" not in self.had)
@@ -236,9 +255,11 @@ class _Loop:
     def advance(self, done: int, batches: list[Batch]) -> Step:
         """Step number `done`, from 1."""
         settings, self.at = self.settings, done
+        self.data_check.look()
         rate = settings.learning_rate_at(done - 1, self.deadline.steps)
         # The others take part in this step.
-        self.ranks.share({"step": done, "rate": rate, "state": self.state_after(done - 1)})
+        checked = self.data_check.passed
+        self.ranks.share({"step": done, "rate": rate, "state": self.state_after(done - 1), "checked": checked})
         with self.clock:
             loss, norm = self.step(batches, rate)
             compute(loss, norm, self.step.state)
@@ -275,7 +296,10 @@ class _Loop:
 
     def save(self, done: int, found: Validation | None, until: Callable[[], bool] | None = None) -> Iterator[Event]:
         """Save the state after step `done`, if it is not saved yet. With `until`, it must be saved: where the disk
-        does not take it, pause until it does, or until that says yes."""
+        does not take it, pause until it does, or until that says yes.
+
+        Raises DataError where it was learned from changed data: the check of the shards is waited for."""
+        self.data_check.wait()
         state = self.state_after(done, found)
         if self.saver.saved == done:
             if found:
@@ -285,6 +309,7 @@ class _Loop:
             yield self.saver.save(state)
         else:
             yield from save_at_last(self.saver, self.pace, state, until)
+        self.saved_at = self.deadline.measured
 
     def state_after(self, done: int, found: Validation | None = None) -> dict[str, Any]:
         """What a checkpoint says beside its arrays."""

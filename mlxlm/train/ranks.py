@@ -30,6 +30,7 @@ from mlxlm.train.pulse import Pulse, RankLost
 PATIENCE = 20.0  # seconds of silence: longer than a machine that swaps is away
 _MEETING = 120.0  # seconds in which all ranks have to come: Python and MLX start slowly from a network drive
 _STUCK = 10.0  # seconds in which a collective that was cut off has to fail
+_POLL = 0.2  # seconds between two looks at what the others have told
 _MESSAGE = 1 << 25  # bytes that are summed at a time, as MLX's average_gradients does
 _CARD = 256  # bytes in which a rank introduces itself
 
@@ -183,6 +184,13 @@ class Ranks:
         """The fact `name` of each of the other ranks that has told it, at most some seconds old."""
         others = self._pulse.told.values() if self._pulse is not None else ()
         return [facts[name] for facts in list(others) if name in facts]
+
+    def told_by_all(self, name: str) -> list[Any]:
+        """The fact `name` of each of the other ranks, once all have told it. Raises RankLost."""
+        while len(found := self.told(name)) < self.size - 1:
+            if problem := self._pulse.problem(wait=_POLL):
+                raise RankLost(problem)
+        return found
 
     def _exchanged(self, tree: Any, prepared: Callable[[mx.array], mx.array]) -> Any:
         flat = sorted(tree_flatten(tree), key=lambda item: str(item[1].dtype))

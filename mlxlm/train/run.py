@@ -6,27 +6,46 @@ import fcntl
 import hashlib
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlxlm import families
 from mlxlm._mlx import mx
-from mlxlm.checkpoint.layout import RUN_FILE, best_checkpoint, is_run, list_checkpoints, state_of, step_of
-from mlxlm.checkpoint.safetensors import check_file, load_weights, save_tensors, save_weights
+from mlxlm.checkpoint import huggingface
+from mlxlm.checkpoint.layout import (
+    MODEL_FILE,
+    RUN_FILE,
+    best_checkpoint,
+    is_run,
+    list_checkpoints,
+    state_of,
+    step_of,
+    validation_loss,
+)
+from mlxlm.checkpoint.safetensors import check_file, write_hashed
+from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.stored import as_stored
+from mlxlm.checkpoint.tensors import Tensor, of_array
 from mlxlm.config import ModelConfig, read_json
 from mlxlm.data.manifest import FILE as MANIFEST
+from mlxlm.data.manifest import is_prepared
+from mlxlm.digests import file_sha256
 from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
-from mlxlm.files import new_folder, write_json
+from mlxlm.files import move_into_place, new_folder, replacement, same_file, write_json
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
 
+OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
+
 
 @dataclass(frozen=True)
 class Run:
-    """`config.json`, tokenizer files, `train.json`, `log.jsonl`, `checkpoints/step-N/`, `loss.png`.
+    """`config.json`, tokenizer files, `train.json`, `log.jsonl`, `checkpoints/step-N/`, `loss.png`, and as
+    `model.safetensors` the weights of the best checkpoint: transformers and mlx_lm load the folder.
 
     `train.json` holds the settings, where the token shards are (in `data/` inside the run, or elsewhere by
     an absolute path), and a digest of them.
@@ -55,14 +74,26 @@ class Run:
         path = Path(path)
         with new_folder(path) as folder:
             digest = _digest(data)
-            write_json(folder / "config.json", config.to_dict())
+            huggingface.write_config(folder, {}, config, "float32")
             tokenizer.save(folder)
             if adopt:
                 data.rename(folder / "data")
             where = "data" if adopt else str(data.resolve())
-            content = {"settings": settings.to_dict(), "data": where, "data_digest": digest}
-            write_json(folder / RUN_FILE, content)
+            _write_run_file(folder, settings, where, digest)
         return cls.open(path)
+
+    def with_data(self, data: Path) -> Run:
+        """The same run after its prepared data was moved to the folder `data`, which the run remembers.
+
+        Raises DataError if that has other data, CheckpointError if the run can't be written or is being trained.
+        """
+        if _digest(data) != self.data_digest:
+            raise DataError(f"{data} has other data than {self.path} began with", "the folder that was moved")
+        own, moved = self.path.resolve(), data.resolve()
+        with self.locked():
+            where = moved.relative_to(own) if moved.is_relative_to(own) else moved
+            _write_run_file(self.path, self.settings, str(where), self.data_digest)
+        return Run.open(self.path)
 
     @property
     def resume_command(self) -> str:
@@ -115,7 +146,13 @@ class Run:
         return good[-1] if good else None
 
     def check_data(self) -> None:
-        """Raise DataError if the shards are not those that the run began with."""
+        """Raise DataError if the manifest, which has the digests of the shards, is not the one that the run began
+        with."""
+        with os_errors_as(DataError, "read", self.data):
+            there = is_prepared(self.data)
+        if not there:
+            hint = f"{self.resume_command} --data FOLDER, if it was moved there"
+            raise DataError(f"the data of {self.path} is not in {self.data}", hint)
         if _digest(self.data) != self.data_digest:
             raise DataError(f"{self.data} has changed since {self.path} began", "the original shards, or a new run")
 
@@ -132,12 +169,30 @@ class Run:
             yield
 
     def save(self, step: TrainStep, state: dict[str, Any]) -> Path:
-        """Write `checkpoints/step-N` for `state["step"]` = N and drop what is no longer kept."""
-        target = self.path / "checkpoints" / f"step-{state['step']}"
-        with new_folder(target) as folder:
-            save_weights(folder, step.weights())
-            save_tensors(folder / "optimizer.safetensors", step.save_state())
-            write_json(folder / "state.json", {**state, "settings": self.settings.to_dict(), "machine": step.machine})
+        """Write `checkpoints/step-N` for `state["step"]` = N, make `model.safetensors` that of the best checkpoint, and
+        drop what is no longer kept.
+
+        At every instant `model.safetensors` is whole. Whatever may take room on the disk comes before the checkpoint
+        appears.
+        """
+        target, model = self.path / "checkpoints" / f"step-{state['step']}", None
+        weights = as_stored(families.layout(self.config), _described(step.weights()))
+        try:
+            with new_folder(target) as folder:
+                digests = {
+                    MODEL_FILE: write_hashed(folder / MODEL_FILE, weights, format="pt"),
+                    OPTIMIZER_FILE: write_hashed(folder / OPTIMIZER_FILE, _described(step.save_state())),
+                }
+                about = {"settings": self.settings.to_dict(), "machine": step.machine, "sha256": digests}
+                write_json(folder / STATE_FILE, {**state, **about})
+                best = best_checkpoint(self.path)
+                if best is None or validation_loss(state) <= validation_loss(state_of(best)):
+                    model = replacement(folder / MODEL_FILE, self.path / MODEL_FILE)
+            if model is not None:
+                move_into_place(model, self.path / MODEL_FILE)
+        finally:
+            if model is not None:
+                model.unlink(missing_ok=True)
         self.drop(self.outdated())
         return target
 
@@ -159,8 +214,17 @@ class Run:
 
     def amend(self, step: int, changes: dict[str, Any]) -> None:
         """Change the state of a checkpoint that was saved before its validation."""
-        path = self.path / "checkpoints" / f"step-{step}" / "state.json"
+        path = self.path / "checkpoints" / f"step-{step}" / STATE_FILE
         write_json(path, {**read_json(path), **changes})
+        self.update_model()
+
+    def update_model(self) -> None:
+        """Make `model.safetensors` in the run's folder that of the best checkpoint, if it isn't yet."""
+        best = best_checkpoint(self.path)
+        if best is None or not (best / MODEL_FILE).is_file():  # older runs have large models in several files
+            return
+        if not same_file(best / MODEL_FILE, self.path / MODEL_FILE):
+            move_into_place(replacement(best / MODEL_FILE, self.path / MODEL_FILE), self.path / MODEL_FILE)
 
     def restore(self, step: TrainStep) -> dict[str, Any]:
         """Load the last checkpoint into `step`; returns its state, {} where the run has none yet.
@@ -169,6 +233,7 @@ class Run:
         """
         for litter in (self.path / "checkpoints").glob(".step-*"):  # of a save that was killed
             shutil.rmtree(litter, ignore_errors=True)
+        self.update_model()  # a crash may have come between a checkpoint and this
         checkpoints = self.checkpoints()
         if not checkpoints:
             return {}
@@ -176,18 +241,25 @@ class Run:
         try:
             return self._restore(step, folder)
         except (CheckpointError, ConfigError) as error:
-            way_back = f"removing it and resuming from {checkpoints[-2].name}" if len(checkpoints) > 1 else None
+            way_back = None
+            if len(checkpoints) > 1:
+                way_back = f"removing {folder}, after which a resume goes on from {checkpoints[-2].name}"
             raise CheckpointError(error.message, way_back or error.hint) from None
 
     def _restore(self, step: TrainStep, folder: Path) -> dict[str, Any]:
-        state = read_json(folder / "state.json")
-        optimizer = folder / "optimizer.safetensors"
+        state = read_json(folder / STATE_FILE)
+        optimizer = folder / OPTIMIZER_FILE
         check_file(optimizer)
+        tensors = open_checkpoint(folder).tensors
         try:
-            changed = [k for k, v in self.settings.to_dict().items() if state["settings"].get(k) != v]
+            saved = TrainSettings.from_dict(state["settings"], str(folder / STATE_FILE)).to_dict()
+            changed = [name for name, value in self.settings.to_dict().items() if saved[name] != value]
             if state["step"] != step_of(folder):
                 raise ValueError(f"state.json is of step {state['step']}")
-            step.load(load_weights(folder), mx.load(str(optimizer)))
+            _verify(folder, state.get("sha256", {}))
+            # Contiguous, as they were: a product with a transposed view may differ in the last bit.
+            weights = {name: mx.contiguous(tensor.read()) for name, tensor in tensors.items()}
+            step.load(weights, mx.load(str(optimizer)))
             mx.eval(step.state)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{folder} does not fit this run: {error}") from None
@@ -199,7 +271,26 @@ class Run:
         return state
 
 
+def _verify(checkpoint: Path, digests: Mapping[str, str]) -> None:
+    """Raise CheckpointError for a file that isn't what was written. `digests` are those of `state.json`; older
+    checkpoints have none."""
+    for name in (MODEL_FILE, OPTIMIZER_FILE):
+        if name in digests and file_sha256(checkpoint / name, CheckpointError) != digests[name]:
+            problem = f"{checkpoint / name} has changed since it was saved: its SHA-256 is not the one in {STATE_FILE}"
+            raise CheckpointError(problem, "an unchanged copy of this file, or a new run")
+
+
+def _described(arrays: Mapping[str, mx.array]) -> dict[str, Tensor]:
+    return {name: of_array(value) for name, value in arrays.items()}
+
+
+def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str) -> None:
+    write_json(folder / RUN_FILE, {"settings": settings.to_dict(), "data": data, "data_digest": digest})
+
+
 def _digest(data: Path) -> str:
-    """Of the manifest, which has the digests of the shards."""
+    """Of the manifest, which has the digests of the shards. Raises DataError where there is none."""
     with os_errors_as(DataError, "read", data / MANIFEST):
+        if not is_prepared(data):
+            raise DataError(f"{data} is not a prepared dataset: it has no {MANIFEST}", "the folder that has it")
         return hashlib.sha256((data / MANIFEST).read_bytes()).hexdigest()

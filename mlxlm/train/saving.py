@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.errors import CheckpointError
+from mlxlm.files import has_hard_links
 from mlxlm.train.events import NotSaved, Paused, Resumed, Saved
 from mlxlm.train.log import NO_ROOM, RunLog
 from mlxlm.train.power import Pace
@@ -44,6 +45,8 @@ class Saver:
         self.saved: int | None = None
         self._run, self._step, self._log, self._free, self._now = run, step, log, free, now
         self._needed = checkpoint_bytes(step) + _MARGIN
+        if not has_hard_links(run.path):  # then the run's own model.safetensors is a copy
+            self._needed += sum(array.nbytes for array in step.weights().values())
         self._again_at: float | None = None
 
     @property
@@ -73,8 +76,9 @@ class Saver:
         return Saved(state["step"], path)
 
     def _lacking(self) -> int:
-        """Bytes that are missing for a checkpoint, with those that it would replace."""
-        replaced = sum(f.stat().st_size for folder in self._run.outdated(coming=1) for f in folder.iterdir())
+        """Bytes that are missing for a checkpoint, with those that it would replace: of files without another name."""
+        files = [f.stat() for folder in self._run.outdated(coming=1) for f in folder.iterdir()]
+        replaced = sum(f.st_size for f in files if f.st_nlink == 1)
         return self._needed - self._free(self._run.path) - replaced
 
     def _put_off(self, done: int, reason: str, hint: str) -> NotSaved:

@@ -46,6 +46,7 @@ class TrainSettings:
     eval_every: int | None = 250  # None, with a time limit: up to 20 times, in at most 5% of the time
     eval_tokens: int = 131_072
     save_every: int = 500
+    save_minutes: float = 10.0  # also this long after the last checkpoint, by the clock; 0: by steps alone
     keep: int = 2
     sample_every: int = 0  # 0: none
     sample_prompt: str = ""
@@ -132,6 +133,8 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         value = getattr(s, name)
         if not number(value) or value < 0 or (name == "learning_rate" and value == 0):
             yield f"{name} is {value!r}, it must be a positive number"
+    if not number(s.save_minutes) or s.save_minutes < 0:
+        yield f"save_minutes is {s.save_minutes!r}, it must be a number from 0 up"
     if s.time_limit is not None and (not number(s.time_limit) or s.time_limit <= 0):
         yield f"time_limit is {s.time_limit!r}, it must be a positive number of seconds"
     for name in ("final_learning_rate", "decay_fraction"):

@@ -70,6 +70,21 @@ def test_the_time_of_the_last_checkpoint_is_kept_free():
     assert 0.9 * 400 <= clock.now <= 400
 
 
+@pytest.mark.parametrize("save_every", [0, 50])
+def test_the_time_of_checkpoints_that_time_makes_due_is_kept_free(save_every):
+    """Every 30 seconds one of 15: without them there would be time for 82 steps of a second beside the last one."""
+    clock = FakeClock()
+    settings = TrainSettings(
+        steps=100, learning_rate=1.0, time_limit=100.0, eval_every=0, save_every=save_every, save_minutes=0.5
+    )
+    deadline = Deadline(settings, {}, {"steps": 100, "step_seconds": 100.0, "seconds": 100.0}, clock)
+    deadline._cost["save"] = 15.0
+    clock.now += 1
+    deadline.took("step")
+    assert deadline.replanned(1)
+    assert 45 <= deadline.steps <= 60
+
+
 def test_without_a_limit_nothing_is_replanned():
     clock = FakeClock()
     deadline = Deadline(TrainSettings(steps=7, learning_rate=1.0), {}, FORECAST, clock)

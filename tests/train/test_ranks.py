@@ -108,7 +108,7 @@ class _Told(Ranks):
 def test_a_follower_without_the_data_says_where_it_should_be(new_run):
     run = new_run("run")
     missing = {**run.announcement(), "step": 0, "data": "/nowhere/data"}
-    with pytest.raises(DataError, match="rank 1: cannot read /nowhere/data.*same prepared folder at /nowhere/data"):
+    with pytest.raises(DataError, match="rank 1: .* not in /nowhere/data.*same prepared folder at /nowhere/data"):
         follow(_Told(missing))
     other = {**run.announcement(), "step": 0, "data_digest": "0"}
     with pytest.raises(DataError, match="rank 1: .* has changed"):

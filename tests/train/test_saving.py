@@ -2,12 +2,16 @@
 
 import errno
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 from training_runs import contents, finish, read_log
 
+from mlxlm._mlx import mx
+from mlxlm.checkpoint import load_model
+from mlxlm.checkpoint.layout import best_checkpoint
 from mlxlm.errors import CheckpointError
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import load
@@ -100,15 +104,15 @@ def test_a_disk_that_fills_up_while_saving_kills_neither_the_run_nor_the_checkpo
     finish(whole)
     from mlxlm.train import run as runs
 
-    real = runs.save_tensors
+    real = runs.write_hashed
 
-    def full(path, tensors):
+    def full(path, tensors, **options):
         if path.parent.name.startswith(".step-10."):
             path.write_bytes(b"half a file")
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, tensors)
+        return real(path, tensors, **options)
 
-    monkeypatch.setattr(runs, "save_tensors", full)
+    monkeypatch.setattr(runs, "write_hashed", full)
     found = []
 
     def at(event):
@@ -210,10 +214,10 @@ class Log:
 def test_an_error_that_is_no_matter_of_room_is_one(new_run, disk, monkeypatch):
     run = new_run("run", steps=4)
 
-    def broken(*_):
+    def broken(*_, **__):
         raise CheckpointError("the weights are not finite")
 
-    monkeypatch.setattr("mlxlm.train.run.save_weights", broken)
+    monkeypatch.setattr("mlxlm.train.run.write_hashed", broken)
     with pytest.raises(CheckpointError, match="not finite"):
         disk.drive(run)
 
@@ -252,3 +256,146 @@ def test_nothing_of_a_checkpoint_is_lost_with_the_power(new_run, monkeypatch):
     after = [h[1] for h in happened[at:] if h[0] == "flush"]
     assert str(target.parent) in after and str(run.path) in after  # the folder `checkpoints` is new, too
 
+
+
+# By the clock
+
+
+def test_a_checkpoint_is_due_by_time_and_changes_nothing(new_run, disk):
+    """A step takes 10 seconds: with a minute between checkpoints every sixth is saved, and a kill costs that much."""
+    options = {"steps": 15, "save_every": 0, "eval_every": 0, "dropout": 0.1}
+    whole, run = new_run("whole", save_minutes=0, **options), new_run("run", save_minutes=1, **options)
+    assert of_kind(disk.drive(whole, now=lambda: disk.seconds), Saved) == [(Saved, 15)]
+    events = train(run, load(run.path), now=lambda: disk.seconds)
+    for event in events:
+        disk.seconds += 10 * isinstance(event, Step)
+        if event.step == 14:
+            break
+    events.close()  # as a kill leaves it
+    assert [c.name for c in run.checkpoints()] == ["step-6", "step-12"]
+    rest = disk.drive(run, resume=True, now=lambda: disk.seconds)
+    assert of_kind(rest, Step)[0] == (Step, 13) and of_kind(rest, Saved) == [(Saved, 15)]
+    assert contents(whole.path / "checkpoints/step-15") == contents(run.path / "checkpoints/step-15")
+
+
+def test_the_time_between_checkpoints_counts_from_the_last_one(new_run, disk):
+    """Whatever that was due by."""
+    run = new_run("run", steps=14, save_every=5, eval_every=0, save_minutes=0.5)
+    assert run.settings.save_minutes == 0.5 and new_run("usual").settings.save_minutes == 10
+    events = disk.drive(run, now=lambda: disk.seconds)
+    assert of_kind(events, Saved) == [(Saved, n) for n in (3, 5, 8, 10, 13, 14)]
+
+
+def test_a_checkpoint_that_is_due_by_time_waits_for_room(new_run, disk):
+    run = new_run("run", steps=12, save_every=0, eval_every=0, save_minutes=0.5)
+
+    def at(event):
+        disk.free = ROOM if event.step >= 8 else 0
+
+    events = disk.drive(run, at, now=lambda: disk.seconds)
+    # Tried again when it is due again, and when there may be room after a minute.
+    assert of_kind(events, Saved, NotSaved) == [(NotSaved, 3), (NotSaved, 6), (Saved, 9), (Saved, 12)]
+
+
+# The run's own model
+
+
+def model_of(run):
+    return (run.path / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def no_links(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+
+
+def test_the_run_has_the_weights_of_its_best_checkpoint(new_run):
+    """Without their bytes twice."""
+    run, names = new_run("run", steps=12, save_every=2, eval_every=4), set()
+    for event in train(run, load(run.path)):
+        if isinstance(event, Saved):
+            best = best_checkpoint(run.path)
+            names.add(best.name)
+            assert (best / "model.safetensors").samefile(run.path / "model.safetensors")
+    assert len(names) > 1
+    assert [p.name for p in run.path.glob(".model*")] == []
+
+
+def test_a_disk_without_hard_links_has_a_copy(new_run, no_links):
+    run = new_run("run", steps=4, save_every=2, eval_every=2)
+    finish(run)
+    best = best_checkpoint(run.path) / "model.safetensors"
+    assert model_of(run) == best.read_bytes() and not best.samefile(run.path / "model.safetensors")
+    before = (run.path / "model.safetensors").stat().st_ino
+    run.update_model()
+    assert (run.path / "model.safetensors").stat().st_ino == before  # it is known to be the same
+
+
+def test_the_copy_needs_room_too(new_run, monkeypatch):
+    run = new_run("run")
+    step = TrainStep(Decoder(run.config), run.settings)
+    model = sum(array.nbytes for array in step.weights().values())
+    with_links = Saver(run, step, Log())._needed
+    monkeypatch.setattr("mlxlm.train.saving.has_hard_links", lambda path: False)
+    assert Saver(run, step, Log())._needed == with_links + model
+
+
+def test_bytes_with_another_name_make_no_room(three_checkpoints):
+    run = three_checkpoints
+    saver = saver_of(run, lambda path: 0)
+    lacking = saver._lacking()
+    model = run.checkpoints()[0] / "model.safetensors"
+    (run.path / "mine").hardlink_to(model)
+    assert saver._lacking() == lacking + model.stat().st_size
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_crash_between_a_checkpoint_and_the_model_is_made_up_for(new_run, request, monkeypatch, links):
+    if not links:
+        request.getfixturevalue("no_links")
+    run = new_run("run", steps=8, save_every=4, eval_every=4)
+    finish(run, stop_at=4)
+    finish(run, resume=True, stop_at=4)  # its validation is made up for
+    first = model_of(run)
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlxlm.train.run.move_into_place", crash)
+        with pytest.raises(KeyboardInterrupt):
+            finish(run, resume=True)
+    assert run.checkpoints()[-1].name == "step-8" and model_of(run) == first  # the one before, whole
+    finish(run, resume=True)
+    assert best_checkpoint(run.path).name == "step-8"
+    assert model_of(run) == (run.path / "checkpoints/step-8/model.safetensors").read_bytes() != first
+
+
+def test_a_full_disk_without_hard_links_leaves_the_model_before(new_run, disk, no_links, monkeypatch):
+    run = new_run("run", steps=8, save_every=4, eval_every=4)
+    seen, real = [], shutil.copy2
+
+    def full(source, target):
+        if "step-4." in str(source):
+            return real(source, target)
+        seen.append(model_of(run))
+        if len(seen) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        return real(source, target)
+
+    monkeypatch.setattr("mlxlm.files.shutil.copy2", full)
+    events = disk.drive(run)
+    assert of_kind(events, Saved, NotSaved)[-2:] == [(NotSaved, 8), (Saved, 8)]
+    assert seen[0] == seen[1] != model_of(run)
+    assert {p.name for p in (run.path / "checkpoints").iterdir()} == {"step-4", "step-8"}
+
+
+def test_a_run_without_checkpoints_is_loaded_from_its_own_model(new_run):
+    run = new_run("run", steps=2)
+    finish(run)
+    shutil.rmtree(run.path / "checkpoints")
+    model, _ = load_model(run.path)
+    assert model(mx.array([[1, 2]])).shape == (1, 2, 300)
