@@ -77,7 +77,7 @@ def test_the_time_of_checkpoints_that_time_makes_due_is_kept_free(save_every):
     settings = TrainSettings(
         steps=100, learning_rate=1.0, time_limit=100.0, eval_every=0, save_every=save_every, save_minutes=0.5
     )
-    deadline = Deadline(settings, {}, {"steps": 100, "step_seconds": 100.0, "seconds": 100.0}, clock)
+    deadline = Deadline(settings, {}, {**FORECAST, "seconds": 100.0}, clock)
     deadline._cost["save"] = 15.0
     clock.now += 1
     deadline.took("step")
