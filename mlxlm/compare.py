@@ -11,6 +11,7 @@ from mlxlm._mlx import mx
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.errors import CheckpointError
+from mlxlm.kernels import log_softmax
 from mlxlm.stages import LAYERS, Stages, State
 
 WINDOW = 512  # tokens; what is far apart in a text tells little more about a change of weights
@@ -167,8 +168,7 @@ class _Total:
 
     def add(self, logits_a: mx.array, logits_b: mx.array, targets: mx.array) -> None:
         logits_a, logits_b = logits_a.astype(mx.float32), logits_b.astype(mx.float32)
-        log_a = logits_a - mx.logsumexp(logits_a, axis=-1, keepdims=True)
-        log_b = logits_b - mx.logsumexp(logits_b, axis=-1, keepdims=True)
+        log_a, log_b = log_softmax(logits_a), log_softmax(logits_b)
         kl = divergence(log_a, log_b).sum()
         loss_a, loss_b = (-mx.take_along_axis(log, targets[:, None], axis=-1).sum() for log in (log_a, log_b))
         agreed = (logits_a.argmax(axis=-1) == logits_b.argmax(axis=-1)).sum()

@@ -10,6 +10,7 @@ from mlxlm._mlx import mx
 from mlxlm.errors import CheckpointError
 from mlxlm.generation.context import Context, evaluate
 from mlxlm.generation.loaded import LoadedModel
+from mlxlm.kernels import cross_entropy
 
 _LOGITS = 32 << 20  # values that are made at once: 128 MB in float32
 _CHUNK = 256  # tokens of a row that are read at once, at most
@@ -76,7 +77,7 @@ class Continuations:
             part = tokens[:, start : start + columns + 1]
             logits = self._loaded.model(part[:, :-1], cache=caches).astype(mx.float32)
             chosen = mx.take_along_axis(logits, part[:, 1:, None], axis=-1)[..., 0]
-            logprobs, likeliest = chosen - mx.logsumexp(logits, axis=-1), chosen >= logits.max(axis=-1)
+            logprobs, likeliest = -cross_entropy(logits, part[:, 1:]), chosen >= logits.max(axis=-1)
             evaluate(caches, logprobs, likeliest)
             for row, more in zip(found, zip(logprobs.tolist(), likeliest.tolist(), strict=True), strict=True):
                 row[0].extend(more[0])

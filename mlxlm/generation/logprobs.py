@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mlxlm._mlx import mx
+from mlxlm.kernels import log_softmax
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class DrawnLogprobs:
     @classmethod
     def of(cls, logits: mx.array, tokens: mx.array, n: int) -> DrawnLogprobs:
         """Of tokens `[R]` drawn from logits `[R, V]`, with the n likeliest."""
-        logits = logits.astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = log_softmax(logits)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
         if n == 0:
             nothing = mx.zeros((len(tokens), 0))

@@ -10,6 +10,7 @@ from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
 from mlxlm.generation.context import Context, evaluate
 from mlxlm.generation.loaded import LoadedModel
+from mlxlm.kernels import cross_entropy
 
 _CHUNK = 256  # tokens whose logits are made at once: [256, V] float32 is 128 MB for 128k tokens
 
@@ -68,9 +69,8 @@ def _logprobs(model, ids: list[int]) -> list[float]:
     context.keep_prefix(ids, 0)  # tells the caches how long the text is
     for start in range(0, len(pairs), _CHUNK):
         part = pairs[start : start + _CHUNK]
-        logits = model(mx.array([[a for a, _ in part]]), cache=context.caches)[0].astype(mx.float32)
-        chosen = mx.take_along_axis(logits, mx.array([[b] for _, b in part]), axis=-1)[:, 0]
-        values = chosen - mx.logsumexp(logits, axis=-1)
+        logits = model(mx.array([[a for a, _ in part]]), cache=context.caches)[0]
+        values = -cross_entropy(logits, mx.array([b for _, b in part]))
         evaluate(context.caches, values)
         found += values.tolist()
     if any(math.isnan(value) for value in found):

@@ -6,7 +6,7 @@ graphs built on a vectorised `exp`.
 """
 
 from mlxlm.kernels.attention import attention
-from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import using
 from mlxlm.kernels.gelu import gelu, gelu_tanh
 from mlxlm.kernels.quantized import Quantized
@@ -21,6 +21,7 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "linear_cross_entropy",
+    "log_softmax",
     "rms_norm",
     "swiglu",
     "using",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm._mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.sums import sum_of_rows
 from mlxlm.kernels.waypoints import waypoint
@@ -21,7 +21,23 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
     logits = logits.astype(mx.float32)
     if ON_CPU:
         return _cross_entropy_cpu(logits, targets)[0]
-    return nn.losses.cross_entropy(logits, targets)
+    shifted = _shifted(logits)
+    return mx.logsumexp(shifted, axis=-1) - mx.take_along_axis(shifted, targets[..., None], axis=-1).squeeze(-1)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Log-probabilities, computed in float32: logits `[..., V]` of any dtype, returns float32 `[..., V]`."""
+    shifted = _shifted(logits.astype(mx.float32))
+    return shifted - mx.logsumexp(shifted, axis=-1, keepdims=True)
+
+
+def _shifted(logits: mx.array) -> mx.array:
+    """The logits minus their maximum, which changes no probability.
+
+    Without it log-probabilities are a difference of two numbers as large as the logits: at 30,000, float32 has steps
+    of 0.002.
+    """
+    return logits - mx.stop_gradient(mx.max(logits, axis=-1, keepdims=True))
 
 
 @mx.custom_function

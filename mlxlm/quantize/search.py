@@ -13,6 +13,7 @@ from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.compare import divergence
 from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.kernels import log_softmax
 from mlxlm.quantize.awq import at
 from mlxlm.quantize.packed import dequantized, rounded
 from mlxlm.quantize.plan import BITS, Format, Matrix, Plan
@@ -97,8 +98,7 @@ class _Probe:
             state = block(*state)
             mx.eval(state)
             self._states.append(state)
-        logits = self._logits(state)
-        self._source = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        self._source = log_softmax(self._logits(state))
         mx.eval(self._source)
 
     def divergence(self, module: str) -> float:
@@ -113,12 +113,10 @@ class _Probe:
             first, state = 0, (self._model.model.embed(self._tokens), None)
         for block in self._model.layers[first:]:
             state = block(*state)
-        logits = self._logits(state)
-        mine = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return divergence(self._source, mine).sum(axis=-1).mean().item()
+        return divergence(self._source, log_softmax(self._logits(state))).sum(axis=-1).mean().item()
 
     def _logits(self, state) -> mx.array:
-        return self._model.head(self._model.model.leave(*state)).astype(mx.float32)
+        return self._model.head(self._model.model.leave(*state))
 
 
 def steps(plan: Plan, costs: Costs) -> tuple[Plan, list[Step]]:

@@ -1,6 +1,7 @@
 """The CPU kernels against float64 numpy and against MLX's own operations, values and gradients."""
 
 import math
+import sys
 
 import numpy as np
 import oracle
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm._mlx import ON_CPU, mx, nn
-from mlxlm.kernels import attention, cross_entropy, gelu, gelu_tanh, swiglu, using
+from mlxlm.kernels import attention, cross_entropy, gelu, gelu_tanh, log_softmax, swiglu, using
 from mlxlm.kernels.exp import exp_nonpositive
 
 
@@ -75,6 +76,29 @@ def test_cross_entropy_value_and_gradient():
     huge = mx.array([[1e5, 0.0, -1e5]])
     close(cross_entropy(huge, mx.array([0])), [0.0], 1e-6)
     close(cross_entropy(huge, mx.array([2])), [2e5], 1e-6)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_cross_entropy_equals_float64(dtype, on_cpu, monkeypatch):
+    """On both kinds of device, also where logits are large and close to each other, or rule tokens out."""
+    monkeypatch.setattr(sys.modules["mlxlm.kernels.cross_entropy"], "ON_CPU", on_cpu)
+    rows = [[30_000, 29_999.5, 29_000], [-30_000, -30_016, -30_008], [1, -np.inf, 0], [0, 0, 0], [-np.inf, 5, -np.inf]]
+    logits, targets = mx.array(rows).astype(getattr(mx, dtype)), np.array([1, 2, 0, 2, 1])
+    x = np.array(logits.astype(mx.float32), np.float64)
+    shifted = x - x.max(-1, keepdims=True)
+    exact = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    wanted = -exact[np.arange(5), targets]
+    np.testing.assert_allclose(np.array(cross_entropy(logits, mx.array(targets))), wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.array(log_softmax(logits)), exact, rtol=1e-6, atol=1e-6)
+    gradient = mx.grad(lambda x: cross_entropy(x, mx.array(targets)).sum())(logits.astype(mx.float32))
+    np.testing.assert_allclose(np.array(gradient), np.exp(exact) - np.eye(3)[targets], atol=1e-6)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_target_that_is_ruled_out_costs_infinitely_much(on_cpu, monkeypatch):
+    monkeypatch.setattr(sys.modules["mlxlm.kernels.cross_entropy"], "ON_CPU", on_cpu)
+    assert cross_entropy(mx.array([[1.0, -mx.inf]]), mx.array([1])).item() == math.inf
 
 
 @settings(max_examples=25)
