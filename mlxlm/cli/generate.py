@@ -12,7 +12,7 @@ import click
 
 from mlxlm.cli.kv_options import kv_options
 from mlxlm.cli.piped import read_standard_input, with_standard_input
-from mlxlm.cli.sampling_options import sampling_options
+from mlxlm.cli.sampling_options import REMEDIES, sampling_options
 from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
 from mlxlm.cli.waiting import waiting
@@ -136,7 +136,7 @@ def generate(
     if verbose:
         _say_statistics(result)
     if result.complaint is not None:
-        raise GenerationError(result.complaint, "a larger --max-tokens" if result.finish_reason == "length" else None)
+        raise GenerationError(result.complaint, REMEDIES.get(result.finish_reason))
 
 
 def _need(what: str, is_there: bool, **given: Any) -> None:

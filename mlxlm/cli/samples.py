@@ -9,6 +9,7 @@ from dataclasses import replace
 from mlxlm.cache import KVOptions
 from mlxlm.chat.terminal import write
 from mlxlm.cli import render
+from mlxlm.cli.sampling_options import REMEDIES
 from mlxlm.cli.waiting import waiting
 from mlxlm.errors import GenerationError
 from mlxlm.generation import LoadedModel, Request, run_batch
@@ -52,5 +53,4 @@ def print_samples(
             style="dim",
         )
     if broken is not None:
-        hint = "a larger --max-tokens" if broken.finish_reason == "length" else None
-        raise GenerationError(f"not every text is complete: {broken.complaint}", hint)
+        raise GenerationError(f"not every text is complete: {broken.complaint}", REMEDIES.get(broken.finish_reason))

@@ -78,6 +78,9 @@ OPTIONS = (
     ),
 )
 
+# Of a constrained text that isn't complete, by its finish_reason.
+REMEDIES = {"length": "a larger --max-tokens", "stop": "a --stop that it can't contain, or none"}
+
 
 def sampling_options(command: Callable | None = None, *, without: Collection[str] = ()) -> Callable:
     """Add the options to a command, which gets those that were given as `options`, a GenerationOptions.

@@ -17,6 +17,7 @@ import numpy as np
 
 from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
+from mlxlm.generation.json_schema import explained, guided
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.tokenizer import Tokenizer
 
@@ -24,21 +25,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _COMPILED = 8  # grammars that are kept of a tokenizer: the rows of one request, and of a few more
-# Between the parts of a JSON text: nothing, a space, or a line end and an indent of up to 16 levels of 2. Unbounded, a
-# small model that has learnt to indent can fill a context with spaces.
-_WHITESPACE = r"[ ]?|\n([ ]{0,32}|\t{0,16})"
 _HINTS = {
     "json_schema": "a schema without it",
-    "regex": "a regular expression without it; it is matched as a whole, so that ^ and $ aren't needed",
+    "regex": r"one such as [0-9]+, with \ before a character that stands for itself, as in \(",
     "choice": "fewer or shorter texts",
 }
+_UNSUPPORTED = "a regular expression without it; it is matched as a whole, so that ^ and $ aren't needed"
 
 
 class Grammar:
     """What a text must match, compiled for the tokens of a model. Texts share it."""
 
-    def __init__(self, start: LLMatcher, name: str, tokens: LLTokenizer):
-        self._start, self._tokens = start, tokens
+    def __init__(self, start: LLMatcher, name: str, tokens: LLTokenizer, first_space: bool):
+        """`first_space`: the tokens have to begin with a space, which isn't part of the text."""
+        self._start, self._tokens, self._first_space = start, tokens, first_space
         self.name = name
 
     @classmethod
@@ -74,7 +74,8 @@ class Grammar:
 
         with _library_errors(name):
             tokens = _tokens(tokenizer, vocab_size, end_ids)
-            grammar = _grammar(options, first_space=_strips_first_space(tokenizer))
+            first_space = _strips_first_space(tokenizer)
+            grammar = _grammar(options, first_space)
             # The library's own limits bound time and memory; an error need not show the state of its parser.
             limits = llguidance.LLParserLimits(verbose_errors=False)
             start = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
@@ -84,8 +85,8 @@ class Grammar:
         if problem.startswith("NoExtension") or not problem and start.is_stopped() and not start.is_accepting():
             raise GenerationError(f"{name}: no text matches it", "a constraint that some text matches")
         if problem:
-            raise GenerationError(f"{name}: {_reason(problem)}", _HINTS[name])
-        return cls(start, name, tokens)
+            raise _error(name, problem)
+        return cls(start, name, tokens, first_space)
 
     def matcher(self) -> Matcher:
         """For one text, at its beginning."""
@@ -94,6 +95,12 @@ class Grammar:
     def text(self, ids: Sequence[int]) -> str:
         """What these tokens say."""
         return self._tokens.decode_bytes(list(ids)).decode("utf-8", "replace")
+
+    def is_matched_by(self, text: str) -> bool:
+        """Whether a text is all that the constraint asks for."""
+        matcher = self._start.deep_copy()
+        spelt = self._tokens.tokenize_str(" " * self._first_space + text)
+        return matcher.try_consume_tokens(spelt) == len(spelt) and matcher.is_accepting()
 
 
 class Matcher:
@@ -133,6 +140,12 @@ class Matcher:
             return problem and f"{self._name}: {problem}"
         return self.error or f"the text ended before it was what {self._name} asks for"
 
+    def complaint_about(self, text: str) -> str | None:
+        """`complaint`, of a text that a stop string has cut short."""
+        if self._grammar.is_matched_by(text):
+            return None
+        return f"a stop string ended the text before it was what {self._name} asks for"
+
     def consume(self, token: int) -> None:
         """Go on by a token."""
         self._allowed = None
@@ -170,9 +183,7 @@ def _grammar(options: SamplingOptions, first_space: bool) -> str:
     from llguidance import regex_to_lark
 
     if options.json_schema is not None:
-        schema = json.loads(options.json_schema)
-        schema = {"not": {}} if schema is False else {} if schema is True else schema
-        body = {"json_schema": {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}}
+        body = {"json_schema": guided(json.loads(options.json_schema))}
     elif options.regex is not None:
         body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, 'd')}/"}
     else:
@@ -263,10 +274,21 @@ def _json_problem(text: str) -> str | None:
     return None
 
 
+def _error(name: str, message: str) -> GenerationError:
+    """The library's error in the words of who wrote the constraint."""
+    known = explained(message) if name == "json_schema" else None
+    reason, hint = known or (_reason(message), _HINTS[name])
+    if name == "regex" and re.search("look-?around|backreference", message):
+        hint = _UNSUPPORTED
+    return GenerationError(f"{name}: {reason}", hint)
+
+
 def _reason(message: str) -> str:
     """The line of an error that says what is wrong: regular expressions have it after a picture of the place."""
     if message.startswith("NoExtension"):
         return "no token of this model can follow"
+    if "lookarounds not supported" in message:
+        return r"^, $ and \b can't be inside it"
     found = re.search(r"^error: (.*)$", message, re.MULTILINE)
     return found[1] if found else message.split("\n", 1)[0] or "it can't be followed"
 
@@ -279,4 +301,4 @@ def _library_errors(name: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
-        raise GenerationError(f"{name}: {_reason(str(error))}", _HINTS[name]) from error
+        raise _error(name, str(error)) from error

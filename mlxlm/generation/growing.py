@@ -106,9 +106,15 @@ class GrowingText:
             seed=self.seed,
             timings=self._timings(),
             logprobs=None if self._logprobs is None else list(self._logprobs),
-            complaint=self.sampler.complaint if self._constrained and self._finish_reason else None,
+            complaint=self._complaint(),
             speculation=speculation,
         )
+
+    def _complaint(self) -> str | None:
+        if not self._constrained or self._finish_reason is None:
+            return None
+        cut = self._finish_reason == "stop"
+        return self.sampler.complaint_about(self._text.getvalue()) if cut else self.sampler.complaint
 
     def _timings(self) -> Timings:
         peak = mx.get_peak_memory()

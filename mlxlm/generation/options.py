@@ -182,7 +182,7 @@ class GenerationOptions(SamplingOptions):
     """SamplingOptions, and where a text ends.
 
     max_tokens: at most this many tokens; None for as many as the model's context has room for.
-    stop: strings that end the text and are not part of it. Not beside a constraint, which ends the text itself.
+    stop: strings that end the text and are not part of it. Beside a constraint, whichever ends the text first does.
     """
 
     max_tokens: int | None = 256
@@ -198,8 +198,6 @@ class GenerationOptions(SamplingOptions):
         if limit is not None and not is_whole(limit, 1):
             yield f"max_tokens is {limit!r} (a positive whole number, such as 256)"
         yield from _text_problems("a stop string", self.stop)
-        if self.stop and self.constraint:
-            yield f"a stop string could cut what {self.constraint} asks for (one of the two)"
 
 
 def _within(value: Any, low: float, high: float) -> bool:

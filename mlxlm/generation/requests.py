@@ -165,6 +165,8 @@ class RequestReader:
         if unknown:
             raise GenerationError("there is no field " + ", ".join(map(json.dumps, unknown)), _meant(unknown))
         given = {name: value[name] for name in _OPTIONS if name in value}
+        if given.get("choice") == []:
+            raise GenerationError("choice is an empty list", 'one text or more, or no "choice"')
         if given.get("seed", ...) is None:
             del given["seed"]
         return replace(self._defaults, **given)

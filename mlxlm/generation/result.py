@@ -45,8 +45,9 @@ class Result:
     """A text and how it came about.
 
     `tokens` are the ids generated, with the end token or the stop string's, if any. `finish_reason`:
-    "eos" an end token, "stop" a stop string, "length" max_tokens, "context" the model's context is full,
-    "constraint" nothing that this model can say would fulfil the constraint, None if the text was left before its end.
+    "eos" an end token or the end of what a constraint asks for, "stop" a stop string, "length" max_tokens, "context"
+    the model's context is full, "constraint" nothing that this model can say would fulfil the constraint, None if the
+    text was left before its end.
     `cached_tokens` of the `prompt_tokens` didn't have to be read. `logprobs`, where they were asked for: those of each
     token of `tokens`. `complaint`: why a constrained text doesn't fulfil its constraint, None if it does.
     `speculation`: what came of the tokens proposed, where any were.

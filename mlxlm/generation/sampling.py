@@ -97,6 +97,10 @@ class Sampler:
         """Why the text, if it ends with the tokens observed, isn't what a constraint asks for; None if it is."""
         return None if self._matcher is None else self._matcher.complaint
 
+    def complaint_about(self, text: str) -> str | None:
+        """`complaint`, of a text that a stop string has cut short."""
+        return None if self._matcher is None else self._matcher.complaint_about(text)
+
     def observe(self, token: int) -> None:
         """Tell the token that was drawn, in order; where the sampler `blocks`, before the next draw.
 

@@ -253,16 +253,23 @@ def test_logprobs(run, requests):
     assert len(first["logprobs"]) == first["tokens"] == 6 and "logprobs" not in second
 
 
-def test_constraints(run, requests):
+def test_constraints(run, requests, tiny_tokenizer):
+    space, endless = {tiny_tokenizer.encode(" ", continues=True)[0]: 100}, {tiny_tokenizer.eos_id: -1000}
     lines = [
         {"id": "whole", "prompt": "the", "choice": ["yes", "no"]},
         {"id": "cut", "prompt": "the", "regex": "[a-z]{200}", "max_tokens": 2},
+        {"id": "stopped", "prompt": "the", "regex": "yes(;no)?", "stop": [";"], "logit_bias": endless},
+        {"id": "json", "prompt": "the", "json_schema": {"const": [1, 2]}, "logit_bias": space, "max_tokens": 20},
+        {"id": "none", "prompt": "the", "choice": []},
     ]
     code, out, err = run("--jsonl", requests(*lines), "--ordered")
-    whole, cut = parsed(out)
+    whole, cut, stopped, listed, none = parsed(out)
     assert whole["text"] in ("yes", "no") and "complaint" not in whole
     assert cut["complaint"] and cut["finish_reason"] == "length"
-    assert code == 1 and "1 of 2 results failed" in err
+    assert (stopped["text"], stopped["finish_reason"], stopped.get("complaint")) == ("yes", "stop", None)
+    assert (listed["text"], listed["finish_reason"]) == ("[1, 2]", "eos")
+    assert none["error"].startswith("choice is an empty list")
+    assert code == 1 and "2 of 5 results failed" in err
 
 
 @pytest.mark.parametrize(

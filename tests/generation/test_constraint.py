@@ -25,7 +25,7 @@ PERSON = {
         "name": {"type": "string", "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
         "tags": {"type": "array", "items": {"enum": ["a", "b\n", "ü"]}, "maxItems": 3},
-        "more": {"anyOf": [{"type": "null"}, {"type": "number", "minimum": -5, "maximum": 5}]},
+        "more": {"anyOf": [{"type": "null"}, {"type": "number", "minimum": -5, "maximum": 5, "multipleOf": 0.5}]},
     },
     "required": ["name", "age"],
     "additionalProperties": False,
@@ -300,19 +300,20 @@ def nested(depth):
 @pytest.mark.parametrize(
     ("constraint", "said"),
     [
-        ({"json_schema": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
-        ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json_schema": {"x-guidance": {"lenient": True}, "if": {}, "then": {}}}, '["if", "then"]'),
+        ({"json_schema": {"not": {"type": "string"}}}, '"not" can\'t be enforced while a text is generated'),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, '"uniqueItems" can\'t be enforced'),
+        ({"json_schema": {"if": {}, "then": {}}}, '"if", "then" can\'t be enforced'),
         ({"json_schema": {"$ref": "http://example.com/schema"}}, "http://example.com/schema"),
         ({"json_schema": {"$ref": "file:///etc/passwd"}}, "file:///etc/passwd"),
-        ({"json_schema": {"$ref": "#/$defs/none"}}, "/$defs/none"),
+        ({"json_schema": {"$ref": "#/$defs/none"}}, "points to /$defs/none, which the schema doesn't have"),
         ({"json_schema": {"$ref": "#"}}, "no text matches it"),
-        ({"json_schema": {"type": "word"}}, "word"),
+        ({"json_schema": {"type": "word"}}, 'there is no type "word" (try: string, number'),
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
-        ({"json_schema": "false"}, "json_schema"),
+        ({"json_schema": "false"}, "no JSON matches false (try: true, for any JSON)"),
         ({"json_schema": nested(200)}, "recursion limit"),
         ({"json_schema": nested(30_000)}, "recursion"),
         ({"json_schema": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
+        ({"json_schema": {"type": "string", "pattern": "(a"}}, "the pattern (a: unclosed group"),
         ({"json_schema": {"type": "string", "minLength": 10**12}}, "json_schema"),
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
@@ -375,18 +376,135 @@ def test_an_error_inside_the_library_is_one_line(loaded, monkeypatch):
         compiled(GenerationOptions(regex="a"), loaded.tokenizer)
 
 
-def test_json_does_not_run_away_in_whitespace(loaded):
-    """Between two parts of a JSON text at most a line end and 32 spaces, however much a model likes them."""
-    nulls = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "null"}}
-    options = GenerationOptions(temperature=0, json_schema=nulls)
-    grammar, ends = compiled(options, loaded.tokenizer, padding=0)
-    sampler = Sampler(options, [1], 0, tokenizer=loaded.tokenizer, grammar=grammar)
-    blank = [not loaded.tokenizer.token_bytes(i).strip() and bool(loaded.tokenizer.token_bytes(i)) for i in range(300)]
-    logits = mx.where(mx.array(blank), 9.0, 0.0)[None]
+TABLE = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 2}, "b": {"const": {}}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def blank_loving_text(tokenizer, schema):
+    """What a model says that likes nothing better than white space."""
+    options = GenerationOptions(temperature=0, json_schema=schema)
+    grammar, ends = compiled(options, tokenizer, padding=0)
+    sampler = Sampler(options, [1], 0, tokenizer=tokenizer, grammar=grammar)
+    pieces = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    logits = mx.where(mx.array([bool(piece) and not piece.strip() for piece in pieces]), 9.0, 0.0)[None]
     ids = []
     while not sampler.finished and len(ids) < 500 and not (ids and ids[-1] in ends):
         ids.append(sampler(logits).item())
         sampler.observe(ids[-1])
-    text = loaded.tokenizer.decode(ids)
-    assert json.loads(text) == [None, None]
-    assert max(map(len, re.findall(r"\s+", text))) in (17, 33)  # tabs or spaces, whichever have the lower ids
+    assert sampler.complaint is None
+    return tokenizer.decode(ids)
+
+
+def test_json_has_at_most_the_white_space_of_json_dumps(tokenizer):
+    assert blank_loving_text(tokenizer, TABLE) == '{"a": [null, null], "b": {}}'
+
+
+@pytest.mark.parametrize("comma, colon", [(",", ":"), (",\n  ", " : "), (", ", None)])
+def test_json_has_the_separators_that_its_schema_sets(loaded, comma, colon):
+    separators = {"item_separator": comma, **({"key_separator": colon} if colon else {})}
+    wanted = json.dumps({"a": [None, None], "b": {}}, separators=(comma, colon or ": "))
+    assert blank_loving_text(loaded.tokenizer, {**TABLE, "x-guidance": separators}) == wanted
+
+
+@pytest.mark.parametrize("settings", [
+    {"item_separator": r",\s*"}, {"item_separator": ";"}, {"item_separator": "," + " " * 9}, {"key_separator": 3},
+    {"key_separator": ", "}, {"whitespace_pattern": r"\s*"}, {"whitespace_flexible": True}, {"coerce_one_of": True},
+    "x",
+])  # fmt: skip
+def test_a_schema_can_not_set_anything_else(loaded, settings):
+    with pytest.raises(GenerationError, match="item_separator|key_separator") as caught:
+        compiled(GenerationOptions(json_schema={**TABLE, "x-guidance": settings}), loaded.tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def closed(**properties):
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
+DEFINED = {"$defs": {"cat": CAT, "dog": DOG, "pet": {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}}}
+
+
+def matches(value, schema, root):
+    """Whether a value matches a schema of the keywords that are used here."""
+    if "$ref" in schema and not matches(value, root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root):
+        return False
+    counts = {name: sum(matches(value, part, root) for part in schema.get(name, ())) for name in ("oneOf", "anyOf")}
+    if counts["oneOf"] != ("oneOf" in schema) or counts["anyOf"] < ("anyOf" in schema):
+        return False
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if listed is not None and json.dumps(value) not in map(json.dumps, listed):
+        return False
+    types = {"string": str, "integer": int, "boolean": bool, "null": type(None), "array": list, "object": dict}
+    if "type" in schema and type(value) not in [types[name] for name in np.atleast_1d(schema["type"])]:
+        return False
+    keys = set(value) if isinstance(value, dict) else set()
+    inner = [(value[name], part) for name, part in schema.get("properties", {}).items() if name in keys]
+    inner += [(value, part) for part in schema.get("allOf", ())]
+    inner += [(item, schema["items"]) for item in value] if "items" in schema else []
+    if "additionalProperties" in schema and keys - set(schema["properties"]):
+        return False
+    return set(schema.get("required", ())) <= keys and all(matches(*pair, root) for pair in inner)
+
+
+@pytest.mark.parametrize("schema", [
+    {"oneOf": [{"type": "string", "maxLength": 3}, {"type": ["integer", "null"]}]},
+    {"oneOf": [{"const": 1}, {"const": "1"}, {"enum": [True, None]}]},
+    {"oneOf": [{"type": "boolean"}, {"enum": [1, 2]}]},
+    {"oneOf": [CAT, DOG]},
+    {**DEFINED, "$ref": "#/$defs/pet"},
+    {**DEFINED, "type": "array", "items": {"$ref": "#/$defs/pet"}, "minItems": 1, "maxItems": 2},
+    {**DEFINED, "oneOf": [{"$ref": "#/$defs/pet"}, {"type": "null"}]},
+    {"oneOf": [closed(x={"type": "null"}), closed(y={"type": "null"})]},
+    {"oneOf": [{"allOf": [{"type": "null"}]}, {"anyOf": [{"type": "boolean"}, {"const": 3}]}]},
+    {"oneOf": [{"const": 1}]},
+])  # fmt: skip
+def test_one_of_alternatives_that_exclude_each_other(loaded, schema):
+    for seed in range(4):
+        text, sampler = random_text(loaded.tokenizer, GenerationOptions(temperature=1.0, json_schema=schema), seed)
+        assert sampler.complaint is not None or matches(json.loads(text), schema, schema)
+
+
+@pytest.mark.parametrize("schema", [
+    {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+    {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    {"oneOf": [{"const": 1}, {"const": 1.0}]},
+    {"oneOf": [{"type": "null"}, {}]},
+    {"properties": {"x": {"items": {"oneOf": [DOG, {**DOG, "required": []}]}}}},
+    {"oneOf": [{"properties": {"x": {"type": "string"}}}, {"properties": {"x": {"type": "null"}}}]},
+])  # fmt: skip
+def test_one_of_alternatives_that_may_both_match_are_refused(loaded, schema):
+    with pytest.raises(GenerationError, match='JSON may match both alternatives 1 and 2 of "oneOf".*try: .*"anyOf"'):
+        compiled(GenerationOptions(json_schema=schema), loaded.tokenizer)
+
+
+@pytest.mark.parametrize("schema", [
+    {"oneOf": [{"const": n} for n in range(2000)]},
+    {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+])  # fmt: skip
+def test_one_of_alternatives_that_take_too_long_to_compare_is_refused(loaded, schema):
+    started = time.process_time()
+    with pytest.raises(GenerationError, match='the alternatives of "oneOf" take too long to compare .try: "anyOf"'):
+        compiled(GenerationOptions(json_schema=schema), loaded.tokenizer)
+    assert time.process_time() - started < 5
+
+
+def test_no_error_speaks_of_the_library(loaded):
+    """Its options and its ways of saying things mean nothing to who wrote the schema."""
+    wrong = [
+        False, {"not": {}}, {"oneOf": []}, {"anyOf": []}, {"enum": []}, {"type": []}, {"enum": 3}, {"type": 3},
+        {"type": "word"}, {"type": "string", "format": "colour"}, {"minLength": -1}, {"minimum": "x"}, {"$ref": 3},
+        {"properties": {"a": 3}}, {"$ref": "#/$defs/a"}, {"$ref": "#a"}, {"$ref": "b.json"}, {"$schema": "mine"},
+        {"pattern": "(a"}, {"pattern": "a^b"}, {"multipleOf": 0}, {"minLength": 2**40}, {"required": "a"},
+    ]  # fmt: skip
+    for schema in wrong:
+        with pytest.raises(GenerationError) as caught:
+            compiled(GenerationOptions(json_schema=schema), loaded.tokenizer)
+        said = str(caught.value)
+        assert re.match("json_schema: .* \\(try: .*\\)$", said), said
+        assert not re.search("Unimplemented|Unsatisfiable|coerce|registry|Pointer|f64|regex", said), said

@@ -228,6 +228,9 @@ def test_a_text_that_is_not_what_was_asked_for_is_an_error(run, folder):
     code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}", "--samples", "2", "--json")
     assert code == 1 and all(json.loads(line)["complaint"] for line in out.splitlines()) and err.count("\n") == 1
     assert "(try: a larger --max-tokens)" in err
+    code, out, err = run(folder, "-p", "The", "--regex", "yes;no", "--stop", ";")
+    assert (code, out) == (1, "yes\n")
+    assert err.startswith("error: a stop string ended the text before") and "(try: a --stop that" in err
     code, out, err = run(folder, "-p", "The", "--choice", "yes", "--choice", "no")
     assert (code, err) == (0, "") and out in ("yes\n", "no\n")
 

@@ -111,6 +111,7 @@ def test_stop_strings_and_end_tokens_inside_a_round(soft):
     "constraint",
     [
         {"regex": "[a-z ]{3,25}[.!]"},
+        {"regex": "[a-z ]{3,25}[.!]", "stop": ("e", "a")},
         {"choice": ("the quick brown fox", "the lazy dog", "How are you?")},
         {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
                          "required": ["a", "b"], "additionalProperties": False}},

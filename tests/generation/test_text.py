@@ -7,7 +7,7 @@ import pytest
 
 from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, generate, stream
+from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, batch, generate, stream
 from mlxlm.tokenizer import Tokenizer
 
 
@@ -156,6 +156,32 @@ def test_a_constrained_text_that_is_cut_off_says_so(loaded):
     result = generate(loaded, "x", regex="[ab]{30}", temperature=1.0, seed=1, max_tokens=4)
     assert result.finish_reason == "length" and "regex" in result.complaint
     assert set(result.text) <= {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "stop", "text", "reason", "complaint"),
+    [
+        ({"choice": "The fox"}, ("\n",), "The fox", "eos", None),
+        ({"choice": "The fox"}, ("fox and",), "The fox", "eos", None),
+        ({"choice": "The fox"}, ("fox",), "The ", "stop", "choice"),
+        ({"regex": "fox(;a)?"}, (";",), "fox", "stop", None),
+        ({"regex": "fox(;a)?"}, (";a",), "fox", "stop", None),
+        ({"regex": "fox;a"}, (";",), "fox", "stop", "regex"),
+        ({"json_schema": {"const": "a\nb"}}, ("b", '"x'), '"a\\n', "stop", "json_schema"),
+        ({"json_schema": {"const": {}}}, ("}",), "{", "stop", "json_schema"),
+    ],
+)  # fmt: skip
+def test_stop_strings_beside_a_constraint(loaded, constraint, stop, text, reason, complaint):
+    """Whichever comes first ends the text, and what is left of it is judged."""
+    options = {**constraint, "stop": stop, "temperature": 0, "logit_bias": {loaded.tokenizer.eos_id: -1000}}
+    run = stream(loaded, "x", **options)
+    chunks = list(run)
+    assert ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason) == (run.result.text, reason)
+    assert run.result.text == text
+    said = f"a stop string ended the text before it was what {complaint} asks for"
+    assert run.result.complaint == (said if complaint else None)
+    for together in batch(loaded, ["x", "y"], **options):
+        assert (together.text, together.finish_reason, together.complaint) == (text, reason, run.result.complaint)
 
 
 def test_a_constraint_that_no_token_fulfils_ends_the_text_and_says_so(loaded):
