@@ -74,7 +74,7 @@ class Grammar:
 
         with _library_errors(name):
             tokens = _tokens(tokenizer, vocab_size, end_ids)
-            first_space = _strips_first_space(tokenizer)
+            first_space = tokenizer.strips_first_space
             grammar = _grammar(options, first_space)
             # The library's own limits bound time and memory; an error need not show the state of its parser.
             limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -194,12 +194,6 @@ def _grammar(options: SamplingOptions, first_space: bool) -> str:
     if first_space:
         grammars.insert(0, {"name": "spaced", "lark_grammar": 'start: " " @text'})
     return json.dumps({"grammars": grammars})
-
-
-def _strips_first_space(tokenizer: Tokenizer) -> bool:
-    spaced = (id for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id).startswith(b" "))
-    first = next(spaced, None)
-    return first is not None and not tokenizer.decode([first]).startswith(" ")
 
 
 class _Tokens:

@@ -48,7 +48,8 @@ class GrowingText:
         self._end_ids = loaded.end_ids if end_ids is None else end_ids
         self.sampler = make_sampler(loaded, self.prompt, options, self.seed, self._end_ids)
         self._constrained = options.constraint is not None
-        self._decoder = loaded.tokenizer.stream()
+        self._tokenizer, self._decoder = loaded.tokenizer, loaded.tokenizer.stream()
+        self._empty = True  # no token has added a byte yet
         self._stops = StopStrings(options.stop)
         self._text = StringIO()
         self._tokens = array("i")
@@ -74,7 +75,12 @@ class GrowingText:
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self._tokens.append(token)
+        logprob = None
+        if self._logprobs is not None:
+            logprob = self.sampler.take_logprobs().with_bytes(self._added_bytes)
+            self._logprobs.append(logprob)
         ended = token in self._end_ids
+        self._empty = self._empty and (ended or not self._tokenizer.token_bytes(token))
         text = "" if ended else self._stops.push(self._decoder.push(token))
         if ended or self._constrained and self.sampler.finished:
             reason = "eos"
@@ -89,10 +95,6 @@ class GrowingText:
             text += self._stops.rest()
         self._finish_reason = "stop" if self._stops.found else reason
         self._text.write(text)
-        logprob = None
-        if self._logprobs is not None:
-            logprob = self.sampler.take_logprobs()
-            self._logprobs.append(logprob)
         return Chunk(text, token, self._finish_reason, logprob)
 
     def result(self, speculation=None) -> Result:
@@ -109,6 +111,13 @@ class GrowingText:
             complaint=self._complaint(),
             speculation=speculation,
         )
+
+    def _added_bytes(self, token: int) -> bytes | None:
+        """What a token adds to the text here; None where tokens aren't bytes."""
+        if not self._tokenizer.has_byte_tokens:
+            return None
+        added = b"" if token in self._end_ids else self._tokenizer.token_bytes(token)
+        return added.removeprefix(b" ") if self._empty and self._tokenizer.strips_first_space else added
 
     def _complaint(self) -> str | None:
         if not self._constrained or self._finish_reason is None:

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from mlxlm._mlx import mx
 from mlxlm.kernels import log_softmax
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """A token, its natural log-probability, and the likeliest tokens with theirs, the likeliest first.
+class TokenLogprob(NamedTuple):
+    """A token, its natural log-probability, and the bytes of UTF-8 that it adds to the text at this place.
 
-    They are the model's, before any setting of SamplingOptions has changed them.
+    bytes: part of a character's, where a token is that; b"" for end tokens and other special ones; None where the
+    tokenizer's tokens aren't bytes, because their text depends on their neighbours.
     """
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    bytes: bytes | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """A token as TokenLogprob, and the likeliest tokens in its place, the likeliest first.
+
+    Log-probabilities are the model's, before any setting of SamplingOptions has changed them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[TokenLogprob, ...]
+    bytes: bytes | None = None
+
+    def with_bytes(self, bytes_of: Callable[[int], bytes | None]) -> TokenLogprobs:
+        """The same with the bytes of every token."""
+        top = tuple(entry._replace(bytes=bytes_of(entry.token)) for entry in self.top)
+        return replace(self, top=top, bytes=bytes_of(self.token))
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,7 @@ class DrawnLogprobs:
 
     def read(self, row: int) -> TokenLogprobs:
         tokens, chosen, top_ids, top = self._values
-        return TokenLogprobs(tokens[row], chosen[row], tuple(zip(top_ids[row], top[row], strict=True)))
+        return TokenLogprobs(tokens[row], chosen[row], tuple(map(TokenLogprob, top_ids[row], top[row])))
 
     @cached_property
     def _values(self) -> list[list]:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from mlxlm.errors import GenerationError, MlxlmError, describe, os_errors_as
 from mlxlm.files import replaced_file
-from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.generation.requests import BadRequest, Id, Sample
 from mlxlm.generation.result import Result
 from mlxlm.reading import parsed_object
@@ -62,13 +62,17 @@ def sample_fields(sample: Sample, result: Result | MlxlmError, tokenizer: Tokeni
 
 
 def _logprob_fields(drawn: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
-    def fields(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
-        # float32 has no more digits; JSON has no infinity, which is a token that the model rules out.
-        return {"token": token, "text": text, "logprob": round(logprob, 6) if math.isfinite(logprob) else None}
+    def fields(entry: TokenLogprob | TokenLogprobs) -> dict[str, Any]:
+        text = tokenizer.token_bytes(entry.token) if entry.bytes is None else entry.bytes
+        return {
+            "token": entry.token,
+            "text": text.decode("utf-8", "replace"),
+            "bytes": None if entry.bytes is None else list(entry.bytes),
+            # float32 has no more digits; JSON has no infinity, which is a token that the model rules out.
+            "logprob": round(entry.logprob, 6) if math.isfinite(entry.logprob) else None,
+        }
 
-    told = fields(drawn.token, drawn.logprob)
-    return told | ({"top": [fields(*pair) for pair in drawn.top]} if drawn.top else {})
+    return fields(drawn) | ({"top": [fields(entry) for entry in drawn.top]} if drawn.top else {})
 
 
 def bad_request_fields(error: BadRequest) -> dict[str, Any]:

@@ -79,6 +79,11 @@ class Tokenizer:
         return both[len(line_end) :] != self._encode(["a"], add_special_tokens=False, parse_special=False)[0]
 
     @property
+    def strips_first_space(self) -> bool:
+        """Whether `decode` and `stream` leave out a space at the beginning of a text (Llama 2's dummy prefix)."""
+        return self._decoder is not None and self._decoder.strip_first_space
+
+    @property
     def has_byte_tokens(self) -> bool:
         """Whether `token_bytes` are the bytes of text, whatever a token's neighbours; else they are its spelling."""
         return self._decoder is not None

@@ -251,6 +251,8 @@ def test_logprobs(run, requests):
     )
     first, second = parsed(out)
     assert len(first["logprobs"]) == first["tokens"] == 6 and "logprobs" not in second
+    said = b"".join(bytes(entry["bytes"]) for entry in first["logprobs"])
+    assert said.decode("utf-8", "replace") == first["text"]
 
 
 def test_constraints(run, requests, tiny_tokenizer):

@@ -154,7 +154,9 @@ def test_logprobs(run, folder):
     assert [entry["token"] for entry in value["logprobs"]] == tokens
     for entry in value["logprobs"]:
         assert entry["text"] == loaded.tokenizer.token_bytes(entry["token"]).decode("utf-8", "replace")
-        assert [set(top) for top in entry["top"]] == [{"token", "text", "logprob"}] * 2
+        assert [set(top) for top in entry["top"]] == [{"token", "text", "bytes", "logprob"}] * 2
+        for shown in (entry, *entry["top"]):
+            assert bytes(shown["bytes"]) == loaded.tokenizer.token_bytes(shown["token"])
         assert 0 >= entry["top"][0]["logprob"] >= max(entry["top"][1]["logprob"], entry["logprob"])
 
 

@@ -2,13 +2,17 @@
 
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlxlm._mlx import mx
 from mlxlm.errors import GenerationError
 from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, batch, generate, stream
-from mlxlm.tokenizer import Tokenizer
+from mlxlm.tokenizer import Tokenizer, train
 
 
 class Scripted:
@@ -143,6 +147,47 @@ def test_logprobs_come_with_the_chunks(loaded):
         assert chunk.logprob.token == chunk.token and len(chunk.logprob.top) == 2
         assert chunk.logprob.top[0][1] >= chunk.logprob.logprob - 1e-5
     assert stream(loaded, "x").result.logprobs is None
+
+
+@cache
+def tokenizer_of(kind):
+    """Few letters, so that most characters are several tokens."""
+    words = ["the hat that hath heat at the heath, and the tea there. " * 9]
+    tokens = train(words, 280, kind) if kind == "byte-level" else train(words, 290, "sentencepiece")
+    if kind == "llama2":  # takes a space off the front of a text
+        runtime = tokenizers.Tokenizer.from_str(tokens.to_json())
+        decoders = tokenizers.decoders
+        runtime.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        tokens = Tokenizer(runtime, tokens.names)
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "llama2"])
+@settings(max_examples=30)
+@given(answer=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12), blanks=st.integers(0, 3))
+def test_the_bytes_of_all_tokens_are_those_of_the_text(loaded, kind, answer, blanks):
+    """Also where a character is several tokens."""
+    loaded = replace(loaded, tokenizer=tokenizer_of(kind))
+    ids = loaded.tokenizer.encode(" " * blanks + answer, continues=True)
+    ids = [*ids, loaded.tokenizer.eos_id]
+    result = generate(scripted(loaded, "x", ids), "x", temperature=0, max_tokens=100, logprobs=2)
+    assert result.tokens == ids
+    assert b"".join(entry.bytes for entry in result.logprobs) == result.text.encode()
+    for entry in result.logprobs:
+        assert [top.bytes for top in entry.top if top.token == entry.token] == [entry.bytes]
+
+
+def test_parts_of_a_character_have_their_own_bytes(loaded):
+    ids = loaded.tokenizer.encode("🦊", continues=True)
+    found = generate(scripted(loaded, "x", ids), "x", temperature=0, max_tokens=len(ids), logprobs=0).logprobs
+    assert len(ids) > 1 and [entry.bytes for entry in found] == [loaded.tokenizer.token_bytes(id) for id in ids]
+    assert b"".join(entry.bytes for entry in found) == "🦊".encode()
+
+
+def test_tokens_that_are_not_bytes_have_none(loaded, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "has_byte_tokens", False)
+    [entry] = generate(loaded, "x", max_tokens=1, logprobs=1).logprobs
+    assert entry.bytes is None and entry.top[0].bytes is None
 
 
 def test_a_constrained_text_ends_where_it_is_complete(loaded):
