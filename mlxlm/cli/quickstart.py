@@ -14,7 +14,7 @@ import click
 from mlxlm.cli import render
 from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
 from mlxlm.errors import DataError
-from mlxlm.units import human_bytes, human_count
+from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.chat.terminal.loop import Talk
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # In two minutes on two CPU cores many small steps of the smallest model end lower than fewer of larger ones:
 # on a megabyte of plays, after 90 seconds, 2.20 bits per byte for 0.3m and 2.28 for 1m.
 # The length is the context of the chat: a few questions and answers.
-PRESET, VOCABULARY = "0.3m", 1024
+PRESET, VOCABULARY = "0.3m", 1024  # tokens at most: as many as the text supports
 SETTINGS = {"sequence_length": 512}
 
 
@@ -49,6 +49,7 @@ def quickstart(
     from mlxlm.tokenizer import load as load_tokenizer
     from mlxlm.train import start_run
     from mlxlm.train.optimizers import DEFAULTS
+    from mlxlm.train.start import TooFewTokens
 
     out = out or _free_name(Path("mlxlm-quickstart"))
     policy = on_bad_input or "stop"
@@ -59,13 +60,15 @@ def quickstart(
             sources = [str(Path(folder, "python-reference.jsonl"))]
             write_python_reference(Path(sources[0]))
         text = ", ".join(data) or "Python's language reference, as questions and answers"
-        size = human_count(config.parameter_count())
-        render.say(f"1. A tokenizer and a model of {size} parameters, from {text}")
+        render.say(f"1. A tokenizer and a small model, from {text}")
         # The reference repeats itself, so that more decay harms it, see `default_weight_decay`.
         own = {} if data else {"weight_decay": DEFAULTS["adamw"].weight_decay}
-        run = start_run(
-            out, sources, config, minutes=minutes, on_bad_input=policy, settings={**SETTINGS, **own}, phase=phase
-        )
+        try:
+            run = start_run(
+                out, sources, config, minutes=minutes, on_bad_input=policy, settings={**SETTINGS, **own}, phase=phase
+            )
+        except TooFewTokens as error:  # its hint is an option of pretrain
+            raise DataError(error.message, "more text, or text that repeats itself less") from error
     describe_skipped(Manifest.read(run.data).skipped)
     render.say(f"2. Training until {minutes:g} minutes are over (Ctrl-C saves and stops)")
     stop = StopRequest()
@@ -87,7 +90,7 @@ def quickstart(
 
 
 def _vocabulary(data: tuple[str, ...], on_bad_input: str) -> int:
-    """The size of the tokenizer's vocabulary, smaller for a short text, which has fewer frequent words."""
+    """The most tokens for the tokenizer, fewer for a short text, which has fewer frequent words."""
     from mlxlm.data import BadInput, texts
 
     size = 0

@@ -77,7 +77,7 @@ def data_options(vocab_size: str = "the preset's") -> Callable:
     """Adds what says how DATA becomes tokens; `vocab_size` is that option's default, in words."""
     options = (
         click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one)."),
-        click.option("--vocab-size", type=int, help=f"Of the tokenizer to train (default: {vocab_size})."),
+        click.option("--vocab-size", type=int, help=f"Of the tokenizer to train (default: {vocab_size}, or less)."),
         click.option(
             "--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]"
         ),

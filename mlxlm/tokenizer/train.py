@@ -42,8 +42,9 @@ _UNTRAINABLE = dict.fromkeys(map(ord, "\0\u2585" + sentencepiece.SPACE))
 LARGEST = 1_000_000  # tokens; the largest vocabularies in use have about 260,000
 
 
-def train(texts: Iterable[str], vocab_size: int, kind: str = "byte-level") -> Tokenizer:
-    """Learn a vocabulary of exactly `vocab_size` tokens, special tokens included, from `texts`.
+def train(texts: Iterable[str], vocab_size: int, kind: str = "byte-level", *, exact: bool = True) -> Tokenizer:
+    """Learn a vocabulary of `vocab_size` tokens, special tokens included, from `texts`; without `exact` of fewer where
+    the text doesn't support that many.
 
     kind "byte-level": memory grows with the number of different words only. kind "sentencepiece": from a
     random sample of a million lines, where there are more. The same texts give the same tokenizer.
@@ -53,15 +54,20 @@ def train(texts: Iterable[str], vocab_size: int, kind: str = "byte-level") -> To
     puts BOS in front.
 
     Raises TokenizerError for an unknown kind, for no text, and for a vocabulary too small (bytes and special
-    tokens must fit) or larger than the text supports: the message names a size that works.
+    tokens must fit) or, if `exact`, larger than the text supports: the message names a size that works.
     """
     if vocab_size > LARGEST:
         raise TokenizerError(f"a vocabulary of {vocab_size} is too large", f"{LARGEST} or less")
-    if kind == "byte-level":
-        return _train_byte_level(texts, vocab_size)
-    if kind == "sentencepiece":
-        return _train_sentencepiece(texts, vocab_size)
-    raise TokenizerError(f"unknown kind of tokenizer: {kind}", " or ".join(KINDS))
+    if kind not in KINDS:
+        raise TokenizerError(f"unknown kind of tokenizer: {kind}", " or ".join(KINDS))
+    trained = (_train_byte_level if kind == "byte-level" else _train_sentencepiece)(texts, vocab_size)
+    if exact and trained.vocab_size < vocab_size:
+        largest = trained.vocab_size
+        raise TokenizerError(
+            f"a vocabulary of {vocab_size} is larger than this text supports, which is {largest}",
+            f"a vocabulary size of {largest} or less, or more text",
+        )
+    return trained
 
 
 def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -83,7 +89,6 @@ def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     runtime.train_from_iterator(_non_empty(texts), trainer)
-    _check_largest(vocab_size, runtime.get_vocab_size())
     runtime.post_processor = around_text(runtime, BYTE_LEVEL_NAMES["bos"], None)
     return Tokenizer(runtime, BYTE_LEVEL_NAMES)
 
@@ -120,7 +125,6 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             raise failures[0] from None
         raise _sentencepiece_error(error, vocab_size) from error
     model = sentencepiece.parse(written.getvalue(), "the trained model")
-    _check_largest(vocab_size, len(model.pieces))
     runtime = sentencepiece.convert(model)
     return Tokenizer(runtime, SENTENCEPIECE_NAMES, sentencepiece_model=written.getvalue())
 
@@ -165,14 +169,6 @@ def _check_smallest(vocab_size: int, smallest: int) -> None:
 def _too_small(vocab_size: int, what: str, smallest: int) -> TokenizerError:
     message = f"a vocabulary of {vocab_size} is too small: {what} need {smallest}"
     return TokenizerError(message, f"a vocabulary size of at least {smallest}")
-
-
-def _check_largest(vocab_size: int, largest: int) -> None:
-    if vocab_size > largest:
-        raise TokenizerError(
-            f"a vocabulary of {vocab_size} is larger than this text supports, which is {largest}",
-            f"a vocabulary size of {largest} or less, or more text",
-        )
 
 
 def _sentencepiece_error(error: RuntimeError, vocab_size: int) -> TokenizerError:

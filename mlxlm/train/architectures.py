@@ -230,9 +230,9 @@ def start_comparison(
     drafts = _drafts(variants, configs, settings)
     with new_folder(out) as folder:
         words, data = shared_data(
-            folder, sources, config.vocab_size if vocab_size is None else vocab_size, tokenizer=tokenizer, kind=kind,
-            text_column=text_column, weights=weights, validation=validation, validation_fraction=validation_fraction,
-            on_bad_input=on_bad_input, seed=shared.seed, phase=phase,
+            folder, sources, vocab_size or config.vocab_size, exact=vocab_size is not None, tokenizer=tokenizer,
+            kind=kind, text_column=text_column, weights=weights, validation=validation,
+            validation_fraction=validation_fraction, on_bad_input=on_bad_input, seed=shared.seed, phase=phase,
         )  # fmt: skip
         configs = [variant.with_changes(vocab_size=words.vocab_size) for variant in configs]
         if minutes:

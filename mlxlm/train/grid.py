@@ -186,6 +186,7 @@ def start_grid(
     values = {"eval_every": 0, "sequence_length": _LENGTH, **(settings or {})}
     choose_dtype(values)
     draft = TrainSettings.draft({"batch_size": 4, **values})
+    exact = vocab_size is not None
     if vocab_size is None and tokenizer is None and not prepared_source(sources):
         if sizes:
             vocab_size = vocabulary(max(sizes))
@@ -193,8 +194,8 @@ def start_grid(
             vocab_size = guessed_vocabulary(15 * minutes, sources, text_column, on_bad_input)
     with new_folder(out) as folder:
         words, data = shared_data(
-            folder, sources, vocab_size, tokenizer=tokenizer, kind=kind, text_column=text_column, weights=None,
-            validation=validation, validation_fraction=validation_fraction, on_bad_input=on_bad_input,
+            folder, sources, vocab_size, exact=exact, tokenizer=tokenizer, kind=kind, text_column=text_column,
+            weights=None, validation=validation, validation_fraction=validation_fraction, on_bad_input=on_bad_input,
             seed=values.get("seed", 0), phase=phase,
         )  # fmt: skip
         unique = Manifest.read(data).train.tokens

@@ -46,6 +46,7 @@ def shared_data(
     sources: Sequence[str | Path],
     vocab_size: int | None,
     *,
+    exact: bool,
     tokenizer: str | Path | None,
     kind: str,
     text_column: str | None,
@@ -57,13 +58,13 @@ def shared_data(
     phase: Phase,
 ) -> tuple[Tokenizer, Path]:
     """The tokenizer, and where the shards are: in `folder`/data, unless `sources` is prepared data. Arguments as of
-    `start_run`."""
+    `start_run`; `exact`: see `mlxlm.tokenizer.train`."""
     prepared = prepared_source(sources)
     reading = {
         "weights": weights, "text_column": text_column, "validation_paths": validation,
         "validation_fraction": validation_fraction, "seed": seed, "on_bad_input": on_bad_input,
     }  # fmt: skip
-    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase)
+    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
     if prepared:
         check_tokenizer(Manifest.read(prepared), words, prepared)
         return words, prepared.resolve()

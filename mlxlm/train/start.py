@@ -39,6 +39,10 @@ DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's products of 16 bits 
 Phase = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 
 
+class TooFewTokens(DataError):
+    """The text is shorter than one sequence."""
+
+
 def no_phase(_label: str, _total: int | None) -> AbstractContextManager[Callable[[int], None]]:
     """Shows nothing: the default for `phase`."""
     return nullcontext(lambda _n: None)
@@ -74,7 +78,8 @@ def start_run(
     weights: for each of the sources the share of the tokens to be drawn from it; None: each as long as it is.
     text_column: of tables and JSON lines, see `mlxlm.data.documents`.
     tokenizer: a folder or file; None takes the prepared data's, or trains one of `kind` with `vocab_size`
-        tokens (default: the configuration's) on the sources, without what is held out for validation.
+        tokens (default: the configuration's, or as many as the text supports) on the sources, without what is held out
+        for validation.
     on_bad_input: "stop" or "skip", see `mlxlm.data.BadInput`; the manifest says how much was skipped.
     minutes, tokens: how long to train, instead of `settings["steps"]`; by default 20 tokens a parameter. Minutes
         count from `begun` on (of time.monotonic(); None: from here on): what is left of them is the settings'
@@ -116,6 +121,7 @@ def start_run(
         name = "stdin" if str(once) == STDIN else once
         hint = "--tokenizer PATH, or a file"
         raise DataError(f"{name} can be read only once, so it can't train a tokenizer too", hint)
+    exact = vocab_size is not None
     if vocab_size is None and config is not None:
         vocab_size = config.vocab_size
     if vocab_size is None and not prepared and tokenizer is None:
@@ -132,7 +138,7 @@ def start_run(
         "weights": weights, "text_column": text_column, "validation_paths": validation,
         "validation_fraction": validation_fraction, "seed": draft.seed, "on_bad_input": on_bad_input,
     }  # fmt: skip
-    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase)
+    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
     workspace = working_folder(out)
     try:
@@ -234,15 +240,16 @@ def tokenizer_for(
     vocab_size: int | None,
     reading: dict[str, Any],
     phase: Phase,
+    exact: bool,
 ) -> Tokenizer:
     """The one at `path`, that of prepared data, or one trained on what `prepare` trains on of texts; `reading`: the
-    arguments of `training_texts`."""
+    arguments of `training_texts`, `exact`: see `mlxlm.tokenizer.train`."""
     if path is not None:
         return load(path)
     if isinstance(sources, Path):
         return load(sources / "tokenizer")
     with phase(f"training a {kind} tokenizer of {vocab_size} tokens", total_bytes(sources)) as advance:
-        return train(training_texts(sources, progress=advance, **reading), vocab_size, kind)
+        return train(training_texts(sources, progress=advance, **reading), vocab_size, kind, exact=exact)
 
 
 def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any]) -> ModelConfig:
@@ -281,6 +288,6 @@ def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Pat
     if manifest.train.tokens < length + 1:
         there = manifest.train.tokens
         hint = f"--sequence-length {there - 1}, or more text" if there > 2 else "more text"
-        raise DataError(f"the text has {there} tokens, less than one sequence of {length}", hint)
+        raise TooFewTokens(f"the text has {there} tokens, less than one sequence of {length}", hint)
     if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
         raise DataError("nothing is held out for validation", "--validation-fraction 0.05, or --validation FILE")

@@ -341,6 +341,41 @@ def test_quickstart_on_a_file_and_without_one(tmp_path, text_file, monkeypatch, 
         assert (tmp_path / name / "4bit/model.safetensors").exists()
 
 
+def test_quickstart_on_simple_text(tmp_path, monkeypatch, capsys):
+    """Of few words: it supports fewer tokens than the default."""
+    monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "simple.txt").write_text("The cat sat on the mat.\n" * 2000)
+    assert _run(["quickstart", "simple.txt", "--minutes", "0.001"]) == 0
+    config = json.loads((tmp_path / "mlxlm-quickstart/4bit/config.json").read_text())
+    assert 263 < config["vocab_size"] < 300
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [("", "is empty"), ("Hello there.\n", "13 characters are too few"), ("The cat sat. " * 80, "are too few to learn"),
+     ("a" * 30_000, "less than one sequence of 512 (try: more text"), ("\n" * 30_000, "no text to train a tokeniz")],
+)  # fmt: skip
+def test_quickstart_on_too_little_text(text, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(text)
+    line = fails(capsys, "quickstart", "text.txt", "--minutes", "0.001")
+    assert said in line and "--" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_the_vocabulary_of_a_preset_adapts_to_the_text(tmp_path, capsys):
+    text, out = tmp_path / "simple.txt", tmp_path / "run"
+    text.write_text("The cat sat on the mat.\n" * 200)
+    short = [text, "--preset", "0.3m", "--steps", "1", "--batch-size", "1", "--sequence-length", "16"]
+    assert _run(["pretrain", *map(str, short), "--out", str(out)]) == 0
+    assert json.loads((out / "config.json").read_text())["vocab_size"] < 300
+    capsys.readouterr()
+    line = fails(capsys, "pretrain", *short, "--out", tmp_path / "other", "--vocab-size", "2000")
+    assert "a vocabulary of 2000 is larger than this text supports" in line
+
+
 def test_bad_text(tmp_path, capsys):
     files = {"empty.txt": b"", "binary.bin": bytes(range(256)) * 10, "short.txt": b"hello there", "bad.jsonl": b"{"}
     expected = {"empty.txt": "is empty", "binary.bin": "not UTF-8", "short.txt": "try:", "bad.jsonl": "line 1"}

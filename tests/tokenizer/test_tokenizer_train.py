@@ -57,6 +57,14 @@ def test_too_large_a_vocabulary_names_the_largest_that_works(kind, corpus):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["The cat sat on the mat.\n" * 500, "a" * 10_000, "a\n" * 5000, "Hello there."])
+def test_a_vocabulary_that_need_not_be_exact_adapts_to_the_text(kind, text):
+    trained = train([text], 1024, kind, exact=False)
+    assert 256 < trained.vocab_size < 1024 and trained.decode(trained.encode(text)) == text
+    assert train([text], trained.vocab_size, kind).fingerprint == trained.fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_too_small_a_vocabulary_names_the_smallest_that_works(kind, corpus):
     with pytest.raises(TokenizerError, match="too small") as caught:
         train(corpus, 100, kind)
