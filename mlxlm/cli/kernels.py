@@ -14,7 +14,9 @@ from mlxlm.units import human_bytes
 _DEFAULT = "15m"
 _MODEL = click.argument("model", default=_DEFAULT)
 _DTYPE = click.option(
-    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of inference [float16; on a CPU float32]."
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Of generation.  [default: that of MODEL's weights, on a CPU float32]",
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 
@@ -35,9 +37,8 @@ def kernels() -> None:
 def list_(model: str, dtype: str | None, as_json: bool) -> None:
     """Show the path of each operation of MODEL here, and why."""
     from mlxlm.kernels import dispatch, records
-    from mlxlm.kernels.bench import cases_of
 
-    choices = [(case, _choice(operation, case)) for operation, case in cases_of(_config(model), dtype)]
+    choices = [(case, _choice(operation, case)) for operation, case in _cases(model, dtype)]
     if as_json:
         found = [{"case": str(case), "path": c.path, "why": c.why} for case, c in choices]
         render.emit_json({"machine": records.machine(), "mode": dispatch.mode(), "operations": found})
@@ -57,9 +58,9 @@ def bench(model: str, dtype: str | None, rounds: int, as_json: bool) -> None:
     A run that is resumed after this may take other paths, whose sums round in another way.
     """
     from mlxlm.kernels import records
-    from mlxlm.kernels.bench import cases_of, measure_all
+    from mlxlm.kernels.bench import measure_all
 
-    cases, found, unkept = cases_of(_config(model), dtype), [], None
+    cases, found, unkept = _cases(model, dtype), [], None
     with render.steps_progress("measuring", len(cases)) as advance:
         try:
             for measurement in measure_all(cases, rounds):
@@ -79,6 +80,26 @@ def bench(model: str, dtype: str | None, rounds: int, as_json: bool) -> None:
         raise unkept
     if not as_json:
         render.say(f"kept in {records.path()} for this device, MLX version and state of the kernels")
+
+
+def _cases(model: str, dtype: str | None):
+    """What MODEL asks for on this device, in generation and in training."""
+    from mlxlm.plan.kernel_cases import cases_of
+    from mlxlm.train.start import DEVICE_DTYPE
+
+    return cases_of(_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
+
+
+def _stored_dtype(model: str) -> str | None:
+    """That which a model's folder generates in; None where there are no weights, and on a CPU, which takes float32."""
+    from mlxlm._mlx import ON_CPU, mx
+    from mlxlm.checkpoint import load_checkpoint, open_checkpoint
+    from mlxlm.kernels.dispatch import DTYPE_NAMES
+
+    if ON_CPU or not any(Path(model).glob("*.safetensors")):
+        return None
+    loaded, _ = load_checkpoint(open_checkpoint(model))
+    return DTYPE_NAMES[loaded.model.embed(mx.zeros((1, 1), mx.int32)).dtype]
 
 
 def _choice(operation, case):

@@ -9,17 +9,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm._mlx import ON_CPU, mx
-from mlxlm.config import ModelConfig
+from mlxlm import platform
+from mlxlm._mlx import mx
 from mlxlm.errors import MlxlmError
 from mlxlm.kernels import dispatch, records
-from mlxlm.kernels.attention_paths import DECODE, LENGTHS, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM, TRAINING
 from mlxlm.kernels.dispatch import Case, Operation
-from mlxlm.kernels.rms_norm import ADD_NORM, NORM, ROWS, norm_case
 from mlxlm.kernels.trial import TOLERANCE, cotangents, error, in_one_line, outputs
 
 _LEAST_SECONDS = 0.01  # of one timing: as many calls as it takes
 _MARGIN = 0.97  # of the time of the path that would run anyway: what counts as faster
+_MEMORY = 2  # times that of the path that would run anyway: what is too much, however fast
+_LARGEST = 0.25  # of the device's memory: more isn't tried
 
 
 @dataclass(frozen=True)
@@ -56,42 +57,6 @@ class Measurement:
         return {"case": str(self.case), "fastest": self.fastest, "paths": timings, "refused": self.refused}
 
 
-def cases_of(config: ModelConfig, dtype: str | None = None) -> list[tuple[Operation, Case]]:
-    """The operations of a model: decoding, reading a prompt and training, at the lengths that are told apart.
-
-    Inference in `dtype` (float16 if None, on the CPU float32), training in float32. Decoding on a quantized cache
-    is `attention` with keys and values that are `Quantized`; where heads share keys, a CPU dequantizes those.
-    """
-    dtype = dtype or ("float32" if ON_CPU else "float16")
-    N, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    least, most = LENGTHS
-    longest = max(least, min(most, config.max_position_embeddings))
-    powers = [least << i for i in range((most // least).bit_length())]
-    lengths = [n for n in powers if n <= longest]
-    found: list[tuple[Operation, Case]] = []
-    for operation in (NORM, ADD_NORM) if config.norm == "rms" else ():
-        for rows, kind in zip(ROWS, (dtype, dtype, "float32"), strict=True):
-            found.append((operation, norm_case(operation, kind, N, rows)))
-
-    # A case knows whether there is a window, a soft cap, a slope, and nothing of their values.
-    windows = sorted({config.window(i) for i in range(config.num_hidden_layers)}, key=str)
-    softcap, slopes = config.attn_logit_softcapping, True if config.positions == "alibi" else None
-
-    def attend(operation: Operation, dtype: str, T: int, S: int, **form: int) -> None:
-        for window in windows:
-            found.append((operation, attention_case(operation, dtype, D, H, K, T, S, window, softcap, slopes, **form)))
-
-    for n in powers[: len(lengths) + (longest not in lengths)]:
-        attend(DECODE, dtype, 1, n)
-    if (not ON_CPU or H == K) and (group_size := next((n for n in (64, 32) if D % n == 0), None)):
-        for bits in (8, 4):
-            attend(QUANTIZED, dtype, 1, lengths[-1], group_size=group_size, key_bits=bits, value_bits=bits)
-    for operation, kind in ((PREFILL, dtype), (TRAINING, "float32")):
-        for n in lengths:
-            attend(operation, kind, n, n)
-    return found
-
-
 def measure_all(cases: Sequence[tuple[Operation, Case]], rounds: int) -> Iterator[Measurement]:
     """Measure each case in turn, `rounds` timings per path; each is kept, and used from then on.
 
@@ -119,7 +84,7 @@ def measure(operation: Operation, case: Case, rounds: int) -> Measurement:
     mx.eval(args)
     calls, errors, peaks = {}, {}, {}
     for path in order:
-        if reason := operation.blocked(path, case):
+        if reason := operation.blocked(path, case) or _too_large(path, case):
             refused[path] = reason
             continue
         try:
@@ -139,6 +104,15 @@ def measure(operation: Operation, case: Case, rounds: int) -> Measurement:
             seconds[path].append(call(repeats[path]))
     timings = {path: Timing(seconds[path], errors[path], peaks[path]) for path in calls}
     return Measurement(case, timings, refused, _fastest(order, case, timings))
+
+
+def _too_large(path: str, case: Case) -> str | None:
+    """Why a path isn't tried: MLX's gradient may keep the square of the scores, several times in float32."""
+    if path != "mlx" or case.operation != TRAINING.name or case.size("T") < LINEAR_MEMORY_FROM:
+        return None
+    batch = max(1, 2048 // case.size("T"))  # of its trial
+    needed = 4 * 4 * batch * case.size("H") * case.size("T") ** 2
+    return "its scores could take too much memory" if needed > _LARGEST * platform.device_memory() else None
 
 
 def _narrow(case: Case) -> Case:
@@ -168,7 +142,12 @@ def _repeats(call) -> int:
 
 
 def _fastest(order: Sequence[str], case: Case, timings: dict[str, Timing]) -> str | None:
-    """The path to take: the first one that is right, unless another is clearly faster; None if none is right."""
+    """The path to take: the first one that is right, unless another is clearly faster and doesn't take much more
+    memory; None if none is right."""
     right = [p for p in order if p in timings and timings[p].error <= TOLERANCE[case.dtype]]
-    faster = [p for p in right[1:] if timings[p].median < _MARGIN * timings[right[0]].median]
+    faster = [
+        p for p in right[1:]
+        if timings[p].median < _MARGIN * timings[right[0]].median
+        and timings[p].peak_bytes <= _MEMORY * timings[right[0]].peak_bytes
+    ]  # fmt: skip
     return min(faster, key=lambda p: timings[p].median, default=next(iter(right), None))

@@ -77,8 +77,15 @@ class Operation:
 
     def implementation(self, case: Case) -> Callable:
         """The function that runs a call of this case. Raises PlatformError if the mode can't be had."""
+        if (cases := _recording.get()) is not None:
+            cases[case] = self
+            return self.paths[self.reference(case)]
         choice = _choices.get((case, mode())) or choose(self, case)
         return self.paths[choice.path]
+
+    def reference(self, case: Case) -> str:
+        """A path of MLX's operations that can serve a case anywhere."""
+        return next(path for path in ("mlx", "blockwise") if path in self.paths and not self.lacks(path, case))
 
     def blocked(self, path: str, case: Case) -> str | None:
         """Why a path can't be taken here, or None. The first use of a Metal kernel on a machine tries it."""
@@ -116,6 +123,20 @@ def using(chosen: str) -> Iterator[None]:
         yield
     finally:
         _mode.reset(token)
+
+
+_recording: ContextVar[dict[Case, Operation] | None] = ContextVar("recording", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[dict[Case, Operation]]:
+    """Collect what is asked for within the block. Nothing is chosen or tried for it: MLX's operations are taken."""
+    cases: dict[Case, Operation] = {}
+    token = _recording.set(cases)
+    try:
+        yield cases
+    finally:
+        _recording.reset(token)
 
 
 def _checked(chosen: str) -> str:

@@ -49,7 +49,7 @@ def error(operation: Operation, path: str, case: Case) -> float:
     args, kwargs = operation.trial(case)
     given = cotangents(operation, path, args, kwargs)
     mx.eval(args, given)
-    reference = next(p for p in ("mlx", "blockwise") if p in operation.paths and not operation.lacks(p, case))
+    reference = operation.reference(case)
     with mx.stream(mx.cpu):  # a GPU's matrix units may shorten float32
         wanted = outputs(operation, reference, *tree_map(_as_float32, (args, kwargs, given)))
         mx.eval(wanted)

@@ -9,11 +9,10 @@ import warnings
 import pytest
 
 from mlxlm._mlx import ON_CPU, mx
-from mlxlm.config import ModelConfig
 from mlxlm.errors import ConfigError, PlatformError
-from mlxlm.kernels import Quantized, attention, dispatch, records, rms_norm, using
+from mlxlm.kernels import Quantized, attention, bench, dispatch, records, rms_norm, using
 from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
-from mlxlm.kernels.bench import cases_of
+from mlxlm.kernels.bench import Timing, measure
 from mlxlm.kernels.dispatch import Case, Choice, Operation
 
 pytestmark = pytest.mark.usefixtures("new_machine")
@@ -217,10 +216,10 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(DECODE, 8, K=1)[0] == "metal"  # 64 rows for one key head
     assert order(PREFILL, 512)[0] == "mlx" and order(PREFILL, 512, D=48)[0] == "metal"
     assert order(QUANTIZED, 1, key_bits=4, value_bits=4, group_size=64)[0] == "metal"
-    assert order(TRAINING, 4096) == ("metal", "blockwise")
+    assert order(TRAINING, 4096) == ("metal", "blockwise", "mlx")
     monkeypatch.setattr("mlxlm.kernels.attention_paths.metal_available", lambda: False)
     assert order(TRAINING, 4096) == ("mlx", "blockwise")  # CUDA has a fused gradient, but
-    assert order(TRAINING, 4096, dtype="float32") == ("metal", "blockwise")  # not in float32
+    assert order(TRAINING, 4096, dtype="float32") == ("metal", "blockwise", "mlx")  # not in float32
 
 
 @pytest.mark.parametrize("T, first", [(1, "mlx"), (513, "mlx"), (1023, "mlx"), (1024, "metal"), (5000, "metal")])
@@ -348,10 +347,23 @@ def test_dequantized_values_are_mlx_s_to_the_bit(bits, group_size):
     assert mx.array_equal(held.dequantized(), mx.dequantize(*held.arrays, group_size=group_size, bits=bits))
 
 
-def test_cases_of_a_model_have_its_windows_caps_and_slopes():
-    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=9)
-    windows = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
-    capped = cases_of(ModelConfig(**sizes, **windows, attn_logit_softcapping=5.0))
-    assert {case.features for operation, case in capped if operation is DECODE} == {("softcap",), ("window", "softcap")}
-    bloom = cases_of(ModelConfig(**sizes, norm="layer", positions="alibi"))
-    assert {case.features for _, case in bloom} == {("slopes",)}
+def timings(**medians_and_peaks):
+    return {path: Timing([seconds], 0.0, peak) for path, (seconds, peak) in medians_and_peaks.items()}
+
+
+def test_mlx_s_own_gradient_is_taken_for_long_texts_where_it_is_faster_and_needs_no_more_memory():
+    long = case(TRAINING, 2048, dtype="float32")
+    order = TRAINING.prefers(long)[0]
+    fused, square = timings(metal=(2, 100), mlx=(1, 150)), timings(metal=(2, 100), mlx=(1, 900))
+    assert (bench._fastest(order, long, fused), bench._fastest(order, long, square)) == ("mlx", "metal")
+    records.measured(str(long), {"fastest": "mlx"})
+    assert dispatch.choose(TRAINING, long) == Choice("mlx", "measured fastest here")
+
+
+def test_every_path_that_may_be_taken_is_measured(monkeypatch):
+    monkeypatch.setattr(dispatch, "metal_available", lambda: False)
+    long = attention_case(TRAINING, "float32", 8, 2, 1, 1024, 1024, None, None, None)
+    assert set(measure(TRAINING, long, 1).timings) == {"blockwise", "mlx"}
+    monkeypatch.setattr("mlxlm.platform.device_memory", lambda: 1 << 20)
+    measured = measure(TRAINING, long, 1)
+    assert set(measured.timings) == {"blockwise"} and "too much memory" in measured.refused["mlx"]

@@ -1,0 +1,94 @@
+"""What a model is said to ask its kernels for is what training and generation look up, in any dtype."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlxlm._mlx import mx, tree_map
+from mlxlm.cache import KVOptions
+from mlxlm.cli.main import _run
+from mlxlm.config import ModelConfig
+from mlxlm.data import Batch
+from mlxlm.generation import LoadedModel, batch, generate
+from mlxlm.kernels import dispatch, records
+from mlxlm.kernels.attention_paths import DECODE
+from mlxlm.kernels.dispatch import Operation
+from mlxlm.model import Decoder
+from mlxlm.plan.kernel_cases import cases_of, generation_cases, training_cases
+from mlxlm.train.settings import TrainSettings
+from mlxlm.train.step import TrainStep
+
+pytestmark = pytest.mark.usefixtures("new_machine")
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """The cases that are looked up, on a device without Metal."""
+    monkeypatch.setattr(dispatch, "metal_available", lambda: False)
+    seen, found = set(), Operation.implementation
+    monkeypatch.setattr(Operation, "implementation", lambda self, case: seen.add(case) or found(self, case))
+    return seen
+
+
+def model_of(config, dtype):
+    model = Decoder(config)
+    model.initialize(seed=0)
+    model.update(tree_map(lambda weight: weight.astype(getattr(mx, dtype)), model.trainable_parameters()))
+    return model
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("change", [{}, {"qk_norm": "head", "norm_unit_offset": True}], ids=str)
+def test_a_training_step(tiny_config, change, masked, looked_up, monkeypatch):
+    """Of a device that trains in bfloat16, all rows at once."""
+    monkeypatch.setattr("mlxlm.train.step.parts_of", lambda rows: 1)
+    config = tiny_config.with_changes(**change)
+    settings = TrainSettings(dtype="bfloat16", batch_size=2, sequence_length=16, steps=1, learning_rate=1e-3)
+    tokens = np.zeros((2, 17), np.int32)
+    step = TrainStep(model_of(config, "float32").train(), settings)
+    mx.eval(step([Batch(tokens, tokens[:, :16] if masked else None, None)], 1e-3), step.state)
+    asked = set(looked_up)
+    assert asked == set(training_cases(model_of(config, "bfloat16").train(), 2, 16, masked))
+    assert asked <= {case for _, case in cases_of(config, "float16", "bfloat16")}
+    assert {case.dtype for case in asked} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("bits", [None, "8"])
+def test_a_decoded_token(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path):
+    config = tiny_config.with_changes(head_dim=32)  # which can be quantized
+    model, kv = model_of(config, "float16").eval(), KVOptions.of(bits=bits)
+    loaded = LoadedModel(model, tiny_tokenizer, config, tmp_path)
+    generate(loaded, [5] * 20, max_tokens=3, temperature=0, kv=kv)
+    asked = set(looked_up)
+    assert asked == set(generation_cases(model, 20, kv))
+    batch_of_two = list(batch(loaded, [[5] * 20, [6] * 13], max_tokens=3, temperature=0))
+    asked = set(looked_up)
+    assert len(batch_of_two) == 2 and any("first" in case.features for case in asked)
+    assert {case.dtype for case in asked} == {"float16"}
+    assert asked <= {case for _, case in cases_of(config, "float16", "bfloat16")}
+
+
+def test_cases_of_a_model_have_its_windows_caps_and_slopes():
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=9)
+    windows = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
+    capped = cases_of(ModelConfig(**sizes, **windows, attn_logit_softcapping=5.0), "float16", "bfloat16")
+    alone = {case.features for operation, case in capped if operation is DECODE and "first" not in case.features}
+    assert alone == {("softcap",), ("window", "softcap")}
+    bloom = cases_of(ModelConfig(**sizes, norm="layer", positions="alibi"), "float16", "bfloat16")
+    assert all("slopes" in case.features for _, case in bloom)
+
+
+def test_bench_and_list_of_a_device_that_trains_in_bfloat16(tmp_path, tiny_config, looked_up, monkeypatch, capsys):
+    monkeypatch.setattr("mlxlm.train.start.DEVICE_DTYPE", "bfloat16")
+    small = tiny_config.with_changes(hidden_size=16, max_position_embeddings=32)
+    (tmp_path / "config.json").write_text(json.dumps(small.to_dict()))
+    assert _run(["kernels", "bench", str(tmp_path), "--dtype", "float16", "--rounds", "1", "--json"]) == 0
+    measured = [found["case"] for found in json.loads(capsys.readouterr().out)["cases"]]
+    training = training_cases(model_of(small, "bfloat16").train(), 1, 32, document_mask=False)
+    generation = generation_cases(model_of(small, "float16").eval(), 32)
+    assert {str(case) for case in (*training, *generation)} <= set(measured)
+    assert all(records.fastest(case) for case in measured)
+    assert _run(["kernels", "list", str(tmp_path), "--dtype", "float16", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["operations"]
+    assert [row["case"] for row in listed] == measured and all("measured" in row["why"] for row in listed)
