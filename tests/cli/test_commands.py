@@ -324,15 +324,21 @@ def test_options_without_an_effect_are_wrong_usage(text_file, tmp_path, capsys):
         assert "would have no effect" in capsys.readouterr().err
 
 
-def test_quickstart_on_a_file_and_without_one(tmp_path, text_file, monkeypatch, capsys):
-    monkeypatch.setattr("mlxlm.cli.quickstart.VOCABULARY", 300)
-    monkeypatch.setattr("mlxlm.cli.quickstart.PRESET", "0.3m")
+@pytest.fixture
+def hasty(tmp_path, monkeypatch):
+    """Training that is over after a step, in an empty folder."""
     monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, begun: 0.06)  # too little to learn anything
     for least in ("_LEAST_TOKENS", "_LEAST_STEPS"):
         monkeypatch.setattr(f"mlxlm.train.time_budget.{least}", 0)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)  # of measuring speed
     monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)  # no waiting for mlx_lm
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_quickstart_on_a_file_and_without_one(tmp_path, text_file, monkeypatch, capsys):
+    monkeypatch.setattr("mlxlm.cli.quickstart.VOCABULARY", 300)
+    monkeypatch.setattr("mlxlm.cli.quickstart.PRESET", "0.3m")
     text_file.write_text(text_file.read_text() * 6)
     for arguments, name in (([str(text_file)], "mlxlm-quickstart"), ([], "mlxlm-quickstart-2")):
         assert _run(["quickstart", *arguments, "--minutes", "0.001"]) == 0
@@ -341,11 +347,9 @@ def test_quickstart_on_a_file_and_without_one(tmp_path, text_file, monkeypatch, 
         assert (tmp_path / name / "4bit/model.safetensors").exists()
 
 
-def test_quickstart_on_simple_text(tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("hasty")
+def test_quickstart_on_simple_text(tmp_path):
     """Of few words: it supports fewer tokens than the default."""
-    monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
-    monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "simple.txt").write_text("The cat sat on the mat.\n" * 2000)
     assert _run(["quickstart", "simple.txt", "--minutes", "0.001"]) == 0
     config = json.loads((tmp_path / "mlxlm-quickstart/4bit/config.json").read_text())
@@ -357,8 +361,8 @@ def test_quickstart_on_simple_text(tmp_path, monkeypatch, capsys):
     [("", "is empty"), ("Hello there.\n", "13 characters are too few"), ("The cat sat. " * 80, "are too few to learn"),
      ("a" * 30_000, "less than one sequence of 512 (try: more text"), ("\n" * 30_000, "no text to train a tokeniz")],
 )  # fmt: skip
-def test_quickstart_on_too_little_text(text, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("hasty")
+def test_quickstart_on_too_little_text(text, said, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(text)
     line = fails(capsys, "quickstart", "text.txt", "--minutes", "0.001")
     assert said in line and "--" not in line
