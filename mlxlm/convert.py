@@ -18,6 +18,7 @@ from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer
 from mlxlm.checkpoint.foreign import what_runs_it
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
+from mlxlm.config import ModelConfig
 from mlxlm.difference import plain
 from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.files import check_free, new_files, new_folder
@@ -94,7 +95,7 @@ def convert(
         )
     tokenizer = None if target == "huggingface" else checkpoint.load_tokenizer()
     if target == "llama2.c":
-        llama2c.check_place(out, checkpoint.config, tokenizer)
+        llama2c.check_place(out, _dequantized(checkpoint), tokenizer)
     tensors = plain(checkpoint)
     chosen = DTYPES[dtype] if dtype else _own_dtype(checkpoint)
     if target == "gguf":
@@ -146,11 +147,16 @@ def _check_options(target: str, dtype: str | None, kind: str | None) -> None:
         raise ConfigError(f"the kind {kind} is of GGUF files only", "an output that ends in .gguf")
 
 
+def _dequantized(checkpoint: Checkpoint) -> ModelConfig:
+    """The configuration of the output, whose weights are plain."""
+    return checkpoint.config.with_changes(quantization=None)
+
+
 def _write(
     target: str, path: Path, checkpoint: Checkpoint, tensors: Tensors, tokenizer: Tokenizer | None, kind: str | None
 ) -> tuple[list[str], list[str], bool]:
     """Write the files; warnings, notes, and whether the warnings say that others will cut text otherwise."""
-    config = checkpoint.config.with_changes(quantization=None)
+    config = _dequantized(checkpoint)
     if target == "gguf":
         written = gguf.write(path, config, tensors, tokenizer, kind)
         kept = [f"kept in {kind}: {names} ({_WHY[kind]})" for kind, names in by_value(written.others).items()]

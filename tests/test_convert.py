@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +16,15 @@ from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert import convert
-from mlxlm.difference import difference
+from mlxlm.difference import difference, plain
 from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
 from mlxlm.files import write_json
 from mlxlm.model import Decoder
+from mlxlm.quantize import quantize
 from mlxlm.tokenizer import Tokenizer, sentencepiece
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+SHARED = Path(__file__).resolve().parents[2] / "shared"
 IDS = [5, 17, 280, 33, 2, 9, 120, 44]
 
 
@@ -169,6 +172,29 @@ def test_a_quantized_folder_becomes_plain(write_model, tmp_path, monkeypatch):
     assert "quantization" not in written and "quantization_config" not in written
     assert written["their_own_field"] == [1, 2] and report.dtype == "float16"
     assert open_checkpoint(tmp_path / "out").tensors[f"{name}.weight"].dtype == mx.float16
+
+
+def test_a_quantized_folder_becomes_a_llama2c_file(write_model, tmp_path, monkeypatch):
+    quiet_peers(monkeypatch)
+    source = write_model(tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
+    sentencepiece_tokenizer(300).save(source)
+    quantize(source, tmp_path / "quantized", group_size=32, measure=False, verify=False)
+    report = convert(tmp_path / "quantized", tmp_path / "out/model.bin")
+    assert set(results(report).values()) == {"equal"} and report.bits_per_weight == 32
+    written = open_checkpoint(tmp_path / "out/model.bin").tensors
+    for name, tensor in plain(open_checkpoint(tmp_path / "quantized")).items():
+        assert mx.array_equal(written[name].read(), tensor.read().astype(mx.float32)), name
+
+
+def test_a_published_llama2c_file_returns_byte_by_byte(tmp_path, monkeypatch):
+    source = SHARED / "models/stories260K/stories260K.bin"
+    if not source.is_file():
+        pytest.skip("no models beside this checkout")
+    quiet_peers(monkeypatch)
+    convert(source, tmp_path / "folder")
+    convert(tmp_path / "folder", tmp_path / "out/model.bin")
+    assert (tmp_path / "out/model.bin").read_bytes() == source.read_bytes()
+    assert (tmp_path / "out/tokenizer.bin").read_bytes() == source.with_name("tok512.bin").read_bytes()
 
 
 def test_dtypes(write_model, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm._mlx import mx
+from mlxlm.checkpoint.llama2c_rope import rope_tables
 from mlxlm.checkpoint.llama2c_tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.stored import as_modules, as_stored
@@ -31,7 +32,6 @@ _HEADER = 256  # bytes, versions 1 and 2
 _LEGACY_HEADER = 28
 _MOST_LAYERS = 4096  # the deepest models in use have about 130; each layer costs nine entries before one is read
 _TOKENIZER = "tokenizer.bin"
-_ROPE_ROWS = 4096  # rows of the rotary tables that are made at a time
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def write(path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: To
                 if name:
                     file.write(_float32(name, shape, stored))
                 else:
-                    for rows in _rope_tables(config):
+                    for rows in rope_tables(config):
                         file.write(rows)
 
 
@@ -311,13 +311,3 @@ def _float32(name: str, shape: tuple[int, ...], tensors: Tensors) -> np.ndarray:
     if not mx.isfinite(value).all().item():
         raise CheckpointError(f"{name} has values that are not finite numbers", "a checkpoint that is not broken")
     return np.ascontiguousarray(np.asarray(value))
-
-
-def _rope_tables(config: ModelConfig) -> Iterator[np.ndarray]:
-    """Cosines of all positions, then sines, [max_seq_len, D/2] each."""
-    head = config.head_dim
-    frequencies = (config.rope_theta ** -(np.arange(0, head, 2, dtype=np.float32) / head)).astype(np.float32)
-    for function in (np.cos, np.sin):
-        for first in range(0, config.max_position_embeddings, _ROPE_ROWS):
-            positions = np.arange(first, min(first + _ROPE_ROWS, config.max_position_embeddings), dtype=np.float32)
-            yield function(np.outer(positions, frequencies)).astype(np.float32)
