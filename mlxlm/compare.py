@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxlm._mlx import mx
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.data import Document
 from mlxlm.errors import CheckpointError
+from mlxlm.evaluate.windows import first_tokens, window_lengths, windows
 from mlxlm.kernels import log_softmax
 from mlxlm.stages import LAYERS, Stages, State
 
-WINDOW = 512  # tokens; what is far apart in a text tells little more about a change of weights
 TOLERANCE = 1e-3  # relative error; the sums of float32 weights are far below it, those of 4 bits far above
 ROUNDING = 1e-5  # nats per token; weights rounded to float16 are at 1e-7 to 1e-6, 8-bit ones at 1e-4 to 1e-3
 _BATCH = 2048  # tokens that go through a layer at once
@@ -23,7 +24,8 @@ _LOGITS = 1 << 22  # logits of each model in memory at once; some ten arrays of 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a model B says beside a model A, over `tokens` predicted tokens of one text.
+    """What a model B says beside a model A, over `tokens` predicted tokens of one text, in windows of `context` tokens
+    that move on by `stride`.
 
     kl: mean KL(A || B) in nats per token. top1: share of tokens for which both have the same most likely next
     one. loss_a, loss_b in nats per token; bits_per_byte_a, _b None where the text's bytes aren't known.
@@ -33,6 +35,8 @@ class Comparison:
     """
 
     tokens: int
+    context: int
+    stride: int
     kl: float
     top1: float
     loss_a: float
@@ -68,33 +72,35 @@ class Comparison:
 def compare(
     a: Checkpoint,
     b: Checkpoint,
-    tokens: Sequence[int],
+    documents: Sequence[Sequence[int]],
     *,
     text_bytes: int | None = None,
-    window: int = WINDOW,
+    context: int | None = None,
+    stride: int | None = None,
     tolerance: float = TOLERANCE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Run both over `tokens` (two or more) in windows, layer by layer, one layer of each in memory.
+    """Run both over the tokens of `documents`, layer by layer, one layer of each in memory.
 
-    The first token of the text is not predicted; `text_bytes` are the bytes of the others, for bits per byte.
-    `progress(done, total)` counts layers. Models of mlx_lm run whole. Logits are made in pieces, so that memory
-    is independent of the vocabulary.
+    Each document is read by itself, in the windows of `mlxlm.evaluate.text.evaluate_text`, and its first token is not
+    predicted; `text_bytes` are the bytes of the others, for bits per byte. `progress(done, total)` counts layers.
+    Models of mlx_lm run whole. Logits are made in pieces, so that memory is independent of the vocabulary.
     Raises CheckpointError for vocabularies of different sizes, ids outside them, and values that are not finite.
     """
     total = _Total()
     if a.config is None or b.config is None:
         models = [load_checkpoint(checkpoint) for checkpoint in (a, b)]
         configs = [config for _, config in models]
-        windows = _windows(a, b, tokens, window, *configs)
-        for done, (inputs, targets) in enumerate(windows):
+        lengths = _lengths(a, b, documents, context, stride, *configs)
+        batches = _batches(documents, *lengths)
+        for done, (inputs, targets) in enumerate(batches):
             for row, target in zip(inputs, targets, strict=True):
-                total.add(*(model(row[None])[0] for model, _ in models), target)
-            _tell(progress, done + 1, len(windows))
+                total.add(*(model(row[None])[0, -target.size :] for model, _ in models), target)
+            _tell(progress, done + 1, len(batches))
         layers: dict[str, float] = {}
     else:
-        windows = _windows(a, b, tokens, window, a.config, b.config)
-        layers = _lockstep(a, b, windows, total, progress)
+        lengths = _lengths(a, b, documents, context, stride, a.config, b.config)
+        layers = _lockstep(a, b, _batches(documents, *lengths), total, progress)
     if not math.isfinite(total.loss_b) or not math.isfinite(total.loss_a):
         broken = a if not math.isfinite(total.loss_a) else b
         raise CheckpointError(f"{broken.path}: its logits are not finite numbers")
@@ -102,6 +108,8 @@ def compare(
     per_byte = None if not text_bytes else n / math.log(2) / text_bytes
     return Comparison(
         tokens=n,
+        context=lengths[0],
+        stride=lengths[1],
         kl=total.kl / n,
         top1=total.agreed / n,
         loss_a=total.loss_a / n,
@@ -115,47 +123,54 @@ def compare(
     )
 
 
-def shared_tokens(a: Checkpoint, b: Checkpoint, text: str, count: int) -> tuple[list[int], int]:
-    """The first `count` tokens of `text` and the bytes of all but the first one, which isn't predicted.
+def shared_tokens(
+    a: Checkpoint, b: Checkpoint, documents: Callable[[], Iterable[Document]], count: int
+) -> tuple[list[list[int]], int]:
+    """The first `count` tokens of what `documents` gives, and the bytes of those that are predicted.
 
     Raises CheckpointError if the two tokenizers make other ids of it: then the models can't be compared.
     """
-    tokenizer = a.load_tokenizer()
-    text = text[: 64 * count]  # no tokenizer in use has longer tokens in running text
-    ids = tokenizer.encode(text)
-    if b.load_tokenizer().encode(text) != ids:
+    found, other = (first_tokens(c.load_tokenizer(), documents(), count) for c in (a, b))
+    if found[0] != other[0]:
         raise CheckpointError(
             f"the tokenizers of {a.path} and {b.path} make other tokens of the same text",
             "two models with one tokenizer",
         )
-    ids = ids[:count]
-    return ids, len(tokenizer.decode(ids).encode("utf-8")) - len(tokenizer.decode(ids[:1]).encode("utf-8"))
+    return found
 
 
-def _windows(a: Checkpoint, b: Checkpoint, tokens: Sequence[int], window: int, config_a, config_b):
-    """Batches of (inputs, targets), int `[B, T]` each: every token but the first is a target once."""
+def _lengths(
+    a: Checkpoint, b: Checkpoint, documents, context: int | None, stride: int | None, config_a, config_b
+) -> tuple[int, int]:
+    """The windows' context and stride, for two models that can both read these documents."""
     if config_a.vocab_size != config_b.vocab_size:
         raise CheckpointError(
             f"{a.path} has a vocabulary of {config_a.vocab_size} tokens and {b.path} one of {config_b.vocab_size}",
             "two models with one tokenizer",
         )
-    if len(tokens) < 2:
+    if not any(len(tokens) > 1 for tokens in documents):
         raise CheckpointError("a comparison needs two tokens at least", "a longer text")
-    if not all(0 <= token < config_a.vocab_size for token in tokens):
-        raise CheckpointError(
-            f"the text has ids that the models don't have (up to {max(tokens)})", "the models' own tokenizer"
-        )
-    window = min(window, config_a.max_position_embeddings, config_b.max_position_embeddings)
-    whole, rest = divmod(len(tokens) - 1, window)
-    ids = mx.array(list(tokens))
+    for tokens in documents:
+        if not all(0 <= token < config_a.vocab_size for token in tokens):
+            raise CheckpointError(
+                f"the text has ids that the models don't have (up to {max(tokens)})", "the models' own tokenizer"
+            )
+    most = min(config_a.max_position_embeddings, config_b.max_position_embeddings)
+    return window_lengths(most, context, stride)
+
+
+def _batches(documents, context: int, stride: int) -> list[tuple[mx.array, mx.array]]:
+    """Batches of inputs, int `[B, T]`, and of the last targets in each row, int `[B, N]`, those to be predicted."""
+    alike: dict[tuple[int, int], list[list[int]]] = {}
+    for tokens in documents:
+        for window, new in windows([list(tokens)], context, stride):
+            alike.setdefault((len(window), new), []).append(window)
     batches = []
-    rows = max(1, _BATCH // window)
-    for first in range(0, whole, rows):
-        start, count = first * window, min(rows, whole - first)
-        end = start + count * window
-        batches.append((ids[start:end].reshape(count, window), ids[start + 1 : end + 1].reshape(count, window)))
-    if rest:
-        batches.append((ids[-rest - 1 : -1][None], ids[-rest:][None]))
+    for (length, new), rows in alike.items():
+        together = max(1, _BATCH // length)
+        for first in range(0, len(rows), together):
+            ids = mx.array(rows[first : first + together])
+            batches.append((ids[:, :-1], ids[:, -new:]))
     return batches
 
 
@@ -192,12 +207,12 @@ def divergence(log_p: mx.array, log_q: mx.array) -> mx.array:
     return mx.maximum(mx.where(mx.abs(change) < 0.5, small, mx.exp(log_q) - p - p * change), 0)
 
 
-def _lockstep(a: Checkpoint, b: Checkpoint, windows, total: _Total, progress) -> dict[str, float]:
-    """Both models over all windows, a layer at a time: adds to `total`, returns the error after each layer."""
+def _lockstep(a: Checkpoint, b: Checkpoint, batches, total: _Total, progress) -> dict[str, float]:
+    """Both models over all batches, a layer at a time: adds to `total`, returns the error after each layer."""
     both = [Stages(a), Stages(b)]
     comparable = a.config.hidden_size == b.config.hidden_size and both[0].layers == both[1].layers
     steps = max(stages.layers for stages in both)
-    states = [list(stages.embeddings(inputs for inputs, _ in windows)) for stages in both]
+    states = [list(stages.embeddings(inputs for inputs, _ in batches)) for stages in both]
     names = ["model.embed_tokens", *(f"{LAYERS}.{index}" for index in range(steps))]
     errors = {}
     for step, name in enumerate(names):
@@ -214,8 +229,8 @@ def _lockstep(a: Checkpoint, b: Checkpoint, windows, total: _Total, progress) ->
         _tell(progress, step + 1, steps + 2)
     heads = [stages.head() for stages in both]
     piece = max(1, _LOGITS // a.config.vocab_size)
-    for state_a, state_b, (_, targets) in zip(*states, windows, strict=True):
-        flat = [_flat(state_a), _flat(state_b), targets.flatten()]
+    for state_a, state_b, (_, targets) in zip(*states, batches, strict=True):
+        flat = [_flat(state, targets.shape[1]) for state in (state_a, state_b)] + [targets.flatten()]
         for start in range(0, flat[2].size, piece):
             cut = slice(start, start + piece)
             logits = [head(*_cut(state, cut))[0] for head, state in zip(heads, flat, strict=False)]
@@ -236,9 +251,9 @@ def _hidden(state: State) -> mx.array:
     return stream if update is None else stream + update
 
 
-def _flat(state: State) -> State:
-    """`[B, T, hidden]` -> `[1, B·T, hidden]`: norm and head see each position by itself."""
-    return tuple(None if part is None else part.reshape(1, -1, part.shape[-1]) for part in state)
+def _flat(state: State, new: int) -> State:
+    """The last `new` positions, `[B, T, hidden]` -> `[1, B·new, hidden]`: norm and head see each by itself."""
+    return tuple(None if part is None else part[:, -new:].reshape(1, -1, part.shape[-1]) for part in state)
 
 
 def _cut(state: State, cut: slice) -> State:

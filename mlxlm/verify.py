@@ -57,7 +57,7 @@ def verify(
     checks = [Check("tensors", "equal" if exact else "within rounding", _rounding(rounded))]
     checks += check_carried(source, written, label)
     ids = prompt(source)
-    said = compare(wide, written_wide, ids, progress=lambda done, total: tell("comparing logits", done, total))
+    said = compare(wide, written_wide, [ids], progress=lambda done, total: tell("comparing logits", done, total))
     checks.append(_judged(said, rounded, label))
     reason = _too_large(written)
     if reason:

@@ -40,24 +40,31 @@ def noisy(model: Decoder, name: str) -> dict:
     return {name: value + 0.02 * mx.random.normal(value.shape, key=mx.random.key(9))}
 
 
-def test_the_numbers(model, tokens, monkeypatch):
+@pytest.mark.parametrize("stride", [50, 20])
+def test_the_numbers(model, tokens, monkeypatch, stride):
     monkeypatch.setattr(module, "_LOGITS", 300 * 7)  # many small pieces
     changed = noisy(model, "model.layers.1.mlp.up_proj.weight")
-    found = compare(checkpoint(model, "a"), checkpoint(model, "b", **changed), tokens, text_bytes=400, window=50)
+    both = checkpoint(model, "a"), checkpoint(model, "b", **changed)
+    found = compare(*both, [tokens], text_bytes=400, context=50, stride=stride)
     other = Decoder(model.config)
     other.load_weights(list({**dict(tree_flatten(model.parameters())), **changed}.items()))
     other.eval()
     sums = np.zeros(4)
-    for start in range(0, 119, 50):
-        ids = tokens[start : start + 51]
+    done = 1
+    for start in range(0, 119, stride):
+        ids, new = tokens[start : start + 51], slice(done - start - 1, None)
         logits = [np.array(m(mx.array([ids[:-1]])))[0].astype(np.float64) for m in (model, other)]
-        log_a, log_b = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in logits)
-        rows = np.arange(len(ids) - 1)
+        log_a, log_b = ((x - np.log(np.exp(x).sum(-1, keepdims=True)))[new] for x in logits)
+        targets = ids[1:][new]
+        rows = np.arange(len(targets))
         sums += [
-            (np.exp(log_a) * (log_a - log_b)).sum(), -log_a[rows, ids[1:]].sum(), -log_b[rows, ids[1:]].sum(),
+            (np.exp(log_a) * (log_a - log_b)).sum(), -log_a[rows, targets].sum(), -log_b[rows, targets].sum(),
             (log_a.argmax(-1) == log_b.argmax(-1)).sum(),
         ]  # fmt: skip
-    assert found.tokens == 119
+        done = start + len(ids)
+        if done == len(tokens):
+            break
+    assert (found.tokens, found.context, found.stride) == (119, 50, stride)
     assert found.kl == pytest.approx(sums[0] / 119, rel=1e-3)
     assert found.loss_a == pytest.approx(sums[1] / 119, rel=1e-5)
     assert found.loss_b == pytest.approx(sums[2] / 119, rel=1e-5)
@@ -70,7 +77,7 @@ def test_the_numbers(model, tokens, monkeypatch):
 
 def test_a_model_is_identical_to_itself(model, tokens):
     told = []
-    found = compare(checkpoint(model, "a"), checkpoint(model, "b"), tokens, progress=lambda *at: told.append(at))
+    found = compare(checkpoint(model, "a"), checkpoint(model, "b"), [tokens], progress=lambda *at: told.append(at))
     assert found.identical and found.kl < 1e-6 and found.top1 == 1 and found.first_different is None
     assert found.bits_per_byte_a is None and told[-1] == (5, 5)
 
@@ -91,21 +98,21 @@ def test_small_and_large_divergences_are_exact(size):
 def test_models_of_other_depths_are_compared_by_what_they_say(model, tokens):
     smaller = Decoder(model.config.with_changes(num_hidden_layers=1, hidden_size=16, head_dim=8))
     smaller.initialize(1)
-    found = compare(checkpoint(model, "a"), checkpoint(smaller, "b"), tokens)
+    found = compare(checkpoint(model, "a"), checkpoint(smaller, "b"), [tokens])
     assert found.layers == {} and found.kl > 0 and not found.identical
 
 
 def test_what_can_not_be_compared(model, tokens, tiny_config):
     other = Decoder(tiny_config.with_changes(vocab_size=301))
     with pytest.raises(CheckpointError, match="a has a vocabulary of 300 tokens and b one of 301"):
-        compare(checkpoint(model, "a"), checkpoint(other, "b"), tokens)
+        compare(checkpoint(model, "a"), checkpoint(other, "b"), [tokens])
     with pytest.raises(CheckpointError, match="two tokens at least"):
-        compare(checkpoint(model, "a"), checkpoint(model, "b"), [1])
+        compare(checkpoint(model, "a"), checkpoint(model, "b"), [[1]])
     with pytest.raises(CheckpointError, match="ids that the models don't have"):
-        compare(checkpoint(model, "a"), checkpoint(model, "b"), [1, 300])
+        compare(checkpoint(model, "a"), checkpoint(model, "b"), [[1, 300]])
     broken = {"model.layers.2.mlp.up_proj.weight": mx.full((64, 32), float("nan"))}
     with pytest.raises(CheckpointError, match="b: values that are not finite numbers after model.layers.2"):
-        compare(checkpoint(model, "a"), checkpoint(model, "b", **broken), tokens)
+        compare(checkpoint(model, "a"), checkpoint(model, "b", **broken), [tokens])
 
 
 def test_weights_beside_weights(model):
@@ -143,7 +150,7 @@ def test_models_of_mlx_lm_are_compared_by_what_they_say(tmp_path):
         found.append(open_checkpoint(folder))
     a, b = found
     assert a.config is None
-    same, other = (compare(a, x, list(range(40)), window=16) for x in (a, b))
+    same, other = (compare(a, x, [list(range(40))], context=16, stride=16) for x in (a, b))
     assert same.identical and same.layers == {} and same.tokens == 39
     assert other.kl > 0.01 and not other.equal_to_rounding
     apart = difference(a, b)

@@ -11,17 +11,21 @@ from mlxlm.cli import render
 from mlxlm.units import human_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mlxlm.compare import Comparison
+    from mlxlm.data import Document
     from mlxlm.difference import Difference
 
 _WORST = 5
+_BUILT_IN = "Python's language reference"
 
 
 @click.command()
 @click.argument("a", type=str)
 @click.argument("b", type=str)
-@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="[default: built in]")
-@click.option("--tokens", type=click.IntRange(2), default=4096, show_default=True, help="At most that many.")
+@click.option("--text", type=click.Path(exists=True, path_type=Path), help="To measure on.  [default: built in]")
+@click.option("--tokens", type=click.IntRange(2), default=4096, show_default=True, help="Of the text, its first ones.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> None:
     """Compare model B with model A: what they say about a text, their layers, their weights.
@@ -36,16 +40,18 @@ def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> No
     from mlxlm.errors import one_line
 
     first, second = open_checkpoint(a), open_checkpoint(b)
-    ids, text_bytes = shared_tokens(first, second, _text(text, tokens), tokens)
+    ids, text_bytes = shared_tokens(first, second, lambda: _documents(text), tokens)
     with render.counted_progress("comparing layers") as progress:
         said = run_compare(first, second, ids, text_bytes=text_bytes, progress=progress)
     with render.counted_progress("comparing weights") as progress:
         stored = difference(first, second, progress)
     if as_json:
-        render.emit_json({"a": a, "b": b, **said.to_dict(), "weights": stored.to_dict()})
+        names = {"a": a, "b": b, "text": str(text or _BUILT_IN)}
+        render.emit_json({**names, **said.to_dict(), "weights": stored.to_dict()})
         return
     render.result(verdict(said, stored))
     render.print_result(render.table(_totals(said, stored), ("", "A", "B")))
+    render.result(f"measured on: {text or _BUILT_IN}, {said.tokens} tokens {render.windows(said.context, said.stride)}")
     for title, errors in (("hidden states", said.layers), ("weights", stored.tensors)):
         worst = sorted((name for name in errors if errors[name]), key=errors.get, reverse=True)[:_WORST]
         if worst:
@@ -92,14 +98,12 @@ def _apart(stored: Difference):
         yield f"configuration: {name} is {value_a!r} in A, {value_b!r} in B"
 
 
-def _text(path: Path | None, tokens: int) -> str:
+def _documents(path: Path | None) -> Iterator[Document]:
+    from mlxlm.data import Document, documents
     from mlxlm.data.builtin import python_reference
-    from mlxlm.errors import DataError, os_errors_as
+    from mlxlm.data.text import pieces_of
 
-    if path is None:
-        return "\n\n".join(message["content"] for messages in python_reference() for message in messages)
-    try:
-        with os_errors_as(DataError, "read", path), path.open(encoding="utf-8") as file:
-            return file.read(64 * tokens)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start})", "a text file") from None
+    if path is not None:
+        return documents([path])
+    text = "\n\n".join(message["content"] for messages in python_reference() for message in messages)
+    return iter([Document(_BUILT_IN, pieces_of(iter((text,))))])

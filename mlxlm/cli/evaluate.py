@@ -19,7 +19,7 @@ from mlxlm.units import human_seconds
 @click.argument("model")
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
 @click.option("--context", type=click.IntRange(1), help="Tokens of a window (default: the model's, at most 2048).")
-@click.option("--stride", type=click.IntRange(1), help="Tokens a window moves on by (default: half of the context).")
+@click.option("--stride", type=click.IntRange(1), help="Tokens a window moves on by (default: half of --context).")
 @click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text]")
 @ON_BAD_INPUT
 @click.option("--choices", type=click.Path(path_type=Path), metavar="FILE", help="Questions with choices: JSON lines.")
@@ -30,7 +30,8 @@ def evaluate(model: str, texts: tuple[str, ...], choices: Path | None, as_json: 
     of questions that it answers rightly.
 
     Every token is predicted once, from a window that slides over the text: with context - stride tokens before it, or
-    all there are. A smaller stride is slower and gives a lower loss.
+    all there are. A smaller stride is slower, and the loss is mostly lower, since tokens have more text before them.
+    compare and quantize use the default windows.
 
     Lines of --choices are {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index begins at 0.
     """
@@ -50,28 +51,33 @@ def evaluate(model: str, texts: tuple[str, ...], choices: Path | None, as_json: 
 def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
     from mlxlm.data import BadInput, documents, total_bytes
     from mlxlm.evaluate.text import TextLoss, evaluate_text
+    from mlxlm.evaluate.windows import window_lengths
     from mlxlm.generation import load
 
     total = total_bytes(texts)
     loaded = load(model)
     stdin = sys.stdin.buffer
-    window = {name: options[name] for name in ("context", "stride")}
+    context, stride = window_lengths(
+        loaded.config.max_position_embeddings, options["context"], options["stride"]
+    )
     found: dict[str, TextLoss] = {}
     bad = BadInput(options["on_bad_input"] or "stop")
     started = time.perf_counter()
     with render.bytes_progress("Evaluating", total) as advance:
         for text in dict.fromkeys(texts):
             source = documents([text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad)
-            found["stdin" if text == "-" else text] = evaluate_text(loaded, source, **window)
+            found["stdin" if text == "-" else text] = evaluate_text(loaded, source, context=context, stride=stride)
     describe_skipped(bad.skipped)
     whole = sum(found.values(), TextLoss())
     if as_json:
         parts = {"texts": {name: loss.to_dict() for name, loss in found.items()}} if len(found) > 1 else {}
-        render.emit_json({"model": model, **whole.to_dict(), "skipped": bad.skipped, **parts})
+        lengths = {"context": context, "stride": stride}
+        render.emit_json({"model": model, **whole.to_dict(), **lengths, "skipped": bad.skipped, **parts})
         return
     shown = {**found, "all": whole} if len(found) > 1 else found
     header = ("text", "tokens", "loss", "perplexity", "bits per byte", "bits per character")
     render.print_result(render.table([(name, *_row(loss)) for name, loss in shown.items()], header))
+    render.result(render.windows(context, stride))
     seconds = time.perf_counter() - started
     render.say(f"{whole.tokens} tokens in {human_seconds(seconds)}, {whole.tokens / seconds:.0f} tokens/s")
 

@@ -67,7 +67,7 @@ class _Bytes(click.ParamType):
 )  # fmt: skip
 @click.option(
     "--eval-text", type=click.Path(exists=True, path_type=Path),
-    help="To measure on.  [default: a run's validation data, a part of --text, else built in]",
+    help="To measure on, its first 8192 tokens.  [default: a run's validation data, a part of --text, else built in]",
 )  # fmt: skip
 @click.option("--no-verify", is_flag=True, help="Don't check what was written, nor ask mlx_lm to run it.")
 @click.option("--no-measure", is_flag=True, help="Don't compare the result with SOURCE.")
@@ -182,6 +182,7 @@ def notes(report: Report) -> Iterator[str]:
     if report.calibration:
         yield f"calibrated on: {report.calibration}"
     if report.measured:
-        yield f"measured on: {report.measured.text}, {report.measured.tokens} tokens"
-        if report.measured.speed_note:
-            yield f"speed: {report.measured.speed_note}"
+        said = report.measured
+        yield f"measured on: {said.text}, {said.tokens} tokens {render.windows(said.context, said.stride)}"
+        if said.speed_note:
+            yield f"speed: {said.speed_note}"

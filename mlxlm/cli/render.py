@@ -73,6 +73,11 @@ def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, ti
     return view
 
 
+def windows(context: int, stride: int) -> str:
+    """How a text was read, beside a loss measured on it."""
+    return f"in windows of {context} tokens, stride {stride}"
+
+
 def print_result(view: Table) -> None:
     """A table as a command's result, on stdout; in full where that is not a terminal."""
     width = None if sys.stdout.isatty() else 1000

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from mlxlm.data import Document
-from mlxlm.errors import CheckpointError, ConfigError, DataError
+from mlxlm.errors import CheckpointError, DataError
 from mlxlm.evaluate.losses import perplexity, summed
+from mlxlm.evaluate.windows import DocumentTokens, window_lengths, windows
 from mlxlm.generation.loaded import LoadedModel
-from mlxlm.tokenizer import Tokenizer
 
-LONGEST = 2048  # tokens of a window, unless asked for: models that read 128k would need memory and hours for it
 _TOGETHER = 2048  # tokens of the windows in one forward pass, up to twice as many: more make it no faster
-_PIECES = 16  # of text that are tokenized together
 
 
 @dataclass(frozen=True)
@@ -73,21 +71,20 @@ def evaluate_text(
 
     A window of `context` tokens (default: the model's, at most 2048) moves on by `stride` (default: half of it), and
     what it reads anew is predicted: every token has `context` - `stride` tokens before it or more, or all there are.
-    A smaller stride gives a lower loss and takes longer (Hugging Face, "Perplexity of fixed-length models"). A
-    document begins with what the tokenizer puts in front of a text; where that is nothing, its first token is not
-    predicted, and its bytes don't count. Memory: one window's tokens, and some pieces of text.
+    A smaller stride takes longer and mostly gives a lower loss, since tokens have more before them (Hugging Face,
+    "Perplexity of fixed-length models"); not where a model uses distant tokens badly. A document begins with what the
+    tokenizer puts in front of a text; where that is nothing, its first token is not predicted, and its bytes don't
+    count. Memory: one window's tokens, and some pieces of text.
 
     Raises ConfigError for a context or stride that can't work, DataError for conversations, and where there is no token
     to predict, CheckpointError where the loss is not a number.
     """
-    context, stride = _lengths(loaded, context, stride)
+    context, stride = window_lengths(loaded.config.max_position_embeddings, context, stride)
     waiting = _Waiting(loaded.model)
     size, characters, count = 0, 0, 0
     for document in documents:
-        if document.messages is not None:
-            raise DataError(f"{document.where} is a conversation", "texts; of conversations, mlxlm prepare and a run")
-        text = _Text(loaded.tokenizer, document)
-        for window, new in _windows(text.ids(), context, stride):
+        text = DocumentTokens(loaded.tokenizer, document)
+        for window, new in windows(text.chunks(), context, stride):
             waiting.add(window, new)
         size, characters, count = size + text.bytes, characters + text.characters, count + 1
     waiting.flush()
@@ -96,66 +93,6 @@ def evaluate_text(
     if not math.isfinite(waiting.nats):
         raise CheckpointError(f"{loaded.path}: the model's loss is not a number", "a checkpoint without NaN")
     return TextLoss(waiting.nats, waiting.tokens, size, characters, count)
-
-
-def _lengths(loaded: LoadedModel, context: int | None, stride: int | None) -> tuple[int, int]:
-    most = loaded.config.max_position_embeddings
-    context = min(most, LONGEST) if context is None else context
-    if not 1 <= context <= most:
-        raise ConfigError(f"a context of {context} tokens, and the model reads {most}", f"from 1 to {most}")
-    stride = max(1, context // 2) if stride is None else stride
-    if not 1 <= stride <= context:
-        raise ConfigError(f"a stride of {stride} would leave out tokens of a context of {context}", f"1 to {context}")
-    return context, stride
-
-
-class _Text:
-    """The ids of a document, read once; after that `bytes` and `characters` of what all but its unpredicted first token
-    stand for."""
-
-    def __init__(self, tokenizer: Tokenizer, document: Document):
-        self._tokenizer, self._document = tokenizer, document
-        self.bytes = self.characters = 0
-
-    def ids(self) -> Iterator[list[int]]:
-        start = self._tokenizer.start_ids
-        yield start
-        first, pieces = True, []
-        for piece in self._document.pieces:
-            pieces.append(piece)
-            if len(pieces) == _PIECES:
-                yield self._encoded(pieces, first, bool(start))
-                first, pieces = False, []
-        if pieces:
-            yield self._encoded(pieces, first, bool(start))
-
-    def _encoded(self, pieces: list[str], first: bool, predicted: bool) -> list[int]:
-        self.bytes += sum(len(piece.encode("utf-8")) for piece in pieces)
-        self.characters += sum(map(len, pieces))
-        parts = self._tokenizer.encode_batch(pieces, continues=[not first or i > 0 for i in range(len(pieces))])
-        ids = [id for part in parts for id in part]
-        if first and ids and not predicted:
-            spelled = self._tokenizer.token_bytes(ids[0])
-            spelled = spelled.removeprefix(b" ") if self._tokenizer.adds_first_space else spelled
-            self.bytes -= len(spelled)
-            self.characters -= len(spelled.decode("utf-8", "ignore"))
-        return ids
-
-
-def _windows(chunks: Iterator[list[int]], context: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Up to `context` + 1 tokens, and how many of the last are to be predicted."""
-    held: list[int] = []
-    done = 1  # of `held`, those predicted, or with nothing before them
-    for ids in chunks:
-        held += ids
-        at = 0
-        while len(held) - at > context:
-            yield held[at : at + context + 1], context + 1 - done
-            at += stride
-            done = context + 1 - stride
-        held = held[at:]
-    if len(held) > done:
-        yield held, len(held) - done
 
 
 class _Waiting:

@@ -94,7 +94,7 @@ class Job:
         self.dtype = output_dtype(checkpoint.tensors)
         self.halved = replace(checkpoint, tensors=halved(checkpoint.tensors, self.dtype))
         self.calibration: text.Text | None = None
-        self.evaluation: text.Text | None = None
+        self.evaluation: text.EvaluationText | None = None
         self.calibrates = method != "round" or goal.searches
 
     def _plan(self) -> Plan:
@@ -224,8 +224,8 @@ class Job:
         def told(done: int, total: int) -> None:
             self.tell(f"comparing with the source{which}", done, total)
 
-        ids = self.evaluation.tokens.tolist()
-        said = compare(self.source, result, ids, text_bytes=self.evaluation.bytes, progress=told)
+        documents, size = self.evaluation.documents, self.evaluation.bytes
+        said = compare(self.source, result, documents, text_bytes=size, progress=told)
         if not math.isfinite(said.kl):
             raise CheckpointError("the KL divergence of the result from its source is not finite", "more bits")
         return said
@@ -286,7 +286,7 @@ class Job:
         if packed:
             kinds = " and ".join(packed)
             found.append(f"the source is quantized already ({kinds}): what is shown comes on top of what that has cost")
-        count = _FEW if self.evaluation is None else len(self.evaluation.tokens) - 1
+        count = _FEW if self.evaluation is None else self.evaluation.predicted
         if count < _FEW:
             found.append(f"measured on {count} tokens of {self.evaluation.name}: fewer than {_FEW} say little")
         return found
@@ -294,11 +294,13 @@ class Job:
     def _measured(self, again: Checkpoint) -> Measured:
         said = self._compared(again)
         self.tell("measuring speed", 0, 1)
-        before, after, note = decode_speeds(self.source, again, self.evaluation.tokens[:_PROMPT].tolist())
+        before, after, note = decode_speeds(self.source, again, self.evaluation.documents[0][:_PROMPT])
         self.tell("measuring speed", 1, 1)
         return Measured(
             text=self.evaluation.name,
             tokens=said.tokens,
+            context=said.context,
+            stride=said.stride,
             kl=said.kl,
             top1=said.top1,
             bits_per_byte_before=said.bits_per_byte_a,

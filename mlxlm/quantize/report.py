@@ -17,8 +17,8 @@ _COLORS = {2: "#7f0000", 3: "#d7301f", 4: "#fc8d59", 5: "#74a9cf", 6: "#2b8cbe",
 
 @dataclass(frozen=True)
 class Measured:
-    """Source and result on a text that calibration has not seen. A search that ends at a KL divergence has measured
-    its candidates on this text.
+    """Source and result on a text that calibration has not seen, in windows of `context` tokens that move on by
+    `stride`. A search that ends at a KL divergence has measured its candidates on this text.
 
     kl: mean KL(source || result), nats per token. top1: share of tokens with the same most likely next one.
     hidden: relative error of the hidden states after the embedding and each layer. speed: tokens per second of
@@ -27,6 +27,8 @@ class Measured:
 
     text: str
     tokens: int
+    context: int
+    stride: int
     kl: float
     top1: float
     bits_per_byte_before: float

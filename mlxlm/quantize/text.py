@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mlxlm.checkpoint.layout import RUN_FILE
-from mlxlm.data import TokenDataset, documents
+from mlxlm.data import Document, TokenDataset, documents
 from mlxlm.data.builtin import python_reference
+from mlxlm.data.text import pieces_of
 from mlxlm.errors import DataError, MlxlmError
+from mlxlm.evaluate.windows import first_tokens
 from mlxlm.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens of a calibration sequence, less where the model's context is shorter
@@ -23,11 +25,10 @@ _CHARACTERS = 4  # per token, about
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of one text, and how many bytes all but the first of them stand for. `name` is for reports."""
+    """Tokens to calibrate with. `name` is for reports."""
 
     name: str
     tokens: np.ndarray
-    bytes: int
 
     def windows(self, length: int, tokens: int) -> np.ndarray:
         """int32 `[N, length]`: up to `tokens` of them in windows spread evenly over the text.
@@ -43,6 +44,19 @@ class Text:
         return np.stack([self.tokens[start : start + length] for start in starts]).astype(np.int32)
 
 
+@dataclass(frozen=True)
+class EvaluationText:
+    """Tokens to measure on, document by document, and how many bytes all but the first of each stand for."""
+
+    name: str
+    documents: list[list[int]]
+    bytes: int
+
+    @property
+    def predicted(self) -> int:
+        return sum(len(ids) - 1 for ids in self.documents)
+
+
 def of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> Text:
     """Up to `tokens` tokens from the beginning of whatever `mlxlm prepare` reads as text."""
     return _encoded(str(path), _documents(path), tokenizer, tokens)
@@ -50,55 +64,79 @@ def of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> Text:
 
 def _documents(path: Path | str) -> Iterator[str]:
     """The text of each document, an empty line between two."""
-    for count, document in enumerate(documents([path])):
+    for count, document in enumerate(map(_as_text, documents([path]))):
         if count:
             yield "\n\n"
         yield from document.pieces
-        yield "\n\n".join(content for _, content in document.messages or ())
 
 
 def calibration(root: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> Text:
     """What to calibrate with: `file`, whole or but its last tenth; else a run's training data (`root` has train.json),
     or for another model four fifths of the text that every Python carries."""
+    tokens = _SPREAD * CALIBRATION
+    if file is None and _is_run(root):
+        return Text("training data of the run", _of_run(root, "train", tokens)[0])
     if file is None:
-        return _without_file(root, tokenizer, "train", _SPREAD * CALIBRATION)
-    text = of_file(file, tokenizer, _SPREAD * CALIBRATION)
+        topics = _topics()
+        name = "Python's language reference (four fifths)"
+        return _encoded(name, topics[: len(topics) * 4 // 5], tokenizer, tokens)
+    text = of_file(file, tokenizer, tokens)
     return text if whole else _cut(text, tokenizer)[0]
 
 
 def evaluation(
     root: Path | None, tokenizer: Tokenizer, file: Path | str | None, calibrated_on: Path | str | None
-) -> Text:
+) -> EvaluationText:
     """What to measure on: `file`, else the last tenth of the file calibrated on, else a run's validation data, or the
     fifth of Python's text that `calibration` leaves."""
     if file is not None:
-        return of_file(file, tokenizer, EVALUATION)
+        return _measured(str(file), map(_as_text, documents([file])), tokenizer)
     if calibrated_on is not None:
         return _cut(of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION), tokenizer)[1]
-    return _without_file(root, tokenizer, "validation", EVALUATION)
+    if _is_run(root):
+        tokens, size = _of_run(root, "validation", EVALUATION)
+        return EvaluationText("validation data of the run", [tokens.tolist()], size)
+    topics = _topics()
+    text = "".join(topics[len(topics) * 4 // 5 :])
+    document = Document("Python's language reference", pieces_of(iter((text,))))
+    return _measured(f"{document.where} (the last fifth)", [document], tokenizer)
 
 
-def _cut(text: Text, tokenizer: Tokenizer) -> tuple[Text, Text]:
-    at = len(text.tokens) * 9 // 10
-    first, last = text.tokens[:at], text.tokens[at : at + EVALUATION]
-    if len(last) < 2:
+def _as_text(document: Document) -> Document:
+    """The same document, a conversation as the text of its messages."""
+    if document.messages is None:
+        return document
+    return Document(document.where, iter(("\n\n".join(content for _, content in document.messages),)))
+
+
+def _measured(name: str, texts: Iterable[Document], tokenizer: Tokenizer) -> EvaluationText:
+    return _long_enough(EvaluationText(name, *first_tokens(tokenizer, texts, EVALUATION)))
+
+
+def _long_enough(text: EvaluationText) -> EvaluationText:
+    if not text.predicted:
         raise DataError(f"{text.name} has too little text", "a longer text")
-    return (
-        Text(f"{text.name} (but its last tenth)", first, _bytes(first, tokenizer)),
-        Text(f"{text.name} (from its last tenth)", last, _bytes(last, tokenizer)),
-    )
+    return text
 
 
-def _without_file(root: Path | None, tokenizer: Tokenizer, split: str, tokens: int) -> Text:
-    if root is not None and (root / RUN_FILE).is_file():
-        return _of_run(root, split, tokens)
-    topics = ["\n\n".join(m["content"] for m in messages) + "\n\n" for messages in python_reference()]
-    cut = len(topics) * 4 // 5
-    name, part = ("four fifths", topics[:cut]) if split == "train" else ("the last fifth", topics[cut:])
-    return _encoded(f"Python's language reference ({name})", part, tokenizer, tokens)
+def _cut(text: Text, tokenizer: Tokenizer) -> tuple[Text, EvaluationText]:
+    at = len(text.tokens) * 9 // 10
+    first, last = text.tokens[:at], text.tokens[at : at + EVALUATION].tolist()
+    whole, begin = (len(tokenizer.decode(part).encode("utf-8")) for part in (last, last[:1]))
+    rest = EvaluationText(f"{text.name} (from its last tenth)", [last], max(1, whole - begin))
+    return Text(f"{text.name} (but its last tenth)", first), _long_enough(rest)
 
 
-def _of_run(root: Path, split: str, tokens: int) -> Text:
+def _is_run(root: Path | None) -> bool:
+    return root is not None and (root / RUN_FILE).is_file()
+
+
+def _topics() -> list[str]:
+    return ["\n\n".join(m["content"] for m in messages) + "\n\n" for messages in python_reference()]
+
+
+def _of_run(root: Path, split: str, tokens: int) -> tuple[np.ndarray, int]:
+    """Up to `tokens` of a run's data, and the bytes of all but the first, by the mean over all of it."""
     from mlxlm.train import Run  # not for every model: it brings the optimizers
 
     try:
@@ -109,9 +147,8 @@ def _of_run(root: Path, split: str, tokens: int) -> Text:
         option = "--text" if split == "train" else "--eval-text"
         raise type(error)(error.message, f"{option} FILE instead of the run's own data") from error
     count = min(tokens, len(data))
-    words = {"train": "training", "validation": "validation"}
     size = round(data.bytes * max(0, count - 1) / len(data))
-    return Text(f"{words[split]} data of the run", np.array(data.slice(0, count), np.int32), size)
+    return np.array(data.slice(0, count), np.int32), size
 
 
 def _encoded(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int) -> Text:
@@ -125,10 +162,4 @@ def _encoded(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int
     ids = tokenizer.encode("".join(parts))[:tokens]
     if len(ids) < 2:
         raise DataError(f"{name} has too little text", "a longer text")
-    return Text(name, np.array(ids, np.int32), _bytes(ids, tokenizer))
-
-
-def _bytes(ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Of the text of all tokens but the first."""
-    whole, first = (len(tokenizer.decode(part).encode("utf-8")) for part in (ids, ids[:1]))
-    return max(1, whole - first)
+    return Text(name, np.array(ids, np.int32))

@@ -110,6 +110,27 @@ def test_compare(model, tmp_path, capsys):
     assert out.startswith("identical: ")
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_text_has_one_figure_in_all_commands(model, tmp_path, make_text, capsys, rows):
+    text = tmp_path / ("text.jsonl" if rows else "text.txt")
+    content = make_text(700)
+    text.write_text("".join(json.dumps({"text": part}) + "\n" for part in (content, "the cat")) if rows else content)
+    _, out, _ = run(capsys, "evaluate", model, text, "--json")
+    evaluated = json.loads(out)
+    _, out, _ = run(capsys, "compare", model, model, "--text", text, "--json")
+    compared = json.loads(out)
+    settings = ("--group-size", "32", "--eval-text", text, "--no-verify", "--json")
+    _, out, _ = run(capsys, "quantize", model, "--out", tmp_path / "out", *settings)
+    measured = json.loads(out)["measured"]
+    assert evaluated["tokens"] > 2 * evaluated["context"]
+    for found in (compared, measured):
+        assert [found[name] for name in ("tokens", "context", "stride")] == [
+            evaluated[name] for name in ("tokens", "context", "stride")
+        ]
+    figures = [compared["bits_per_byte_a"], measured["bits_per_byte_before"]]
+    assert figures == pytest.approx([evaluated["bits_per_byte"]] * 2, rel=1e-6)
+
+
 def test_compare_needs_one_tokenizer(model, tmp_path, make_text, capsys):
     from mlxlm.tokenizer import train
 

@@ -14,7 +14,9 @@ from mlxlm._mlx import mx
 from mlxlm.data import documents
 from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.evaluate import text as evaluate_text_module
-from mlxlm.evaluate.text import TextLoss, _windows, evaluate_text
+from mlxlm.evaluate import windows as windows_module
+from mlxlm.evaluate.text import TextLoss, evaluate_text
+from mlxlm.evaluate.windows import windows
 from mlxlm.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox jumps. Grüße, 世界!\nHow are you, lazy dog?\n" * 6
@@ -55,7 +57,7 @@ def test_windows_cover_a_text_however_it_comes(sizes, context, share):
     ids = iter(range(sum(sizes)))
     chunks = [[next(ids) for _ in range(size)] for size in sizes]
     seen = []
-    for window, new in _windows(iter(chunks), context, stride):
+    for window, new in windows(iter(chunks), context, stride):
         assert 2 <= len(window) <= context + 1 and window == list(range(window[0], window[0] + len(window)))
         for target in window[-new:]:
             assert target - window[0] >= min(target, context - stride)
@@ -112,7 +114,7 @@ def test_a_long_text_is_read_in_pieces(loaded, monkeypatch):
     text = TEXT * 400  # 10 pieces of text
     whole = evaluate_text(loaded, read(text), context=128, stride=128)
     assert whole.tokens == len(loaded.tokenizer.encode(text)) - 1 and whole.characters == len(text)
-    monkeypatch.setattr(evaluate_text_module, "_PIECES", 1)
+    monkeypatch.setattr(windows_module, "_PIECES", 1)
     again = evaluate_text(loaded, read(text), context=128, stride=128)
     assert (again.nats, again.tokens) == (whole.nats, whole.tokens)
 

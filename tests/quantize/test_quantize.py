@@ -238,10 +238,12 @@ def test_calibration_and_evaluation_never_share_text(model, tmp_path, tiny_token
         first = text.calibration(model, tiny_tokenizer, given, whole=False)
         second = text.evaluation(model, tiny_tokenizer, None, given)
         assert first.name != second.name
-        tail = second.tokens[:40].tolist()
+        [ids] = second.documents
+        tail = ids[:40]
         there = first.tokens.tolist()
         assert not any(there[i : i + 40] == tail for i in range(len(there)))
-        assert second.bytes == len(tiny_tokenizer.decode(second.tokens[1:]).encode())
+        predicted = ids if ids[0] == tiny_tokenizer.bos_id else ids[1:]
+        assert second.bytes == len(tiny_tokenizer.decode(predicted).encode())
     whole = text.calibration(model, tiny_tokenizer, texts[0], whole=True)
     assert len(whole.tokens) > len(first.tokens)
 
@@ -252,6 +254,8 @@ def test_documents_are_apart(tiny_tokenizer, tmp_path):
         '{"text": "one"}\n{"messages": [{"role": "user", "content": "a"}, {"role": "b", "content": "c"}]}\n'
     )
     assert tiny_tokenizer.decode(text.of_file(file, tiny_tokenizer, 100).tokens.tolist()) == "one\n\na\n\nc"
+    found = text.evaluation(None, tiny_tokenizer, file, None)
+    assert [tiny_tokenizer.decode(ids) for ids in found.documents] == ["one", "a\n\nc"]
 
 
 def test_texts_that_are_given_free_a_run_from_its_data(model, tmp_path, texts):
@@ -390,7 +394,7 @@ def test_the_tables_of_embeddings_are_read_once(write_model, tmp_path, texts):
 
     counting = replace(checkpoint, tensors={n: counted(n, t) for n, t in checkpoint.tensors.items()})
     ids = (np.arange(8000) % 290).tolist()
-    compare(counting, checkpoint, ids)
+    compare(counting, checkpoint, [ids])
     assert (
         reads["model.embed_tokens.weight"] == 2 and reads["model.layers.0.mlp.up_proj.weight"] == 1
     )  # and for the head
