@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +9,12 @@ from datetime import datetime
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
-import jinja2.sandbox
 
+from mlxlm.chat.bounded_jinja import BoundedEnvironment
 from mlxlm.chat.formats import FORMATS
 from mlxlm.chat.reasoning import opened_by
 from mlxlm.chat.stand_ins import StandIns
@@ -125,7 +124,8 @@ class PlainText:
 
 
 class ChatTemplate:
-    """A model's jinja template, in the environment that transformers offers, and as untrusted: sandboxed.
+    """A model's jinja template, in the environment that transformers offers, and as untrusted: sandboxed, with bounded
+    work and memory.
 
     What looks like a special token inside a message stays ordinary text, so that nobody can forge a role.
     An answer of the model is spliced in as the ids it consisted of: encoding its text again may give
@@ -143,13 +143,12 @@ class ChatTemplate:
         self.name = name
         self.source = tokenizer.chat_template if source is None else source
         self._tokenizer = tokenizer
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        self._environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
         )
-        environment.filters["tojson"] = _tojson
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self._environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
-            self._template = environment.from_string(self.source)
+            self._template = self._environment.from_string(self.source)
         except Exception as error:  # also RecursionError, for one that is nested deeply
             raise _broken(error, name) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
@@ -161,12 +160,10 @@ class ChatTemplate:
         """The conversation as text. Raises TokenizerError where the template fails or refuses it."""
         names = {f"{role}_token": name for role, name in self._tokenizer.names.items()}
         try:
-            return self._template.render(
-                messages=[{"role": m.role, "content": m.content} for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **names,
+            return self._environment.render(
+                self._template,
+                [{"role": m.role, "content": m.content} for m in messages],
+                {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None, **names},
             )
         except Exception as error:  # a template is a program: it can fail with any error
             raise _broken(error, self.name) from error
@@ -241,11 +238,6 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-    # jinja's own filter escapes <, > and & for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
-
-
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -263,5 +255,5 @@ def _called(name: str) -> str:
 
 def _broken(error: Exception, name: str) -> TokenizerError:
     where = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    reason = " ".join(str(error).split())
+    reason = " ".join(str(error).split()) or type(error).__name__
     return TokenizerError(f"{_called(name)} failed{where}: {reason}", _OTHERS)
