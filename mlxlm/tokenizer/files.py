@@ -12,8 +12,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from mlxlm.errors import TokenizerError, os_errors_as
 from mlxlm.files import write_bytes
 from mlxlm.reading import decoded, read_bytes
-from mlxlm.tokenizer import sentencepiece
-from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer
+from mlxlm.tokenizer import growth, sentencepiece
+from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer, library_errors
 
 # Where no file names a special token: the names in use, best known first.
 WELL_KNOWN = {
@@ -22,6 +22,7 @@ WELL_KNOWN = {
     "pad": ("<|pad|>", "<pad>", "[PAD]"),
     "unk": ("<unk>", "[UNK]"),
 }
+_MOST_AROUND = 256  # tokens and texts; those in use have about 10
 SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LARGEST = 128 << 20  # bytes of one file; a tokenizer.json of 260,000 tokens has 33 MB
 
@@ -124,16 +125,16 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
     content = _json_object(path)
     if "model" not in content:
         raise TokenizerError(f"{path} has no field 'model'", "a tokenizer.json of the tokenizers library")
-    try:
+    growth.check(content, str(path))
+    with library_errors(f"{path} is not a tokenizer"):
         runtime = tokenizers.Tokenizer.from_buffer(_read(path))
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
     _check_template(content.get("post_processor"), path)  # whose shape the library has checked
     return runtime
 
 
 def _check_template(step: Any, path: Path) -> None:
-    """The tokens that a post-processor puts around a text are in its own table; the library panics otherwise."""
+    """The tokens that a post-processor puts around a text are in its own table, the library panics otherwise; and they
+    are few, around one text."""
     if not isinstance(step, dict):
         return
     for inner in step.get("processors") or ():
@@ -141,6 +142,10 @@ def _check_template(step: Any, path: Path) -> None:
     if step.get("type") != "TemplateProcessing":
         return
     for field in ("single", "pair"):
+        sequences = [piece["Sequence"]["id"] for piece in step[field] if "Sequence" in piece]
+        ids = sum(len(token["ids"]) for token in step["special_tokens"].values())
+        if len(step[field]) + ids > _MOST_AROUND or len(set(sequences)) < len(sequences):
+            raise TokenizerError(f"{path}: post_processor.{field} repeats a text, or puts {_MOST_AROUND} tokens around")
         for piece in step[field]:
             name = piece.get("SpecialToken", {}).get("id")
             if name is not None and name not in step["special_tokens"]:
@@ -157,10 +162,8 @@ def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokeniz
     for token, id in content.items():
         if type(id) is not int or not 0 <= id < 2**32:
             raise TokenizerError(f"{vocabulary}: the id of '{token}' is not a number from 0 up")
-    try:
+    with library_errors(f"{vocabulary} and {merges.name} are not a tokenizer"):
         runtime = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{vocabulary} and {merges.name} are not a tokenizer: {error}") from error
     special = [name for names in WELL_KNOWN.values() for name in names if name in content]
     runtime.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     runtime.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -19,6 +19,7 @@ from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer.stream import ByteStream, StreamDecoder, WindowStream
 
 LARGEST_VOCABULARY = 1 << 24  # the largest in use have about 260,000 tokens
+_LONGEST_TOKEN = 1 << 16  # characters; a text of a thousand of them still fits into memory
 _LEAD = "\n"
 ROLES = ("bos", "eos", "pad", "unk")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -52,6 +53,8 @@ class Tokenizer:
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > LARGEST_VOCABULARY:  # tables of this length will be allocated
             raise TokenizerError(f"a token has the id {self.vocab_size - 1}", f"ids below {LARGEST_VOCABULARY}")
+        if max(map(len, vocabulary), default=0) > _LONGEST_TOKEN:
+            raise TokenizerError(f"a token has more than {_LONGEST_TOKEN} characters", "tokens of text")
         self.names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (vocabulary.get(names.get(r)) for r in ROLES)
         added = runtime.get_added_tokens_decoder()
@@ -144,7 +147,7 @@ class Tokenizer:
         """
         if self._decoder is None:
             ids = [_checked(i) for i in ids]
-            with _library_errors("decode"):
+            with library_errors("this tokenizer can't decode a text"):
                 return self._runtime.decode(ids, skip_special_tokens=skip_special_tokens)
         bytes_of = self.token_bytes if skip_special_tokens else self._content_bytes
         text = b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
@@ -181,7 +184,7 @@ class Tokenizer:
             check_unicode(text)
         with self._lock:
             self._runtime.encode_special_tokens = not parse_special
-            with _library_errors("encode"):
+            with library_errors("this tokenizer can't encode a text"):
                 encodings = self._runtime.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -200,15 +203,15 @@ class Tokenizer:
 
 
 @contextmanager
-def _library_errors(what: str) -> Iterator[None]:
-    """The library raises bare Exception for a tokenizer that doesn't add up, or panics, which Python sees as a
-    BaseException of a type that can't be imported."""
+def library_errors(message: str) -> Iterator[None]:
+    """The library's errors as TokenizerError: a bare Exception for a tokenizer that doesn't add up, or a panic, which
+    Python sees as a BaseException of a type that can't be imported."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise TokenizerError(f"this tokenizer can't {what} a text: {error}") from error
+        raise TokenizerError(f"{message}: {error}") from error
 
 
 def around_text(
