@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlxlm import quantization
+from mlxlm.errors import shortened
 from mlxlm.families import FAMILIES
 from mlxlm.families.activations import ACTIVATIONS
 from mlxlm.families.rotary import SCALINGS
@@ -44,7 +45,7 @@ def problems(c: Any, head_dim_given: bool) -> Iterator[str]:
     """What keeps the ModelConfig `c` from working, one phrase each."""
     bad = [name for name in _COUNTS if not is_count(getattr(c, name))]
     for name in bad:
-        yield f"{name} is {getattr(c, name)!r}, it must be a positive whole number"
+        yield f"{name} is {shortened(getattr(c, name))}, it must be a positive whole number"
     fields = [*_field_problems(c)]
     yield from fields
     if not bad:
@@ -59,38 +60,40 @@ def problems(c: Any, head_dim_given: bool) -> Iterator[str]:
 
 
 def _token_problems(c: Any) -> Iterator[str]:
-    """Old files have -1 for no padding, so that only the ids that end a text must be those of tokens."""
+    """Old files have -1 for a token that there isn't, and fine-tuned models padding behind their vocabulary, which no
+    text has."""
+    size = c.vocab_size if is_count(c.vocab_size) else _MAX
     ends = c.eos_token_id if isinstance(c.eos_token_id, list) else [c.eos_token_id]
-    if any(not (i is None or (_is_int(i) and i >= 0)) for i in ends):
-        yield f"eos_token_id is {c.eos_token_id!r}, it must be a token id or a list of them"
-    for name in ("bos_token_id", "pad_token_id"):
+    if any(not (i is None or (_is_int(i) and 0 <= i < size)) for i in ends):
+        yield f"eos_token_id is {shortened(c.eos_token_id)}, it must be a token id below {size} or a list of them"
+    for name, most in (("bos_token_id", size), ("pad_token_id", _MAX)):
         value = getattr(c, name)
-        if value is not None and not _is_int(value):
-            yield f"{name} is {value!r}, it must be a token id or null"
+        if value is not None and not (_is_int(value) and -1 <= value < most):
+            yield f"{name} is {shortened(value)}, it must be a token id below {most} or null"
 
 
 def _field_problems(c: Any) -> Iterator[str]:
     """Fields that no other field can make right."""
     for name in _POSITIVE:
         if not _is_positive(getattr(c, name)):
-            yield f"{name} is {getattr(c, name)!r}, it must be a positive number"
+            yield f"{name} is {shortened(getattr(c, name))}, it must be a positive number"
     for name in _POSITIVE_OR_NONE:
         if getattr(c, name) is not None and not _is_positive(getattr(c, name)):
-            yield f"{name} is {getattr(c, name)!r}, it must be a positive number or null"
+            yield f"{name} is {shortened(getattr(c, name))}, it must be a positive number or null"
     for name in _SWITCHES:
         if not isinstance(getattr(c, name), bool):
-            yield f"{name} is {getattr(c, name)!r}, it must be true or false"
+            yield f"{name} is {shortened(getattr(c, name))}, it must be true or false"
     if c.attention_out_bias not in (None, True, False):
-        yield f"attention_out_bias is {c.attention_out_bias!r}, it must be true, false or null"
+        yield f"attention_out_bias is {shortened(c.attention_out_bias)}, it must be true, false or null"
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
-            yield f"{name} is {getattr(c, name)!r}, it must be one of {', '.join(map(str, choices))}"
+            yield f"{name} is {shortened(getattr(c, name))}, it must be one of {', '.join(map(str, choices))}"
     if _is_positive(c.partial_rotary_factor) and c.partial_rotary_factor > 1:
-        yield f"partial_rotary_factor is {c.partial_rotary_factor!r}, it must be at most 1"
+        yield f"partial_rotary_factor is {shortened(c.partial_rotary_factor)}, it must be at most 1"
     if not is_count(c.position_offset) and c.position_offset != 0:
-        yield f"position_offset is {c.position_offset!r}, it must be a whole number (0)"
+        yield f"position_offset is {shortened(c.position_offset)}, it must be a whole number (0)"
     if c.sliding_window is not None and not is_count(c.sliding_window):
-        yield f"sliding_window is {c.sliding_window!r}, it must be a positive whole number or null"
+        yield f"sliding_window is {shortened(c.sliding_window)}, it must be a positive whole number or null"
 
 
 def _size_problems(c: Any, head_dim_given: bool) -> Iterator[str]:
@@ -142,7 +145,7 @@ def _rotary_problems(c: Any) -> Iterator[str]:
 def _scaling_problems(c: Any, scaling: Any, dims: int) -> Iterator[str]:
     kind = scaling.get("rope_type") if isinstance(scaling, Mapping) else None
     if not isinstance(kind, str) or kind not in SCALINGS:
-        yield f"rope_scaling is {scaling!r}, it must be null or an object with rope_type {', '.join(SCALINGS)}"
+        yield f"rope_scaling is {shortened(scaling)}, it must be null or an object with rope_type {', '.join(SCALINGS)}"
         return
     required = [name for name in SCALINGS[kind] if name not in (*_OPTIONAL_SCALING, "truncate")]
     if kind == "longrope":
@@ -151,7 +154,8 @@ def _scaling_problems(c: Any, scaling: Any, dims: int) -> Iterator[str]:
     for name in [name for name in SCALINGS[kind] if name in required or scaling.get(name) is not None]:
         value = scaling.get(name)
         if name not in ("truncate", "short_factor", "long_factor") and not _is_ratio(value):
-            yield f"rope_scaling: {name} is {value!r}, {kind} needs a positive number{_BOUNDS * _is_positive(value)}"
+            bounds = _BOUNDS * _is_positive(value)
+            yield f"rope_scaling: {name} is {shortened(value)}, {kind} needs a positive number{bounds}"
     low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
     if kind == "llama3" and _is_positive(low) and _is_positive(high) and low >= high:
         yield f"rope_scaling: low_freq_factor {low} must be less than high_freq_factor {high}"

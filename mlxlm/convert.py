@@ -14,7 +14,7 @@ from mlxlm._mlx import mx
 from mlxlm.carried import Check
 from mlxlm.checkpoint import gguf, huggingface, llama2c
 from mlxlm.checkpoint.bits import fits_float16, largest
-from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer
+from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer, check_tokenizer
 from mlxlm.checkpoint.foreign import what_runs_it
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
@@ -93,7 +93,10 @@ def convert(
             f"{source} can't be converted: mlxlm's decoder has no {checkpoint.foreign}",
             what_runs_it(checkpoint),
         )
-    tokenizer = None if target == "huggingface" else checkpoint.load_tokenizer()
+    if target == "huggingface":
+        tokenizer, _ = None, check_tokenizer(checkpoint)  # before the weights are written
+    else:
+        tokenizer = checkpoint.load_tokenizer()
     if target == "llama2.c":
         llama2c.check_place(out, _dequantized(checkpoint), tokenizer)
     tensors = plain(checkpoint)

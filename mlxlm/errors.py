@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import re
+import reprlib
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mlxlm.compiled_files import unloaded
 
@@ -38,6 +40,14 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def shortened(value: Any) -> str:
+    """The repr of a value out of a file, of long ones the beginning and the end."""
+    short = reprlib.Repr()
+    short.maxlist = short.maxtuple = short.maxdict = 12
+    short.maxstring = short.maxother = 100
+    return short.repr(value)
+
+
 class PlatformError(MlxlmError):
     """This machine lacks something: an MLX backend, a compiler, a device."""
 
@@ -48,6 +58,10 @@ class ConfigError(MlxlmError):
 
 class TokenizerError(MlxlmError):
     """A tokenizer that cannot be read, trained or applied."""
+
+
+class MissingTokenizerError(TokenizerError):
+    """A model without any tokenizer."""
 
 
 class DataError(MlxlmError):

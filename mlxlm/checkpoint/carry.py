@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxlm.checkpoint.layout import locate
 from mlxlm.checkpoint.source import Checkpoint
-from mlxlm.errors import TokenizerError
+from mlxlm.errors import MissingTokenizerError, TokenizerError
 
 FOLDERS = ("safetensors", "pytorch")  # formats whose files lie in one folder with those of the tokenizer
 
@@ -20,16 +20,29 @@ FILES = (
 
 def carry_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Give the model in `folder` the source's tokenizer files as they are, or a tokenizer rebuilt out of another
-    format. Returns warnings: where there is none that mlxlm can read."""
+    format. Returns warnings: where the source has none.
+
+    Raises TokenizerError for one that can't be read: see `check_tokenizer`.
+    """
+    warnings = check_tokenizer(checkpoint)
     if checkpoint.format in FOLDERS:
         root = locate(checkpoint.path).root
         for name in FILES:
             if (root / name).is_file():
                 shutil.copyfile(root / name, folder / name)  # what a hub's folder has are links
+    elif not warnings:
+        checkpoint.load_tokenizer().save(folder)
+    return warnings
+
+
+def check_tokenizer(checkpoint: Checkpoint) -> list[str]:
+    """A warning where the checkpoint has no tokenizer. Raises TokenizerError where it has one that can't be read, since
+    a copy of the model would be of no use, either."""
     try:
-        tokenizer = checkpoint.load_tokenizer()
+        checkpoint.load_tokenizer()
+    except MissingTokenizerError as error:
+        return [f"the model has no tokenizer: {error.message}"]
     except TokenizerError as error:
-        return [f"mlxlm can't read the tokenizer: {error.message}"]
-    if checkpoint.format not in FOLDERS:
-        tokenizer.save(folder)
+        hint = "; ".join(filter(None, (error.hint, "without the tokenizer's files the weights alone are written")))
+        raise TokenizerError(f"the tokenizer can't be read: {error.message}", hint) from error
     return []

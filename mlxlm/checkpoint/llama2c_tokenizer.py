@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import TokenizerError, os_errors_as
+from mlxlm.errors import MissingTokenizerError, TokenizerError, os_errors_as
 from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.tokenizer.sentencepiece import SPACE
 
@@ -32,7 +32,7 @@ def find_tokenizer(model: Path, vocab_size: int) -> Path:
     for name in names:
         if model.with_name(name).is_file():
             return model.with_name(name)
-    raise TokenizerError(f"no tokenizer beside {model}", " or ".join(names))
+    raise MissingTokenizerError(f"no tokenizer beside {model}", " or ".join(names))
 
 
 def read_tokenizer(path: Path | str, vocab_size: int) -> Tokenizer:

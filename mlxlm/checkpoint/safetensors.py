@@ -23,7 +23,7 @@ from mlxlm.checkpoint.layout import MODEL_FILE
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_object
 from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
 from mlxlm.digests import HashingWriter
-from mlxlm.errors import CheckpointError, os_errors_as
+from mlxlm.errors import CheckpointError, os_errors_as, shortened
 from mlxlm.files import write_json
 from mlxlm.reading import opened
 
@@ -281,7 +281,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         or len(shape) > _MAX_DIMENSIONS
         or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
     ):
-        raise CheckpointError(f"{path}: tensor {name} has no possible shape: {shape}")
+        raise CheckpointError(f"{path}: tensor {name} has no possible shape: {shortened(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
         raise CheckpointError(f"{path}: tensor {name} has no two offsets: {offsets}")
     first, last = offsets

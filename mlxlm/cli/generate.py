@@ -117,11 +117,13 @@ def generate(
     loaded = load_model(model)
     if prompt not in (None, "-"):
         text = with_standard_input(text)
+    if chat and not text:
+        raise GenerationError("the message is empty", "some text to answer")
     if chat:
         messages = [{"role": "system", "content": system}] if system else []
         ids, end_ids = conversations(loaded)([*messages, {"role": "user", "content": text}])
     else:
-        ids, end_ids = loaded.tokenizer.encode(text), loaded.end_ids
+        ids, end_ids = loaded.tokenizer.encode(text) if text else _first_ids(loaded), loaded.end_ids
     if samples > 1:
         from mlxlm.cli.samples import print_samples
         from mlxlm.generation import Request
@@ -152,9 +154,18 @@ def _prompt_text(prompt: str | None) -> str:
         raise click.UsageError("there is no prompt (try: --prompt TEXT, or pipe a text in)")
     if piped:
         prompt = read_standard_input()
-    if not prompt:
-        raise GenerationError("the prompt is empty", "some text to continue")
+        if not prompt:
+            raise GenerationError("the prompt is empty", "some text to continue")
     return prompt
+
+
+def _first_ids(loaded: LoadedModel) -> list[int]:
+    """What a text begins with that continues nothing."""
+    bos = loaded.tokenizer.bos_id
+    ids = loaded.tokenizer.start_ids or ([] if bos is None else [bos])
+    if not ids:
+        raise GenerationError("the prompt is empty, and the model has no BOS token to begin with", "text to continue")
+    return ids
 
 
 def _conversations(template: str | None, at_once: bool, loaded: LoadedModel) -> Callable[[Messages], Encoded]:

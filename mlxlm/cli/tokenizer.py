@@ -89,6 +89,9 @@ def decode(path: str) -> None:
             shown = word[:20].decode("utf-8", "replace")
             raise TokenizerError(f"'{shown}' is not a token id", "numbers with spaces between them")
         ids.append(int(word))
+        if ids[-1] >= loaded.vocab_size:
+            size = loaded.vocab_size
+            raise TokenizerError(f"{ids[-1]} is not one of the tokenizer's {size} ids", f"ids from 0 to {size - 1}")
     out = click.get_binary_stream("stdout")
     out.write(loaded.decode(ids).encode("utf-8"))
     out.flush()

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from mlxlm._mlx import small_cache
+from mlxlm.checkpoint.carry import check_tokenizer
 from mlxlm.checkpoint.foreign import what_runs_it
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.errors import CheckpointError, ConfigError
@@ -67,6 +68,7 @@ def quantize(
         raise CheckpointError(problem, what_runs_it(checkpoint))
     if checkpoint.config.quantization:
         raise CheckpointError(f"{source} is quantized already", "the unquantized model it was made from")
+    check_tokenizer(checkpoint)  # before the weights are written
     job = Job(checkpoint, goal, method, measure, verify, progress or (lambda phase, done, total: None))
     job.read_texts(calibration, evaluation)
     with small_cache(), new_folder(out) as folder:

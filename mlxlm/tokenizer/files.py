@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from mlxlm.errors import TokenizerError, os_errors_as
+from mlxlm.errors import MissingTokenizerError, TokenizerError, os_errors_as
 from mlxlm.files import write_bytes
 from mlxlm.reading import decoded, read_bytes
 from mlxlm.tokenizer import growth, sentencepiece
@@ -93,7 +93,7 @@ def _source(path: Path) -> Path:
         for name in SOURCES:
             if (path / name).is_file():
                 return path / name
-        raise TokenizerError(f"no tokenizer in {path}", f"a folder with {' or '.join(SOURCES)}")
+        raise MissingTokenizerError(f"no tokenizer in {path}", f"a folder with {' or '.join(SOURCES)}")
     if not path.exists():
         raise TokenizerError(f"cannot read {path}: no such file or folder", "check the path")
     if path.suffix not in (".json", ".model") and path.name != "merges.txt":

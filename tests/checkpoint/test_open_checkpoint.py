@@ -89,7 +89,7 @@ def test_a_part_of_a_model_by_itself(model_dir, tiny_config):
         ({"a": entry(0, 8, [True, 2])}, "no possible shape"),
         ({"a": entry(0, 8, [2.0])}, "no possible shape"),
         ({"a": entry(0, 0, [2**31, 0])}, "no possible shape"),
-        ({"a": entry(0, 4, [1] * 100)}, "no possible shape"),
+        ({"a": entry(0, 4, [1] * 1000)}, r"no possible shape: \[1, [1, ]{,50}, \.\.\.\]"),
         ({"a": entry(0, 8, [2**62, 2**62])}, "no possible shape"),
         ({"a": entry(0, 12, [2])}, "claims 12 bytes, its shape needs 8"),
         ({"a": entry(8, 0, [2])}, "claims -8 bytes"),

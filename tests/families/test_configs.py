@@ -404,7 +404,7 @@ def configs(draw):
     family = draw(st.sampled_from([name for name in FAMILIES if name != OWN]))
     heads = draw(st.sampled_from([1, 2, 4]))
     choices = {
-        "hidden_size": st.just(16 * heads), "num_hidden_layers": st.integers(1, 3), "vocab_size": st.integers(1, 99),
+        "hidden_size": st.just(16 * heads), "num_hidden_layers": st.integers(1, 3), "vocab_size": st.integers(10, 99),
         "num_attention_heads": st.just(heads), "intermediate_size": st.integers(1, 99),
         "max_position_embeddings": st.integers(1, 9999), "tie_word_embeddings": st.booleans(),
         "num_key_value_heads": st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -99,7 +100,7 @@ def test_statistics_on_standard_error(run, folder):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["-p", ""], 1, "error: the prompt is empty (try: some text to continue)"),
+        (["-p", "", "--chat", "--template", "llama3"], 1, "error: "),
         (["-p", "-"], 1, "error: the prompt is empty"),
         (["-p", "x", "-t", "-1", "--top-p", "0"], 2, "temperature is -1.0 (0 for greedy, or 0.001 to 100); top_p"),
         (["-p", "x", "-n", "0"], 2, "max_tokens is 0"),
@@ -294,3 +295,21 @@ def test_heavy_packages_are_not_imported():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+def test_an_empty_prompt_begins_a_text(run, folder):
+    code, out, _ = run(folder, "-p", "", "-t", "0", "-n", "5", "--json")
+    found = json.loads(out)
+    loaded = load(folder)
+    ids = loaded.tokenizer.start_ids or [loaded.tokenizer.bos_id]
+    assert code == 0 and found["prompt_tokens"] == len(ids) == 1
+
+
+def test_an_empty_prompt_without_a_first_token_is_refused(run, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    path = tmp_path / "model/tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bos_token": None}))
+    path = tmp_path / "model/tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
+    code, _, err = run(tmp_path / "model", "-p", "", "-n", "5")
+    assert code == 1 and "the prompt is empty, and the model has no BOS token to begin with (try: text" in err

@@ -79,6 +79,7 @@ def test_train_from_stdin(tmp_path):
         (("encode",), b"ab\xff", b"stdin is not UTF-8: invalid start byte at byte 2"),
         (("decode",), b"1 two 3", b"'two' is not a token id"),
         (("decode",), b"99999999999999", b"is not a token id"),
+        (("decode",), b"1 2 99999 3", b"99999 is not one of the tokenizer's "),
         (("info", "--text", "/dev/null"), b"", b"/dev/null is empty"),
     ],
 )
