@@ -93,10 +93,9 @@ def convert(
             f"{source} can't be converted: mlxlm's decoder has no {checkpoint.foreign}",
             what_runs_it(checkpoint),
         )
-    if target == "huggingface":
-        tokenizer, _ = None, check_tokenizer(checkpoint)  # before the weights are written
-    else:
-        tokenizer = checkpoint.load_tokenizer()
+    tokenizer = None if target == "huggingface" else checkpoint.load_tokenizer()
+    if tokenizer is None:
+        check_tokenizer(checkpoint)  # before the weights are written
     if target == "llama2.c":
         llama2c.check_place(out, _dequantized(checkpoint), tokenizer)
     tensors = plain(checkpoint)

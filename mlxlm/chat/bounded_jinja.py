@@ -67,7 +67,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def spend(self, steps: int) -> None:
         if steps > self._state.limit:
-            raise TemplateLimitError(f"it makes a value of {steps} characters or items, or more")
+            raise TemplateLimitError(f"it makes a value of about {steps} characters or items")
         self._state.left -= steps
         if self._state.left < 0:
             raise TemplateLimitError(f"it takes more than {self._state.limit} steps")
@@ -84,7 +84,8 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _check_integer(operator, left, right)
         elif operator == "*":
             count, repeated = (left, right) if isinstance(left, int) else (right, left)
-            self.spend(_length(repeated) * max(0, count if isinstance(count, int) else 1))
+            size = len(repeated) if isinstance(repeated, Sized) else 1
+            self.spend(1 + size * max(0, count if isinstance(count, int) else 1))
         elif operator == "%" and isinstance(left, str):
             self.spend(_formatted(left, left.count("%"), (right,)))
         else:
