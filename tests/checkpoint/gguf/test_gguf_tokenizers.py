@@ -18,7 +18,7 @@ from mlxlm.checkpoint.gguf.reader import read_header
 from mlxlm.checkpoint.gguf.to_tokenizer import tokenizer_metadata
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.errors import TokenizerError
+from mlxlm.errors import ConfigError, TokenizerError
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.tokenizer.train import WORDS
@@ -284,10 +284,6 @@ def string(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-def id_of_bos(id: int) -> bytes:
-    return b"bos_token_id" + struct.pack("<II", 4, id)
-
-
 UNREADABLE = {
     "tokenizer.ggml.model is 'bert'": (b"gpt2", b"bert"),
     "tokenizer.ggml.pre is 'smaug-xyz'": (b"smaug-bpe", b"smaug-xyz"),
@@ -296,7 +292,6 @@ UNREADABLE = {
     "tokens must be a list": (b"ggml.tokens", b"ggml.xxxxxx"),
     "_h.*', which is no pair": (b"t h", b"t_h"),
     "the same token twice": (string("!"), string("#")),
-    "bos_token_id is 99999, there are 307 tokens": (id_of_bos(0), id_of_bos(99_999)),
 }
 
 
@@ -311,3 +306,12 @@ def test_tokenizers_that_cannot_be_rebuilt(message, tiny_tokenizer, tmp_path):
     with pytest.raises(TokenizerError, match=message) as caught:
         opened.load_tokenizer()
     assert str(path) in str(caught.value)
+
+
+def test_a_token_id_outside_the_vocabulary_is_refused_when_the_file_is_opened(tiny_tokenizer, tmp_path):
+    model, path = random_model("qwen2", tiny_tokenizer), tmp_path / "m.gguf"
+    gguf.write(path, model.config, tensors_of(model), tiny_tokenizer, "F16")
+    key = b"bos_token_id" + struct.pack("<I", 4)
+    path.write_bytes(path.read_bytes().replace(key + struct.pack("<I", 0), key + struct.pack("<I", 99_999), 1))
+    with pytest.raises(ConfigError, match="m.gguf.*bos_token_id is 99999, it must be a token id below"):
+        open_checkpoint(path)
