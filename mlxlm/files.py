@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import filecmp
 import glob
@@ -220,9 +221,11 @@ def has_hard_links(folder: Path) -> bool:
     with suppress(OSError), TemporaryDirectory(prefix=".links.", dir=folder) as probe:
         first = Path(probe, "first")
         first.touch()
-        Path(probe, "second").hardlink_to(first)
-        return True
-    return False
+        try:
+            Path(probe, "second").hardlink_to(first)
+        except OSError as error:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return True  # also where the disk is too full to try
 
 
 def write_bytes(path: Path, content: bytes, kind: type[MlxlmError] = CheckpointError) -> None:

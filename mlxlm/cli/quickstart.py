@@ -51,6 +51,8 @@ def quickstart(
     from mlxlm.train.optimizers import DEFAULTS
     from mlxlm.train.start import TooFewTokens
 
+    if on_bad_input and not data:
+        raise click.UsageError("--on-bad-input would have no effect: there is no DATA")
     out = out or _free_name(Path("mlxlm-quickstart"))
     policy = on_bad_input or "stop"
     config = ModelConfig.preset(PRESET, vocab_size=_vocabulary(data, policy))

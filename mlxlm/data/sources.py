@@ -83,6 +83,12 @@ def texts(
             yield content
 
 
+def read_once(paths: Sequence[str | Path]) -> str | None:
+    """The first of `paths` that can't be read a second time: "stdin", or a named pipe; None where all can."""
+    once = next((path for path in paths if str(path) == STDIN or Path(path).is_fifo()), None)
+    return "stdin" if str(once) == STDIN else None if once is None else str(once)
+
+
 def total_bytes(paths: Sequence[str | Path]) -> int | None:
     """The bytes on disk that `documents(paths)` will read; None where stdin is among them."""
     files = [path for path, _ in _files(paths)]

@@ -202,7 +202,7 @@ def _resumed(event: Mapping[str, Any]) -> bool:
 
 def _differences(runs: Sequence[RunFacts]) -> str:
     """Settings, model and data, where they are not all the same."""
-    facts = [{**run.model, **run.settings, **run.data} for run in runs]
+    facts = [{**run.model, **_shown_settings(run), **run.data} for run in runs]
     names = dict.fromkeys(name for of_run in facts for name in of_run)
     rows = [(name, *(of_run.get(name, "–") for of_run in facts)) for name in names]
     rows = [row for row in rows if any(value != row[1] for value in row[2:])]
@@ -216,10 +216,16 @@ def _changed(run: RunFacts, defaults: Callable[[int], Mapping[str, Any]]) -> lis
     return [name for name, value in usual.items() if run.settings.get(name, value) != value]
 
 
+def _shown_settings(run: RunFacts) -> dict[str, Any]:
+    """All but the plan of a run that repeats another one, which has an entry for each change."""
+    plan = run.settings.get("plan")
+    return {**run.settings, "plan": "that of another run" if plan else None}
+
+
 def _about(run: RunFacts, changed: Sequence[str], several: bool) -> list[str]:
     heading = f'<h2>{_text(run.name)}</h2><p class="soft">{_text(_summary(run))}</p>' if several else ""
     facts = [
-        ("Settings", _table(run.settings.items(), changed=changed)),
+        ("Settings", _table(_shown_settings(run).items(), changed=changed)),
         ("Model", _table(run.model.items())),
         ("Data", _table(run.data.items())),
     ]

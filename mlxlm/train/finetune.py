@@ -234,7 +234,7 @@ def _lengths(
     rows = TrainBatches(train, 1, draft.sequence_length, draft.seed, **FORM).rows
     each = draft.accumulate * _STEPS_PER_EPOCH
     most = max(1, min(TrainSettings.batch_size, rows // each))
-    if minutes is not None and "batch_size" not in values:
+    if minutes is not None:
         with phase("measuring the speed of training steps", None):
             available = time_left(minutes, begun) * duty / 100
             tokens = available / seconds_per_token(config, available, values, finetuning=True)

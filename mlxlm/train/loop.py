@@ -149,6 +149,7 @@ class _Loop:
         self.clock = Clock()
         self.saver = Saver(run, self.step, log)
         self.saver.saved = self.first
+        self.planned = self.deadline.steps  # steps, as the last checkpoint has them
         self.saved_at = self.deadline.measured  # when a checkpoint was last written, or could not be
         validated = state.get("validation_loss", 0) is not None
         self.had = log.rewind(self.first, validated)  # of the step that is saved: a stop may have come between
@@ -160,7 +161,10 @@ class _Loop:
         settings = self.settings
         yield self.started()
         self.deadline.took(None)  # the model was built and loaded
-        for warning in (*self.pace.missing(), *filter(None, [self.unlike])):
+        repacked = None
+        if self.restored and settings.packing == "best-fit" and self.run.version < 2:
+            repacked = "an earlier version of mlxlm packed this run's rows in another way: they differ from here on"
+        for warning in (*self.pace.missing(), *filter(None, [self.unlike, repacked])):
             yield Warned(self.first, warning)
         if self.restored and (self.validates(self.first) or self.samples(self.first)):
             yield from self.look_after(self.first, should_stop)
@@ -176,7 +180,8 @@ class _Loop:
                 try:
                     yield self.advance(done, next(read))
                 except RankLost as lost:  # in the middle of the step, which has changed nothing yet
-                    yield from self.save(done - 1, None)
+                    with suppress(RankLost):  # while the ranks' data was still being checked
+                        yield from self.save(done - 1, None)
                     raise self.deserted(lost) from None
                 if done == self.first + 1:
                     fit_cache()
@@ -228,6 +233,8 @@ class _Loop:
         best = found is not None and found.best
         due = self.due(done, settings.save_every) or self.time_to_save or self.saver.overdue
         if best or due or self.saver.saved == done:
+            self.data_check.wait()
+            self.deadline.took(None)  # that is no part of what a checkpoint takes
             before = self.saver.saved
             yield from self.save(done, found, until=should_stop if done == self.deadline.steps else None)
             self.deadline.took("save" if self.saver.saved != before else None)
@@ -302,9 +309,12 @@ class _Loop:
         self.data_check.wait()
         state = self.state_after(done, found)
         if self.saver.saved == done:
-            if found:
-                self.run.amend(done, {name: state[name] for name in ("validation_loss", "best")})
+            validated = ("validation_loss", "best") if found else ()
+            if found or self.planned != self.deadline.steps:  # replanned after it was saved in a pause
+                self.run.amend(done, {name: state[name] for name in (*validated, *self.deadline.state)})
+                self.planned = self.deadline.steps
             return
+        self.planned = self.deadline.steps
         if until is None:
             yield self.saver.save(state)
         else:

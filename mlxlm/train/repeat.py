@@ -21,9 +21,12 @@ def repeat_run(out: Path | str, original: Run) -> Run:
 
     Raises:
         CheckpointError: `out` exists, or `original` is a fine-tuning run or hasn't finished.
+        DataError: The data of `original` has changed or is gone.
     """
     if original.settings.answers_only:
-        raise CheckpointError(f"{original.path} is a fine-tuning run, whose log has no weights to begin with")
+        problem = f"{original.path} is a fine-tuning run, and only runs of mlxlm pretrain can be repeated"
+        raise CheckpointError(problem, "mlxlm finetune with --steps, which repeats itself")
+    original.check_data()
     replanned, validations, finished = [], [], False
     for entry in read_entries(original.log_file):
         if entry["event"] == "replanned":

@@ -40,6 +40,7 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
+VERSION = 2  # of runs: before, best-fit packing cropped documents, so that such a run continues with other rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Run:
     `model.safetensors` the weights of the best checkpoint: transformers and mlx_lm load the folder.
 
     `train.json` holds the settings, where the token shards are (in `data/` inside the run, or elsewhere by
-    an absolute path), and a digest of them.
+    an absolute path), a digest of them, and the version of the run's format.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Run:
     settings: TrainSettings
     data: Path
     data_digest: str
+    version: int = VERSION
 
     @classmethod
     def create(
@@ -79,7 +81,7 @@ class Run:
             if adopt:
                 data.rename(folder / "data")
             where = "data" if adopt else str(data.resolve())
-            _write_run_file(folder, settings, where, digest)
+            _write_run_file(folder, settings, where, digest, VERSION)
         return cls.open(path)
 
     def with_data(self, data: Path) -> Run:
@@ -92,7 +94,7 @@ class Run:
         own, moved = self.path.resolve(), data.resolve()
         with self.locked():
             where = moved.relative_to(own) if moved.is_relative_to(own) else moved
-            _write_run_file(self.path, self.settings, str(where), self.data_digest)
+            _write_run_file(self.path, self.settings, str(where), self.data_digest, self.version)
         return Run.open(self.path)
 
     @property
@@ -113,7 +115,8 @@ class Run:
             settings, data, digest = values["settings"], path / values["data"], values["data_digest"]
         except (KeyError, TypeError):
             raise ConfigError(f"{path / RUN_FILE}: it needs settings, data and data_digest") from None
-        return cls(path, config, TrainSettings.from_dict(settings, str(path / RUN_FILE)), data, digest)
+        settings, version = TrainSettings.from_dict(settings, str(path / RUN_FILE)), values.get("version", 1)
+        return cls(path, config, settings, data, digest, version)
 
     def announcement(self) -> dict[str, Any]:
         """What a process elsewhere needs to train along: JSON's types, the data by its absolute path."""
@@ -284,8 +287,9 @@ def _described(arrays: Mapping[str, mx.array]) -> dict[str, Tensor]:
     return {name: of_array(value) for name, value in arrays.items()}
 
 
-def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str) -> None:
-    write_json(folder / RUN_FILE, {"settings": settings.to_dict(), "data": data, "data_digest": digest})
+def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str, version: int) -> None:
+    content = {"version": version, "settings": settings.to_dict(), "data": data, "data_digest": digest}
+    write_json(folder / RUN_FILE, content)
 
 
 def _digest(data: Path) -> str:

@@ -101,6 +101,8 @@ class TrainSettings:
         """The learning rate of step `step` (0-based) of `steps` (None: as set), see `schedules.learning_rate`."""
         steps = self.steps if steps is None else steps
         warmup = min(500, steps // 20) if self.warmup_steps is None else self.warmup_steps
+        if self.time_limit is not None or self.plan:  # there may be fewer steps than were planned at first
+            warmup = min(warmup, steps // 2)
         return schedules.learning_rate(
             step, steps, self.learning_rate, schedule=self.schedule, warmup=warmup,
             final=self.final_learning_rate, decay_fraction=self.decay_fraction,
@@ -155,7 +157,7 @@ def _problems(s: TrainSettings) -> Iterator[str]:
             yield f"{name} is {getattr(s, name)!r}, it must be true or false"
     if not isinstance(s.sample_prompt, str):
         yield f"sample_prompt is {s.sample_prompt!r}, it must be text"
-    if whole(s.steps, 1) and whole(s.warmup_steps, 0) and s.warmup_steps >= s.steps:
+    if s.time_limit is None and whole(s.steps, 1) and whole(s.warmup_steps, 0) and s.warmup_steps >= s.steps:
         yield f"warmup_steps {s.warmup_steps} leaves nothing of {s.steps} steps (at most {s.steps - 1})"
 
 

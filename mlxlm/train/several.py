@@ -13,7 +13,7 @@ from mlxlm._mlx import mx
 from mlxlm.checkpoint.layout import is_run, step_of
 from mlxlm.config import ModelConfig
 from mlxlm.data import Manifest, prepare, total_bytes
-from mlxlm.data.sources import STDIN
+from mlxlm.data.sources import read_once
 from mlxlm.errors import ConfigError, DataError
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.run import Run
@@ -23,10 +23,10 @@ from mlxlm.train.start import Phase, check_tokenizer, no_phase, prepared_source,
 def asked(sources: Sequence[str | Path], **arguments: Any) -> dict[str, Any]:
     """What was asked for, as JSON will have it when it is read back; paths are absolute.
 
-    Raises DataError for stdin, which can't be read again.
+    Raises DataError for stdin and pipes, which can't be read again.
     """
-    if STDIN in map(str, sources):
-        raise DataError("stdin can be read only once, and a folder of runs can be continued", "a file")
+    if (once := read_once(sources)) is not None:
+        raise DataError(f"{once} can be read only once, and a folder of runs can be continued", "a file")
     lists = {"sources": sources, "validation": arguments.get("validation", ())}
     if arguments.get("tokenizer") is not None:
         arguments["tokenizer"] = str(Path(arguments["tokenizer"]).resolve())

@@ -15,9 +15,9 @@ from typing import IO, Any
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU
 from mlxlm.config import ModelConfig
-from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, prepare, total_bytes, training_texts
+from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, TrainBatches, prepare, total_bytes, training_texts
 from mlxlm.data.manifest import is_prepared
-from mlxlm.data.sources import STDIN
+from mlxlm.data.sources import read_once
 from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.files import check_free, working_folder
 from mlxlm.plan import Training, cheapest, training_memory
@@ -116,29 +116,32 @@ def start_run(
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
     if prepared and weights:
         raise DataError(f"{prepared} is prepared already, with its own weights", "mlxlm prepare PATH=WEIGHT ...")
-    once = next((path for path in sources if str(path) == STDIN or Path(path).is_fifo()), None)
-    if once is not None and tokenizer is None:
-        name = "stdin" if str(once) == STDIN else once
-        hint = "--tokenizer PATH, or a file"
-        raise DataError(f"{name} can be read only once, so it can't train a tokenizer too", hint)
+    if (once := read_once(sources)) is not None and tokenizer is None:
+        hint = "a file, or mlxlm pretrain --tokenizer PATH"
+        raise DataError(f"{once} can be read only once, so it can't train a tokenizer too", hint)
     exact = vocab_size is not None
     if vocab_size is None and config is not None:
         vocab_size = config.vocab_size
     if vocab_size is None and not prepared and tokenizer is None:
         vocab_size = guessed_vocabulary(60 * minutes * duty / 100 * ranks, sources, text_column, on_bad_input)
-    pace = None
-    if config is not None and minutes is None:
-        config = _fitted(config, own, {"vocab_size": vocab_size})
-    elif config is not None:
-        with phase("measuring the speed of training steps", None):
-            available = time_left(minutes, begun) * duty / 100
-            smallest = _fitted(config, replace(own, batch_size=1), {"vocab_size": vocab_size})
-            pace = seconds_per_token(smallest, available, values, ranks)
     reading = {
         "weights": weights, "text_column": text_column, "validation_paths": validation,
         "validation_fraction": validation_fraction, "seed": draft.seed, "on_bad_input": on_bad_input,
     }  # fmt: skip
-    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
+    words = pace = None
+    if prepared or tokenizer is not None:
+        words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
+        vocab_size = words.vocab_size
+    own_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of the configuration's own tokenizer
+    if config is not None and minutes is None:
+        config = _fitted(config, own, {"vocab_size": vocab_size, **own_ids})
+    elif config is not None:
+        with phase("measuring the speed of training steps", None):
+            available = time_left(minutes, begun) * duty / 100
+            smallest = _fitted(config, replace(own, batch_size=1), {"vocab_size": vocab_size, **own_ids})
+            pace = seconds_per_token(smallest, available, values, ranks)
+    if words is None:
+        words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
     ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
     workspace = working_folder(out)
     try:
@@ -148,15 +151,16 @@ def start_run(
                 prepare(sources, words, data, progress=advance, stdin=stdin, **reading)
         manifest, choice = Manifest.read(data), None
         if minutes:
-            worked = time_left(minutes, begun) * duty / 100
+            worked, batch_given = time_left(minutes, begun) * duty / 100, "batch_size" in values
             if config is None:
                 with phase("choosing a model", None):
                     choice = choose(worked, manifest.train.tokens, words.vocab_size, values, law, ranks)
                 config, values = choice.config, choice.settings
             else:
-                given, values = values, batch_settings(config, TRAINING * worked / pace, values)
-                while "batch_size" not in given and values["batch_size"] > 1 and not _fits(config, values, ranks):
-                    values["batch_size"] //= 2
+                values = batch_settings(config, TRAINING * worked / pace, values)
+            config = config.with_changes(vocab_size=words.vocab_size, **ids)
+            while not batch_given and values["batch_size"] > 1 and not _fits(config, values, ranks):
+                values["batch_size"] //= 2
             draft = TrainSettings.draft(values)
             own = replace(draft, accumulate=draft.accumulate // ranks)
         config = _fitted(config, own, {"vocab_size": words.vocab_size, **ids})
@@ -177,7 +181,10 @@ def start_run(
             values = validation_settings(found, values["time_limit"], values)
             draft = TrainSettings.draft(values)
             steps = found.steps_in(values["time_limit"] * duty / 100, draft, manifest.validation.tokens)
-        passes = steps * draft.tokens_per_step / manifest.train.tokens
+        rows = TrainBatches(
+            TokenDataset.open(data, "train"), 1, draft.sequence_length, draft.seed, packing=draft.packing
+        ).rows  # which padding doesn't make more of
+        passes = steps * draft.batch_size * draft.accumulate / rows
         values.setdefault("weight_decay", default_weight_decay(draft.optimizer, passes))
         settled = TrainSettings(**{**values, "steps": steps})
         run = Run.create(out, config, settled, words, data, adopt=not prepared)
@@ -290,4 +297,4 @@ def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Pat
         hint = f"--sequence-length {there - 1}, or more text" if there > 2 else "more text"
         raise TooFewTokens(f"the text has {there} tokens, less than one sequence of {length}", hint)
     if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
-        raise DataError("nothing is held out for validation", "--validation-fraction 0.05, or --validation FILE")
+        raise DataError("nothing is held out for validation", "more documents, or mlxlm pretrain --validation FILE")

@@ -62,18 +62,24 @@ def seconds_per_token(
     # No model is faster than large matrix products: where even they take too long, no step needs to be tried.
     flops = config.flops_per_token(length // 2, training=True)
     fastest = flops / (measure_matmul(seconds=0.1, dtype=draft.dtype) * 1e9) / ranks
-    _check_time(config, seconds, fastest, values, finetuning)
+    _check_time(config, seconds, fastest, values, ranks, finetuning)
     tried = replace(draft, sequence_length=length)
     pace = probe(config, tried).step / tried.tokens_per_step / ranks
-    _check_time(config, seconds, pace, values, finetuning)
+    _check_time(config, seconds, pace, values, ranks, finetuning)
     return pace
 
 
-def _check_time(config: ModelConfig, seconds: float, pace: float, values: Mapping[str, Any], finetuning: bool) -> None:
+def _check_time(
+    config: ModelConfig, seconds: float, pace: float, values: Mapping[str, Any], ranks: int, finetuning: bool
+) -> None:
     """Raise a ConfigError if at `pace` seconds per token, `seconds` are too few for a useful run."""
     tokens, draft = seconds / pace, TrainSettings.draft(values)
-    step = draft.tokens_per_step if "batch_size" in values else draft.sequence_length if finetuning else 1
-    time = f"in {human_seconds(seconds)} a model of {human_count(config.parameter_count())} parameters"
+    rows = draft.batch_size if "batch_size" in values else 1
+    fixed = finetuning or "sequence_length" in values
+    length = draft.sequence_length if fixed else min(_SHORT, config.max_position_embeddings)
+    step = rows * length * draft.accumulate
+    time = human_seconds(seconds) if seconds >= 10 else f"{seconds:.2g}s"
+    time = f"in {time} a model of {human_count(config.parameter_count())} parameters"
     if not finetuning and tokens < _LEAST_TOKENS:
         problem = f"{time} would see about {human_count(tokens)} tokens here, too few to learn from"
         flops = config.flops_per_token(_SHORT // 2, training=True)
@@ -86,5 +92,8 @@ def _check_time(config: ModelConfig, seconds: float, pace: float, values: Mappin
         raise ConfigError(problem, f"{smaller}--minutes {math.ceil(_ENOUGH_TOKENS * pace / TRAINING / 60):,}")
     if tokens < _LEAST_STEPS * step:
         problem = f"{time} would make {human_count(tokens / step)} steps of {step:,} tokens here, too few to learn from"
-        smaller = "a smaller --batch-size, or " if step > draft.sequence_length else ""
-        raise ConfigError(problem, f"{smaller}--minutes {math.ceil(2 * _LEAST_STEPS * step * pace / 60):,}")
+        accumulates = draft.accumulate > ranks
+        large = {"--batch-size": rows > 1, "--sequence-length": length > _SHORT, "--accumulate": accumulates}
+        remedies = [f"a smaller {flag}" for flag, is_large in large.items() if is_large]
+        remedies.append(f"--minutes {math.ceil(2 * _LEAST_STEPS * step * pace / 60):,}")
+        raise ConfigError(problem, ", or ".join(remedies))

@@ -1,13 +1,14 @@
 """Runs that end when their time is over: by a clock of the test's, and to the bit whatever interrupts them."""
 
 import itertools
+import json
 import random
 
 import pytest
 from training_runs import contents, finish, read_log
 
 from mlxlm.cli.main import _run
-from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.train import Finished, Replanned, Run, Step, Stopped, TrainSettings, repeat_run
 from mlxlm.train.deadline import Deadline
 
@@ -202,6 +203,57 @@ def test_a_run_with_a_time_limit_is_repeated_from_its_log(new_run, tmp_path, cap
     assert "--repeat takes --out" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="hasn't finished .try: mlxlm pretrain --resume"):
         repeat_run(tmp_path / "none", timed(new_run, "unfinished"))
+
+
+def test_only_the_same_data_is_trained_on_again(new_run, tmp_path):
+    run = new_run("original")
+    finish(run)
+    manifest = run.data / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"{", b"{ ", 1))
+    with pytest.raises(DataError, match="has changed since"):
+        repeat_run(tmp_path / "copy", run)
+    run.data.rename(tmp_path / "moved")
+    with pytest.raises(DataError, match="--resume .* --data FOLDER"):
+        repeat_run(tmp_path / "copy", run)
+
+
+def test_a_plan_that_changes_in_a_pause_is_saved_with_its_step(new_run, monkeypatch, tmp_path):
+    """A step that was saved when the pause began, and replanned after it: log and checkpoint agree."""
+    run = timed(new_run, "paused", eval_tokens=64)
+    paused = []
+
+    def rest(self, done, should_stop):
+        if done == 3:
+            yield from self.save(done, None)
+            paused.append(self.deadline.steps)
+
+    monkeypatch.setattr("mlxlm.train.loop._Loop.rest", rest)
+    monkeypatch.setattr(Deadline, "_fitting", lambda self, done, left: 9 if done >= 3 else 40)
+    finish(run, now=Ticking(), stop_at=3)
+    state = json.loads((run.checkpoints()[-1] / "state.json").read_text())
+    assert [e["steps"] for e in read_log(run) if e["event"] == "replanned"][-1] == state["steps"] == 12 != paused[0]
+
+
+def test_a_check_of_the_data_is_no_cost_of_a_checkpoint(new_run, monkeypatch):
+    run, took, waited, costs = timed(new_run, "checked", eval_tokens=64), Deadline.took, [], []
+    clock = FakeClock()
+
+    def now():
+        clock.now += 0.01
+        return clock.now
+
+    def wait(self):
+        clock.now += 0 if waited else 5.0
+        waited.append(self)
+
+    def record(self, what):
+        took(self, what)
+        costs.append(self._cost["save"])
+
+    monkeypatch.setattr("mlxlm.train.data_check.DataCheck.wait", wait)
+    monkeypatch.setattr(Deadline, "took", record)
+    finish(run, now=now, stop_at=12)
+    assert waited and 0 < max(costs) < 1
 
 
 @pytest.mark.parametrize("plan", [{}, {"replanned": [[1]], "validations": []}, {"replanned": [], "validations": ["x"]}])

@@ -163,6 +163,7 @@ def test_weight_decay_follows_the_passes_as_in_pretraining(new_run, epochs, deca
 def test_a_batch_is_small_enough_for_many_steps_in_the_time(new_run, monkeypatch):
     """A row of 48 tokens takes 0.24 s: in half a minute 125 of them are fewer than the steps that are wanted."""
     monkeypatch.setattr("mlxlm.train.finetune.seconds_per_token", lambda *_arguments, **_options: 0.005)
+    monkeypatch.setattr("mlxlm.train.finetune.time_left", lambda minutes, begun: 60 * minutes)
     timed = new_run("timed", steps=None, batch_size=None, eval_every=None, save_every=None, minutes=0.5).settings
     assert timed.batch_size == 1 < new_run("run", steps=None, batch_size=None).settings.batch_size
     assert timed.eval_every is None and timed.save_every == 0 and timed.warmup_steps is None

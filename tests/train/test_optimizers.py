@@ -5,9 +5,10 @@ import pytest
 
 from mlxlm._mlx import mx, tree_flatten, tree_unflatten
 from mlxlm.config import ModelConfig
-from mlxlm.data import Batch
+from mlxlm.data import Batch, Manifest
 from mlxlm.model import Decoder
-from mlxlm.train import TrainSettings, start_run
+from mlxlm.train import Ranks, TrainSettings, start_run
+from mlxlm.train.feed import Feed
 from mlxlm.train.optimizers import (
     DEFAULTS,
     OPTIMIZERS,
@@ -205,6 +206,17 @@ def test_a_text_that_is_seen_often_asks_for_more_decay(tmp_path, text_file, tiny
         settings = {"steps": steps, "batch_size": 32, "sequence_length": 64, "learning_rate": 1e-3}
         run = start_run(tmp_path / name, [text_file], tiny_config, tokenizer=tokenizer_folder, settings=settings)
         assert run.settings.weight_decay == decay
+
+
+def test_padding_is_no_text(tmp_path, tiny_config, tokenizer_folder):
+    """Rows that are half padding are not twice as many passes."""
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"word " * 24}{n}"}}\n' for n in range(200)))
+    settings = {"batch_size": 8, "sequence_length": 128, "learning_rate": 1e-3, "steps": 250, "packing": "best-fit"}
+    source = tmp_path / "text.jsonl"
+    run = start_run(tmp_path / "run", [source], tiny_config, tokenizer=tokenizer_folder, settings=settings)
+    manifest, feed = Manifest.read(run.data), Feed(run, Ranks.alone())
+    assert feed.epoch_of(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
+    assert run.settings.weight_decay == 0.1
 
 
 def test_norms_after_the_addition_ask_for_less(tiny_config):

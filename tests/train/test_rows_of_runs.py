@@ -11,7 +11,7 @@ from mlxlm.data import TrainBatches, texts, training_texts
 from mlxlm.errors import DataError
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
-from mlxlm.train import Run, Started, Step, start_run, train
+from mlxlm.train import Run, Started, Step, Warned, start_run, train
 from mlxlm.train.several import shared_data
 from mlxlm.train.start import no_phase
 
@@ -63,7 +63,8 @@ def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, ti
     sources[0].write_text("".join(rows))
     given = {"kind": "byte-level", "validation": (), "validation_fraction": 0.2, "on_bad_input": "stop"}
     shared, _ = shared_data(
-        tmp_path, sources, 300, tokenizer=None, text_column=None, weights=None, seed=1, phase=no_phase, **given
+        tmp_path, sources, 300, exact=True, tokenizer=None, text_column=None, weights=None, seed=1, phase=no_phase,
+        **given,
     )
     settings = {**QUICK, "steps": 1, "seed": 1}
     run = start_run(tmp_path / "run", sources, tiny_config, vocab_size=300, settings=settings, **given)
@@ -74,6 +75,18 @@ def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, ti
 
 def whole_tokens(run: Run) -> int:
     return json.loads((run.data / "manifest.json").read_text())["train"]["tokens"]
+
+
+def test_a_run_of_an_earlier_version_says_that_its_rows_differ(new_run):
+    warnings = {}
+    for name, packing in (("concatenated", "concatenate"), ("packed", "best-fit")):
+        run = new_run(name, packing=packing)
+        finish(run, stop_at=2)
+        file = run.path / "train.json"
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "version"}))
+        events = finish(Run.open(run.path), resume=True, stop_at=4)
+        warnings[name] = [e.message for e in events if isinstance(e, Warned)]
+    assert warnings["concatenated"] == [] and "packed this run's rows in another way" in warnings["packed"][0]
 
 
 def readers() -> list[threading.Thread]:

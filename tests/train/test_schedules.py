@@ -69,6 +69,12 @@ def test_the_warmup_is_a_share_of_the_steps_that_are_planned_now(steps, warmup):
     assert TrainSettings(steps=80, learning_rate=1.0, warmup_steps=7).learning_rate_at(7, steps) == 1.0
 
 
+def test_a_given_warmup_ends_in_a_run_that_becomes_shorter():
+    settings = TrainSettings(steps=80, learning_rate=1.0, warmup_steps=100, time_limit=10.0)
+    rates = [settings.learning_rate_at(i, 40) for i in range(40)]
+    assert max(rates) == rates[20] == 1.0 and rates[-1] == pytest.approx(0.1)
+
+
 def test_settings_give_the_schedule():
     s = TrainSettings(steps=50, learning_rate=0.5, schedule="linear", warmup_steps=5, final_learning_rate=0.0)
     assert [s.learning_rate_at(i) for i in (0, 5, 49)] == pytest.approx([0.5 / 6, 0.5, 0.0])

@@ -64,11 +64,29 @@ def test_the_refusal_names_a_preset_and_a_time_that_work(machine):
 
 def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
     config = ModelConfig.preset("1m")
-    with pytest.raises(ConfigError, match=r"steps of 262,144 tokens here.*try: a smaller --batch-size, or --minutes"):
+    with pytest.raises(ConfigError, match=r"steps of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --seq"):
         seconds_per_token(config, 60.0, {"batch_size": 512, "sequence_length": 512})
+    for given, tokens in (({"sequence_length": 16384}, "16,384"), ({"accumulate": 64}, "16,384")):
+        [name] = given
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=f"steps of {tokens} tokens here.*try: a smaller {flag}, or --minutes"):
+            seconds_per_token(config, 15.0, given)
     with pytest.raises(ConfigError, match="steps of 512 tokens here"):
         seconds_per_token(ModelConfig.preset("1b"), 60.0, {"sequence_length": 512}, finetuning=True)
     seconds_per_token(config, 3.0, {"sequence_length": 512}, finetuning=True)  # little to learn may be enough
+
+
+def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path, text_file, tokenizer_folder):
+    """Not the preset's vocabulary."""
+    measured = []
+    config = ModelConfig.preset("0.3m", vocab_size=9999, bos_token_id=9998, eos_token_id=9998)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "mlxlm.train.start.seconds_per_token", lambda config, *_rest: measured.append(config.vocab_size) or 1e-6
+        )
+        patch.setattr("mlxlm.train.start._fits", lambda config, values, ranks: values["batch_size"] <= 2)
+        run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
+    assert measured == [run.config.vocab_size] and run.config.vocab_size < 1000 and run.settings.batch_size == 2
 
 
 def test_validation_has_a_fortieth_of_the_time_each():
@@ -95,4 +113,4 @@ def test_a_preset_and_minutes_are_all_it_needs(machine, tmp_path, text_file, tok
     run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
     settings = run.settings
     assert settings.sequence_length == 256 and settings.batch_size < 16 and settings.eval_every is None
-    assert settings.warmup_steps is None and 50 < settings.time_limit < 60
+    assert settings.warmup_steps is None and 0 < settings.time_limit < 60
