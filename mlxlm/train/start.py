@@ -31,7 +31,13 @@ from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.probing import LEAST_STEPS, TRYING, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.time_budget import TRAINING, batch_settings, seconds_per_token, validation_settings
+from mlxlm.train.time_budget import (
+    TRAINING,
+    batch_settings,
+    least_rows,
+    seconds_per_token,
+    validation_settings,
+)
 from mlxlm.units import human_bytes, human_seconds
 
 DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's products of 16 bits on a CPU are many times slower
@@ -159,6 +165,9 @@ def start_run(
             else:
                 values = batch_settings(config, TRAINING * worked / pace, values)
             config = config.with_changes(vocab_size=words.vocab_size, **ids)
+            if not batch_given and values["batch_size"] < platform.cpu_cores():
+                with phase("measuring the speed of training steps", None):
+                    values["batch_size"] = max(values["batch_size"], least_rows(config, values))
             while not batch_given and values["batch_size"] > 1 and not _fits(config, values, ranks):
                 values["batch_size"] //= 2
             draft = TrainSettings.draft(values)

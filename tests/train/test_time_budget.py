@@ -89,6 +89,18 @@ def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path
     assert measured == [run.config.vocab_size] and run.config.vocab_size < 1000 and run.settings.batch_size == 2
 
 
+@pytest.mark.parametrize("seconds, rows", [({1: 1.0, 4: 1.2}, 4), ({1: 1.0, 4: 1.5}, 1)])
+def test_a_step_has_a_row_for_each_core_where_that_costs_little(monkeypatch, seconds, rows):
+    monkeypatch.setattr(time_budget, "parts_of", lambda rows: rows)
+    monkeypatch.setattr("mlxlm.platform.cpu_cores", lambda: 4)
+    monkeypatch.setattr(
+        time_budget, "probe", lambda config, settings: SimpleNamespace(step=seconds[settings.batch_size])
+    )
+    assert time_budget.least_rows(ModelConfig.preset("1m"), {"sequence_length": 64}) == rows
+    monkeypatch.setattr(time_budget, "parts_of", lambda rows: 1)  # a GPU
+    assert time_budget.least_rows(ModelConfig.preset("1m"), {"sequence_length": 64}) == 1
+
+
 def test_validation_has_a_fortieth_of_the_time_each():
     found = Probe(compiling=0.0, step=1.0, validation=0.5, memory=1)
     values = {"batch_size": 2, "sequence_length": 100, "time_limit": 100.0}
