@@ -9,8 +9,8 @@ from typing import Any
 
 from mlxlm import platform
 from mlxlm._mlx import ON_CPU
+from mlxlm.checkpoint.foreign import build_foreign
 from mlxlm.checkpoint.load import fits_float32
-from mlxlm.checkpoint.mlx_lm_model import build
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.difference import plain
@@ -104,7 +104,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 def _of_mlx_lm(checkpoint: Checkpoint) -> tuple[str | None, list[str]]:
     """Why mlx_lm can't run a model, as far as its configuration says, and warnings about one that it can."""
     try:
-        _, limit = build(checkpoint.values)
+        _, limit = build_foreign(checkpoint)
     except CheckpointError as error:
         return str(error), []
     return None, [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []

@@ -51,10 +51,10 @@ def load_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, ForeignConfig]:
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(id) is int for id in ends):
         raise CheckpointError(f"{folder}: eos_token_id is {eos!r}, it must be a token id or a list of them")
-    longest = _count(values, *_CONTEXT)
+    longest = _count(values, model, *_CONTEXT)
     return model, ForeignConfig(
         model_type=str(values.get("model_type")),
-        vocab_size=_count(values, "vocab_size"),
+        vocab_size=_count(values, model, "vocab_size"),
         max_position_embeddings=min(longest, limit[0]) if limit else longest,
         eos_ids=frozenset(ends),
     )
@@ -63,6 +63,9 @@ def load_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, ForeignConfig]:
 def build_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, tuple[int, str] | None]:
     """The model without its weights, and the longest text that it computes as config.json says, with the field that it
     ignores beyond; None if it ignores nothing. Raises CheckpointError as `load_foreign` does."""
+    if checkpoint.format != "safetensors":
+        problem = f"{checkpoint.path}: mlx_lm reads safetensors, not {checkpoint.format} files"
+        raise CheckpointError(problem, "transformers: load it and save_pretrained() it")
     try:
         return build(checkpoint.values)
     except CheckpointError as error:
@@ -82,9 +85,6 @@ def _load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill a model of mlx_lm by mlx_lm's own loader, which knows the many forms of quantized folders."""
     from mlx_lm.utils import load_model
 
-    if checkpoint.format != "safetensors":
-        problem = f"{checkpoint.path}: mlx_lm reads safetensors, not {checkpoint.format} files"
-        raise CheckpointError(problem, "transformers: load it and save_pretrained() it")
     plan = quantization_of(checkpoint.values)
     built = SimpleNamespace(from_dict=lambda config: model)
     try:
@@ -116,6 +116,9 @@ def _misfit(text: str) -> str | None:
     return f"the weights don't fit the configuration: {names[3]} {problem}{more}"
 
 
-def _count(values: Mapping[str, Any], *names: str) -> int:
-    """The first of these fields that has a positive whole number."""
-    return next((values[name] for name in names if is_count(values.get(name))), _NO_LIMIT)
+def _count(values: Mapping[str, Any], model: nn.Module, *names: str) -> int:
+    """The first of these fields that has a positive whole number; where the file has none, the model's own default."""
+    given = [values.get(name) for name in names]
+    for part in (getattr(model, "language_model", None), model):
+        given += [getattr(getattr(part, "args", None), name, None) for name in names]
+    return next(filter(is_count, given), _NO_LIMIT)

@@ -38,6 +38,8 @@ def for_mlx_lm(values: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: _number(value) for name, value in values.items()}
     if isinstance(values.get("text_config"), Mapping):
         values["text_config"] = for_mlx_lm(values["text_config"])
+        if values.get("vocab_size") is None and "vocab_size" in values["text_config"]:
+            values["vocab_size"] = values["text_config"]["vocab_size"]  # some of mlx_lm's models look here alone
     if values.get("model_type") not in OWN_ROPE:
         values |= _rope_fields(values)
     for name, others in _OTHER_NAMES.items():
@@ -46,7 +48,7 @@ def for_mlx_lm(values: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = given
     width, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if values.get("head_dim") is None and is_count(width) and is_count(heads):
-        values["head_dim"] = width // heads
+        values["head_dim"] = 256 if str(values.get("model_type")).startswith("gemma") else width // heads
     derive = _DERIVED.get(values.get("model_type"))
     return values | derive(values) if derive else values
 
@@ -94,6 +96,11 @@ def _pattern(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window_pattern": pattern}
 
 
+def _gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
+    longest = values.get("max_position_embeddings") or 131_072  # transformers' default, which the larger ones rely on
+    return {**_pattern(values), "max_position_embeddings": longest}
+
+
 def _exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
     types = values.get("layer_types")
     if not isinstance(types, list):
@@ -128,7 +135,7 @@ def _llama4(values: Mapping[str, Any]) -> dict[str, Any]:
         "layer_types": ["chunked_attention" if rotates else FULL for rotates in rotary],
     }
     for name, order in expected.items():
-        if values.get(name) not in (None, order):
+        if values.get(name) not in (None, order) and (name, values[name]) != ("no_rope_layers", []):
             raise CheckpointError(f"{name} has an order of layers that mlx_lm's model of this architecture lacks")
     return {"interleave_moe_layer_step": step}
 
@@ -166,7 +173,7 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v2": _identity_scaling,
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
-    "gemma3_text": _pattern,
+    "gemma3_text": _gemma3,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
     "granitemoehybrid": _granite_hybrid,
     "llama4_text": _llama4,

@@ -60,6 +60,8 @@ def check_ignored(name: str, read: Mapping[str, Any], config: Mapping[str, Any])
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     neutral = {field: value for field, value in _NEUTRAL.items() if field not in read} | _OF_MODEL.get(name, {})
+    if config.get("use_bidirectional_attention") == "vision":  # of pictures alone; a text is read as ever
+        del neutral["use_bidirectional_attention"]
     for field, value in neutral.items():
         if config.get(field) not in (None, value):
             raise CheckpointError(f"{field} is {config[field]!r}, which mlx_lm's {name} doesn't implement")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import io
 import linecache
 import pkgutil
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,7 +53,7 @@ def build(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] | None]
     with _explained(name, {}, values):
         config = for_mlx_lm(values)
     _check_counts(config)
-    fields = inspect.signature(args_class).parameters
+    fields = {**inspect.signature(args_class).parameters, **(_text_fields(name) if "text_config" in config else {})}
     check_ignored(name, fields, config)
     with _explained(name, fields, config):
         model = adapted(name, model_class, text_only)(args_class.from_dict(config))
@@ -89,6 +91,19 @@ def _classes(name: str) -> tuple[type[nn.Module], Any]:
         said = printed.getvalue().strip() or str(error)
         command = re.search(r"pip install \S+", said)
         raise CheckpointError(f"mlx_lm's {name} can't be imported: {said}", command and command[0]) from None
+
+
+def _text_fields(name: str) -> dict[str, Any]:
+    """The fields of `text_config` that a model for pictures and text reads: those of every dataclass in its module and
+    in the modules of mlx_lm.models that it takes its language model from."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    modules = {module.__name__: module}
+    for value in vars(module).values():
+        origin = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        if isinstance(origin, str) and origin.startswith("mlx_lm.models."):
+            modules[origin] = sys.modules[origin]
+    classes = [value for module in modules.values() for value in vars(module).values() if isinstance(value, type)]
+    return {field.name: field for cls in classes if dataclasses.is_dataclass(cls) for field in dataclasses.fields(cls)}
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:

@@ -6,11 +6,14 @@ import sys
 import pytest
 
 from mlxlm._mlx import mx
-from mlxlm.checkpoint import save_weights
+from mlxlm.checkpoint import foreign, save_weights
 from mlxlm.checkpoint.foreign import build_foreign
 from mlxlm.checkpoint.load import load_model
+from mlxlm.checkpoint.mlx_lm_config import for_mlx_lm
+from mlxlm.checkpoint.mlx_lm_model import build
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.cli.main import _run
+from mlxlm.describe import describe
 from mlxlm.errors import CheckpointError
 
 pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
@@ -94,6 +97,7 @@ def test_weights_of_another_format(write):
     torch.save({"model.embed_tokens.weight": torch.zeros(97, 32)}, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="mlx_lm reads safetensors, not pytorch files .*save_pretrained"):
         load_model(folder)
+    assert "reads safetensors" in describe(open_checkpoint(folder)).problem
 
 
 def test_a_correction_of_the_router_that_mlx_lm_leaves_out(write):
@@ -141,3 +145,52 @@ def test_building_a_model_reads_no_weights(write):
     (folder / "model.safetensors").unlink()
     model, limit = build_foreign(checkpoint)
     assert model.model_type == "granite" and limit is None
+
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "sliding_window": 16, "vocab_size": 97,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+}  # fmt: skip
+ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+WITH_PICTURES = {
+    "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "gemma3n": {
+        "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 97, "max_position_embeddings": 128, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4, "final_logit_softcapping": 30.0, "activation_sparsity_pattern": [0.0] * 6,
+        "hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "altup_coef_clip": 120.0, "altup_active_idx": 0,
+        "altup_correct_scale": True, "laurel_rank": 4, "intermediate_size": [48] * 6,
+    },
+    "gemma4": {
+        "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision", "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "rope_parameters": ROPE,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WITH_PICTURES)
+def test_fields_of_the_language_model_inside_one_with_pictures(kind):
+    text = {**TEXT, **WITH_PICTURES[kind], "model_type": f"{kind}_text"}
+    model, limit = build({"model_type": kind, "text_config": text})
+    assert limit is None
+    assert model(mx.array([[1, 2, 3]])).shape == (1, 3, 97)
+    assert model.layers[0].self_attn.head_dim == 256  # that of every Gemma whose file has none
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention is 'all'"):
+        build({"model_type": kind, "text_config": {**text, "use_bidirectional_attention": "all"}})
+
+
+def test_sizes_that_the_file_leaves_to_the_architecture(tmp_path):
+    text = {**TEXT, **WITH_PICTURES["gemma3"], "model_type": "gemma3_text"}
+    del text["vocab_size"], text["layer_types"]
+    values = {"model_type": "gemma3", "text_config": text}
+    model, _ = build(values)
+    assert foreign._count(text, model, "vocab_size") == 262_208
+    assert foreign._count(text, model, "max_position_embeddings") == 131_072
+
+
+def test_llama4_with_an_empty_list_of_layers_without_positions():
+    values = {"num_hidden_layers": 4, "no_rope_layers": [], "model_type": "llama4_text"}
+    assert for_mlx_lm(values) == for_mlx_lm({**values, "no_rope_layers": None}) | {"no_rope_layers": []}
