@@ -234,7 +234,8 @@ def start_comparison(
             kind=kind, text_column=text_column, weights=weights, validation=validation,
             validation_fraction=validation_fraction, on_bad_input=on_bad_input, seed=shared.seed, phase=phase,
         )  # fmt: skip
-        configs = [variant.with_changes(vocab_size=words.vocab_size) for variant in configs]
+        ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
+        configs = [variant.with_changes(vocab_size=words.vocab_size, **ids) for variant in configs]
         if minutes:
             held_out = TokenDataset.open(data, "validation")
             with phase("trying three training steps of each variant", None):

@@ -41,6 +41,7 @@ from mlxlm.train.time_budget import (
 from mlxlm.units import human_bytes, human_seconds
 
 DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's products of 16 bits on a CPU are many times slower
+_NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # until there is a tokenizer
 
 Phase = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 
@@ -138,13 +139,12 @@ def start_run(
     if prepared or tokenizer is not None:
         words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
         vocab_size = words.vocab_size
-    own_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of the configuration's own tokenizer
     if config is not None and minutes is None:
-        config = _fitted(config, own, {"vocab_size": vocab_size, **own_ids})
+        config = _fitted(config, own, {"vocab_size": vocab_size, **_NO_IDS})
     elif config is not None:
         with phase("measuring the speed of training steps", None):
             available = time_left(minutes, begun) * duty / 100
-            smallest = _fitted(config, replace(own, batch_size=1), {"vocab_size": vocab_size, **own_ids})
+            smallest = _fitted(config, replace(own, batch_size=1), {"vocab_size": vocab_size, **_NO_IDS})
             pace = seconds_per_token(smallest, available, values, ranks)
     if words is None:
         words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)

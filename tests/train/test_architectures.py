@@ -15,6 +15,7 @@ from mlxlm.errors import ConfigError, DataError
 from mlxlm.tokenizer import load
 from mlxlm.train import Finished, Stopped
 from mlxlm.train.architectures import Comparison, Variant, is_finished, start_comparison
+from mlxlm.train.start import start_run
 
 SETTINGS = {"steps": 6, "batch_size": 4, "sequence_length": 16, "eval_every": 3, "save_every": 2}
 VARIANTS = [Variant.read(text) for text in ("rope", "post: norm_placement=post, positions=sinusoidal, dropout=0.1")]
@@ -31,6 +32,16 @@ def start(tmp_path, text_file, tiny_config, tokenizer_folder):
         return start_comparison(tmp_path / name, [text_file], tiny_config, variants, **given)
 
     return make
+
+
+def test_ids_of_the_configuration_s_own_tokenizer(tmp_path, text_file, tiny_config, tokenizer_folder):
+    config = tiny_config.with_changes(vocab_size=9000, bos_token_id=8000, eos_token_id=[8001, 8002], pad_token_id=8003)
+    settings = {"tokenizer": tokenizer_folder, "settings": SETTINGS}
+    comparison = start_comparison(tmp_path / "out", [text_file], config, VARIANTS, **settings)
+    run = start_run(tmp_path / "run", [text_file], config=config, vocab_size=300, settings=SETTINGS)
+    words = load(tokenizer_folder)
+    assert comparison.run(comparison.variants[0]).config.eos_token_id == words.eos_id
+    assert run.config.vocab_size <= 300 and run.config.eos_token_id == load(run.path).eos_id
 
 
 def trained(comparison):
