@@ -31,7 +31,7 @@ class Reader:
         self.transcript = transcript(loaded, template)
         self.limit = 1 + check_prompt(loaded, [0], kv)
         self.context = MarkedContext(loaded.model, kv)
-        self.end_ids = loaded.end_ids | self.transcript.end_ids
+        self.end_ids = loaded.end_ids | {id for id in self.transcript.end_ids if id < loaded.config.vocab_size}
         self.defaults = GenerationOptions(**({} if self.transcript.name == PLAIN else {"max_tokens": None}))
 
     @property

@@ -15,11 +15,13 @@ from mlxlm.checkpoint.layout import locate
 from mlxlm.checkpoint.stored import as_modules
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig, read_json
+from mlxlm.config_problems import is_count
 from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.model import Decoder
 from mlxlm.reading import opened
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer import load as load_tokenizer
+from mlxlm.tokenizer.tokenizer import LARGEST_VOCABULARY
 
 _PARTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -115,17 +117,22 @@ def _open_folder(path: Path) -> Checkpoint:
 
 
 def _with_ends(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """The tokens that end a text, those of generation_config.json too: a model for chats often has more there."""
-    if not file.exists():
-        return values
-    settings = read_json(file)
+    """The tokens that end a text, those of generation_config.json too: a model for chats often has more there.
+    Fine-tuned models may name one beyond their vocabulary, which no text ends with; it is left out."""
+    settings = read_json(file) if file.exists() else None
     more = settings.get("eos_token_id") if isinstance(settings, Mapping) else None
     own = values.get("eos_token_id")
     ends = _listed(own)
     ends += [id for id in _listed(more) if id not in ends]
     if not all(type(id) is int and id >= 0 for id in _listed(more)):
         raise ConfigError(f"{file}: eos_token_id is {more!r}, it must be a token id or a list of them")
-    return values if ends == _listed(own) else {**values, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    nested = values.get("text_config")
+    size = (nested if isinstance(nested, Mapping) and "vocab_size" in nested else values).get("vocab_size")
+    if is_count(size):
+        ends = [id for id in ends if not (type(id) is int and size <= id < LARGEST_VOCABULARY)]
+    if ends == _listed(own):
+        return values
+    return {**values, "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
 
 
 def _listed(value: Any) -> list[Any]:

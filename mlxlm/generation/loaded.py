@@ -25,7 +25,8 @@ class LoadedModel:
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text: the configuration's and the tokenizer's."""
         eos = self.tokenizer.eos_id
-        return self.config.eos_ids | (frozenset() if eos is None else {eos})
+        ends = self.config.eos_ids | (frozenset() if eos is None else {eos})
+        return frozenset(id for id in ends if id < self.config.vocab_size)
 
     @property
     def batchable(self) -> bool:
@@ -42,9 +43,9 @@ def load(path: Path | str) -> LoadedModel:
     source = checkpoint.open_checkpoint(path)
     model, config = checkpoint.load_checkpoint(source)
     tokens = source.load_tokenizer()
-    if tokens.vocab_size > config.vocab_size:
+    if tokens.least_vocab_size > config.vocab_size:
         raise CheckpointError(
-            f"{path}: the tokenizer has {tokens.vocab_size} tokens and the model {config.vocab_size}",
+            f"{path}: the tokenizer has {tokens.least_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
     return LoadedModel(model, tokens, config, Path(path))

@@ -65,6 +65,15 @@ class Tokenizer:
         self._decoder = _ByteDecoder.of(runtime)
         self._bytes: dict[int, bytes] = {}
 
+    @property
+    def least_vocab_size(self) -> int:
+        """The least that a model's vocabulary must have: highest id + 1 of a text, of what `encode` puts around it, and
+        of the chat template. A model for pictures may have special tokens beyond, which no text becomes."""
+        around, template = self.encode(""), self.chat_template or ""
+        unused = {id for text, id in self.special_tokens.items() if id not in around and text not in template}
+        ids = self._runtime.get_vocab(with_added_tokens=True).values()
+        return max((id for id in ids if id not in unused), default=-1) + 1
+
     def __repr__(self) -> str:
         return f"Tokenizer({self.kind}, vocab_size={self.vocab_size})"
 

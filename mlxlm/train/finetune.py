@@ -201,9 +201,9 @@ def open_base(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
     if base.config is None:
         raise CheckpointError(f"{base.path} can't be trained: {base.foreign}", "a model of another family")
     tokenizer = base.load_tokenizer()
-    if tokenizer.vocab_size > base.config.vocab_size:
+    if (needed := tokenizer.least_vocab_size) > base.config.vocab_size:
         raise CheckpointError(
-            f"{base.path}: the tokenizer has {tokenizer.vocab_size} tokens and the model {base.config.vocab_size}",
+            f"{base.path}: the tokenizer has {needed} tokens and the model {base.config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
     return base, tokenizer

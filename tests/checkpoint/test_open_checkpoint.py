@@ -5,7 +5,9 @@ import os
 import shutil
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +18,11 @@ from mlxlm.checkpoint import hub, load_model, load_part, open_checkpoint, save_w
 from mlxlm.checkpoint.layout import best_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors, folder_tensors
 from mlxlm.errors import CheckpointError, MlxlmError
+from mlxlm.generation.loaded import load
 from mlxlm.model import Decoder
 from mlxlm.reading import read_bytes
 from mlxlm.tokenizer import load as load_tokenizer
+from mlxlm.train.finetune import open_base
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -242,7 +246,10 @@ def test_a_tensor_with_and_without_its_prefix(model_dir):
 
 @pytest.mark.parametrize(
     ("own", "more", "ends"),
-    [(2, [2, 5, 7], [2, 5, 7]), (None, 5, 5), ([2, 3], 3, [2, 3]), (2, None, 2), (2, 2, 2)],
+    [
+        (2, [2, 5, 7], [2, 5, 7]), (None, 5, 5), ([2, 3], 3, [2, 3]), (2, None, 2), (2, 2, 2), (2, [2, 32_000], 2),
+        ([2, 32_000], 2, 2), (32_000, None, None),
+    ],
 )
 def test_ends_of_the_generation_settings(model_dir, tiny_config, own, more, ends):
     values = {**tiny_config.to_dict(), "eos_token_id": own}
@@ -251,7 +258,29 @@ def test_ends_of_the_generation_settings(model_dir, tiny_config, own, more, ends
     assert open_checkpoint(model_dir).config.eos_token_id == ends
 
 
+def test_special_tokens_beyond_the_model_that_no_text_becomes(model_dir, tiny_config, tiny_tokenizer):
+    content, size = json.loads(tiny_tokenizer.to_json()), tiny_config.vocab_size
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"].append({"id": size, "content": "<image_soft_token>", "special": True, **flags})
+    (model_dir / "tokenizer.json").write_text(json.dumps(content))
+    loaded = load(model_dir)
+    assert loaded.tokenizer.vocab_size == size + 1 and loaded.tokenizer.least_vocab_size <= size
+    assert open_base(model_dir)[1].vocab_size == size + 1
+    config = SimpleNamespace(eos_ids=frozenset({1, size}), vocab_size=size)
+    assert size not in replace(loaded, config=config).end_ids
+    loaded.tokenizer.chat_template = "{{ messages }}<image_soft_token>"
+    assert loaded.tokenizer.least_vocab_size == size + 1
+    content["added_tokens"][-1]["special"] = False
+    (model_dir / "tokenizer.json").write_text(json.dumps(content))
+    for opened in (load, open_base):
+        with pytest.raises(CheckpointError, match=f"the tokenizer has {size + 1} tokens and the model {size}"):
+            opened(model_dir)
+
+
 def test_settings_that_are_no_tokens(model_dir):
+    (model_dir / "generation_config.json").write_text(f'{{"eos_token_id": {2**40}}}')
+    with pytest.raises(MlxlmError, match="eos_token_id is .*1099511627776"):
+        open_checkpoint(model_dir)
     (model_dir / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
     with pytest.raises(MlxlmError, match=r"generation_config.json: eos_token_id is \['x'\]"):
         open_checkpoint(model_dir)
