@@ -113,6 +113,8 @@ def generate(
             batch_size=batch_size, ordered=ordered, resume=resume, verbose=verbose,
         )  # fmt: skip
         return
+    from mlxlm.generation.text import encoded
+
     text = _prompt_text(prompt)
     loaded = load_model(model)
     if prompt not in (None, "-"):
@@ -123,7 +125,7 @@ def generate(
         messages = [{"role": "system", "content": system}] if system else []
         ids, end_ids = conversations(loaded)([*messages, {"role": "user", "content": text}])
     else:
-        ids, end_ids = loaded.tokenizer.encode(text) if text else _first_ids(loaded), loaded.end_ids
+        ids, end_ids = encoded(loaded, text), loaded.end_ids
     if samples > 1:
         from mlxlm.cli.samples import print_samples
         from mlxlm.generation import Request
@@ -157,15 +159,6 @@ def _prompt_text(prompt: str | None) -> str:
         if not prompt:
             raise GenerationError("the prompt is empty", "some text to continue")
     return prompt
-
-
-def _first_ids(loaded: LoadedModel) -> list[int]:
-    """What a text begins with that continues nothing."""
-    bos = loaded.tokenizer.bos_id
-    ids = loaded.tokenizer.start_ids or ([] if bos is None else [bos])
-    if not ids:
-        raise GenerationError("the prompt is empty, and the model has no BOS token to begin with", "text to continue")
-    return ids
 
 
 def _conversations(template: str | None, at_once: bool, loaded: LoadedModel) -> Callable[[Messages], Encoded]:

@@ -88,7 +88,7 @@ def _told(tally: Tally, resume: str | None, verbose: bool) -> Iterator[None]:
     if tally.failed:
         raise GenerationError(
             f"{tally.failed} of {tally.results} results failed; the reason is in their lines",
-            "mend those requests, with a larger max_tokens where there is a complaint; "
+            "mend those requests, with a larger max_tokens or other stop strings where there is a complaint; "
             f"then the same with --resume {resume or 'FILE'}",
         )
 

@@ -73,9 +73,16 @@ class DocumentTokens:
         if pieces:
             yield self._encoded(pieces, first, bool(start))
 
-    def leave_out(self, ids: list[int]) -> None:
-        """Don't count the bytes and characters of `ids`, the last ones that were given."""
-        spelled = b"".join(map(self._tokenizer.token_bytes, ids))
+    def leave_out(self, ids: list[int], count: int) -> None:
+        """Don't count the bytes and characters of `ids`, all that were given, behind the first `count`."""
+        if self._tokenizer.has_byte_tokens:
+            self._subtract(b"".join(map(self._tokenizer.token_bytes, ids[count:])))
+            return
+        whole, kept = (self._tokenizer.decode(part) for part in (ids, ids[:count]))
+        self.bytes -= len(whole.encode("utf-8")) - len(kept.encode("utf-8"))
+        self.characters -= len(whole) - len(kept)
+
+    def _subtract(self, spelled: bytes) -> None:
         self.bytes -= len(spelled)
         self.characters -= len(spelled.decode("utf-8", "ignore"))
 
@@ -85,10 +92,9 @@ class DocumentTokens:
         parts = self._tokenizer.encode_batch(pieces, continues=[not first or i > 0 for i in range(len(pieces))])
         ids = [id for part in parts for id in part]
         if first and ids and not predicted:
-            spelled = self._tokenizer.token_bytes(ids[0])
-            spelled = spelled.removeprefix(b" ") if self._tokenizer.adds_first_space else spelled
-            self.bytes -= len(spelled)
-            self.characters -= len(spelled.decode("utf-8", "ignore"))
+            has_bytes = self._tokenizer.has_byte_tokens
+            spelled = self._tokenizer.token_bytes(ids[0]) if has_bytes else self._tokenizer.decode(ids[:1]).encode()
+            self._subtract(spelled.removeprefix(b" ") if self._tokenizer.adds_first_space else spelled)
         return ids
 
 
@@ -102,7 +108,7 @@ def first_tokens(tokenizer: Tokenizer, documents: Iterable[Document], count: int
             ids += chunk
             if len(ids) >= count:
                 break
-        text.leave_out(ids[count:])
+        text.leave_out(ids, count)
         found.append(ids[:count])
         size += text.bytes
         count -= len(ids)

@@ -17,6 +17,7 @@ from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation.batch import Request
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.text import encoded
 from mlxlm.reading import parsed_object
 from mlxlm.tokenizer.tokenizer import check_unicode
 
@@ -182,10 +183,10 @@ class RequestReader:
             raise GenerationError("a prompt that is continued has no system prompt", "messages, or --chat")
         if messages is None and not isinstance(prompt, str):
             return self._token_ids(prompt), None
-        if messages is None and not prompt:
-            raise GenerationError("the prompt is empty", "some text to continue")
         if continued:
-            return self._loaded.tokenizer.encode(prompt), None
+            return encoded(self._loaded, prompt), None
+        if messages is None and not prompt:
+            raise GenerationError("the message is empty", "some text to answer")
         messages = _checked_messages([{"role": "user", "content": prompt}] if messages is None else messages)
         has_system = messages[0]["role"] == "system"
         if system is not None and has_system:

@@ -121,12 +121,18 @@ def generate(loaded: LoadedModel, prompt: str | Sequence[int], **arguments: Any)
 
 
 def encoded(loaded: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
-    """The ids of a prompt, which may be text. Raises GenerationError where it is neither, and for an empty text."""
+    """The ids of a prompt, which may be text; an empty one begins with BOS.
+
+    Raises GenerationError where it is neither, and for an empty text where the tokenizer has no BOS."""
     if not isinstance(prompt, str):
         try:
             return [operator.index(token) for token in prompt]  # numpy's integers, too
         except TypeError:
             raise GenerationError("the prompt is neither a text nor a list of ids", '"Once upon a time"') from None
-    if not prompt:
-        raise GenerationError("the prompt is empty", "some text to continue")
-    return loaded.tokenizer.encode(prompt)
+    if prompt:
+        return loaded.tokenizer.encode(prompt)
+    bos = loaded.tokenizer.bos_id
+    ids = loaded.tokenizer.start_ids or ([] if bos is None else [bos])
+    if not ids:
+        raise GenerationError("the prompt is empty, and the model has no BOS token to begin with", "text to continue")
+    return ids

@@ -88,6 +88,14 @@ def test_a_result_for_each_request(run, requests, folder):
         }  # fmt: skip
 
 
+def test_an_empty_prompt_begins_a_text(run, requests, folder):
+    code, out, _ = run("--jsonl", requests({"prompt": ""}), "-t", "0")
+    [found] = parsed(out)
+    assert code == 0 and found["text"] == generate(load(folder), "", temperature=0, max_tokens=6).text
+    code, out, _ = run("--jsonl", requests({"prompt": ""}), "--chat")
+    assert code == 1 and "the message is empty" in parsed(out)[0]["error"]
+
+
 def test_results_depend_on_nothing_but_the_request(run, requests, tmp_path):
     """Byte-identical lines at any batch size, in any order, resumed or not."""
     lines = [*SEVERAL, {"id": "s", "prompt": "old garden", "samples": 3}, BAD]
@@ -126,6 +134,7 @@ def test_errors_are_results(run, requests):
     a, oops, bad, long, again = parsed(out)
     assert code == 1 and a["text"]
     assert err.startswith("error: 4 of 5 results failed; the reason is in their lines (try: mend those requests, ")
+    assert "with a larger max_tokens or other stop strings where there is a complaint" in err
     assert oops["id"] is None and oops["line"] == 2 and oops["error"].startswith("the line is not JSON")
     assert bad == {"id": "bad", "line": 3, "error": 'there is no field "temprature" (try: temperature)'}
     assert long["id"] == "long" and "context of 128" in long["error"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.evaluate import text as evaluate_text_module
 from mlxlm.evaluate import windows as windows_module
 from mlxlm.evaluate.text import TextLoss, evaluate_text
-from mlxlm.evaluate.windows import windows
+from mlxlm.evaluate.windows import first_tokens, windows
 from mlxlm.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox jumps. Grüße, 世界!\nHow are you, lazy dog?\n" * 6
@@ -196,3 +197,14 @@ def test_texts_that_cannot_be_measured(loaded, tmp_path):
 def test_default_window(loaded):
     assert evaluate_text(loaded, read(TEXT)) == evaluate_text(loaded, read(TEXT), context=128, stride=64)
     assert np.isfinite(evaluate_text(loaded, read("a")).loss)
+
+
+def test_bytes_of_a_tokenizer_whose_tokens_depend_on_their_neighbours():
+    runtime = tokenizers.Tokenizer(tokenizers.models.Unigram([("?", -9.0), ("▁one", -1.0), ("▁für", -1.0)], 0))
+    runtime.pre_tokenizer, runtime.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    tokenizer = Tokenizer(runtime, {})
+    assert not tokenizer.has_byte_tokens
+    text = "one für one für"
+    for count, predicted in ((4, " für one für"), (2, " für"), (1, "")):
+        ids, size = first_tokens(tokenizer, read(text), count)
+        assert (ids, size) == ([tokenizer.encode(text)[:count]], len(predicted.encode()))

@@ -309,7 +309,7 @@ def test_an_interrupt_ends_a_batch_and_the_next_is_whole(loaded):
         ({"samples": 0}, "samples is 0"),
         ({"prompts": "one"}, "no list of texts"),
         ({"prompts": [3, 4]}, "prompt 1: the prompt is neither a text nor a list of ids"),
-        ({"prompts": ["one", ""]}, "prompt 2: the prompt is empty"),
+        ({"prompts": ["one", []]}, "prompt 2: the prompt is empty"),
         ({"prompts": ["one", [10**12]]}, "prompt 2: the prompt has ids that this model doesn't have"),
         ({"logit_bias": {300: 1}}, "prompt 1: logit_bias names the token 300"),
         ({"kv": "8"}, "kv is '8' .*KVOptions.of"),

@@ -198,7 +198,6 @@ def test_lines_without_an_id_that_can_be_read(refused, line, message):
     [
         ({}, "a request has either a prompt or messages", '{"prompt"'),
         ({"prompt": "x", "messages": []}, "a request has either a prompt or messages", '{"prompt"'),
-        ({"prompt": ""}, "the prompt is empty", "some text"),
         ({"prompt": 3}, "the prompt is no text", "a string"),
         ({"prompt": [1, "a"]}, "the prompt is no text", "a string"),
         ({"prompt": [1, True]}, "the prompt is no text", "a string"),

@@ -125,7 +125,6 @@ def test_equal_to_mlx_lm(loaded):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ("", {}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([1] * 128, {}, "128 tokens.*context of 128.*at most 127"),
         ([10**6], {}, "ids from 0 to"),
@@ -137,6 +136,14 @@ def test_equal_to_mlx_lm(loaded):
 def test_refused_before_anything_is_computed(loaded, prompt, options, message):
     with pytest.raises(GenerationError, match=message):
         stream(loaded, prompt, **options)
+
+
+def test_an_empty_text_begins_with_bos(loaded):
+    bos = loaded.tokenizer.bos_id
+    options = {"max_tokens": 5, "temperature": 0}
+    expected = generate(loaded, [bos], **options).tokens
+    assert generate(loaded, "", **options).tokens == expected
+    assert batch(loaded, [""], **options)[0].tokens == expected
 
 
 def test_logprobs_come_with_the_chunks(loaded):
