@@ -43,6 +43,6 @@ def check_tokenizer(checkpoint: Checkpoint) -> list[str]:
     except MissingTokenizerError as error:
         return [f"the model has no tokenizer: {error.message}"]
     except TokenizerError as error:
-        hint = "; ".join(filter(None, (error.hint, "without the tokenizer's files the weights alone are written")))
+        hint = "; ".join(filter(None, (error.hint, "move the tokenizer's files away to write the weights alone")))
         raise TokenizerError(f"the tokenizer can't be read: {error.message}", hint) from error
     return []

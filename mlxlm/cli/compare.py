@@ -102,8 +102,9 @@ def _documents(path: Path | None) -> Iterator[Document]:
     from mlxlm.data import Document, documents
     from mlxlm.data.builtin import python_reference
     from mlxlm.data.text import pieces_of
+    from mlxlm.quantize.text import as_text
 
     if path is not None:
-        return documents([path])
+        return map(as_text, documents([path]))
     text = "\n\n".join(message["content"] for messages in python_reference() for message in messages)
     return iter([Document(_BUILT_IN, pieces_of(iter((text,))))])

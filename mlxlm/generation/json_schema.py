@@ -86,8 +86,8 @@ class _Alternatives:
     def _target(self, schema: dict[str, Any]) -> Any:
         """What a $ref points to within the schema; None for none."""
         reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return None  # "#name" is an anchor
         found: Any = self._root
         for step in unquote(reference[1:]).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")

@@ -64,7 +64,7 @@ def of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> Text:
 
 def _documents(path: Path | str) -> Iterator[str]:
     """The text of each document, an empty line between two."""
-    for count, document in enumerate(map(_as_text, documents([path]))):
+    for count, document in enumerate(map(as_text, documents([path]))):
         if count:
             yield "\n\n"
         yield from document.pieces
@@ -90,7 +90,7 @@ def evaluation(
     """What to measure on: `file`, else the last tenth of the file calibrated on, else a run's validation data, or the
     fifth of Python's text that `calibration` leaves."""
     if file is not None:
-        return _measured(str(file), map(_as_text, documents([file])), tokenizer)
+        return _measured(str(file), map(as_text, documents([file])), tokenizer)
     if calibrated_on is not None:
         return _cut(of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION), tokenizer)[1]
     if _is_run(root):
@@ -102,7 +102,7 @@ def evaluation(
     return _measured(f"{document.where} (the last fifth)", [document], tokenizer)
 
 
-def _as_text(document: Document) -> Document:
+def as_text(document: Document) -> Document:
     """The same document, a conversation as the text of its messages."""
     if document.messages is None:
         return document

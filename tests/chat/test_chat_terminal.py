@@ -145,9 +145,11 @@ def test_commands_and_settings_can_be_shortened(terminal):
     say(chat, "/show set", r"temperature +0\.5")
     say(chat, "/", "error: there is no command / ")
     say(chat, "/?", r"/help \[COMMAND\] +show the commands")
-    say(chat, "/? q", r"/exit +leave the chat")
+    say(chat, "/? quit", r"/exit +leave the chat")
     say(chat, '/sys """\rYou are\rbrief."""', "system prompt: You are\r\nbrief.")
     say(chat, "Hello!", "cut off")
+    for short in ("/c", "/cl", "/by", "/q"):
+        say(chat, short, f"error: there is no command {short} ")
     say(chat, "/clear", "the conversation is forgotten")
     say(chat, "/tok", "0  in all")
     chat.send("/sh sys\t\r")

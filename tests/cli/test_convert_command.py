@@ -108,6 +108,10 @@ def test_compare(model, tmp_path, capsys):
     assert code == 0 and found["identical"] and found["kl"] == 0 and found["weights"]["only_a"] == []
     code, out, _ = run(capsys, "compare", model, model, "--text", tmp_path / "text.txt")
     assert out.startswith("identical: ")
+    messages = [{"role": "user", "content": "the cat sat on"}, {"role": "assistant", "content": "a mat " * 20}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    code, out, _ = run(capsys, "compare", model, model, "--text", tmp_path / "chat.jsonl")
+    assert code == 0 and out.startswith("identical: ")
 
 
 @pytest.mark.parametrize("rows", [False, True])

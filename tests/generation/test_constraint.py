@@ -475,6 +475,8 @@ def test_one_of_alternatives_that_exclude_each_other(loaded, schema):
     {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     {"oneOf": [{"const": 1}, {"const": 1.0}]},
     {"oneOf": [{"type": "null"}, {}]},
+    {"$defs": {"x": {"$anchor": "x", "type": "string"}}, "type": "object",
+     "properties": {"y": {"oneOf": [{"$ref": "#x"}, {"type": "string"}]}}},
     {"properties": {"x": {"items": {"oneOf": [DOG, {**DOG, "required": []}]}}}},
     {"oneOf": [{"properties": {"x": {"type": "string"}}}, {"properties": {"x": {"type": "null"}}}]},
 ])  # fmt: skip

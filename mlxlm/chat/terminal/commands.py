@@ -48,8 +48,9 @@ def obey(talk: Talk, line: str) -> None:
 
 
 def named(name: str) -> Command:
-    """The command that a word with a slash is or abbreviates. Raises GenerationError if there is none or several."""
-    found = full_name(name, (*COMMANDS, *ALIASES)) if name != "/" else None
+    """The command that a word with a slash is or abbreviates. Raises GenerationError if there is none or several.
+    Aliases can't be abbreviated: a typing error would forget the conversation."""
+    found = name if name in ALIASES else full_name(name, COMMANDS) if name != "/" else None
     if found is None:
         near = difflib.get_close_matches(name, COMMANDS, 1) or ["/help"]
         raise GenerationError(
