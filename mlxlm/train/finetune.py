@@ -13,6 +13,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from mlxlm._mlx import mx
+from mlxlm.chat.formats import FORMATS
 from mlxlm.checkpoint import Checkpoint, float_weights, open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
@@ -201,7 +202,9 @@ def open_base(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
     if base.config is None:
         raise CheckpointError(f"{base.path} can't be trained: {base.foreign}", "a model of another family")
     tokenizer = base.load_tokenizer()
-    if (needed := tokenizer.least_vocab_size) > base.config.vocab_size:
+    marks = {token for known in FORMATS.values() if known.fits(tokenizer) for token in known.tokens}
+    needed = max(tokenizer.least_vocab_size, *(tokenizer.special_tokens[token] + 1 for token in marks), 0)
+    if needed > base.config.vocab_size:
         raise CheckpointError(
             f"{base.path}: the tokenizer has {needed} tokens and the model {base.config.vocab_size}",
             "the tokenizer files that belong to these weights",

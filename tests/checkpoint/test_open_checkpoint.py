@@ -270,6 +270,12 @@ def test_special_tokens_beyond_the_model_that_no_text_becomes(model_dir, tiny_co
     assert size not in replace(loaded, config=config).end_ids
     loaded.tokenizer.chat_template = "{{ messages }}<image_soft_token>"
     assert loaded.tokenizer.least_vocab_size == size + 1
+    marks = [{**content["added_tokens"][-1], "content": mark} for mark in ("<|im_start|>", "<|im_end|>")]
+    marks = [{**mark, "id": size + 1 + n} for n, mark in enumerate(marks)]
+    (model_dir / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": content["added_tokens"] + marks}))
+    assert load(model_dir).tokenizer.least_vocab_size <= size
+    with pytest.raises(CheckpointError, match=f"has {size + 3} tokens and the model {size}"):
+        open_base(model_dir)  # would train on them
     content["added_tokens"][-1]["special"] = False
     (model_dir / "tokenizer.json").write_text(json.dumps(content))
     for opened in (load, open_base):
