@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from mlxlm.data import Document
 from mlxlm.errors import ConfigError, DataError
+from mlxlm.generation.score import first_bytes
 from mlxlm.tokenizer import Tokenizer
 
 LONGEST = 2048  # tokens of a window, unless asked for: models that read 128k would need memory and hours for it
@@ -92,9 +93,7 @@ class DocumentTokens:
         parts = self._tokenizer.encode_batch(pieces, continues=[not first or i > 0 for i in range(len(pieces))])
         ids = [id for part in parts for id in part]
         if first and ids and not predicted:
-            has_bytes = self._tokenizer.has_byte_tokens
-            spelled = self._tokenizer.token_bytes(ids[0]) if has_bytes else self._tokenizer.decode(ids[:1]).encode()
-            self._subtract(spelled.removeprefix(b" ") if self._tokenizer.adds_first_space else spelled)
+            self._subtract(first_bytes(self._tokenizer, ids[0]))
         return ids
 
 

@@ -11,6 +11,7 @@ from mlxlm.errors import GenerationError
 from mlxlm.generation.context import Context, evaluate
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.kernels import cross_entropy
+from mlxlm.tokenizer import Tokenizer
 
 _CHUNK = 256  # tokens whose logits are made at once: [256, V] float32 is 128 MB for 128k tokens
 
@@ -51,9 +52,15 @@ def score(loaded: LoadedModel, text: str, *, prompt: str = "") -> Score:
     predicted = _logprobs(loaded.model, [*before, *tokens])
     logprobs: list[float | None] = [*([] if before else [None]), *predicted[max(0, len(before) - 1) :]]
     total = math.fsum(value for value in logprobs if value is not None)
-    unpredicted = 0 if before else len(loaded.tokenizer.token_bytes(tokens[0]))
+    unpredicted = 0 if before else len(first_bytes(loaded.tokenizer, tokens[0]))
     count = len(text.encode("utf-8")) - unpredicted
     return Score(tokens, logprobs, total, -total / math.log(2) / count if count > 0 else math.nan)
+
+
+def first_bytes(tokenizer: Tokenizer, id: int) -> bytes:
+    """What the first token of a text stands for in it, without a space that `encode` has put in front."""
+    spelled = tokenizer.token_bytes(id) if tokenizer.has_byte_tokens else tokenizer.decode([id]).encode("utf-8")
+    return spelled.removeprefix(b" ") if tokenizer.adds_first_space else spelled
 
 
 def _encoded(loaded: LoadedModel, text: str, prompt: str) -> tuple[list[int], list[int]]:

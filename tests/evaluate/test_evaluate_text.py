@@ -18,6 +18,7 @@ from mlxlm.evaluate import text as evaluate_text_module
 from mlxlm.evaluate import windows as windows_module
 from mlxlm.evaluate.text import TextLoss, evaluate_text
 from mlxlm.evaluate.windows import first_tokens, windows
+from mlxlm.generation import score
 from mlxlm.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox jumps. Grüße, 世界!\nHow are you, lazy dog?\n" * 6
@@ -199,7 +200,7 @@ def test_default_window(loaded):
     assert np.isfinite(evaluate_text(loaded, read("a")).loss)
 
 
-def test_bytes_of_a_tokenizer_whose_tokens_depend_on_their_neighbours():
+def test_bytes_of_a_tokenizer_whose_tokens_depend_on_their_neighbours(loaded):
     runtime = tokenizers.Tokenizer(tokenizers.models.Unigram([("?", -9.0), ("▁one", -1.0), ("▁für", -1.0)], 0))
     runtime.pre_tokenizer, runtime.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     tokenizer = Tokenizer(runtime, {})
@@ -208,3 +209,5 @@ def test_bytes_of_a_tokenizer_whose_tokens_depend_on_their_neighbours():
     for count, predicted in ((4, " für one für"), (2, " für"), (1, "")):
         ids, size = first_tokens(tokenizer, read(text), count)
         assert (ids, size) == ([tokenizer.encode(text)[:count]], len(predicted.encode()))
+    scored = score(replace(loaded, tokenizer=tokenizer), text)
+    assert -scored.total / math.log(2) / scored.bits_per_byte == pytest.approx(len(" für one für".encode()))
