@@ -16,6 +16,7 @@ from mlxlm.families import canonical, huggingface, settled
 from mlxlm.reading import read_bytes
 from mlxlm.resources import resource
 
+_MOST_TOKENS = 1 << 24  # of a vocabulary; an id beyond is no leftover but damage
 _LARGEST_JSON = 4 << 20  # bytes, which take 20 times that when read; plans for thousands of layers have 1 MB
 
 
@@ -106,7 +107,7 @@ class ModelConfig:
         Raises ConfigError, naming `source`, for a missing field, an impossible size, or a feature that
         this decoder doesn't have (see `mlxlm.families.unsupported`).
         """
-        chosen = canonical(values, source)
+        chosen = _without_unused_ids(canonical(values, source))
         try:
             return cls(**chosen)
         except ConfigError as error:
@@ -180,6 +181,23 @@ class ModelConfig:
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that a token adds to the key-value cache, over all layers; in those with a window until it is full."""
         return counting.cached_values(self, 1) * bytes_per_value
+
+
+def _without_unused_ids(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out ids of BOS and EOS that are no tokens of the model. transformers saves GPT-2's 50256 for vocabularies of
+    any size, and fine-tuned models may name a token for which the embedding has no row: no text has them."""
+    size, result = values.get("vocab_size"), dict(values)
+
+    def unused(value: Any) -> bool:
+        return type(value) is int and is_count(size) and size <= value < _MOST_TOKENS
+
+    for name in ("bos_token_id", "eos_token_id"):
+        value = values.get(name)
+        if unused(value):
+            result[name] = None
+        elif isinstance(value, list) and any(map(unused, value)):
+            result[name] = [id for id in value if not unused(id)] or None
+    return result
 
 
 def preset_names() -> list[str]:

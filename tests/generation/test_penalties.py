@@ -164,9 +164,9 @@ def test_logprobs_are_the_models_whatever_changes_the_draw(dtype, n):
         wanted = row - np.log(np.exp(row).sum())
         told = sampler.take_logprobs()
         assert told.token == token and told.logprob == pytest.approx(wanted[token], abs=1e-4)
-        assert [value for _, value in told.top] == pytest.approx(np.sort(wanted)[::-1][:n], abs=1e-4)
-        assert len({id for id, _ in told.top}) == n
-        assert all(value == pytest.approx(wanted[id], abs=1e-4) for id, value in told.top)
+        assert [entry.logprob for entry in told.top] == pytest.approx(np.sort(wanted)[::-1][:n], abs=1e-4)
+        assert len({entry.token for entry in told.top}) == n
+        assert all(entry.logprob == pytest.approx(wanted[entry.token], abs=1e-4) for entry in told.top)
     assert sampler.take_logprobs() is None
 
 
