@@ -184,8 +184,8 @@ class ModelConfig:
 
 
 def _without_unused_ids(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out ids of BOS and EOS that are no tokens of the model. transformers saves GPT-2's 50256 for vocabularies of
-    any size, and fine-tuned models may name a token for which the embedding has no row: no text has them."""
+    """Leave out ids of BOS and EOS that are no tokens of the model: transformers saves GPT-2's 50256 for vocabularies
+    of any size, and fine-tuned models may name a token for which the embedding has no row. No text has them."""
     size, result = values.get("vocab_size"), dict(values)
 
     def unused(value: Any) -> bool:
