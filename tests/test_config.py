@@ -172,3 +172,14 @@ def test_flops_and_cache_bytes():
     assert c.flops_per_token(10) == 2 * matmul + 2 * (4 * 64 * 10)
     assert c.flops_per_token(10, training=True) == 3 * c.flops_per_token(10)
     assert c.kv_bytes_per_token(2) == 2 * 2 * (2 * 16) * 2
+
+
+def test_ids_that_are_no_tokens_of_the_model_are_left_out_unless_they_are_damage():
+    """transformers saves GPT-2's 50256 whatever the vocabulary is."""
+    values = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 99}
+    left = ModelConfig.from_dict({**values, "bos_token_id": 50256, "eos_token_id": [50256, 3]})
+    assert left.bos_token_id is None and left.eos_token_id == [3]
+    assert ModelConfig.from_dict({**values, "eos_token_id": 50256}).eos_token_id is None
+    for damaged in (2**40, -5, "3"):
+        with pytest.raises(ConfigError, match="bos_token_id is"):
+            ModelConfig.from_dict({**values, "bos_token_id": damaged})

@@ -312,6 +312,6 @@ def test_a_token_id_outside_the_vocabulary_is_refused_when_the_file_is_opened(ti
     model, path = random_model("qwen2", tiny_tokenizer), tmp_path / "m.gguf"
     gguf.write(path, model.config, tensors_of(model), tiny_tokenizer, "F16")
     key = b"bos_token_id" + struct.pack("<I", 4)
-    path.write_bytes(path.read_bytes().replace(key + struct.pack("<I", 0), key + struct.pack("<I", 99_999), 1))
-    with pytest.raises(ConfigError, match="m.gguf.*bos_token_id is 99999, it must be a token id below"):
+    path.write_bytes(path.read_bytes().replace(key + struct.pack("<I", 0), key + struct.pack("<I", 1 << 30), 1))
+    with pytest.raises(ConfigError, match="m.gguf.*bos_token_id is 1073741824, it must be a token id below"):
         open_checkpoint(path)
