@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm import counting
-from mlxlm.config_problems import is_count, problems
+from mlxlm.config_problems import is_count, is_unused_id, problems
 from mlxlm.errors import ConfigError
 from mlxlm.families import canonical, huggingface, settled
 from mlxlm.reading import read_bytes
 from mlxlm.resources import resource
 
-_MOST_TOKENS = 1 << 24  # of a vocabulary; an id beyond is no leftover but damage
 _LARGEST_JSON = 4 << 20  # bytes, which take 20 times that when read; plans for thousands of layers have 1 MB
 
 
@@ -188,15 +187,12 @@ def _without_unused_ids(values: dict[str, Any]) -> dict[str, Any]:
     of any size, and fine-tuned models may name a token for which the embedding has no row. No text has them."""
     size, result = values.get("vocab_size"), dict(values)
 
-    def unused(value: Any) -> bool:
-        return type(value) is int and is_count(size) and size <= value < _MOST_TOKENS
-
     for name in ("bos_token_id", "eos_token_id"):
         value = values.get(name)
-        if unused(value):
+        if is_unused_id(value, size):
             result[name] = None
-        elif isinstance(value, list) and any(map(unused, value)):
-            result[name] = [id for id in value if not unused(id)] or None
+        elif isinstance(value, list) and any(is_unused_id(id, size) for id in value):
+            result[name] = [id for id in value if not is_unused_id(id, size)] or None
     return result
 
 

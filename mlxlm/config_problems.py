@@ -13,6 +13,7 @@ from mlxlm.families.rotary import SCALINGS
 from mlxlm.families.windows import FULL, MOST_LAYERS, SLIDING
 
 _MAX = 2**31 - 1  # sizes beyond this can't be array dimensions in MLX
+_MOST_TOKENS = 1 << 24  # of a vocabulary: an id beyond is damage
 _COUNTS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "vocab_size", "max_position_embeddings", "head_dim",
@@ -39,6 +40,11 @@ _BOUNDS = f" from {_LEAST} to {_MOST}"
 
 def is_count(value: Any) -> bool:
     return _is_int(value) and 0 < value <= _MAX
+
+
+def is_unused_id(id: Any, vocab_size: Any) -> bool:
+    """Whether a token id lies behind the vocabulary, and not so far behind it that the file must be damaged."""
+    return type(id) is int and is_count(vocab_size) and vocab_size <= id < _MOST_TOKENS
 
 
 def problems(c: Any, head_dim_given: bool) -> Iterator[str]:

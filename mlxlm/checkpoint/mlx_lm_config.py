@@ -123,7 +123,7 @@ def _check_both(types: list[str]) -> None:
 
 
 def _llama4(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every fourth layer without rotary embedding and chunks, and experts in every so many layers."""
+    """Check that every fourth layer has full attention and no rotary embedding; find which layers have experts."""
     layers = range(values["num_hidden_layers"])
     step = values.get("interleave_moe_layer_step") or len(layers) + 1
     if values.get("moe_layers") == []:

@@ -15,13 +15,12 @@ from mlxlm.checkpoint.layout import locate
 from mlxlm.checkpoint.stored import as_modules
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.config_problems import is_count
+from mlxlm.config_problems import is_unused_id
 from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.model import Decoder
 from mlxlm.reading import opened
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer import load as load_tokenizer
-from mlxlm.tokenizer.tokenizer import LARGEST_VOCABULARY
 
 _PARTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -128,8 +127,7 @@ def _with_ends(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{file}: eos_token_id is {more!r}, it must be a token id or a list of them")
     nested = values.get("text_config")
     size = (nested if isinstance(nested, Mapping) and "vocab_size" in nested else values).get("vocab_size")
-    if is_count(size):
-        ends = [id for id in ends if not (type(id) is int and size <= id < LARGEST_VOCABULARY)]
+    ends = [id for id in ends if not is_unused_id(id, size)]
     if ends == _listed(own):
         return values
     return {**values, "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}

@@ -29,7 +29,7 @@ from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, time_left
 from mlxlm.train.step import TrainStep
-from mlxlm.train.time_budget import seconds_per_token, validation_settings
+from mlxlm.train.time_budget import MEASURING, seconds_per_token, validation_settings
 
 EPOCHS = 3.0  # as for Alpaca; the chats of Llama 2 had 2. The checkpoint that validates best is what a chat loads
 LENGTH = 512  # tokens of a row
@@ -238,7 +238,7 @@ def _lengths(
     each = draft.accumulate * _STEPS_PER_EPOCH
     most = max(1, min(TrainSettings.batch_size, rows // each))
     if minutes is not None:
-        with phase("measuring the speed of training steps", None):
+        with phase(MEASURING, None):
             available = time_left(minutes, begun) * duty / 100
             tokens = available / seconds_per_token(config, available, values, finetuning=True)
         most = max(1, min(most, int(tokens / _LEAST_STEPS / (draft.sequence_length * draft.accumulate))))

@@ -32,6 +32,7 @@ from mlxlm.train.probing import LEAST_STEPS, TRYING, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.time_budget import (
+    MEASURING,
     TRAINING,
     batch_settings,
     least_rows,
@@ -142,7 +143,7 @@ def start_run(
     if config is not None and minutes is None:
         config = _fitted(config, own, {"vocab_size": vocab_size, **_NO_IDS})
     elif config is not None:
-        with phase("measuring the speed of training steps", None):
+        with phase(MEASURING, None):
             available = time_left(minutes, begun) * duty / 100
             smallest = _fitted(config, replace(own, batch_size=1), {"vocab_size": vocab_size, **_NO_IDS})
             pace = seconds_per_token(smallest, available, values, ranks)
@@ -166,7 +167,7 @@ def start_run(
                 values = batch_settings(config, TRAINING * worked / pace, values)
             config = config.with_changes(vocab_size=words.vocab_size, **ids)
             if not batch_given and values["batch_size"] < platform.cpu_cores():
-                with phase("measuring the speed of training steps", None):
+                with phase(MEASURING, None):
                     values["batch_size"] = max(values["batch_size"], least_rows(config, values))
             while not batch_given and values["batch_size"] > 1 and not _fits(config, values, ranks):
                 values["batch_size"] //= 2

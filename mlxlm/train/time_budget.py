@@ -17,6 +17,7 @@ from mlxlm.train.probing import Probe, probe
 from mlxlm.train.settings import TrainSettings
 from mlxlm.units import human_count, human_seconds
 
+MEASURING = "measuring the speed of training steps"
 TRAINING = 0.9  # of the time: the rest validates and saves
 _STEPS = 4000  # about so many updates: in two minutes 512 tokens a step did better than 2,048
 _MOST_ROWS = 32
