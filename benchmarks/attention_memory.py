@@ -66,8 +66,9 @@ def measured(path: str, length: int) -> dict | None:
 
 
 def step(path: str, length: int) -> dict:
-    from mlxlm import kernels, platform
-    from mlxlm._mlx import mx
+    from mlxlm import kernels
+    from mlxlm.backend import platform
+    from mlxlm.backend.mlx import mx
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
     from mlxlm.model import Decoder

@@ -1,6 +1,6 @@
 """Many short prompts at once beside one by one: tokens/s over all of them, in turn, and whether the texts are equal.
 
-    python benchmarks/batching.py [--prompts 32] [--tokens 64] [--rounds 3] [--sizes 26m 110m]
+python benchmarks/batching.py [--prompts 32] [--tokens 64] [--rounds 3] [--sizes 26m 110m]
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def peak_memory() -> int:
 @contextmanager
 def plain_mlx() -> Iterator[None]:
     """Inside, what is traced has MLX's own attention, activation and loss where mlxlm has others."""
-    from mlxlm._mlx import mx, nn
+    from mlxlm.backend.mlx import mx, nn
     from mlxlm.model import attention as of_model
     from mlxlm.model import feed_forward
     from mlxlm.train import step as of_training

@@ -91,7 +91,7 @@ for file in pathlib.Path(sys.argv[1]).glob("*.safetensors"):
 MLX_LM_FIRST_TOKEN = """
 import sys
 import mlx.core as mx
-from mlxlm.blas import load_blas
+from mlxlm.backend.blas import load_blas
 load_blas()
 from pathlib import Path
 from mlx_lm.generate import generate_step
@@ -103,7 +103,7 @@ next(generate_step(mx.array([1]), model, max_tokens=1))
 
 def write_source(folder: Path, preset: str, shard_bytes: int) -> None:
     """A bfloat16 checkpoint with random weights, made one tensor at a time."""
-    from mlxlm._mlx import mx, tree_flatten
+    from mlxlm.backend.mlx import mx, tree_flatten
     from mlxlm.checkpoint import huggingface
     from mlxlm.checkpoint.tensors import Tensor
     from mlxlm.config import ModelConfig
@@ -146,11 +146,13 @@ def quality(options: argparse.Namespace, folder: Path) -> None:
             said = compared(source, out, held_out, options.tokens)
             bits_each = said["weights"]["bits_per_weight_b"]
             change = said["bits_per_byte_b"] - said["bits_per_byte_a"]
-            rows.append((
-                f"{bits} bits, {name}",
-                f"{bits_each:.3f} bits/weight, KL {said['kl']:.5f}, top-1 {100 * said['top1']:.1f} %, "
-                f"{change:+.4f} bits per byte, {seconds:.1f} s",
-            ))
+            rows.append(
+                (
+                    f"{bits} bits, {name}",
+                    f"{bits_each:.3f} bits/weight, KL {said['kl']:.5f}, top-1 {100 * said['top1']:.1f} %, "
+                    f"{change:+.4f} bits per byte, {seconds:.1f} s",
+                )
+            )
             result[f"{bits} {name}"] = {"bits_per_weight": bits_each, "kl": said["kl"], "bpb": change}
     report(f"quantizing {model}", rows, {"benchmark": "quantize_quality", **result})
 

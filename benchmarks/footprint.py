@@ -1,6 +1,6 @@
 """Wall time and peak memory of what people run: the help, a first token, the quickstart.
 
-    python benchmarks/footprint.py [--rounds 5] [--quickstart]
+python benchmarks/footprint.py [--rounds 5] [--quickstart]
 """
 
 from __future__ import annotations

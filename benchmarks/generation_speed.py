@@ -97,10 +97,10 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
     from mlxlm.checkpoint import save_weights
     from mlxlm.config import ModelConfig
     from mlxlm.convert import convert
-    from mlxlm.files import write_json
     from mlxlm.model import Decoder
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import train
+    from mlxlm.utils.files import write_json
 
     hidden, layers, heads, kv_heads, feed_forward = SIZES[size]
     config = ModelConfig(
@@ -142,7 +142,7 @@ def worker(peer: str, path: str, context: str, prompt: str, tokens: str, seconds
 
 def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     import mlxlm
-    from mlxlm._mlx import mx
+    from mlxlm.backend.mlx import mx
     from mlxlm.generation import Context, tokens
 
     model = mlxlm.load(path).model

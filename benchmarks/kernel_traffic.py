@@ -24,7 +24,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "metal")]
 import harness  # noqa: E402
 import oracle  # noqa: E402
 
-from mlxlm._mlx import mx  # noqa: E402
+from mlxlm.backend.mlx import mx  # noqa: E402
 from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention  # noqa: E402
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal  # noqa: E402
 from mlxlm.kernels.tiled_attention import tiled_attention  # noqa: E402

@@ -46,8 +46,8 @@ def main() -> None:
 def worker(count: int, size: str, bits: str) -> None:
     import time
 
-    from mlxlm import platform
-    from mlxlm._mlx import mx
+    from mlxlm.backend import platform
+    from mlxlm.backend.mlx import mx
     from mlxlm.cache import KVOptions
     from mlxlm.config import ModelConfig
     from mlxlm.generation import Context, tokens

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common import report
 
-from mlxlm.units import human_count
+from mlxlm.utils.formatting import human_count
 
 BATCHES = ((16, 256), (4, 512), (2, 1024))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from common import in_turn, median, report, spread
 
 import mlxlm
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel
 from mlxlm.generation.drafts import DraftModel, NgramLookup
 from mlxlm.generation.speculative import Speculation

@@ -21,9 +21,9 @@ from functools import partial
 import numpy as np
 from common import in_turn, median, plain_mlx, report, spread
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx, nn
-from mlxlm.blas import load_blas
+from mlxlm.backend import platform
+from mlxlm.backend.blas import load_blas
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.model import Decoder

@@ -59,8 +59,8 @@ def measured(way: str, length: int) -> dict[str, Any] | None:
 
 
 def step(way: str, length: int) -> dict[str, Any]:
-    from mlxlm import platform
-    from mlxlm._mlx import mx
+    from mlxlm.backend import platform
+    from mlxlm.backend.mlx import mx
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
     from mlxlm.model import Decoder
@@ -94,7 +94,7 @@ def step(way: str, length: int) -> dict[str, Any]:
 
 def make_plain() -> None:
     """Put MLX's own attention and loss where mlxlm has others."""
-    from mlxlm._mlx import mx, nn
+    from mlxlm.backend.mlx import mx, nn
     from mlxlm.model import attention as of_model
     from mlxlm.train import step as of_training
 

@@ -30,7 +30,7 @@ def work(name: str) -> None:
     """A process that is measured: rank 0 reads how many steps to do, and prints tokens per second."""
     import numpy as np
 
-    from mlxlm._mlx import mx
+    from mlxlm.backend.mlx import mx
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
     from mlxlm.model import Decoder

@@ -18,7 +18,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mlxlm import blas, errors
+from mlxlm.backend import blas
+from mlxlm.utils import errors
 
 if TYPE_CHECKING:
     from mlxlm import plan

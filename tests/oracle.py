@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 
 def as64(x: mx.array) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.quantize.plan import Format, uniform
 from mlxlm.quantize.stream import halved, quantized

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mlxlm import bandwidth
-from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.backend import bandwidth
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.model import Decoder
 

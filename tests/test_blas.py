@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxlm import blas
+from mlxlm.backend import blas
 
 LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="MLX uses Accelerate on macOS")
 
@@ -19,7 +19,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 @LINUX
 def test_a_chosen_blas_that_can_not_be_loaded_is_an_error():
-    done = python("from mlxlm.blas import load_blas; load_blas()", MLXLM_BLAS="/nowhere/libblas.so")
+    done = python("from mlxlm.backend.blas import load_blas; load_blas()", MLXLM_BLAS="/nowhere/libblas.so")
     assert "MLXLM_BLAS=/nowhere/libblas.so can't be loaded" in done.stderr
 
 
@@ -33,15 +33,15 @@ def test_without_a_fast_blas_one_line_says_what_to_install(monkeypatch):
 
 @LINUX
 def test_the_choice_of_none_is_kept():
-    done = python("from mlxlm.blas import load_blas; print(load_blas().name)", MLXLM_BLAS="none")
+    done = python("from mlxlm.backend.blas import load_blas; print(load_blas().name)", MLXLM_BLAS="none")
     assert done.stdout == "MLX's own\n"
 
 
 _PRODUCTS = """
 import numpy as np, mlxlm
 from contextlib import nullcontext
-from mlxlm._mlx import mx
-from mlxlm.blas import load_blas
+from mlxlm.backend.mlx import mx
+from mlxlm.backend.blas import load_blas
 random = np.random.default_rng(0)
 for place in (nullcontext, load_blas().one_thread):
     for m, n, k in ((1, 40, 30), (7, 40, 30), (8, 8, 5), (64, 3, 9), (130, 70, 50)):
@@ -93,7 +93,7 @@ def test_a_broken_mkl_leaves_mlx_no_half_made_router(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmkl_rt.so.3").write_bytes(b"broken")
     code = _FORCED.format(prefix=str(tmp_path)) + (
-        f"blas._SYSTEM = ({str(MKL[0])!r},)\nprint(blas.load_blas().name)\nfrom mlxlm._mlx import mx\n"
+        f"blas._SYSTEM = ({str(MKL[0])!r},)\nprint(blas.load_blas().name)\nfrom mlxlm.backend.mlx import mx\n"
         "print((mx.ones((9, 9)) @ mx.ones((9, 9))).sum().item())"
     )
     del_choice = {"MLXLM_BLAS": "none"}  # nothing is loaded with the package
@@ -137,7 +137,7 @@ def test_mkl_stays_alone_where_openblas_would_not_use_avx512():
 @LINUX
 def test_the_last_to_leave_puts_the_threads_back():
     code = (
-        "from mlxlm.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
+        "from mlxlm.backend.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
         "one, other = blas.one_thread(), blas.one_thread()\none.__enter__()\nother.__enter__()\n"
         "one.__exit__(None, None, None)\nassert tells() == 1\nother.__exit__(None, None, None)\n"
         "assert tells() == before == 2\nprint('put back')"
@@ -148,7 +148,7 @@ def test_the_last_to_leave_puts_the_threads_back():
 @LINUX
 def test_threads_are_set_inside_and_put_back():
     code = (
-        "from mlxlm.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
+        "from mlxlm.backend.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
         "with blas.one_thread():\n    assert tells() == 1\nassert tells() == before\nprint('put back')"
     )
     assert python(code, MLXLM_BLAS="numpy").stdout == "put back\n"

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm._mlx import tree_flatten
-from mlxlm.carried import check_carried
+from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
-from mlxlm.errors import CheckpointError, TokenizerError
+from mlxlm.convert.metadata import check_carried
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, train
+from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 
 @pytest.fixture

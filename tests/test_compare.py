@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from mlxlm import compare as module
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
-from mlxlm.compare import compare
-from mlxlm.difference import difference
-from mlxlm.errors import CheckpointError
-from mlxlm.files import write_json
+from mlxlm.convert import compare as module
+from mlxlm.convert.compare import compare
+from mlxlm.convert.tensor_diff import difference
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.files import write_json
 
 
 def checkpoint(model: Decoder, name: str, **replaced) -> Checkpoint:

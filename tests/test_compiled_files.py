@@ -9,12 +9,12 @@ import time
 import psutil
 import pytest
 
-from mlxlm._mlx import ON_CPU, begin, compute, mx
-from mlxlm.compiled_files import folder, remove_broken, remove_unloaded
-from mlxlm.errors import describe
-from mlxlm.platform import has_compiler
+from mlxlm.backend.compiled_kernels import folder, remove_broken, remove_unloaded
+from mlxlm.backend.mlx import ON_CPU, begin, compute, mx
+from mlxlm.backend.platform import has_compiler
+from mlxlm.utils.errors import describe
 
-COMPUTE = "from mlxlm._mlx import mx\nprint(mx.compile(lambda x: mx.exp(x) * x + x)(mx.zeros(3)).tolist())"
+COMPUTE = "from mlxlm.backend.mlx import mx\nprint(mx.compile(lambda x: mx.exp(x) * x + x)(mx.zeros(3)).tolist())"
 OLD = time.time() - 60
 COMPILES = pytest.mark.skipif(
     not (ON_CPU and has_compiler() and sys.platform == "linux"), reason="MLX compiles nothing here"

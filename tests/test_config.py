@@ -3,8 +3,8 @@ import json
 import pytest
 
 from mlxlm.config import ModelConfig, preset_names
-from mlxlm.errors import ConfigError
-from mlxlm.quantization import plan_of
+from mlxlm.config.quantization import plan_of
+from mlxlm.utils.errors import ConfigError
 
 SIZES = {
     "hidden_size": 64,

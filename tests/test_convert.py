@@ -9,19 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxlm import convert as module
-from mlxlm import peers
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.convert import convert
-from mlxlm.difference import difference, plain
-from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
-from mlxlm.files import write_json
+from mlxlm.convert import conversion as module
+from mlxlm.convert import convert, reference_backends
+from mlxlm.convert.tensor_diff import difference, plain
 from mlxlm.model import Decoder
 from mlxlm.quantize import quantize
 from mlxlm.tokenizer import Tokenizer, sentencepiece
+from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
+from mlxlm.utils.files import write_json
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -59,7 +58,7 @@ def results(report) -> dict[str, str]:
 def quiet_peers(monkeypatch):
     """Other programs take seconds to start: they are asked in tests of their own."""
     monkeypatch.setattr(module, "_PEERS", dict.fromkeys(module._PEERS, ()))
-    monkeypatch.setattr("mlxlm.verify.GREEDY", 8)
+    monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 8)
 
 
 def test_a_folder_of_transformers_opens_in_transformers_and_mlx_lm_again(tmp_path, tiny_tokenizer, monkeypatch):
@@ -310,7 +309,7 @@ def test_nothing_is_left_of_a_conversion_that_broke_off(write_model, tmp_path, e
 
 _PEAK = """
 import sys
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.convert import convert
 
 mx.set_cache_limit(0)
@@ -384,10 +383,10 @@ def test_programs_are_not_asked_about_what_they_have_no_words_for(write_model, t
 
     def ask(peer, *_args, **_options):
         asked.append(peer)
-        raise peers.Unavailable("not here")
+        raise reference_backends.Unavailable("not here")
 
-    monkeypatch.setattr("mlxlm.opinions.peers.ask", ask)
-    monkeypatch.setattr("mlxlm.verify.GREEDY", 4)
+    monkeypatch.setattr("mlxlm.convert.cross_check.peers.ask", ask)
+    monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 4)
     report = convert(write_model("own", positions="alibi"), tmp_path / "own-out")
     assert not asked and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"
     assert "only mlxlm opens this model" in report.checks[-1].detail and not report.warnings

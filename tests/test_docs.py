@@ -23,9 +23,9 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
     """A folder with `my-model`, which has a chat template, and a `bin` with this checkout's mlxlm."""
     from mlx.utils import tree_flatten
 
-    from mlxlm._mlx import mx
-    from mlxlm.files import write_json
+    from mlxlm.backend.mlx import mx
     from mlxlm.model import Decoder
+    from mlxlm.utils.files import write_json
 
     folder = tmp_path_factory.mktemp("docs")
     model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=512))

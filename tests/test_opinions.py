@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm import opinions, peers
-from mlxlm._mlx import tree_flatten
+from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
-from mlxlm.convert import convert
-from mlxlm.errors import CheckpointError, TokenizerError
-from mlxlm.files import write_json
+from mlxlm.convert import convert, cross_check, reference_backends
+from mlxlm.convert.verify import verify
 from mlxlm.model import Decoder
-from mlxlm.verify import verify
+from mlxlm.utils.errors import CheckpointError, TokenizerError
+from mlxlm.utils.files import write_json
 
 START, COUNT = 4, 12
 
@@ -52,24 +51,24 @@ def folder(model, tmp_path, tiny_tokenizer):
 
 def greedy(checkpoint: Checkpoint) -> list[int]:
     ids = [5, 17, 280, 33]
-    return [*ids, *opinions.greedy(checkpoint, ids, COUNT)]
+    return [*ids, *cross_check.greedy(checkpoint, ids, COUNT)]
 
 
 def answering(monkeypatch, answer) -> None:
     """`answer(peer, path, ids, start)` stands for the other programs."""
-    monkeypatch.setattr(opinions.peers, "ask", lambda peer, path, ids, start, **_: answer(peer, path, ids, start))
+    monkeypatch.setattr(cross_check.peers, "ask", lambda peer, path, ids, start, **_: answer(peer, path, ids, start))
 
 
-def opinion(ids, start, other=0, gap=0.0) -> peers.Opinion:
+def opinion(ids, start, other=0, gap=0.0) -> reference_backends.Opinion:
     """The text's own tokens, but for the first, which is another one by `other`."""
     own = list(ids[start:])
-    return peers.Opinion([own[0] + other, *own[1:]], [gap, *[0.0] * (len(own) - 1)], spread=1.0)
+    return reference_backends.Opinion([own[0] + other, *own[1:]], [gap, *[0.0] * (len(own) - 1)], spread=1.0)
 
 
 def test_a_tie_is_no_difference_and_an_absent_peer_is_skipped(memory, monkeypatch):
     def answer(peer, path, ids, start):
         if peer == "transformers":
-            raise peers.Unavailable("not installed")
+            raise reference_backends.Unavailable("not installed")
         return opinion(ids, start, *((1, 0.01) if peer == "llama.cpp" else ()))
 
     answering(monkeypatch, answer)
@@ -112,21 +111,23 @@ def test_a_peer_that_has_its_own_way_is_told_and_no_error(memory, tmp_path, monk
 def test_a_peer_that_refuses_is_a_warning_under_the_outputs_name(folder, tmp_path, monkeypatch):
     def answer(peer, path, ids, start):
         if peer == "mlx_lm":
-            raise peers.Refused(f"mlx_lm can't read it: ValueError: The model at {path.name} in {path} is odd")
+            raise reference_backends.Refused(
+                f"mlx_lm can't read it: ValueError: The model at {path.name} in {path} is odd"
+            )
         return opinion(ids, start)
 
     answering(monkeypatch, answer)
-    monkeypatch.setattr("mlxlm.verify.GREEDY", 8)
+    monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 8)
     report = convert(folder, tmp_path / "out")
     [warning] = report.warnings
     assert warning.startswith("mlx_lm can't run this output: ") and "transformers agrees" in warning
     assert f"The model at {tmp_path / 'out'} in {tmp_path / 'out'} is odd" in warning
     assert ".partial" not in json.dumps(report.to_dict())
     assert {check.name: check.result for check in report.checks}["mlx_lm"] == "refused"
-    monkeypatch.setattr("mlxlm.convert._PEERS", {"huggingface": ("mlx_lm",)})
+    monkeypatch.setattr("mlxlm.convert.conversion._PEERS", {"huggingface": ("mlx_lm",)})
     (folder / "config.json").rename(tmp_path / "config.json")
     source = replace(open_checkpoint(tmp_path / "out"), path=tmp_path / "nowhere")
-    with pytest.raises(peers.Refused, match=r"out: mlx_lm can't read it.*try: --no-verify"):
+    with pytest.raises(reference_backends.Refused, match=r"out: mlx_lm can't read it.*try: --no-verify"):
         verify(source, open_checkpoint(tmp_path / "out"), "out", ("mlx_lm",))
 
 
@@ -135,15 +136,15 @@ def test_other_tokens_of_a_text_are_an_error_unless_the_writer_said_so(folder, m
     answering(monkeypatch, lambda peer, path, ids, start: replace(opinion(ids, start), words=[1, 2, 3]))
     ids = greedy(source)
     with pytest.raises(CheckpointError, match="llama.cpp makes other tokens of a text"):
-        opinions.ask_one("llama.cpp", source, source, "out", ids, START)
-    check = opinions.ask_one("llama.cpp", source, source, "out", ids, START, warned=True)
+        cross_check.ask_one("llama.cpp", source, source, "out", ids, START)
+    check = cross_check.ask_one("llama.cpp", source, source, "out", ids, START, warned=True)
     assert check.result == "equal" and "as the warnings say" in check.detail
 
 
 def stand_in(monkeypatch, program: str) -> None:
     """A process that needs no time to start stands for the other program: `program` reads `request`."""
-    monkeypatch.setattr(peers, "NEEDS", dict.fromkeys(peers.NEEDS, ()))
-    monkeypatch.setattr(peers, "_CHILD", f"import json, sys; request = json.load(sys.stdin); {program}")
+    monkeypatch.setattr(reference_backends, "NEEDS", dict.fromkeys(reference_backends.NEEDS, ()))
+    monkeypatch.setattr(reference_backends, "_CHILD", f"import json, sys; request = json.load(sys.stdin); {program}")
 
 
 def test_the_process_of_a_peer(tmp_path, monkeypatch):
@@ -152,38 +153,38 @@ def test_the_process_of_a_peer(tmp_path, monkeypatch):
         "print('loading'); print(json.dumps({'tokens': request['ids'][request['start']:], 'gaps': [0.0],"
         " 'spread': 1.0, 'words': [len(request['text'])]}))",
     )
-    found = peers.ask("llama.cpp", tmp_path, [1, 2, 3], 2, text="four")
-    assert found == peers.Opinion([3], [0.0], 1.0, words=[4])
+    found = reference_backends.ask("llama.cpp", tmp_path, [1, 2, 3], 2, text="four")
+    assert found == reference_backends.Opinion([3], [0.0], 1.0, words=[4])
 
 
 @pytest.mark.parametrize(
     ("peer", "said", "kind", "reason"),
     [
-        ("mlx_lm", "Traceback\nValueError: Model type mamba9 not supported.", peers.Unavailable, "mamba9 not"),
-        ("mlx_lm", "Traceback\nValueError: Missing 3 parameters", peers.Refused, "mlx_lm can't read it: .*Missing 3"),
-        ("mlx_lm", "", peers.Refused, "exit code 1"),
+        ("mlx_lm", "Traceback\nValueError: Model type mamba9 not supported.", reference_backends.Unavailable, "mamba9 not"),
+        ("mlx_lm", "Traceback\nValueError: Missing 3 parameters", reference_backends.Refused, "mlx_lm can't read it: .*Missing 3"),
+        ("mlx_lm", "", reference_backends.Refused, "exit code 1"),
         (
             "llama.cpp",
             "load: info\nllama_model_load: error loading model: unordered_map::at\nTraceback\nValueError: Failed",
-            peers.Refused, "error loading model: unordered_map::at",
+            reference_backends.Refused, "error loading model: unordered_map::at",
         ),
         (
             "llama.cpp", "llama_model_load: error loading model: unknown model architecture: 'x'\nValueError: Failed",
-            peers.Unavailable, "unknown model architecture",
+            reference_backends.Unavailable, "unknown model architecture",
         ),
     ],
 )  # fmt: skip
 def test_why_a_peer_has_no_opinion(tmp_path, monkeypatch, peer, said, kind, reason):
     stand_in(monkeypatch, f"print({said!r}, file=sys.stderr); sys.exit(1)")
     with pytest.raises(kind, match=reason) as caught:
-        peers.ask(peer, tmp_path, [1, 2], 1)
+        reference_backends.ask(peer, tmp_path, [1, 2], 1)
     assert caught.type is kind
 
 
 def test_a_peer_that_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(peers.NEEDS, "mlx_lm", ("no_such_module",))
-    with pytest.raises(peers.Unavailable, match="no_such_module not installed"):
-        peers.ask("mlx_lm", tmp_path, [1, 2], 1)
+    monkeypatch.setitem(reference_backends.NEEDS, "mlx_lm", ("no_such_module",))
+    with pytest.raises(reference_backends.Unavailable, match="no_such_module not installed"):
+        reference_backends.ask("mlx_lm", tmp_path, [1, 2], 1)
 
 
 def test_transformers_agrees_and_names_the_first_layer_that_differs(folder):
@@ -197,14 +198,14 @@ def test_transformers_agrees_and_names_the_first_layer_that_differs(folder):
             values[name]["rope_theta"] = 50.0
     write_json(folder / "config.json", {**values, "rope_theta": 50.0})  # after the source was opened
     with pytest.raises(CheckpointError, match="transformers goes on .* the first layer that differs is model.layers.0"):
-        opinions.ask_one("transformers", source, source, "out", ids, START)
+        cross_check.ask_one("transformers", source, source, "out", ids, START)
 
 
 def test_mlx_lm_agrees_with_the_right_tokens_only(folder):
     pytest.importorskip("mlx_lm")
     source = open_checkpoint(folder)
     ids = greedy(source)
-    assert opinions.ask_one("mlx_lm", source, source, "out", ids, START).result == "equal"
+    assert cross_check.ask_one("mlx_lm", source, source, "out", ids, START).result == "equal"
 
 
 def test_llama_cpp_verifies_a_file_by_any_name(folder, tmp_path):
@@ -221,5 +222,7 @@ def test_what_llama_cpp_says_of_a_broken_file(folder, tmp_path):
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     data = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(data.replace(b"blk.0.attn_q", b"blk.0.attn_x"))
-    with pytest.raises(peers.Refused, match=r"out: llama.cpp can't read it: .*error loading model.*attn_q"):
-        opinions.ask_one("llama.cpp", checkpoint, checkpoint, "out", [1, 2, 3, 4, 5, 6], START)
+    with pytest.raises(
+        reference_backends.Refused, match=r"out: llama.cpp can't read it: .*error loading model.*attn_q"
+    ):
+        cross_check.ask_one("llama.cpp", checkpoint, checkpoint, "out", [1, 2, 3, 4, 5, 6], START)

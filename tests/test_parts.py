@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError
-from mlxlm.parts import NAMES, meaning, parse, with_parts
+from mlxlm.config.overrides import NAMES, meaning, parse, with_parts
+from mlxlm.utils.errors import ConfigError
 
 BASE = ModelConfig(64, 4, 8, 96, 300, num_key_value_heads=2, max_position_embeddings=128)
 

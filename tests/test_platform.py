@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxlm import platform
+from mlxlm.backend import platform
 
 LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="MLX uses Accelerate on macOS")
 
@@ -20,7 +20,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_without_an_mlx_backend_one_line_says_which_to_install():
-    code = "import sys; sys.modules['mlx.core'] = None\nimport mlxlm._mlx"
+    code = "import sys; sys.modules['mlx.core'] = None\nimport mlxlm.backend.mlx"
     done = python(code)
     assert "MLX has no backend here" in done.stderr and "mlxlm[cpu]" in done.stderr
 
@@ -33,15 +33,15 @@ def test_no_module_but_one_imports_mlx():
 
 
 def test_the_memory_of_each_kind_of_device(monkeypatch):
-    from mlxlm import _mlx
+    from mlxlm.backend import mlx
 
     def memory(**info):
-        monkeypatch.setattr(_mlx.mx, "device_info", lambda: {"device_name": "a GPU", **info})
+        monkeypatch.setattr(mlx.mx, "device_info", lambda: {"device_name": "a GPU", **info})
         return platform.device_memory()
 
-    monkeypatch.setattr(_mlx, "ON_CPU", True)
+    monkeypatch.setattr(mlx, "ON_CPU", True)
     assert memory() == platform.total_memory()
-    monkeypatch.setattr(_mlx, "ON_CPU", False)
+    monkeypatch.setattr(mlx, "ON_CPU", False)
     assert memory(memory_size=16 << 30, max_recommended_working_set_size=12 << 30) == 12 << 30  # Metal
     assert memory(total_memory=24 << 30, free_memory=20 << 30) == 24 << 30  # CUDA
     monkeypatch.setattr(platform, "_processes", 2)
@@ -59,5 +59,5 @@ def test_the_warning_about_a_slow_blas_reaches_the_person():
     )
     done = python(code)
     assert "warning: no fast BLAS found" in done.stderr and "pip install mkl" in done.stderr
-    late = python("import mlx.core\nimport mlxlm._mlx")
+    late = python("import mlx.core\nimport mlxlm.backend.mlx")
     assert "mlx was imported before mlxlm" in late.stderr

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.checkpoint.layerwise import Stages
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError
 from mlxlm.model import Decoder
-from mlxlm.stages import Stages
+from mlxlm.utils.errors import CheckpointError
 
 
 def in_memory(config: ModelConfig, model: Decoder) -> Checkpoint:
@@ -58,13 +58,13 @@ def test_equal_to_the_whole_decoder_to_the_bit(tiny_config, family):
 
 _PEAK = """
 import sys
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.config import ModelConfig
-from mlxlm._mlx import tree_flatten
+from mlxlm.backend.mlx import tree_flatten
 from mlxlm.model import Decoder
-from mlxlm.stages import Stages
+from mlxlm.checkpoint.layerwise import Stages
 
 mx.set_cache_limit(0)
 config = ModelConfig(hidden_size=256, num_hidden_layers=int(sys.argv[1]), num_attention_heads=4,
@@ -81,9 +81,7 @@ print(mx.get_peak_memory())
 
 def test_memory_does_not_grow_with_the_number_of_layers():
     def peak(layers: int) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", _PEAK, str(layers)], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", _PEAK, str(layers)], capture_output=True, text=True, check=True)
         return int(done.stdout)
 
     few, many = peak(2), peak(12)

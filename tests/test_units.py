@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxlm.units import human_bytes, human_count, human_flops, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_flops, human_seconds
 
 
 @pytest.mark.parametrize(

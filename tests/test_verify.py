@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from mlxlm import convert as converting
-from mlxlm import verify as module
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
+from mlxlm.convert import conversion as converting
 from mlxlm.convert import convert
-from mlxlm.errors import CheckpointError, TokenizerError
+from mlxlm.convert import verify as module
+from mlxlm.convert.verify import verify
 from mlxlm.model import Decoder
-from mlxlm.verify import verify
+from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_two_rows_in_each_others_place_are_named(model):
 
 def test_a_writer_that_swaps_two_rows_leaves_nothing(model, tmp_path, tiny_tokenizer, monkeypatch):
     from mlxlm.checkpoint import save_weights
-    from mlxlm.files import write_json
+    from mlxlm.utils.files import write_json
 
     source = tmp_path / "source"
     source.mkdir()

@@ -7,13 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.saved import restore, saved
 from mlxlm.checkpoint.safetensors import file_header, write_tensors
 from mlxlm.checkpoint.tensors import Tensor, of_array
-from mlxlm.errors import CheckpointError, os_errors_as
-from mlxlm.files import new_file, replaced_file
+from mlxlm.utils.errors import CheckpointError, os_errors_as
+from mlxlm.utils.files import new_file, replaced_file
 
 FORMAT = "mlxlm-cache-1"
 _IDS = "ids"

@@ -8,7 +8,7 @@ from dataclasses import asdict, is_dataclass
 
 import numpy as np
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 
 _SAMPLES = 64  # values of each parameter
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.kernels import Quantized
 from mlxlm.kernels.mask import visible

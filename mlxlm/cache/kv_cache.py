@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache.rotation import Rotation, Sink, Window
 from mlxlm.cache.store import Store, group_size
-from mlxlm.errors import GenerationError
 from mlxlm.kernels import Quantized
+from mlxlm.utils.errors import GenerationError
 
 STEP = 256  # positions that the buffers grow by: a decoded token writes in place instead of copying the cache
 

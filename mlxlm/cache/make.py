@@ -7,8 +7,8 @@ from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.options import KVOptions
 from mlxlm.cache.rotation import Rotation, Window
 from mlxlm.cache.store import group_size
-from mlxlm.errors import GenerationError
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import GenerationError
 
 ALL = KVOptions()  # everything, as it is
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 BITS = (8, 4)
 _WORDS = {"none": None, **{str(bits): bits for bits in BITS}}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlxlm import counting
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache.store import Store
+from mlxlm.config import counts
 
 Moved = Callable[..., mx.array]  # (keys [B, H, n, D], by, cache) -> the keys, `by` positions later
 
@@ -65,7 +65,7 @@ class Window:
     @classmethod
     def of(cls, size: int) -> Window:
         """With slack for an answer, which is taken back without reading the text again."""
-        return cls(size, counting.window_slack(size))
+        return cls(size, counts.window_slack(size))
 
     @property
     def seen(self) -> int:
@@ -80,7 +80,7 @@ class Window:
     @property
     def spare(self) -> int:
         """Positions beside them, so that the tokens rarely move to the front of the buffers."""
-        return counting.window_spare(self.size)
+        return counts.window_spare(self.size)
 
     @property
     def trimmable(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.rotation import Sink
 from mlxlm.cache.store import Store

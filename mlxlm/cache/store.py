@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels import Quantized
 from mlxlm.kernels.metal import FLOATS
+from mlxlm.utils.errors import GenerationError
 
 GROUPS = (64, 32)  # sizes of a group, the preferred one first
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mlxlm.chat.template import Message
-from mlxlm.errors import GenerationError
 from mlxlm.generation import FinishReason
+from mlxlm.utils.errors import GenerationError
 
 MAIN = "main"
 MOST_BRANCHES = 100  # each can be a conversation of its own when a session file is read

@@ -13,8 +13,8 @@ from mlxlm.chat.formats import FORMATS
 from mlxlm.chat.stand_ins import StandIns
 from mlxlm.chat.template import ChatTemplate, Message, transcript_for
 from mlxlm.data import CHAT_TEMPLATE, ROLES, Chunk, Document, check_role
-from mlxlm.errors import DataError, TokenizerError
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import DataError, TokenizerError
 
 _OWN_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")  # of CHAT_TEMPLATE
 _CHARACTERS = 4  # of a token, about

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import GenerationError, MlxlmError
-from mlxlm.reading import parsed_object
 from mlxlm.tokenizer.tokenizer import check_unicode
+from mlxlm.utils.bounded_reads import parsed_object
+from mlxlm.utils.errors import GenerationError, MlxlmError
 
 _ANY = object()
 

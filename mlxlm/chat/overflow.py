@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from mlxlm.chat.branches import Conversation
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 Overflow = Literal["stop", "drop"]
 

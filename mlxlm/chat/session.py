@@ -16,10 +16,10 @@ from mlxlm.chat.overflow import Overflow, check_overflow, fitted, shortened
 from mlxlm.chat.reader import Reader
 from mlxlm.chat.template import Message
 from mlxlm.chat.transcripts import Session, not_default
-from mlxlm.errors import GenerationError
 from mlxlm.generation import GenerationOptions, LoadedModel, Result, TextStream
 from mlxlm.generation.noise import draw_seed
 from mlxlm.tokenizer.tokenizer import check_unicode
+from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import Speculation

@@ -12,10 +12,10 @@ from mlxlm.chat.answer import spells
 from mlxlm.chat.branches import Branches
 from mlxlm.chat.template import NAMES
 from mlxlm.chat.transcripts import Session, decoded, encoded
-from mlxlm.errors import GenerationError, MlxlmError, one_line
-from mlxlm.files import new_file, write_bytes
 from mlxlm.generation import Context, LoadedModel
-from mlxlm.reading import read_bytes
+from mlxlm.utils.bounded_reads import read_bytes
+from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
+from mlxlm.utils.files import new_file, write_bytes
 
 _LARGEST = 32 << 20  # bytes; a chat of a million tokens has 10 MB
 

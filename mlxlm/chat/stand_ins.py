@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from mlxlm.errors import TokenizerError
+from mlxlm.utils.errors import TokenizerError
 
 # Supplementary Private Use Area-A: characters that text doesn't use, and no template looks for.
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)

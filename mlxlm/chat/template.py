@@ -18,10 +18,10 @@ from mlxlm.chat.bounded_jinja import BoundedEnvironment
 from mlxlm.chat.formats import FORMATS
 from mlxlm.chat.reasoning import opened_by
 from mlxlm.chat.stand_ins import StandIns
-from mlxlm.errors import TokenizerError
 from mlxlm.generation import LoadedModel
-from mlxlm.reading import decoded, read_bytes
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.bounded_reads import decoded, read_bytes
+from mlxlm.utils.errors import TokenizerError
 
 PLAIN, MODEL = "plain", "model"
 NAMES = (MODEL, *FORMATS, PLAIN)

@@ -20,8 +20,8 @@ from mlxlm.cache import KVOptions
 from mlxlm.chat.branches import MAIN, MOST_BRANCHES, Branches, Conversation, Turn, check_name
 from mlxlm.chat.lines import Line, shown
 from mlxlm.chat.overflow import Overflow, check_overflow
-from mlxlm.files import json_line
 from mlxlm.generation import FinishReason, GenerationOptions
+from mlxlm.utils.files import json_line
 
 VERSION = 1
 _MARK = "mlxlm_chat"

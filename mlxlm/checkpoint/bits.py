@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _LARGEST = 65504.0  # of float16

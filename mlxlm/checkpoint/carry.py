@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxlm.checkpoint.layout import locate
 from mlxlm.checkpoint.source import Checkpoint
-from mlxlm.errors import MissingTokenizerError, TokenizerError
+from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 
 FOLDERS = ("safetensors", "pytorch")  # formats whose files lie in one folder with those of the tokenizer
 

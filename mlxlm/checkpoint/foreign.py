@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from mlxlm._mlx import ON_CPU, nn
+from mlxlm.backend.mlx import ON_CPU, nn
 from mlxlm.checkpoint.mlx_lm_model import build
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.checkpoint.source import Checkpoint
-from mlxlm.config_problems import is_count
-from mlxlm.errors import CheckpointError
+from mlxlm.config.validation import is_count
 from mlxlm.families import quantization_of
+from mlxlm.utils.errors import CheckpointError
 
 _NO_LIMIT = 2**31 - 1
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from mlxlm.checkpoint import pytorch, safetensors
-from mlxlm.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 _COMMON = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm import families
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import SHARD_BYTES, write_shards
 from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import Tensors
 from mlxlm.config import ModelConfig
-from mlxlm.files import write_json
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.files import write_json
 
 # What a source's configuration says of its own files (of code among them, which doesn't come along), or of how it
 # positions and quantizes: the new one decides.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import CheckpointError
-from mlxlm.reading import read_bytes
+from mlxlm.utils.bounded_reads import read_bytes
+from mlxlm.utils.errors import CheckpointError
 
 RUN_FILE = "train.json"
 MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; a run's own is that of its best checkpoint

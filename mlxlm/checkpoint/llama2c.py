@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.llama2c_rope import rope_tables
 from mlxlm.checkpoint.llama2c_tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.stored import as_modules, as_stored
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.families.stored import Stored
-from mlxlm.files import new_files
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
+from mlxlm.utils.files import new_files
 
 _MAGIC = b"24ka"  # the number 0x616b3432, "ak42", in little-endian order
 _NUMBERS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")

@@ -14,9 +14,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import MissingTokenizerError, TokenizerError, os_errors_as
 from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.tokenizer.sentencepiece import SPACE
+from mlxlm.utils.errors import MissingTokenizerError, TokenizerError, os_errors_as
 
 _LARGEST = 1_000_000  # ids; the largest vocabularies in use have about 260,000
 _SPECIAL = ("<unk>", "<s>", "</s>")

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, in_parallel, mx, nn
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU, in_parallel, mx, nn
 from mlxlm.checkpoint.foreign import ForeignConfig, load_foreign
 from mlxlm.checkpoint.quantized import dequantized, quantize_modules
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.tensors import Tensors
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError
 
 _MOST = 0.9  # of memory, for the weights
 
@@ -82,9 +82,7 @@ def load_part(module: nn.Module, tensors: Tensors, prefix: str, quantization: Ma
     _fill(module, tensors, f"{prefix}." if prefix else "", quantization, fits=True)
 
 
-def _fill(
-    module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None, fits: bool
-) -> None:
+def _fill(module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None, fits: bool) -> None:
     """`fits`: on a CPU, whether there is room for float32."""
     part = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if quantization and ON_CPU and fits:

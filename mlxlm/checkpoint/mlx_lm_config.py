@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlxlm.checkpoint.mlx_lm_rope import FULL, SLIDING, is_known, rope_parameters, unsupported
-from mlxlm.config_problems import is_count
-from mlxlm.errors import CheckpointError
+from mlxlm.config.validation import is_count
+from mlxlm.utils.errors import CheckpointError
 
 # mlx_lm's name of a field -> Hugging Face's other names for the same.
 _OTHER_NAMES = {

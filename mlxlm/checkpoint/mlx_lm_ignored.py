@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.checkpoint.mlx_lm_rope import SLIDING, original_context
-from mlxlm.config_problems import is_count
-from mlxlm.errors import CheckpointError
+from mlxlm.config.validation import is_count
+from mlxlm.utils.errors import CheckpointError
 
 # The only value with which a model of mlx_lm that doesn't read the field computes the right thing.
 _NEUTRAL: dict[str, Any] = {

@@ -17,14 +17,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from mlxlm import quantization
-from mlxlm._mlx import nn
+from mlxlm.backend.mlx import nn
 from mlxlm.checkpoint.mlx_lm_config import OWN_ROPE, for_mlx_lm, needs_whole_model
 from mlxlm.checkpoint.mlx_lm_ignored import check_ignored, longest_text
 from mlxlm.checkpoint.mlx_lm_rope import install_rope
 from mlxlm.checkpoint.mlx_lm_weights import adapted
-from mlxlm.errors import CheckpointError
+from mlxlm.config import quantization
 from mlxlm.families import quantization_of
+from mlxlm.utils.errors import CheckpointError
 
 _MOST = 10_000  # layers or experts; no model is near it, and each is a Python object
 _COUNTED = re.compile(r"(?:^|_)(?:n|num)_(?:\w+_)?(?:layers?|experts)$")
@@ -137,9 +137,7 @@ def _explained(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) 
 def _fields_at(error: Exception, fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """The fields that mlx_lm's code was reading where it failed: those of the line, or else what the function had read
     before and the configuration hasn't."""
-    places = [
-        (frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_model(frame.f_code)
-    ]
+    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_model(frame.f_code)]
     if not places:
         return []
     code, last = places[-1]

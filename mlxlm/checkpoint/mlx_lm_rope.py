@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm._mlx import mx, nn
-from mlxlm.errors import CheckpointError
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.families.rotary import SCALINGS
 from mlxlm.model.positions import attention_factor, wavelengths
+from mlxlm.utils.errors import CheckpointError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _HEADS = "num_attention_heads"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlxlm._mlx import mx, nn
-from mlxlm.errors import CheckpointError
+from mlxlm.backend.mlx import mx, nn
+from mlxlm.utils.errors import CheckpointError
 
 Weights = dict[str, mx.array]
 

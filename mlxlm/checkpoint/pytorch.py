@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.pickled import PickleError, View, read_pickle
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
 from mlxlm.checkpoint.tensors import Tensor
-from mlxlm.errors import CheckpointError, os_errors_as
-from mlxlm.reading import opened
+from mlxlm.utils.bounded_reads import opened
+from mlxlm.utils.errors import CheckpointError, os_errors_as
 
 _INDEX = "pytorch_model.bin.index.json"
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # PyTorch < 1.6 writes pickles, the first of them a long number

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm._mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.tensors import Tensor, Tensors
-from mlxlm.errors import CheckpointError
-from mlxlm.quantization import plan_of
+from mlxlm.config.quantization import plan_of
+from mlxlm.utils.errors import CheckpointError
 
 
 def full_shapes(tensors: Tensors, quantization: Mapping[str, Any] | None, source: str) -> dict[str, tuple[int, ...]]:

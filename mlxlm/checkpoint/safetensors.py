@@ -17,15 +17,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.bits import largest
 from mlxlm.checkpoint.layout import MODEL_FILE
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_object
 from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
-from mlxlm.digests import HashingWriter
-from mlxlm.errors import CheckpointError, os_errors_as, shortened
-from mlxlm.files import write_json
-from mlxlm.reading import opened
+from mlxlm.utils.bounded_reads import opened
+from mlxlm.utils.digests import HashingWriter
+from mlxlm.utils.errors import CheckpointError, os_errors_as, shortened
+from mlxlm.utils.files import write_json
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.checkpoint.tensors import Tensor
-from mlxlm.errors import CheckpointError, os_errors_as
-from mlxlm.reading import read_bytes
+from mlxlm.utils.bounded_reads import read_bytes
+from mlxlm.utils.errors import CheckpointError, os_errors_as
 
 _MAX_INDEX = 24_000_000  # bytes
 _MAX_VALUES = 250_000

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm import families
-from mlxlm._mlx import tree_flatten
+from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import hub, pytorch, quantized, safetensors
 from mlxlm.checkpoint.layout import locate
 from mlxlm.checkpoint.stored import as_modules
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.config_problems import is_unused_id
-from mlxlm.errors import CheckpointError, ConfigError, os_errors_as
+from mlxlm.config.validation import is_unused_id
 from mlxlm.model import Decoder
-from mlxlm.reading import opened
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer import load as load_tokenizer
+from mlxlm.utils.bounded_reads import opened
+from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
 
 _PARTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")

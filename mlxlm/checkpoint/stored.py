@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.tensors import Tensor, Tensors
-from mlxlm.errors import CheckpointError
 from mlxlm.families.stored import Stored
+from mlxlm.utils.errors import CheckpointError
 
 
 def as_modules(layout: Sequence[Stored], tensors: Tensors, source: str) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 
 @dataclass(frozen=True)

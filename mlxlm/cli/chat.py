@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from mlxlm import platform
+from mlxlm.backend import platform
 from mlxlm.cli.kv_options import kv_options
 from mlxlm.cli.piped import read_standard_input, with_standard_input
 from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions

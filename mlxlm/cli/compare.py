@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
-from mlxlm.units import human_bytes
+from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mlxlm.compare import Comparison
+    from mlxlm.convert.compare import Comparison
+    from mlxlm.convert.tensor_diff import Difference
     from mlxlm.data import Document
-    from mlxlm.difference import Difference
 
 _WORST = 5
 _BUILT_IN = "Python's language reference"
@@ -34,10 +34,10 @@ def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> No
     models larger than memory can be compared.
     """
     from mlxlm.checkpoint.source import open_checkpoint
-    from mlxlm.compare import compare as run_compare
-    from mlxlm.compare import shared_tokens
-    from mlxlm.difference import difference
-    from mlxlm.errors import one_line
+    from mlxlm.convert.compare import compare as run_compare
+    from mlxlm.convert.compare import shared_tokens
+    from mlxlm.convert.tensor_diff import difference
+    from mlxlm.utils.errors import one_line
 
     first, second = open_checkpoint(a), open_checkpoint(b)
     ids, text_bytes = shared_tokens(first, second, lambda: _documents(text), tokens)

@@ -22,10 +22,10 @@ from mlxlm.cli.run_options import (
     setting_options,
     settings_of,
 )
-from mlxlm.units import human_bytes, human_count, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
-    from mlxlm.train.architectures import Comparison, Result
+    from mlxlm.experiments.architecture_comparison import Comparison, Result
 
 _APART = 0.01  # parameter counts that differ by more than this share are remarked on
 
@@ -76,7 +76,7 @@ def _comparison(
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
     from mlxlm.data import Manifest, weighted
-    from mlxlm.train.architectures import Comparison, Variant, start_comparison
+    from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
 
     if not data:
         if given := given_of(["variants", *options]):

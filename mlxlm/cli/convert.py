@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
-from mlxlm.units import human_bytes, human_count
+from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
-    from mlxlm.convert import ConversionReport
+    from mlxlm.convert.conversion import ConversionReport
 
 
 @click.command()
@@ -35,9 +35,9 @@ def convert(source: str, out: str, dtype: str | None, kind: str | None, no_verif
     as Llama 2's only), else a folder for mlxlm, mlx_lm and transformers. Quantized weights are dequantized; `mlxlm
     quantize` writes quantized ones.
     """
-    from mlxlm.convert import convert as run_convert
-    from mlxlm.convert import format_of
-    from mlxlm.errors import one_line
+    from mlxlm.convert.conversion import convert as run_convert
+    from mlxlm.convert.conversion import format_of
+    from mlxlm.utils.errors import one_line
 
     if not source or not out:
         raise click.UsageError("SOURCE and --out need a name")

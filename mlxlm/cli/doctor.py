@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from mlxlm import platform
-from mlxlm.blas import blas_warning, load_blas
+from mlxlm.backend import platform
+from mlxlm.backend.blas import blas_warning, load_blas
 from mlxlm.cli import render
-from mlxlm.units import human_bytes
+from mlxlm.utils.formatting import human_bytes
 
 
 @click.command()
@@ -31,7 +31,7 @@ def collect() -> dict[str, Any]:
     """The facts, with numbers in bytes and GFLOP/s."""
     from importlib.metadata import version
 
-    from mlxlm._mlx import ON_CPU, mx
+    from mlxlm.backend.mlx import ON_CPU, mx
     from mlxlm.plan.machines import measure_matmul
 
     blas = load_blas()

@@ -12,7 +12,7 @@ import click
 from mlxlm.cli import render
 from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
 from mlxlm.cli.tokenizer import SOURCES_HELP
-from mlxlm.units import human_seconds
+from mlxlm.utils.formatting import human_seconds
 
 
 @click.command(epilog=SOURCES_HELP)
@@ -57,9 +57,7 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
     total = total_bytes(texts)
     loaded = load(model)
     stdin = sys.stdin.buffer
-    context, stride = window_lengths(
-        loaded.config.max_position_embeddings, options["context"], options["stride"]
-    )
+    context, stride = window_lengths(loaded.config.max_position_embeddings, options["context"], options["stride"])
     found: dict[str, TextLoss] = {}
     bad = BadInput(options["on_bad_input"] or "stop")
     started = time.perf_counter()
@@ -90,10 +88,10 @@ def _row(found) -> tuple[str, ...]:
 def _evaluate_choices(model: str, path: Path, out: Path | None, as_json: bool) -> None:
     from contextlib import nullcontext
 
-    from mlxlm.errors import DataError, os_errors_as
     from mlxlm.evaluate.choices import Accuracy, answer, read_questions
-    from mlxlm.files import json_line, new_file
     from mlxlm.generation import load
+    from mlxlm.utils.errors import DataError, os_errors_as
+    from mlxlm.utils.files import json_line, new_file
 
     with os_errors_as(DataError, "read", path):
         size = path.stat().st_size

@@ -16,8 +16,8 @@ from mlxlm.cli.sampling_options import REMEDIES, sampling_options
 from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
 from mlxlm.cli.waiting import waiting
-from mlxlm.errors import GenerationError
-from mlxlm.units import human_bytes
+from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions

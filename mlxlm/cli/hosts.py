@@ -19,11 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from mlxlm import platform, reading
+from mlxlm.backend import platform
 from mlxlm.cli import render
 from mlxlm.cli.ranked import SIGN
 from mlxlm.cli.stopping import on_stop
-from mlxlm.errors import ConfigError, PlatformError
+from mlxlm.utils import bounded_reads
+from mlxlm.utils.errors import ConfigError, PlatformError
 
 _LOCAL = "127.0.0.1"  # what mlx.launch starts without ssh
 # Seconds in which all have to end after one has: rank 0 saves, on a disk that may be slow, and nobody else.
@@ -177,7 +178,7 @@ class _Group:
 def _read_hostfile(path: Path) -> dict[str, Any]:
     hint = 'MLX\'s form, [{"ssh": "a", "ips": ["10.0.0.1"]}, ...], as mlx.distributed_config writes it'
     try:
-        content = json.loads(reading.read_bytes(path, 1 << 20, ConfigError))
+        content = json.loads(bounded_reads.read_bytes(path, 1 << 20, ConfigError))
         content = content if isinstance(content, dict) else {"hosts": content}
         for host in content["hosts"]:
             if not (isinstance(host["ips"], list) and host["ips"] and all(map(_is_name, [host["ssh"], *host["ips"]]))):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
-from mlxlm.units import human_bytes, human_count
+from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
-    from mlxlm.describe import Description
+    from mlxlm.convert.inspect import Description
 
 
 @click.command()
@@ -23,8 +23,8 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
     SOURCE is a folder, a run, a hub id, a .gguf or a .bin file. Only headers are read.
     """
     from mlxlm.checkpoint.source import open_checkpoint
-    from mlxlm.describe import describe
-    from mlxlm.errors import one_line
+    from mlxlm.convert.inspect import describe
+    from mlxlm.utils.errors import one_line
 
     checkpoint = open_checkpoint(source)
     found = describe(checkpoint)
@@ -44,7 +44,7 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
 
 def lines(found: Description):
     """(heading, text) in the order in which a person reads them."""
-    from mlxlm.layer_names import by_value
+    from mlxlm.checkpoint.layer_names import by_value
 
     yield "path", found.path
     yield "format", found.format

@@ -15,12 +15,12 @@ from mlxlm.cache import KVOptions
 from mlxlm.cli import render
 from mlxlm.cli.lines import Lines
 from mlxlm.cli.tally import Tally, progress
-from mlxlm.errors import GenerationError, MlxlmError, os_errors_as
-from mlxlm.files import json_line
 from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
 from mlxlm.generation.batch import BATCH_SIZE
 from mlxlm.generation.requests import LONGEST_LINE, BadRequest, RequestReader, Sample
 from mlxlm.generation.result_lines import ResultFile, bad_request_fields, has_failed, sample_fields
+from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
+from mlxlm.utils.files import json_line
 
 # Seconds in which whoever writes many requests fills the pipe again, so that the first batch is a full one.
 _GATHERING = 0.02

@@ -8,8 +8,8 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.config import ModelConfig, preset_names
-from mlxlm.errors import MlxlmError, PlatformError
-from mlxlm.units import human_bytes
+from mlxlm.utils.errors import MlxlmError, PlatformError
+from mlxlm.utils.formatting import human_bytes
 
 _DEFAULT = "15m"
 _MODEL = click.argument("model", default=_DEFAULT)
@@ -92,7 +92,7 @@ def _cases(model: str, dtype: str | None):
 
 def _stored_dtype(model: str) -> str | None:
     """That which a model's folder generates in; None where there are no weights, and on a CPU, which takes float32."""
-    from mlxlm._mlx import ON_CPU, mx
+    from mlxlm.backend.mlx import ON_CPU, mx
     from mlxlm.checkpoint import load_checkpoint, open_checkpoint
     from mlxlm.kernels.dispatch import DTYPE_NAMES
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mlxlm.cli.sections import option
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 _memory = functools.partial(option, "Memory and speed")
 

@@ -14,7 +14,7 @@ import warnings
 import click
 
 from mlxlm import __version__
-from mlxlm.errors import MlxlmError, describe
+from mlxlm.utils.errors import MlxlmError, describe
 
 # name: (module:attribute, one-line help). The help stands here so that `mlxlm --help` imports nothing else.
 COMMANDS = {

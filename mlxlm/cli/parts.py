@@ -27,8 +27,8 @@ def configured(
     decided: parts that another option of the command decides, and which. context: tokens that the model will see,
     where that is decided, too; some parts go by it. Raises ConfigError.
     """
+    from mlxlm.config.overrides import parse, with_parts
     from mlxlm.families import caveat
-    from mlxlm.parts import parse, with_parts
 
     if parts and context is not None:
         config = config.with_changes(max_position_embeddings=context)

@@ -9,8 +9,8 @@ import stat
 import sys
 
 from mlxlm.cli.waiting import waiting
-from mlxlm.errors import GenerationError
-from mlxlm.reading import decoded
+from mlxlm.utils.bounded_reads import decoded
+from mlxlm.utils.errors import GenerationError
 
 # A program that starts this one may leave it a pipe in which nothing ever comes. Other programs of a pipeline may take
 # long before they write: so this is waited for their first byte, but only once the model is loaded.

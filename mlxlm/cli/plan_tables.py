@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxlm.cli import render
 from mlxlm.plan import Duration, Fits, Plan, bits_that_fit, training_memory
-from mlxlm.units import human_bytes, human_count, human_flops, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_flops, human_seconds
 
 _BAR = 32  # characters of the longest bar
 _SHORT = {"projections": "project", "scores_values": "times values", "feed_forward": "feed fwd"}

@@ -11,7 +11,7 @@ import click
 from mlxlm.cli import render
 from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
 from mlxlm.cli.tokenizer import SOURCES_HELP
-from mlxlm.units import human_bytes, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_seconds
 
 
 @click.command(epilog=f"{SOURCES_HELP} With SOURCE=WEIGHT, training draws that share of its tokens from each.")

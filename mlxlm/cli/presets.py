@@ -6,7 +6,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.config import ModelConfig, preset_names
-from mlxlm.units import human_bytes, human_count
+from mlxlm.utils.formatting import human_bytes, human_count
 
 
 @click.command()

@@ -114,9 +114,7 @@ def _lead(
     render.result(str(run.path))
 
 
-def _new_run(
-    data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int, duty: float, begun: float
-):
+def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int, duty: float, begun: float):
     from mlxlm.cli.training import phase
     from mlxlm.config import ModelConfig
     from mlxlm.data import Manifest, weighted
@@ -173,7 +171,7 @@ def _chooses(options: dict[str, Any]) -> bool:
 
 
 def _law(folder: Path | None):
-    from mlxlm.scaling.study import read_law
+    from mlxlm.experiments.scaling_study import read_law
 
     return None if folder is None else read_law(folder)
 

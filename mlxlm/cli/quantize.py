@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.units import human_bytes
+from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.quantize import Report
@@ -169,7 +169,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
 
 def notes(report: Report) -> Iterator[str]:
     """What differs from what was asked, and which texts were used."""
-    from mlxlm.layer_names import by_value
+    from mlxlm.checkpoint.layer_names import by_value
 
     mixed = Counter(16 if chosen is None else chosen["bits"] for chosen in report.formats.values())
     if len(mixed) > 1:

@@ -13,8 +13,8 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
-from mlxlm.errors import DataError
-from mlxlm.units import human_bytes
+from mlxlm.utils.errors import DataError
+from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.chat.terminal.loop import Talk

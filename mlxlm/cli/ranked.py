@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from mlxlm import platform
+from mlxlm.backend import platform
 
 if TYPE_CHECKING:
     from mlxlm.train import Ranks

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from mlxlm.errors import one_line
-from mlxlm.files import json_line
-from mlxlm.units import human_bytes
+from mlxlm.utils.errors import one_line
+from mlxlm.utils.files import json_line
+from mlxlm.utils.formatting import human_bytes
 
 
 class _StdoutConsole(Console):

@@ -11,12 +11,12 @@ from mlxlm.chat.terminal import write
 from mlxlm.cli import render
 from mlxlm.cli.sampling_options import REMEDIES
 from mlxlm.cli.waiting import waiting
-from mlxlm.errors import GenerationError
 from mlxlm.generation import LoadedModel, Request, run_batch
 from mlxlm.generation.batch import BATCH_SIZE, in_order
 from mlxlm.generation.noise import draw_seed
 from mlxlm.generation.result_lines import whole_fields
-from mlxlm.units import human_bytes
+from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.formatting import human_bytes
 
 
 def print_samples(

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from mlxlm.cli.sections import option
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 _length = functools.partial(option, "Length and end")
 _sampling = functools.partial(option, "Sampling")
@@ -114,7 +114,7 @@ def sampling_options(command: Callable | None = None, *, without: Collection[str
 def _schema_text(given: str) -> str:
     """JSON text, or the content of the file that has this name."""
     from mlxlm.generation.options import LARGEST_SCHEMA
-    from mlxlm.reading import decoded, read_bytes
+    from mlxlm.utils.bounded_reads import decoded, read_bytes
 
     if given.lstrip().startswith("{") or given in ("true", "false"):
         return given

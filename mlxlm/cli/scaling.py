@@ -21,11 +21,11 @@ from mlxlm.cli.run_options import (
     setting_options,
     settings_of,
 )
-from mlxlm.units import human_count, human_seconds
+from mlxlm.utils.formatting import human_count, human_seconds
 
 if TYPE_CHECKING:
-    from mlxlm.scaling.study import Analysis, Prediction
-    from mlxlm.train.grid import Grid
+    from mlxlm.experiments.scaling_grid import Grid
+    from mlxlm.experiments.scaling_study import Analysis, Prediction
 
 PICTURE = "scaling.png"
 _HOURS = {"h": 1.0, "min": 1 / 60, "m": 1 / 60, "d": 24.0}
@@ -73,7 +73,7 @@ def scaling(data, out, budget, predict, fit_only, as_json, **options: Any) -> No
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
     from mlxlm.cli.training import phase
     from mlxlm.data import Manifest
-    from mlxlm.train.grid import Grid, start_grid
+    from mlxlm.experiments.scaling_grid import Grid, start_grid
 
     if not data or fit_only:
         given = [*(["DATA"] if data else []), *given_of(options)]
@@ -105,7 +105,7 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
 def _train(grid: Grid, how: dict[str, Any]) -> list[str]:
     from mlxlm.cli.several import train_all
     from mlxlm.cli.training import phase
-    from mlxlm.scaling.laws import FEW_PASSES
+    from mlxlm.plan.scaling_law import FEW_PASSES
 
     most = max(cell.tokens for cell in grid.cells) / grid.unique
     if most > 1.2 * FEW_PASSES:
@@ -126,9 +126,9 @@ def _train(grid: Grid, how: dict[str, Any]) -> list[str]:
 
 
 def _report(grid: Grid, failed: list[str], budget: str | None, predict: str | None, as_json: bool) -> None:
-    from mlxlm.files import write_json
-    from mlxlm.scaling.picture import draw
-    from mlxlm.scaling.study import FILE, analyse, notes
+    from mlxlm.experiments.scaling_plot import draw
+    from mlxlm.experiments.scaling_study import FILE, analyse, notes
+    from mlxlm.utils.files import write_json
 
     points = grid.points()
     found = analyse(points, grid.by_ratio)
@@ -222,7 +222,7 @@ def _numbers(text: str | None) -> list[float]:
 def _parameters(text: str, vocab_size: int | None = None) -> float:
     """Of a preset, or a number of them."""
     from mlxlm.config import ModelConfig, preset_names
-    from mlxlm.scaling.sizes import parse_size
+    from mlxlm.plan.model_sizes import parse_size
 
     if text in preset_names():
         changes = {} if vocab_size is None else {"vocab_size": vocab_size}

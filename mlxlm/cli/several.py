@@ -7,9 +7,9 @@ from typing import Any
 
 from mlxlm.cli import render
 from mlxlm.cli.training import StopRequest, run_training
-from mlxlm.errors import TrainingError
+from mlxlm.experiments.sweep import is_finished
 from mlxlm.train import Finished, Run, Stopped
-from mlxlm.train.several import is_finished
+from mlxlm.utils.errors import TrainingError
 
 
 def train_all(

@@ -11,7 +11,7 @@ import click
 
 from mlxlm.cli.sections import option
 from mlxlm.cli.waiting import waiting
-from mlxlm.errors import one_line
+from mlxlm.utils.errors import one_line
 
 if TYPE_CHECKING:
     from mlxlm.generation import LoadedModel

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, Progress, TextColumn
 
 from mlxlm.cli import render
-from mlxlm.units import human_bytes, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_seconds
 
 _SAY_EVERY = 60.0  # seconds between progress lines where stderr is not a terminal
 

@@ -11,11 +11,11 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
-from mlxlm.errors import TokenizerError
-from mlxlm.files import new_folder
-from mlxlm.reading import decoded
 from mlxlm.tokenizer import KINDS, load, report, train
-from mlxlm.units import human_bytes, human_count, human_seconds
+from mlxlm.utils.bounded_reads import decoded
+from mlxlm.utils.errors import TokenizerError
+from mlxlm.utils.files import new_folder
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 SOURCES_HELP = (
     "Sources: text files, .jsonl files, both also as .gz or .zst, .parquet and .arrow files (pip install "

@@ -39,7 +39,7 @@ from mlxlm.train import (
     Warned,
     train,
 )
-from mlxlm.units import human_bytes, human_count, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 _PLAIN_EVERY = 10.0  # seconds between progress lines where stderr is not a terminal
 

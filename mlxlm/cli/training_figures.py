@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from mlxlm.report.smooth import Smoothed, span_of
 from mlxlm.train import Event, NotSaved, Paused, Resumed, Saved, Slowed, Started, Step, Validation
-from mlxlm.units import human_bytes, human_flops, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_flops, human_seconds
 
 _MOST_LINES = 3  # of figures, below the bar
 _BAR = 30  # columns

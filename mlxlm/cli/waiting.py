@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mlxlm.errors import one_line
+from mlxlm.utils.errors import one_line
 
 _AFTER = 1.0  # seconds
 

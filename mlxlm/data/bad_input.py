@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 OnBad = Callable[[DataError], None]
 POLICIES = ("stop", "skip")

@@ -10,7 +10,7 @@ import numpy as np
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.mixture import Mixture
 from mlxlm.data.packing import BestFit, Concatenated, Packing, Span
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 PACKINGS = {"concatenate": Concatenated, "best-fit": BestFit}
 

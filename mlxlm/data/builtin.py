@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 
-from mlxlm.errors import DataError, os_errors_as
+from mlxlm.utils.errors import DataError, os_errors_as
 
 _ANSWER = 600  # characters of an answer: with its question it fits into the context of the small presets
 _QUESTIONS = ("{0}", "What is {0}?", "Tell me about {0}.", "Explain {0}.", "{0} in Python")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxlm.data.manifest import DTYPES, SPLITS, Manifest, Shard
 from mlxlm.data.manifest import Split as Counts
-from mlxlm.errors import DataError, os_errors_as
+from mlxlm.utils.errors import DataError, os_errors_as
 
 _CHECKED = 1 << 20  # document starts looked at together: 8 MB
 

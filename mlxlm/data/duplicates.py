@@ -12,7 +12,7 @@ from typing import IO
 from mlxlm.data.manifest import Duplicates
 from mlxlm.data.minhash import Index, Shingles
 from mlxlm.data.text import Document
-from mlxlm.errors import DataError, os_errors_as
+from mlxlm.utils.errors import DataError, os_errors_as
 
 _HELD = 1 << 24  # characters of one document that wait in memory until it is decided; more of it wait on disk
 

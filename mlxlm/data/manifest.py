@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import DataError
-from mlxlm.reading import parsed_object, read_bytes
+from mlxlm.utils.bounded_reads import parsed_object, read_bytes
+from mlxlm.utils.errors import DataError
 
 VERSION = 2
 _LARGEST = 1 << 28  # bytes of a manifest; a shard of 64M tokens has a line of 120

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 BLOCK = 1000  # rows; weights are kept to a thousandth
 

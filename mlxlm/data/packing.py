@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.permutation import keys_of, permuted
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 CHAPTER = 1 << 15  # documents that are packed together: a few milliseconds of work, a megabyte of tables
 

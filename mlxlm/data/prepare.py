@@ -22,9 +22,9 @@ from mlxlm.data.sources import STDIN
 from mlxlm.data.split import Split, check_fraction, drawn, few_documents
 from mlxlm.data.text import Advance, Document
 from mlxlm.data.tokenize import Chunk, tokenize
-from mlxlm.errors import DataError
-from mlxlm.files import new_folder, write_json
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import DataError
+from mlxlm.utils.files import new_folder, write_json
 
 Encode = Callable[[Document], Iterable[Chunk]]
 

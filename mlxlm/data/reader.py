@@ -13,7 +13,7 @@ from mlxlm.data.bad_input import OnBad
 from mlxlm.data.sources import STDIN, documents
 from mlxlm.data.text import READ, Advance, Document
 from mlxlm.data.tokenize import check_role
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 
 class Reader:

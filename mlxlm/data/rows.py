@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from mlxlm.data.bad_input import OnBad
 from mlxlm.data.text import Document, not_text, pieces_of
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 COLUMNS = ("text", "messages")  # where text is looked for
 LONGEST_ROW = 1 << 28  # bytes of a line: it is held whole, and a file without line ends may be of any size

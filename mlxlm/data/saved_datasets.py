@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import DataError
-from mlxlm.reading import parsed_object, read_bytes
+from mlxlm.utils.bounded_reads import parsed_object, read_bytes
+from mlxlm.utils.errors import DataError
 
 _LARGEST = 1 << 26  # bytes of state.json, which names the files of data
 _AGAIN = "dataset.flatten_indices().save_to_disk(...)"

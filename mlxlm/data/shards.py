@@ -10,7 +10,7 @@ from typing import IO
 import numpy as np
 
 from mlxlm.data.manifest import Shard, Split
-from mlxlm.digests import HashingWriter
+from mlxlm.utils.digests import HashingWriter
 
 
 class ShardWriter:

@@ -16,7 +16,7 @@ from mlxlm.data.rows import json_documents
 from mlxlm.data.saved_datasets import saved_files
 from mlxlm.data.tables import TABLES, table_documents
 from mlxlm.data.text import READ, Advance, Document, reading, text_document
-from mlxlm.errors import DataError, os_errors_as
+from mlxlm.utils.errors import DataError, os_errors_as
 
 STDIN = "-"
 COMPRESSED = (".gz", ".zst")

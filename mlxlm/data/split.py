@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from mlxlm.data.text import Document
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 

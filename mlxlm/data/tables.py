@@ -10,7 +10,7 @@ from typing import Any
 from mlxlm.data.bad_input import OnBad
 from mlxlm.data.rows import COLUMNS, document_of
 from mlxlm.data.text import Advance, Document, reading
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 TABLES = (".parquet", ".arrow")
 _ROWS = 64  # that are Python objects at a time: documents can be long

@@ -13,7 +13,7 @@ from typing import IO
 import zstandard
 
 from mlxlm.data.bad_input import OnBad
-from mlxlm.errors import DataError, os_errors_as
+from mlxlm.utils.errors import DataError, os_errors_as
 
 PIECE = 1 << 14  # characters: small enough to bound memory, large enough for the tokenizer's threads
 READ = 1 << 16  # bytes

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mlxlm.data.text import Document
-from mlxlm.errors import DataError
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import DataError
 
 # What a conversation looks like to a model trained here. `tokenize` gives exactly these tokens, then EOS.
 CHAT_TEMPLATE = (

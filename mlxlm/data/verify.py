@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlxlm.data.manifest import FILE, Manifest
-from mlxlm.digests import file_sha256
-from mlxlm.errors import DataError
+from mlxlm.utils.digests import file_sha256
+from mlxlm.utils.errors import DataError
 
 
 def verify_shards(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlxlm.data.manifest import shares
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 _HINT = "wiki.txt=0.7 books=0.3: all sources with a weight, or none"
 

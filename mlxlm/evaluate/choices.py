@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import DataError
 from mlxlm.evaluate.continuations import Continuations
 from mlxlm.generation.context import shared
 from mlxlm.generation.loaded import LoadedModel
-from mlxlm.reading import opened, parsed_object
+from mlxlm.utils.bounded_reads import opened, parsed_object
+from mlxlm.utils.errors import DataError
 
 _LONGEST = 1 << 24  # bytes of a line
 _EXAMPLE = '{"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1} on each line'

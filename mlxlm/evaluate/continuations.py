@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mlxlm._mlx import mx
-from mlxlm.errors import CheckpointError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation.context import Context, evaluate
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.kernels import cross_entropy
+from mlxlm.utils.errors import CheckpointError
 
 _LOGITS = 32 << 20  # values that are made at once: 128 MB in float32
 _CHUNK = 256  # tokens of a row that are read at once, at most

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from mlxlm._mlx import compute, mx
+from mlxlm.backend.mlx import compute, mx
 from mlxlm.kernels import cross_entropy, linear_cross_entropy
 from mlxlm.model import Decoder
 

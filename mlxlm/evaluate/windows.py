@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from mlxlm.data import Document
-from mlxlm.errors import ConfigError, DataError
 from mlxlm.generation.score import first_bytes
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import ConfigError, DataError
 
 LONGEST = 2048  # tokens of a window, unless asked for: models that read 128k would need memory and hours for it
 _PIECES = 16  # of text that are tokenized together

@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from mlxlm.errors import ConfigError
 from mlxlm.families.activations import ACTIVATIONS, misread, own_activation
 from mlxlm.families.catalog import FAMILIES
 from mlxlm.families.family import Family
 from mlxlm.families.names import layout, modules_of
 from mlxlm.families.own import OWN
 from mlxlm.families.rotary import lacks_rotary, read_rotary, write_rotary
+from mlxlm.utils.errors import ConfigError
 
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _LONGEST = 60  # characters of a value in an error

@@ -1,11 +1,11 @@
 """Generation: prefill a prompt, decode token by token, stream text; many texts at once; the score of a given text.
 
-    loaded = load("runs/stories")
-    print(generate(loaded, "Once upon a time", temperature=0.8, seed=1).text)
-    for chunk in stream(loaded, "Once upon a time"):
-        print(chunk.text, end="")
-    for result in batch(loaded, ["Once", "Twice"], samples=4):
-        print(result.text)
+loaded = load("runs/stories")
+print(generate(loaded, "Once upon a time", temperature=0.8, seed=1).text)
+for chunk in stream(loaded, "Once upon a time"):
+    print(chunk.text, end="")
+for result in batch(loaded, ["Once", "Twice"], samples=4):
+    print(result.text)
 """
 
 from mlxlm.generation.batch import Request, batch, run_batch

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.cache.options import is_whole
-from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation.context import Context, shared
 from mlxlm.generation.engine import wired_memory
 from mlxlm.generation.growing import GrowingText, check_prompt
@@ -20,6 +19,7 @@ from mlxlm.generation.prefill import WORTH_SHARING, Prefill
 from mlxlm.generation.result import Result
 from mlxlm.generation.rows import Row, Rows
 from mlxlm.generation.text import TextStream, encoded
+from mlxlm.utils.errors import GenerationError, MlxlmError
 
 BATCH_SIZE = 32  # rows
 _AHEAD = 4  # batches of requests to choose from, so that prompts of like length and beginning start together

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation.json_schema import explained, guided
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxlm._mlx import ON_CPU, begin, compute, mx
+from mlxlm.backend.mlx import ON_CPU, begin, compute, mx
 from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
-from mlxlm.errors import CheckpointError, GenerationError
+from mlxlm.utils.errors import CheckpointError, GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.generation.loaded import LoadedModel

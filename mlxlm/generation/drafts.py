@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions
-from mlxlm.errors import GenerationError
 from mlxlm.generation.context import Context, dispatched
 from mlxlm.generation.loaded import LoadedModel
+from mlxlm.utils.errors import GenerationError
 
 CANDIDATES = 16  # places of a pair of tokens that are looked at, the latest ones
 LONGEST = 32  # tokens of a suffix that are compared

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.context import PREFILL_CHUNK, Context, clear_allocator, dispatched
 
 # Tokens; on a GPU the step in which caches grow. On a CPU as fast, and 9,000 tokens take 0.35 GB instead of 0.55.

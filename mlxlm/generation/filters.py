@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.kernels.exp import exp_nonpositive
 

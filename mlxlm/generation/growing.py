@@ -7,9 +7,8 @@ from array import array
 from collections.abc import Sequence
 from io import StringIO
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
-from mlxlm.errors import GenerationError
 from mlxlm.generation.context import ENDLESS
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.noise import draw_seed
@@ -17,6 +16,7 @@ from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.result import Chunk, FinishReason, Result, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.stops import StopStrings
+from mlxlm.utils.errors import GenerationError
 
 
 class GrowingText:

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 # Between the parts of a JSON text: at most what json.dumps writes. Left free, a model that has learnt to indent can
 # fill a context with spaces.

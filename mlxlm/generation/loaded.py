@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxlm import checkpoint, tokenizer
-from mlxlm._mlx import nn
+from mlxlm.backend.mlx import nn
 from mlxlm.checkpoint.foreign import ForeignConfig
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 
 def draw_seed() -> int:

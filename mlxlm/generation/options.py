@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mlxlm.cache.options import is_whole
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 MOST_LOGPROBS = 1000  # a token's likeliest alternatives
 LONGEST_WINDOW = 1 << 14  # tokens that a penalty looks back on

@@ -105,9 +105,7 @@ class Pace:
 
     def _costs(self) -> dict[int, float]:
         """Seconds by k, of the kinds that were measured often enough and lately."""
-        recent = {
-            k: [s for when, s in seconds if when > self._passes - STALE] for k, seconds in self._seconds.items()
-        }
+        recent = {k: [s for when, s in seconds if when > self._passes - STALE] for k, seconds in self._seconds.items()}
         return {k: median(seconds) for k, seconds in recent.items() if len(seconds) >= SAMPLES}
 
 

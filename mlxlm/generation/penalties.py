@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import GenerationError
 
 _HARDEST = 1e6  # a larger DRY penalty bans no more than this one, and an infinite one would leave no number
 

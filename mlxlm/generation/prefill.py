@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.generation.context import PREFILL_CHUNK, Context, evaluate, shared
 from mlxlm.generation.rows import Row
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.cache.options import is_whole
-from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation.batch import Request
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.text import encoded
-from mlxlm.reading import parsed_object
 from mlxlm.tokenizer.tokenizer import check_unicode
+from mlxlm.utils.bounded_reads import parsed_object
+from mlxlm.utils.errors import GenerationError, MlxlmError
 
 LONGEST_LINE = 64 * 2**20  # bytes: far above any context, far below what memory holds
 

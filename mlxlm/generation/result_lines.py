@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlxlm.errors import GenerationError, MlxlmError, describe, os_errors_as
-from mlxlm.files import replaced_file
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.generation.requests import BadRequest, Id, Sample
 from mlxlm.generation.result import Result
-from mlxlm.reading import parsed_object
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.bounded_reads import parsed_object
+from mlxlm.utils.errors import GenerationError, MlxlmError, describe, os_errors_as
+from mlxlm.utils.files import replaced_file
 
 _BEGINNING = b'{"id": '  # of every line here
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mlxlm._mlx import mx
-from mlxlm.errors import MlxlmError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation.context import clear_allocator, dispatched
 from mlxlm.generation.engine import CLEAR_EVERY
 from mlxlm.generation.growing import GrowingText
 from mlxlm.generation.sampling import draw_rows
+from mlxlm.utils.errors import MlxlmError
 
 
 @dataclass

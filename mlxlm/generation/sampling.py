@@ -8,8 +8,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation.constraint import Grammar, masked_logits
 from mlxlm.generation.filters import filtered_logits
 from mlxlm.generation.logprobs import DrawnLogprobs, TokenLogprobs
@@ -17,6 +16,7 @@ from mlxlm.generation.noise import gumbel, step_noise
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.generation.penalties import History, breaker_table, penalised_logits
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import GenerationError
 
 # The options that decide what happens to a row's logits: rows with the same ones are drawn together.
 _SHAPING = (

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation.context import Context, evaluate
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.kernels import cross_entropy
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import GenerationError
 
 _CHUNK = 256  # tokens whose logits are made at once: [256, V] float32 is 128 MB for 128k tokens
 

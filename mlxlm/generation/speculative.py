@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from mlxlm._mlx import ON_CPU, mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.context import ENDLESS, PREFILL_CHUNK, Context, clear_allocator, dispatched
 from mlxlm.generation.drafts import Drafter, Guesses, can_take_back
 from mlxlm.generation.engine import CLEAR_EVERY, wired_memory
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.pace import MEASURING, Pace
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import GenerationError
 
 # Logits by which the drawn token must lead the next best one: many times the difference that computing several rows at
 # once makes, through rounding there and in the keys and values left behind. Measured on a CPU with models of 14M to 82M

@@ -6,15 +6,15 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
-from mlxlm.errors import GenerationError
 from mlxlm.generation.context import Context
 from mlxlm.generation.engine import tokens
 from mlxlm.generation.growing import GrowingText
 from mlxlm.generation.loaded import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.result import Chunk, Result
+from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import Speculation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.attention_paths import DECODE, MOST_DECODED, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Operation
 from mlxlm.kernels.quantized import Quantized

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels import decode_attention, tiled_attention
 from mlxlm.kernels.blockwise import blockwise_attention
 from mlxlm.kernels.dispatch import Case, Operation, metal_available

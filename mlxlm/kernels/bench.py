@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm import platform
-from mlxlm._mlx import mx
-from mlxlm.errors import MlxlmError
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels import dispatch, records
 from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM, TRAINING
 from mlxlm.kernels.dispatch import Case, Operation
 from mlxlm.kernels.trial import TOLERANCE, cotangents, error, in_one_line, outputs
+from mlxlm.utils.errors import MlxlmError
 
 _LEAST_SECONDS = 0.01  # of one timing: as many calls as it takes
 _MARGIN = 0.97  # of the time of the path that would run anyway: what counts as faster

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mask import distance, visible
 

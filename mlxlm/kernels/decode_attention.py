@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import FLOATS, MetalKernel
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 256)

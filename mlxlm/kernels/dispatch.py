@@ -16,10 +16,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mlxlm._mlx import ON_CPU, mx
-from mlxlm.errors import ConfigError, PlatformError
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels import records
 from mlxlm.kernels.trial import first_use
+from mlxlm.utils.errors import ConfigError, PlatformError
 
 MODES = ("auto", "metal", "mlx", "blockwise")
 VARIABLE = "MLXLM_KERNELS"

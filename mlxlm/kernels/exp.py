@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 # x = k·ln 2 + r with |r| <= ln(2)/2; ln 2 in two parts, so that k·_LN2_HIGH is exact (Cody & Waite 1980).
 _LN2_HIGH = 0.693359375

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.kernels.exp import exp_nonpositive
 
 _SLOPE, _CUBIC = math.sqrt(8 / math.pi), 0.044715

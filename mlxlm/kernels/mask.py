@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 
 def distance(T: int, S: int) -> mx.array:

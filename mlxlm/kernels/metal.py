@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from mlxlm._mlx import mx
-from mlxlm.resources import resource
+from mlxlm.backend.mlx import mx
+from mlxlm.utils.resources import resource
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)  # what the kernels take
 

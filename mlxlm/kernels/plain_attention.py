@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mask import distance, visible
 from mlxlm.kernels.sums import sum_of_rows

@@ -17,12 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx
-from mlxlm.blas import load_blas
-from mlxlm.errors import CheckpointError, MlxlmError, os_errors_as
-from mlxlm.files import write_json
-from mlxlm.resources import resource
+from mlxlm.backend import platform
+from mlxlm.backend.blas import load_blas
+from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
+from mlxlm.utils.files import write_json
+from mlxlm.utils.resources import resource
 
 
 def path() -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 

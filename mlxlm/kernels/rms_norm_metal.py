@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import FLOATS, MetalKernel
 
 _NORM = MetalKernel("rms_norm", inputs=("x", "weight", "eps"), outputs=("y",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.kernels.exp import exp_nonpositive
 
 

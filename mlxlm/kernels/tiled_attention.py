@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import FLOATS, MetalKernel
 
 # A lane keeps its part of keys, values and both gradients: 96 registers at 128 in half precision, of some 128.

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlxlm._mlx import mx, tree_map
+from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.kernels import records
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from mlxlm._mlx import begin, compute, mx
+from mlxlm.backend.mlx import begin, compute, mx
 
 _collecting: ContextVar[list[mx.array] | None] = ContextVar("collecting", default=None)
 

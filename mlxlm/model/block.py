@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from mlxlm._mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.model.attention import Attention
 from mlxlm.model.dropout import Dropout

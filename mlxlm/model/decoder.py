@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block
 from mlxlm.model.dropout import Dropout

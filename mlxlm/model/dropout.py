@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn
 
 
 class Dropout(nn.Module):

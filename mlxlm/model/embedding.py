@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxlm._mlx import ON_CPU, mx, nn
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.utils.errors import GenerationError
 
 
 class Embedding(nn.Embedding):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import gelu, gelu_tanh, swiglu
 from mlxlm.model.linear import Linear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.kernels.waypoints import waypoint
 
 

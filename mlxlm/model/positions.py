@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 
 class Rotary:

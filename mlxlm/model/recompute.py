@@ -3,7 +3,7 @@ Deep Nets with Sublinear Memory Cost")."""
 
 from __future__ import annotations
 
-from mlxlm._mlx import mx, tree_flatten, tree_unflatten
+from mlxlm.backend.mlx import mx, tree_flatten, tree_unflatten
 from mlxlm.model.block import Block
 
 

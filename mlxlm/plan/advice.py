@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
-from mlxlm import platform
+from mlxlm.backend import platform
 from mlxlm.config import ModelConfig, preset_names
 from mlxlm.plan.inference import BITS, Serving, as_loaded, inference_memory
 from mlxlm.plan.memory import training_memory

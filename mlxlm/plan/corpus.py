@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxlm.data.bad_input import OnBad, refuse
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 _MOST_BYTES = 4.5  # that a token of English stands for, however large the vocabulary
 _PLAIN = (".txt", ".md")  # whose bytes are the text

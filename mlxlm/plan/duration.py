@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mlxlm.errors import ConfigError
 from mlxlm.plan.flops import Flops
 from mlxlm.plan.machines import Machine
+from mlxlm.utils.errors import ConfigError
 
 # The share of its speed that training reaches where nobody says or has measured one: well-made runs report 0.43 to
 # 0.52 of a GPU's peak (Narayanan et al. 2021, table 1) and 0.38 to 0.43 (Llama Team 2024, table 4).

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxlm import counting
-from mlxlm.config import ModelConfig
+from mlxlm.config import ModelConfig, counts
 from mlxlm.plan import textbook
 from mlxlm.plan.training import Training
 
@@ -65,9 +64,9 @@ class Flops:
 def flops_of(config: ModelConfig, training: Training, devices: int = 1) -> Flops:
     """What training on one token of a sequence takes; a step has the tokens of all `devices`."""
     length = training.sequence_length
-    keys = counting.keys_seen(config, length)
-    forward = counting.forward_flops(config, keys)
-    seen = counting.forward_flops(config, counting.mean_keys_seen(config, length))
+    keys = counts.keys_seen(config, length)
+    forward = counts.forward_flops(config, keys)
+    seen = counts.forward_flops(config, counts.mean_keys_seen(config, length))
     return Flops(
         forward=forward,
         causal=sum(seen[part] for part in ATTENTION_PARTS),
@@ -89,7 +88,7 @@ class Trend:
 
 def trend(config: ModelConfig, lengths: Sequence[int] = tuple(1 << n for n in range(9, 18))) -> Trend:
     """How the forward pass divides into its parts for texts from 512 to 131,072 tokens, the full square counted."""
-    found = [counting.forward_flops(config, counting.keys_seen(config, length)) for length in lengths]
+    found = [counts.forward_flops(config, counts.keys_seen(config, length)) for length in lengths]
     totals = [sum(parts.values()) for parts in found]
     shares = tuple(
         {name: part / total for name, part in parts.items()} for parts, total in zip(found, totals, strict=True)

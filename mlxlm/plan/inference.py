@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxlm import counting
-from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError
+from mlxlm.config import ModelConfig, counts
+from mlxlm.config.quantization import packed_bytes, plan_of
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
-from mlxlm.quantization import packed_bytes, plan_of
+from mlxlm.utils.errors import ConfigError
 
 BITS = (32, 16, 8, 6, 5, 4, 3, 2)
 CACHE_BITS = (32, 16, 8, 4)
@@ -143,7 +142,7 @@ def _affine(serving: Serving, width: int) -> dict[str, Any] | None:
 
 def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     """(the decoder's module, width of a row, parameters) of each matrix that can be quantized."""
-    found, hidden, layers = counting.parameters(config), config.hidden_size, config.num_hidden_layers
+    found, hidden, layers = counts.parameters(config), config.hidden_size, config.num_hidden_layers
     yield "model.embed_tokens", hidden, found["embedding"]
     if found["positions"]:
         yield "model.embed_positions", hidden, found["positions"]
@@ -162,7 +161,7 @@ def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
 def cache_bytes(config: ModelConfig, serving: Serving) -> int:
     """Keys and values of all texts. Quantized ones have a scale and a bias for each group of a head's numbers, 64 of
     them or 32. Raises ConfigError for a head that neither divides."""
-    values = counting.cached_values(config, serving.context) * serving.texts
+    values = counts.cached_values(config, serving.context) * serving.texts
     if serving.kv_bits >= 16:
         return values * serving.kv_bits // 8
     group = next((size for size in (64, 32) if config.head_dim % size == 0), None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from mlxlm._mlx import mx, tree_map
+from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.config import ModelConfig
-from mlxlm.errors import GenerationError
 from mlxlm.kernels.attention_paths import LENGTHS
 from mlxlm.kernels.dispatch import Case, Operation, recorded
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import GenerationError
 
 _CHUNK = 512  # tokens of a prompt that are read at a time, as in mlxlm.generation.context
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from mlxlm.errors import ConfigError
+from mlxlm.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def custom(flops: float, dtype: str = "bfloat16") -> Machine:
 
 def here(measure: bool = True) -> Machine:
     """This machine; with `measure`, what it delivers in large products of training's dtype, else 0."""
-    from mlxlm import platform
-    from mlxlm._mlx import ON_CPU
+    from mlxlm.backend import platform
+    from mlxlm.backend.mlx import ON_CPU
     from mlxlm.plan.training import HERE
 
     dtype = "float32" if ON_CPU else "bfloat16"
@@ -77,7 +77,7 @@ def measure_matmul(size: int = 1024, seconds: float = 0.3, dtype: str = "float32
     Others that work here at the same time make it slower: it goes on, up to ten times as long, until the best has
     come three times to within a tenth.
     """
-    from mlxlm._mlx import mx
+    from mlxlm.backend.mlx import mx
 
     a = mx.random.normal((size, size)).astype(getattr(mx, dtype))
     mx.eval(a @ a)

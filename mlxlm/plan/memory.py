@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxlm import counting
-from mlxlm.config import ModelConfig
+from mlxlm.config import ModelConfig, counts
 from mlxlm.plan.training import DTYPES, Training
 
 # Fitted to MLX's peaks over the first four steps of a fresh process, over the presets from 0.3m to 50m and lengths from
@@ -161,9 +160,9 @@ def optimizer_bytes(config: ModelConfig, optimizer: str) -> int:
     """What an optimizer keeps, in float32: AdamW two averages, Lion one, Muon one for the layers' matrices and
     AdamW's two for the rest; Adafactor one number for each row and column of a matrix, and one for each number that is
     in none."""
-    found = counting.parameters(config)
+    found = counts.parameters(config)
     count = sum(found.values())
-    matrices = sum(found[part] for part in counting.MATRICES)
+    matrices = sum(found[part] for part in counts.MATRICES)
     if optimizer == "muon":
         return 4 * (matrices + 2 * (count - matrices))
     if optimizer == "adafactor":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlxlm.config import ModelConfig, preset_names, read_json
-from mlxlm.errors import ConfigError
-from mlxlm.resources import resource
+from mlxlm.utils.errors import ConfigError
+from mlxlm.utils.resources import resource
 
 
 def reference_names() -> list[str]:

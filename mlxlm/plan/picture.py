@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxlm.errors import ConfigError
-from mlxlm.files import write_figure
 from mlxlm.plan.planner import Plan
-from mlxlm.units import human_count
+from mlxlm.utils.errors import ConfigError
+from mlxlm.utils.files import write_figure
+from mlxlm.utils.formatting import human_count
 
 KINDS = (".png", ".svg", ".pdf")
 

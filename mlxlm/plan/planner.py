@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlxlm import counting
-from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError
+from mlxlm.config import ModelConfig, counts
 from mlxlm.plan import textbook
 from mlxlm.plan.advice import Change, Fits, cheapest, fits
 from mlxlm.plan.corpus import Corpus, corpus_of
@@ -21,6 +19,7 @@ from mlxlm.plan.machines import Machine, find
 from mlxlm.plan.memory import TrainingMemory, training_memory
 from mlxlm.plan.models import find_config
 from mlxlm.plan.training import Training
+from mlxlm.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def plan(
         config=config,
         training=training,
         serving=serving,
-        parameters=counting.parameters(config),
+        parameters=counts.parameters(config),
         flops=flops,
         trend=trend(config),
         memory=training_memory(config, training),

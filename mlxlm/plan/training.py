@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mlxlm import counting
-from mlxlm._mlx import ON_CPU, mx
-from mlxlm.config import ModelConfig
-from mlxlm.cores import parts_of
-from mlxlm.errors import ConfigError
+from mlxlm.backend.cpu_cores import parts_of
+from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.config import ModelConfig, counts
 from mlxlm.kernels import tiled_attention
 from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM, TRAINING, attention_case
 from mlxlm.kernels.blockwise import BLOCK_BYTES, block_rows
 from mlxlm.kernels.cross_entropy import chunk_rows
 from mlxlm.kernels.dispatch import choose
 from mlxlm.kernels.plain_attention import MIN_ROWS
+from mlxlm.utils.errors import ConfigError
 
 OPTIMIZERS = ("adamw", "muon", "lion", "adafactor")  # of mlxlm.train.optimizers
 DTYPES = {"float32": 4, "bfloat16": 2}  # bytes of a number
@@ -104,7 +103,7 @@ class Training:
         fused kernels are counted with the whole window."""
         path, length, layers = self.path(config), self.sequence_length, config.num_hidden_layers
         if path == "fused":
-            return counting.keys_seen(config, length) / layers
+            return counts.keys_seen(config, length) / layers
         if path == "plain" and self._on != "cpu":
             return length
 

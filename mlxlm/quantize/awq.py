@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxlm._mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.quantize.calibrate import Inputs
 from mlxlm.quantize.packed import Packed, dequantized, rounded

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm._mlx import mx, nn, tree_flatten, tree_unflatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
+from mlxlm.checkpoint.layerwise import LAYERS, Stages, State
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
-from mlxlm.stages import LAYERS, Stages, State
 
 _BATCH = 2048  # tokens that go through a block at once
 _IN_MEMORY = 1 << 30  # bytes of hidden states; more of them go to files

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.checkpoint.layerwise import Stages
 from mlxlm.checkpoint.quantized import dequantized as in_float32
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor
-from mlxlm.errors import CheckpointError, ConfigError
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import Inputs, walk
 from mlxlm.quantize.gptq import gptq, inverse_factor, output_error
 from mlxlm.quantize.packed import Packed, dequantized
 from mlxlm.quantize.plan import Format, Plan
 from mlxlm.quantize.stream import quantized
-from mlxlm.stages import Stages
+from mlxlm.utils.errors import CheckpointError, ConfigError
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"

@@ -6,15 +6,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx
-from mlxlm.carried import Check, check_carried
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint.bits import bits_of
 from mlxlm.checkpoint.source import Checkpoint
-from mlxlm.difference import in_float32
-from mlxlm.errors import CheckpointError
-from mlxlm.opinions import ask_others, greedy
-from mlxlm.verify import prompt
+from mlxlm.convert.cross_check import ask_others, greedy
+from mlxlm.convert.metadata import Check, check_carried
+from mlxlm.convert.tensor_diff import in_float32
+from mlxlm.convert.verify import prompt
+from mlxlm.utils.errors import CheckpointError
 
 _PROMPT, _GREEDY = 16, 32  # tokens
 # MLX's quantized products run at 0.02 to 0.9 GB of weights a second on a CPU, and mlx_lm has no others.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import as_float32
-from mlxlm.errors import CheckpointError
 from mlxlm.quantize.packed import Packed, dequantized, pack, rounded
 from mlxlm.quantize.plan import Format
+from mlxlm.utils.errors import CheckpointError
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper
 # How much of what earlier layers' rounding did to a layer's inputs it makes up for in its outputs, as in GPTAQ (Li et

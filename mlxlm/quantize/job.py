@@ -14,15 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.carry import carry_tokenizer
 from mlxlm.checkpoint.layout import locate
 from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
 from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
-from mlxlm.compare import Comparison, compare
-from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
+from mlxlm.convert.compare import Comparison, compare
 from mlxlm.families import layout
 from mlxlm.quantize import search, text
 from mlxlm.quantize.calibrated import EMBEDDING, HEAD, calibrated, check_method
@@ -32,6 +31,7 @@ from mlxlm.quantize.plan import GROUP_SIZES, Format, Plan, recipe, uniform
 from mlxlm.quantize.report import Measured, Report
 from mlxlm.quantize.speed import decode_speeds
 from mlxlm.quantize.stream import halved, output_dtype, quantized
+from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
 
 # Told (phase, done, total).
 Progress = Callable[[str, int, int], None]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mlxlm._mlx import small_cache
+from mlxlm.backend.mlx import small_cache
 from mlxlm.checkpoint.carry import check_tokenizer
 from mlxlm.checkpoint.foreign import what_runs_it
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.errors import CheckpointError, ConfigError
-from mlxlm.files import check_free, new_folder, write_json
 from mlxlm.quantize.job import Goal, Job, Progress
 from mlxlm.quantize.plan import Format
 from mlxlm.quantize.report import Report, draw
+from mlxlm.utils.errors import CheckpointError, ConfigError
+from mlxlm.utils.files import check_free, new_folder, write_json
 
 REPORT, PICTURE = "quantization.json", "quantization.png"
 _SCRATCH = ".scratch"

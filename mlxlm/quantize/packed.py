@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from mlxlm._mlx import in_parallel, mx
+from mlxlm.backend.mlx import in_parallel, mx
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.quantize.plan import Format
 

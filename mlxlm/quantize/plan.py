@@ -9,9 +9,9 @@ from typing import Any
 
 from mlxlm.checkpoint.tensors import Tensors
 from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError
+from mlxlm.config.quantization import MODES, packed_bytes
 from mlxlm.families import layout
-from mlxlm.quantization import MODES, packed_bytes
+from mlxlm.utils.errors import ConfigError
 
 GROUP_SIZES, BITS = (tuple(sorted(allowed)) for allowed in MODES["affine"])
 

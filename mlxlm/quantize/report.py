@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.carried import Check
-from mlxlm.files import write_figure
+from mlxlm.convert.metadata import Check
+from mlxlm.utils.files import write_figure
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+?)(?:_proj)?$")
 _OUTSIDE = {"model.embed_tokens": "embedding", "model.embed_positions": "positions", "lm_head": "head"}

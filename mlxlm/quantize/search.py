@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mlxlm import platform
-from mlxlm._mlx import mx, nn
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
-from mlxlm.compare import divergence
-from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.convert.compare import divergence
 from mlxlm.kernels import log_softmax
 from mlxlm.quantize.awq import at
 from mlxlm.quantize.packed import dequantized, rounded
 from mlxlm.quantize.plan import BITS, Format, Matrix, Plan
+from mlxlm.utils.errors import CheckpointError, ConfigError
 
 PROBE_BITS = 3  # few enough for a KL that can be measured, and not so few that it stops growing with the square
 _LEAST = 1e-9  # nats per token: matrices that don't seem to matter get bits, too, where there is room

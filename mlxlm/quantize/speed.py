@@ -6,8 +6,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.generation.engine import Context, tokens

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.bits import largest
 from mlxlm.checkpoint.tensors import Tensor, Tensors
-from mlxlm.errors import CheckpointError
 from mlxlm.quantize.packed import Packed, rounded
 from mlxlm.quantize.plan import Format, Plan
+from mlxlm.utils.errors import CheckpointError
 
 HALVES = (mx.float16, mx.bfloat16)
 

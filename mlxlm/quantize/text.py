@@ -12,9 +12,9 @@ from mlxlm.checkpoint.layout import RUN_FILE
 from mlxlm.data import Document, TokenDataset, documents
 from mlxlm.data.builtin import python_reference
 from mlxlm.data.text import pieces_of
-from mlxlm.errors import DataError, MlxlmError
 from mlxlm.evaluate.windows import first_tokens
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import DataError, MlxlmError
 
 WINDOW = 512  # tokens of a calibration sequence, less where the model's context is shorter
 CALIBRATION = 16_384  # tokens, some times as many as inputs of a layer; GPTQ's paper takes 262,144, too many for a CPU

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import CheckpointError
-from mlxlm.files import write_bytes
 from mlxlm.report.page import MARK, page
 from mlxlm.report.runs import RunFacts, read_run
+from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.files import write_bytes
 
 REPORT_FILE = "report.html"  # in a run's folder
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from mlxlm.report.thin import Point, thinned
-from mlxlm.units import human_bytes, human_count, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 34
 COLOURS = 8  # of the style sheet: .c0 to .c7

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import CheckpointError
-from mlxlm.reading import opened
+from mlxlm.utils.bounded_reads import opened
+from mlxlm.utils.errors import CheckpointError
 
 _LONGEST = 16 << 20  # bytes of a line; the longest are samples
 

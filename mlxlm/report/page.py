@@ -16,7 +16,7 @@ from typing import Any
 from mlxlm.report.chart import COLOURS, Series, chart, figure, single_values
 from mlxlm.report.entries import number
 from mlxlm.report.runs import RunFacts
-from mlxlm.units import human_bytes, human_count, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 MARK = "<!-- a report of mlxlm -->"  # by which a report knows another one, which it may replace
 _SAMPLES, _SAMPLE_LENGTH, _EVENTS = 40, 4000, 200  # that are shown of a run

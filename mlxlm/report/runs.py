@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.report.entries import number, read_entries
 from mlxlm.report.smooth import Smoothed, span_of
+from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 
 FIGURES = ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "memory")
 _RUN_FILE, _LOG, _MANIFEST = "train.json", "log.jsonl", "manifest.json"

@@ -9,11 +9,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from mlxlm.errors import MissingTokenizerError, TokenizerError, os_errors_as
-from mlxlm.files import write_bytes
-from mlxlm.reading import decoded, read_bytes
 from mlxlm.tokenizer import growth, sentencepiece
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer, library_errors
+from mlxlm.utils.bounded_reads import decoded, read_bytes
+from mlxlm.utils.errors import MissingTokenizerError, TokenizerError, os_errors_as
+from mlxlm.utils.files import write_bytes
 
 # Where no file names a special token: the names in use, best known first.
 WELL_KNOWN = {

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
-from mlxlm.errors import TokenizerError
+from mlxlm.utils.errors import TokenizerError
 
 _LARGEST_GROWTH = 64  # times; those in use have up to about 10, by these bounds
 _MOST_STEPS = 1000

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer.tokenizer import Tokenizer
+from mlxlm.utils.errors import TokenizerError
 
 _BATCH = 1 << 19  # characters
 

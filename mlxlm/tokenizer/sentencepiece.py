@@ -7,8 +7,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer.tokenizer import around_text
+from mlxlm.utils.errors import TokenizerError
 
 SPACE = "\u2581"  # SentencePiece writes a space as this character
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type

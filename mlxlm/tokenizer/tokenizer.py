@@ -15,8 +15,8 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer.stream import ByteStream, StreamDecoder, WindowStream
+from mlxlm.utils.errors import TokenizerError
 
 LARGEST_VOCABULARY = 1 << 24  # the largest in use have about 260,000 tokens
 _LONGEST_TOKEN = 1 << 16  # characters; a text of a thousand of them still fits into memory
@@ -223,9 +223,7 @@ def library_errors(message: str) -> Iterator[None]:
         raise TokenizerError(f"{message}: {error}") from error
 
 
-def around_text(
-    runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None
-) -> processors.PostProcessor:
+def around_text(runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
     """What `encode` puts around a text: `bos` in front and `eos` at the end, each where not None."""
     tokens = [token for token in (bos, eos) if token]
     single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import sentencepiece
 from mlxlm.tokenizer.tokenizer import Tokenizer, around_text, check_unicode
+from mlxlm.utils.errors import TokenizerError
 
 KINDS = ("byte-level", "sentencepiece")
 CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")

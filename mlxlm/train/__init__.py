@@ -1,5 +1,8 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
+from mlxlm.train.distributed.heartbeat import RankLost
+from mlxlm.train.distributed.processes import Ranks
+from mlxlm.train.distributed.worker import follow
 from mlxlm.train.events import (
     Event,
     Finished,
@@ -18,13 +21,10 @@ from mlxlm.train.events import (
     Warned,
 )
 from mlxlm.train.finetune import open_base, start_finetune
-from mlxlm.train.follow import follow
 from mlxlm.train.loop import train
 from mlxlm.train.plot import draw_losses
 from mlxlm.train.power import Power
 from mlxlm.train.probing import Probe, probe
-from mlxlm.train.pulse import RankLost
-from mlxlm.train.ranks import Ranks
 from mlxlm.train.repeat import repeat_run
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 
 def averaged(

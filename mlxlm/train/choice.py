@@ -15,20 +15,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlxlm import platform
+from mlxlm.backend import platform
 from mlxlm.config import ModelConfig
 from mlxlm.data import BadInput, total_bytes
-from mlxlm.errors import ConfigError
 from mlxlm.plan import Training, training_memory
 from mlxlm.plan.advice import room
 from mlxlm.plan.corpus import corpus_of
 from mlxlm.plan.machines import measure_matmul
-from mlxlm.scaling.laws import HOFFMANN, OPERATIONS, Law
-from mlxlm.scaling.sizes import family, nearest, vocabulary
+from mlxlm.plan.model_sizes import family, nearest, vocabulary
+from mlxlm.plan.scaling_law import HOFFMANN, OPERATIONS, Law
 from mlxlm.train.events import Chosen
 from mlxlm.train.probing import probe
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.time_budget import TRAINING, batch_settings
+from mlxlm.utils.errors import ConfigError
 
 _UTILISATION = 0.3  # of the speed of large products, which small models reach; a first guess, which probes correct
 _BYTES_PER_TOKEN = 3  # the same, of small vocabularies
@@ -64,7 +64,7 @@ def guessed_vocabulary(
 def choose(
     seconds: float, unique: int, vocab_size: int, values: Mapping[str, Any], law: Law | None = None, ranks: int = 1
 ) -> Choice:
-    """The model of `mlxlm.scaling.sizes` that is best after `seconds` of training on a text of `unique` tokens.
+    """The model of `mlxlm.plan.model_sizes` that is best after `seconds` of training on a text of `unique` tokens.
 
     values: settings that are given; batch size and sequence length are chosen, too, unless they are among them.
     law: of the user's own runs; None: `HOFFMANN`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxlm.data import Batch, TokenDataset, TrainBatches
-from mlxlm.train.ranks import Ranks
+from mlxlm.train.distributed.processes import Ranks
 from mlxlm.train.run import Run
 
 

@@ -12,13 +12,11 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.chat.formats import FORMATS
 from mlxlm.checkpoint import Checkpoint, float_weights, open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
-from mlxlm.errors import CheckpointError, ConfigError, DataError
-from mlxlm.files import check_free, new_folder, working_folder
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.events import Conversations
@@ -30,6 +28,8 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, time_left
 from mlxlm.train.step import TrainStep
 from mlxlm.train.time_budget import MEASURING, seconds_per_token, validation_settings
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
+from mlxlm.utils.files import check_free, new_folder, working_folder
 
 EPOCHS = 3.0  # as for Alpaca; the chats of Llama 2 had 2. The checkpoint that validates best is what a chat loads
 LENGTH = 512  # tokens of a row

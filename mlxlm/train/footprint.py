@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.engine import wired_memory
 
 _AT_FIRST = 1 << 30  # bytes that MLX keeps free on a CPU until a step has shown what it needs

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import CheckpointError, os_errors_as
-from mlxlm.files import json_line, replaced_file
 from mlxlm.report.entries import read_lines
 from mlxlm.train.events import Event, Step
+from mlxlm.utils.errors import CheckpointError, os_errors_as
+from mlxlm.utils.files import json_line, replaced_file
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN_AFTER = 1.0  # seconds, on a full disk

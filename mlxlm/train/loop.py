@@ -9,10 +9,9 @@ from contextlib import ExitStack, closing, suppress
 from itertools import count
 from typing import Any
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU, compute, mx
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU, compute, mx
 from mlxlm.data import Batch, TokenDataset, read_ahead
-from mlxlm.errors import CheckpointError, MlxlmError, TrainingError, describe
 from mlxlm.evaluate import evaluate
 from mlxlm.model import Decoder
 from mlxlm.report.entries import announced
@@ -20,6 +19,8 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.clock import Clock
 from mlxlm.train.data_check import DataCheck
 from mlxlm.train.deadline import Deadline
+from mlxlm.train.distributed.processes import RankLost, Ranks
+from mlxlm.train.distributed.worker import share_state
 from mlxlm.train.events import (
     Event,
     Failed,
@@ -34,18 +35,17 @@ from mlxlm.train.events import (
     Warned,
 )  # fmt: skip
 from mlxlm.train.feed import Feed
-from mlxlm.train.follow import share_state
 from mlxlm.train.footprint import fit_cache, steady_memory
 from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.log import RunLog
 from mlxlm.train.plot import draw_run
 from mlxlm.train.power import Pace, Power
-from mlxlm.train.ranks import RankLost, Ranks
 from mlxlm.train.run import Run
 from mlxlm.train.sampling import sample_text
 from mlxlm.train.saving import Saver, save_at_last
 from mlxlm.train.step import TrainStep
 from mlxlm.train.trackers import Trackers, check_trackers
+from mlxlm.utils.errors import CheckpointError, MlxlmError, TrainingError, describe
 
 _ALWAYS = Power()  # works all the time
 

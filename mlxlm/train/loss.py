@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 

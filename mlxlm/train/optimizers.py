@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlxlm._mlx import mx, optim
+from mlxlm.backend.mlx import mx, optim
 
 if TYPE_CHECKING:
     from mlxlm.config import ModelConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxlm.files import write_figure
 from mlxlm.report import REPORT_FILE, RunFacts, read_run, write_report
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
+from mlxlm.utils.files import write_figure
 
 
 def draw_run(run: Run) -> None:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mlxlm import platform
-from mlxlm.errors import ConfigError
+from mlxlm.backend import platform
 from mlxlm.train.events import Paused, Resumed, Slowed
+from mlxlm.utils.errors import ConfigError
 
 ANSWERS = ("pause", "slow", "ignore")
 SLOW = 50.0  # percent of the time that "slow" works

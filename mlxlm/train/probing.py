@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxlm._mlx import compute, mx
+from mlxlm.backend.mlx import compute, mx
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
 from mlxlm.evaluate import evaluate

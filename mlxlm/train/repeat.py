@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mlxlm.errors import CheckpointError
 from mlxlm.report.entries import read_entries
 from mlxlm.tokenizer import load
 from mlxlm.train.run import Run
+from mlxlm.utils.errors import CheckpointError
 
 
 def repeat_run(out: Path | str, original: Run) -> Run:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm import families
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.layout import (
     MODEL_FILE,
@@ -32,12 +32,12 @@ from mlxlm.checkpoint.tensors import Tensor, of_array
 from mlxlm.config import ModelConfig, read_json
 from mlxlm.data.manifest import FILE as MANIFEST
 from mlxlm.data.manifest import is_prepared
-from mlxlm.digests import file_sha256
-from mlxlm.errors import CheckpointError, ConfigError, DataError, os_errors_as
-from mlxlm.files import move_into_place, new_folder, replacement, same_file, write_json
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
+from mlxlm.utils.digests import file_sha256
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, os_errors_as
+from mlxlm.utils.files import move_into_place, new_folder, replacement, same_file, write_json
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
 VERSION = 2  # of runs: before, best-fit packing cropped documents, so that such a run continues with other rows

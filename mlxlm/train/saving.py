@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlxlm.errors import CheckpointError
-from mlxlm.files import has_hard_links
 from mlxlm.train.events import NotSaved, Paused, Resumed, Saved
 from mlxlm.train.log import NO_ROOM, RunLog
 from mlxlm.train.power import Pace
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
-from mlxlm.units import human_bytes
+from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.files import has_hard_links
+from mlxlm.utils.formatting import human_bytes
 
 _MARGIN = 16 << 20  # bytes left free beside a checkpoint: for the log, the pictures, and everybody else
 _AGAIN_AFTER = 60.0  # seconds: a quota is found out by trying only

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mlxlm.data import PACKINGS
-from mlxlm.errors import ConfigError
 from mlxlm.train import schedules
 from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS
 from mlxlm.train.schedules import SCHEDULES
+from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
 _LARGEST = 1e9  # of a number here: far from the end of float32, whose squares an optimizer takes

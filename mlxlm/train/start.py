@@ -12,18 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from mlxlm import platform
-from mlxlm._mlx import ON_CPU
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.config import ModelConfig
 from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, TrainBatches, prepare, total_bytes, training_texts
 from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import read_once
-from mlxlm.errors import CheckpointError, ConfigError, DataError
-from mlxlm.files import check_free, working_folder
 from mlxlm.plan import Training, cheapest, training_memory
 from mlxlm.plan.advice import room
+from mlxlm.plan.scaling_law import Law
 from mlxlm.plan.textbook import compute_optimal_tokens
-from mlxlm.scaling.laws import Law
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.choice import choose, guessed_vocabulary
 from mlxlm.train.log import RunLog
@@ -39,7 +37,9 @@ from mlxlm.train.time_budget import (
     seconds_per_token,
     validation_settings,
 )
-from mlxlm.units import human_bytes, human_seconds
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
+from mlxlm.utils.files import check_free, working_folder
+from mlxlm.utils.formatting import human_bytes, human_seconds
 
 DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's products of 16 bits on a CPU are many times slower
 _NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # until there is a tokenizer

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
 
-from mlxlm import platform
-from mlxlm._mlx import mx, tree_flatten, tree_map, tree_unflatten
-from mlxlm.blas import load_blas
-from mlxlm.cores import parts_of
+from mlxlm.backend import platform
+from mlxlm.backend.blas import load_blas
+from mlxlm.backend.cpu_cores import parts_of
+from mlxlm.backend.mlx import mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train.averaging import averaged
+from mlxlm.train.distributed.processes import Ranks
 from mlxlm.train.loss import summed_loss
 from mlxlm.train.optimizers import make_optimizer
-from mlxlm.train.ranks import Ranks
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.workers import Workers
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mlxlm import platform
+from mlxlm.backend import platform
+from mlxlm.backend.cpu_cores import parts_of
 from mlxlm.config import ModelConfig, preset_names
-from mlxlm.cores import parts_of
-from mlxlm.errors import ConfigError
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.train.deadline import VALIDATING
 from mlxlm.train.probing import Probe, probe
 from mlxlm.train.settings import TrainSettings
-from mlxlm.units import human_count, human_seconds
+from mlxlm.utils.errors import ConfigError
+from mlxlm.utils.formatting import human_count, human_seconds
 
 MEASURING = "measuring the speed of training steps"
 TRAINING = 0.9  # of the time: the rest validates and saves

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from mlxlm.config import read_json
-from mlxlm.errors import CheckpointError, PlatformError, one_line
-from mlxlm.files import write_json
 from mlxlm.train.events import Event, Finished, Sample, Saved, Started, Step, Stopped, Validation, Warned
 from mlxlm.train.run import Run
+from mlxlm.utils.errors import CheckpointError, PlatformError, one_line
+from mlxlm.utils.files import write_json
 
 _WANDB_FILE = "wandb.json"  # in the run's folder: which W&B run it is
 _WANDB_SECONDS = 30.0  # that the first connection may take

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm._mlx import compute, mx
-from mlxlm.blas import load_blas
+from mlxlm.backend.blas import load_blas
+from mlxlm.backend.mlx import compute, mx
 from mlxlm.kernels.waypoints import evaluate_along, waypoints
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
 from mlxlm.cache import file as cache_file
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError, GenerationError
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError, GenerationError
 
 KINDS = {
     "full": KVOptions(),

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions, make_cache
 from mlxlm.cache.rotation import Window
 from mlxlm.config import ModelConfig
-from mlxlm.errors import GenerationError
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import GenerationError
 
 SIZES = dict(
     hidden_size=48, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, make_cache
 
 llama = pytest.importorskip("mlx_lm.models.llama", reason="the oracle is mlx_lm (pip install mlx-lm)")

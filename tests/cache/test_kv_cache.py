@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVCache, KVOptions
 from mlxlm.cache.rotation import Rotation, Window
-from mlxlm.errors import GenerationError
 from mlxlm.kernels import Quantized
+from mlxlm.utils.errors import GenerationError
 
 H, D = 2, 32
 KINDS = {

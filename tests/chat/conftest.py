@@ -6,7 +6,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm import tokenizer
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 

@@ -550,9 +550,7 @@ def test_one_question(model_folder, environment, tmp_path):
 def test_one_question_with_what_is_piped_in(model_folder, environment, tmp_path):
     session = tmp_path / "s.jsonl"
     for prompt in ("Summarize", "-"):
-        done = piped(
-            model_folder, environment, b"Two\nlines\n", "-n", "9", "-p", prompt, "--session", str(session)
-        )
+        done = piped(model_folder, environment, b"Two\nlines\n", "-n", "9", "-p", prompt, "--session", str(session))
         assert (done.returncode, done.stderr) == (0, b"")
     assert [m["content"] for m in messages_in(session)][::2] == ["Two\nlines\n\nSummarize", "Two\nlines"]
 

@@ -17,7 +17,7 @@ from mlxlm.chat.terminal.blocks import block_is_open, typed, without_block
 from mlxlm.chat.terminal.editor import _Commands
 from mlxlm.chat.terminal.loop import Talk
 from mlxlm.chat.terminal.settings import Settings, change, shown
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 PIECES = [("I think", True), (" so.", True), ("", False), ("The **ans", False), ("wer**.\n\nDone", False)]
 

@@ -13,8 +13,8 @@ from mlxlm.chat.labels import Labels
 from mlxlm.chat.template import ChatTemplate, Message
 from mlxlm.data import Document
 from mlxlm.data.tokenize import tokenize
-from mlxlm.errors import DataError, TokenizerError
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import DataError, TokenizerError
 
 TALK = [
     Message("system", "Be brief."),

@@ -8,16 +8,16 @@ from mlx.utils import tree_flatten
 
 import mlxlm
 from mlxlm import tokenizer
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.chat.overflow import ContextFull, MessageTooLong
 from mlxlm.chat.session import Chat
 from mlxlm.chat.template import ChatTemplate, Message
-from mlxlm.errors import GenerationError, TokenizerError
 from mlxlm.generation import generate
 from mlxlm.generation.drafts import NgramLookup
 from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import GenerationError, TokenizerError
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 

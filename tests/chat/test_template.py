@@ -12,9 +12,9 @@ from mlxlm import tokenizer
 from mlxlm.chat.formats import FORMATS
 from mlxlm.chat.template import ChatTemplate, Message, PlainText, transcript
 from mlxlm.checkpoint.foreign import ForeignConfig
-from mlxlm.errors import TokenizerError
 from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import TokenizerError
 
 EXCHANGE = [
     Message("system", "Be brief."),

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from test_session import GREEDY, read, remade, say, small
 
 from mlxlm import tokenizer
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.chat import transcripts
 from mlxlm.chat.session import Chat
 from mlxlm.chat.session_files import cache_path
-from mlxlm.errors import GenerationError, MlxlmError
+from mlxlm.utils.errors import GenerationError, MlxlmError
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 8, "seed": 5}
 

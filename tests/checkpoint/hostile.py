@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from quantized_weights import quantized_weights
 
-from mlxlm._mlx import tree_flatten
+from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.bits import fits_float16, largest, same_bits
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]

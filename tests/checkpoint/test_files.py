@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from quantized_weights import quantized_weights
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.checkpoint.safetensors import check_file
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError, ConfigError, MlxlmError
-from mlxlm.files import new_folder
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
+from mlxlm.utils.files import new_folder
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hostile import KINDS, MEMORY, SECONDS, Sample, Victim, make, weights
 
 from mlxlm.checkpoint import save_weights
 from mlxlm.convert import convert
-from mlxlm.errors import MlxlmError
+from mlxlm.utils.errors import MlxlmError
 
 
 @pytest.fixture(scope="module")

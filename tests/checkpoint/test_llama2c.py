@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.llama2c import open_llama2c, write
 from mlxlm.checkpoint.llama2c_tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError, ConfigError, TokenizerError
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, load, sentencepiece, train
+from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
 
 DIM, WIDE, LAYERS, HEADS, KV, VOCAB, LENGTH = 32, 48, 2, 4, 2, 300, 16
 TOKENS = [[1, 7, 42, 250, 3, 3, 99]]

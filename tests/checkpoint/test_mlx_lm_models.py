@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import foreign, save_weights
 from mlxlm.checkpoint.foreign import build_foreign
 from mlxlm.checkpoint.load import load_model
@@ -13,8 +13,8 @@ from mlxlm.checkpoint.mlx_lm_config import for_mlx_lm
 from mlxlm.checkpoint.mlx_lm_model import build
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.cli.main import _run
-from mlxlm.describe import describe
-from mlxlm.errors import CheckpointError
+from mlxlm.convert.inspect import describe
+from mlxlm.utils.errors import CheckpointError
 
 pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
 GRANITE = {

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import hub, load_model, load_part, open_checkpoint, save_weights
 from mlxlm.checkpoint.layout import best_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors, folder_tensors
-from mlxlm.errors import CheckpointError, MlxlmError
 from mlxlm.generation.loaded import load
 from mlxlm.model import Decoder
-from mlxlm.reading import read_bytes
 from mlxlm.tokenizer import load as load_tokenizer
 from mlxlm.train.finetune import open_base
+from mlxlm.utils.bounded_reads import read_bytes
+from mlxlm.utils.errors import CheckpointError, MlxlmError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -247,8 +247,14 @@ def test_a_tensor_with_and_without_its_prefix(model_dir):
 @pytest.mark.parametrize(
     ("own", "more", "ends"),
     [
-        (2, [2, 5, 7], [2, 5, 7]), (None, 5, 5), ([2, 3], 3, [2, 3]), (2, None, 2), (2, 2, 2), (2, [2, 32_000], 2),
-        ([2, 32_000], 2, 2), (32_000, None, None),
+        (2, [2, 5, 7], [2, 5, 7]),
+        (None, 5, 5),
+        ([2, 3], 3, [2, 3]),
+        (2, None, 2),
+        (2, 2, 2),
+        (2, [2, 32_000], 2),
+        ([2, 32_000], 2, 2),
+        (32_000, None, None),
     ],
 )
 def test_ends_of_the_generation_settings(model_dir, tiny_config, own, more, ends):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, open_checkpoint, pytorch
 from mlxlm.checkpoint.pickled import PickleError, Storage, View, read_pickle
-from mlxlm.errors import CheckpointError
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError
 
 
 def _text(value: str) -> bytes:

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint import load, load_checkpoint, load_model, load_part, open_checkpoint, save_weights
 from mlxlm.checkpoint.quantized import dequantized, full_shapes
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError, MlxlmError
+from mlxlm.config.quantization import plan_of
 from mlxlm.generation import engine
 from mlxlm.model import Block, Decoder
-from mlxlm.quantization import plan_of
+from mlxlm.utils.errors import CheckpointError, MlxlmError
 
 CONFIG = ModelConfig(
     hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.stored import as_modules, as_stored
 from mlxlm.checkpoint.tensors import Tensor, of_array
-from mlxlm.errors import CheckpointError
 from mlxlm.families import Stored
+from mlxlm.utils.errors import CheckpointError
 
 
 def numbers(shape, seed=0):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface, load_model, open_checkpoint, safetensors, save_weights
 from mlxlm.checkpoint.safetensors import folder_tensors, write_shards
 from mlxlm.checkpoint.tensors import Tensor, of_array
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError
-from mlxlm.files import new_folder
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.files import new_folder
 
 
 @pytest.fixture(scope="module")

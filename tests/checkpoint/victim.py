@@ -22,7 +22,7 @@ def peak() -> float:
 
 def stages(path: str):
     """What a user does with a checkpoint, each stage a function without arguments."""
-    from mlxlm._mlx import mx
+    from mlxlm.backend.mlx import mx
     from mlxlm.checkpoint.load import load_checkpoint
     from mlxlm.checkpoint.source import open_checkpoint
 
@@ -56,7 +56,7 @@ def stages(path: str):
 
 
 def answer(path: str) -> dict:
-    from mlxlm.errors import MlxlmError
+    from mlxlm.utils.errors import MlxlmError
 
     errors, stray = [], None
     started = time.process_time()

@@ -83,12 +83,12 @@ def test_doctor_and_presets_print_json(capsys):
 
 
 def test_doctor_shows_a_gpus_own_memory(monkeypatch, capsys):
-    from mlxlm import _mlx
+    from mlxlm.backend import mlx
     from mlxlm.plan import machines
 
     info = {"device_name": "a GPU", "total_memory": 24 << 30}
-    monkeypatch.setattr(_mlx, "ON_CPU", False)
-    monkeypatch.setattr(_mlx.mx, "device_info", lambda: info)
+    monkeypatch.setattr(mlx, "ON_CPU", False)
+    monkeypatch.setattr(mlx.mx, "device_info", lambda: info)
     monkeypatch.setattr(machines, "measure_matmul", lambda: 1.0)
     assert _run(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["working_set"] == 24 << 30

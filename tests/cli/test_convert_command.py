@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.cli.main import _run
 from mlxlm.config import ModelConfig
-from mlxlm.files import write_json
 from mlxlm.model import Decoder
+from mlxlm.utils.files import write_json
 
 
 @pytest.fixture(autouse=True)
 def no_peers(monkeypatch):
-    monkeypatch.setattr("mlxlm.convert._PEERS", {"huggingface": (), "gguf": (), "llama2.c": ()})
-    monkeypatch.setattr("mlxlm.verify.GREEDY", 8)
+    monkeypatch.setattr("mlxlm.convert.conversion._PEERS", {"huggingface": (), "gguf": (), "llama2.c": ()})
+    monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 8)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_options_without_an_effect_are_wrong_usage(model, tmp_path, capsys):
 
 
 def test_an_output_that_exists_is_refused_before_any_work(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mlxlm.convert.open_checkpoint", lambda source: 1 / 0)
+    monkeypatch.setattr("mlxlm.convert.conversion.open_checkpoint", lambda source: 1 / 0)
     code, out, err = run(capsys, "convert", model, "--out", model)
     assert code == 1 and out == "" and f"{model} already exists (try: another name for the output)" in err
 
@@ -146,7 +146,7 @@ def test_compare_needs_one_tokenizer(model, tmp_path, make_text, capsys):
 
 def test_kinds_of_files_are_those_of_the_library():
     from mlxlm.cli.convert import convert
-    from mlxlm.convert import DTYPES, KINDS
+    from mlxlm.convert.conversion import DTYPES, KINDS
 
     choices = {option.name: option.type.choices for option in convert.params if hasattr(option.type, "choices")}
     assert [kind.upper() for kind in choices["kind"]] == list(KINDS)

@@ -9,7 +9,7 @@ import pytest
 from mlxlm.cli import hosts as module
 from mlxlm.cli import ranked
 from mlxlm.cli.hosts import hostfile_of, without
-from mlxlm.errors import ConfigError
+from mlxlm.utils.errors import ConfigError
 
 HERE = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
 

@@ -11,7 +11,7 @@ import time
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.generation import batch, generate, load

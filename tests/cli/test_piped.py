@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mlxlm.cli import piped
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 
 @pytest.fixture

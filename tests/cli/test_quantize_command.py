@@ -5,14 +5,14 @@ import json
 import pytest
 
 import mlxlm.quantize as library
-from mlxlm._mlx import tree_flatten
+from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.cli import quantize as command
 from mlxlm.cli.main import _run
-from mlxlm.files import write_json
+from mlxlm.config.quantization import MODES
+from mlxlm.convert.reference_backends import Unavailable
 from mlxlm.model import Decoder
-from mlxlm.peers import Unavailable
-from mlxlm.quantization import MODES
+from mlxlm.utils.files import write_json
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def no_waiting(monkeypatch):
     def unavailable(*arguments, **options):
         raise Unavailable("not asked in this test")
 
-    monkeypatch.setattr("mlxlm.peers.ask", unavailable)
+    monkeypatch.setattr("mlxlm.convert.reference_backends.ask", unavailable)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
 
 

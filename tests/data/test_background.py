@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from mlxlm.data import read_ahead
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 
 def reading_threads():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mlxlm.data import TrainBatches, validation_batches
 from mlxlm.data.dataset import Part
 from mlxlm.data.permutation import permuted
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 
 class Counting:
@@ -64,8 +64,10 @@ def test_a_batch_depends_on_nothing_but_its_index():
 
 def test_rows_do_not_depend_on_the_batch_size():
     small, large = TrainBatches(Counting(5000), 2, 16, seed=5), TrainBatches(Counting(5000), 6, 16, seed=5)
-    assert np.array_equal(np.concatenate([small.batch(i).tokens for i in range(300)])[:600],
-                          np.concatenate([large.batch(i).tokens for i in range(100)]))
+    assert np.array_equal(
+        np.concatenate([small.batch(i).tokens for i in range(300)])[:600],
+        np.concatenate([large.batch(i).tokens for i in range(100)]),
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlxlm.data import TokenDataset
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 
 def test_slices_are_the_tokens(prepared, byte_level):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxlm.data import Document, TokenDataset, prepare
 from mlxlm.data.duplicates import DuplicateFilter
 from mlxlm.data.minhash import MINIMA, Index, Shingles
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 VOCABULARY = [f"word{i}" for i in range(5000)]
 

@@ -11,7 +11,7 @@ from mlxlm.data import documents, prepare, total_bytes
 from mlxlm.data.duplicates import DuplicateFilter
 from mlxlm.data.text import Document
 from mlxlm.data.weights import weighted
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 
 def _saved(folder, files):

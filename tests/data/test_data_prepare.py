@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, prepare, training_texts
-from mlxlm.errors import DataError, MlxlmError
 from mlxlm.tokenizer import Tokenizer, load
+from mlxlm.utils.errors import DataError, MlxlmError
 
 
 def jsonl(path, rows):

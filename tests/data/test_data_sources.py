@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlxlm.data import BadInput, documents, texts, total_bytes
 from mlxlm.data.text import PIECE
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 
 def read(*paths, **options):

@@ -11,7 +11,7 @@ pa = pytest.importorskip("pyarrow", reason="needs pyarrow (pip install 'mlxlm[da
 parquet = pytest.importorskip("pyarrow.parquet")
 
 from mlxlm.data import TokenDataset, documents, prepare, texts, total_bytes  # noqa: E402
-from mlxlm.errors import DataError  # noqa: E402
+from mlxlm.utils.errors import DataError  # noqa: E402
 
 TEXTS = [f"river {i}\n" + "stone 東京 " * (i % 7) for i in range(200)]
 CHAT = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "water"}]] * 3

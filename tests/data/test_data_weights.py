@@ -8,7 +8,7 @@ import pytest
 
 from mlxlm.data import TokenDataset, prepare, weighted
 from mlxlm.data.manifest import Manifest
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 
 def jsonl(path, rows):

@@ -9,7 +9,7 @@ from mlxlm.data import TokenDataset, TrainBatches, packing, prepare, validation_
 from mlxlm.data.dataset import Part, Starts
 from mlxlm.data.mixture import BLOCK, Mixture
 from mlxlm.data.packing import BestFit, packed
-from mlxlm.errors import DataError
+from mlxlm.utils.errors import DataError
 
 lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=80)
 

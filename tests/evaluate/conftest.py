@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlxlm import tokenizer
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.safetensors import save_weights
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm._mlx import mx
-from mlxlm.errors import CheckpointError, DataError
+from mlxlm.backend.mlx import mx
 from mlxlm.evaluate import continuations as continuations_module
 from mlxlm.evaluate.choices import Accuracy, Answered, Question, answer, read_questions
 from mlxlm.evaluate.continuations import Continuations
+from mlxlm.utils.errors import CheckpointError, DataError
 
 SHOT = "The quick brown fox jumps over the lazy dog. "
 

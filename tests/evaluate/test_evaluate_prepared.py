@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.data import TokenDataset, prepare
 from mlxlm.evaluate import evaluate
 from mlxlm.model import Decoder

@@ -11,15 +11,15 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.data import documents
-from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.evaluate import text as evaluate_text_module
 from mlxlm.evaluate import windows as windows_module
 from mlxlm.evaluate.text import TextLoss, evaluate_text
 from mlxlm.evaluate.windows import first_tokens, windows
 from mlxlm.generation import score
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 
 TEXT = "The quick brown fox jumps. Grüße, 世界!\nHow are you, lazy dog?\n" * 6
 
@@ -122,7 +122,7 @@ def test_a_long_text_is_read_in_pieces(loaded, monkeypatch):
 
 
 def test_quantized_and_foreign_models_give_what_their_logits_say(loaded):
-    from mlxlm._mlx import nn
+    from mlxlm.backend.mlx import nn
 
     class OnlyCallable:
         def __call__(self, tokens, cache=None):

@@ -11,9 +11,9 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval (pip install 'mlx
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from mlxlm.errors import ConfigError  # noqa: E402
 from mlxlm.evaluate.choices import Question, answer  # noqa: E402
-from mlxlm.lm_eval import MlxlmModel  # noqa: E402
+from mlxlm.evaluate.lm_eval import MlxlmModel  # noqa: E402
+from mlxlm.utils.errors import ConfigError  # noqa: E402
 
 SHOT = "The quick brown fox jumps over the lazy dog. "
 ROWS = [
@@ -116,7 +116,16 @@ def test_a_task_of_the_harness_agrees_with_our_choices(model, loaded, task):
 
 
 def test_the_documented_command(folder, task):
-    command = [sys.executable, "-m", "mlxlm.lm_eval", "run", "--model", "mlxlm", "--model_args", f"path={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlxlm.evaluate.lm_eval",
+        "run",
+        "--model",
+        "mlxlm",
+        "--model_args",
+        f"path={folder}",
+    ]
     done = subprocess.run(
         [*command, "--tasks", "tiny_choices", "--include_path", task], capture_output=True, timeout=120, text=True
     )

@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.stored import as_modules, as_stored
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import plan_of
 from mlxlm.families import is_mlx_layout, layout, own_name
 from mlxlm.model import Decoder
-from mlxlm.quantization import plan_of
 
 SIZES = {
     "vocab_size": 97,

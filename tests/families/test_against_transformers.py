@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import make_cache
 from mlxlm.checkpoint.huggingface import write
 from mlxlm.checkpoint.load import load_checkpoint
@@ -13,10 +13,10 @@ from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.stored import as_modules, as_stored
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
+from mlxlm.config.overrides import parse, with_parts
 from mlxlm.families import FAMILIES, OWN, layout
 from mlxlm.generation.engine import Context, tokens
 from mlxlm.model import Decoder
-from mlxlm.parts import parse, with_parts
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers (pip install transformers)")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError
+from mlxlm.config.quantization import plan_of
 from mlxlm.families import FAMILIES, OWN, canonical, caveat, huggingface, own_name, unsaid, unsupported
-from mlxlm.quantization import plan_of
+from mlxlm.utils.errors import ConfigError
 
 # What decides in published configurations, and how many parameters these models have.
 PUBLISHED = {

@@ -10,10 +10,10 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.load import load_model
-from mlxlm.errors import CheckpointError
 from mlxlm.generation.engine import Context, tokens
+from mlxlm.utils.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
 transformers_oracle = pytest.importorskip("transformers_oracle", reason="the oracle is transformers")

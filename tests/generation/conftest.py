@@ -3,7 +3,7 @@
 import pytest
 
 from mlxlm import tokenizer
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 

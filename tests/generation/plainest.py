@@ -1,6 +1,6 @@
 """The plainest loop of generation, which engines are compared with, and a prompt for it."""
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 

@@ -1,6 +1,6 @@
 """Drafters for tests: one that knows the text to come, and a model that nearly agrees with another."""
 
-from mlxlm._mlx import mx, tree_map
+from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
-from mlxlm.errors import GenerationError, MlxlmError
 from mlxlm.generation import GenerationOptions, Request, TextStream, batch, generate, run_batch
 from mlxlm.generation.batch import in_order
 from mlxlm.generation.context import shared
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import GenerationError, MlxlmError
 
 rng = random.Random(0)
 SYSTEM = [rng.randrange(300) for _ in range(40)]

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm import tokenizer as tokenizers
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import GenerationOptions, Sampler, generate
 from mlxlm.generation.constraint import Grammar, masked_logits
 from mlxlm.generation.sampling import draw_rows
+from mlxlm.utils.errors import GenerationError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 PERSON = {

@@ -3,7 +3,7 @@
 import pytest
 from plainest import PROMPT, greedy, naive
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import Context, tokens
 from mlxlm.generation import context as context_module
 from mlxlm.generation.engine import CLEAR_EVERY

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plainest import PROMPT, greedy, naive
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, write_caches
-from mlxlm.errors import CheckpointError, GenerationError
 from mlxlm.generation import Context, GenerationOptions, TextStream, generate, stream, tokens
 from mlxlm.generation.drafts import NgramLookup
 from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError, GenerationError
 
 KINDS = [KVOptions(), KVOptions.of(size=16, keep=2), KVOptions.of(size=1000)]
 

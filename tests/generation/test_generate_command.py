@@ -11,7 +11,7 @@ from dataclasses import fields
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cli.main import main
 from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.generation import GenerationOptions, batch, generate, load

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import Sampler, SamplingOptions
 from mlxlm.generation.penalties import History, breaker_table, penalised_logits
+from mlxlm.utils.errors import GenerationError
 
 V = 12
 

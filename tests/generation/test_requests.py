@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm._mlx import tree_flatten
+from mlxlm.backend.mlx import tree_flatten
 from mlxlm.cache import KVOptions
-from mlxlm.errors import GenerationError, MlxlmError, TokenizerError
 from mlxlm.generation import GenerationOptions, Request, run_batch
 from mlxlm.generation.noise import derived_seed
 from mlxlm.generation.requests import LONGEST_LINE, BadRequest, RequestReader
+from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError
 
 DEFAULTS = GenerationOptions(temperature=0.5, max_tokens=7)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cli.sampling_options import sampling_options
-from mlxlm.errors import GenerationError
 from mlxlm.generation import GenerationOptions, Sampler, SamplingOptions
+from mlxlm.utils.errors import GenerationError
 
 
 def test_all_problems_are_named_at_once_with_values_that_work():

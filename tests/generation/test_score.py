@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import generate, score
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import GenerationError
 
 TEXT = "The quick brown fox. Grüße, 世界!"
 LN2 = math.log(2)

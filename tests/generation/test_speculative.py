@@ -3,11 +3,11 @@
 import pytest
 from speculating import Oracle, always, exact
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
-from mlxlm.errors import GenerationError
 from mlxlm.generation import Context, LoadedModel, tokens
 from mlxlm.generation.drafts import DraftModel
+from mlxlm.utils.errors import GenerationError
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 CACHES = {

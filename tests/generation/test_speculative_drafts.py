@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
-from mlxlm.errors import GenerationError
 from mlxlm.generation import Context, LoadedModel
 from mlxlm.generation.drafts import CANDIDATES, DraftModel, NgramLookup, can_take_back
 from mlxlm.tokenizer import train
+from mlxlm.utils.errors import GenerationError
 
 
 def naive(ids, count):

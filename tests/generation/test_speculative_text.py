@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 from speculating import Oracle, always, disturbed, exact
 
-from mlxlm._mlx import ON_CPU, mx, tree_map
+from mlxlm.backend.mlx import ON_CPU, mx, tree_map
 from mlxlm.cache import KVOptions
-from mlxlm.errors import GenerationError
 from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, generate
 from mlxlm.generation.drafts import DraftModel, NgramLookup
 from mlxlm.generation.speculative import MOST, Speculation
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
+from mlxlm.utils.errors import GenerationError
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 
@@ -216,7 +216,7 @@ def test_a_model_with_windows(loaded):
 
 
 def test_positions_that_change_with_the_length(loaded):
-    """"dynamic" ones, beyond the model's context: tokens read together would be turned otherwise than one by one."""
+    """ "dynamic" ones, beyond the model's context: tokens read together would be turned otherwise than one by one."""
     scaling = {"rope_type": "dynamic", "factor": 4.0}
     config = loaded.config.with_changes(max_position_embeddings=32, rope_scaling=scaling)
     model = Decoder(config)

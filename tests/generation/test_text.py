@@ -1,6 +1,5 @@
 """Streams of text: how they end, what they report, and what they refuse."""
 
-
 from dataclasses import replace
 from functools import cache
 
@@ -9,10 +8,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
-from mlxlm.errors import GenerationError
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, batch, generate, stream
 from mlxlm.tokenizer import Tokenizer, train
+from mlxlm.utils.errors import GenerationError
 
 
 class Scripted:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mlxlm.errors import GenerationError
 from mlxlm.generation import Context, GenerationOptions, generate, score, stream
+from mlxlm.utils.errors import GenerationError
 
 
 @pytest.mark.parametrize("prompt", [None, 3, 1.5, ["a"], [1.5], ["a", 3], [[3]]])

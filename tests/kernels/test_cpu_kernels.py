@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.kernels import attention, cross_entropy, gelu, gelu_tanh, log_softmax, swiglu, using
 from mlxlm.kernels.exp import exp_nonpositive
 

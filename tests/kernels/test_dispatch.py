@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 
-from mlxlm._mlx import ON_CPU, mx
-from mlxlm.errors import ConfigError, PlatformError
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels import Quantized, attention, bench, dispatch, records, rms_norm, using
 from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.bench import Timing, measure
 from mlxlm.kernels.dispatch import Case, Choice, Operation
+from mlxlm.utils.errors import ConfigError, PlatformError
 
 pytestmark = pytest.mark.usefixtures("new_machine")
 
@@ -364,6 +364,6 @@ def test_every_path_that_may_be_taken_is_measured(monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
     long = attention_case(TRAINING, "float32", 8, 2, 1, 1024, 1024, None, None, None)
     assert set(measure(TRAINING, long, 1).timings) == {"blockwise", "mlx"}
-    monkeypatch.setattr("mlxlm.platform.device_memory", lambda: 1 << 20)
+    monkeypatch.setattr("mlxlm.backend.platform.device_memory", lambda: 1 << 20)
     measured = measure(TRAINING, long, 1)
     assert set(measured.timings) == {"blockwise"} and "too much memory" in measured.refused["mlx"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels import cross_entropy, linear_cross_entropy
 
 
@@ -48,8 +48,10 @@ def test_exact_for_all_shapes(n, h, v, chunk, softcap, training, compiled):
     wanted = exact(*arrays, softcap)
 
     def run(*arrays):
-        loss = lambda hidden, weight: linear_cross_entropy(  # noqa: E731
-            hidden, weight, *arrays[2:], softcap=softcap, chunk=chunk, training=training
+        loss = (
+            lambda hidden, weight: linear_cross_entropy(  # noqa: E731
+                hidden, weight, *arrays[2:], softcap=softcap, chunk=chunk, training=training
+            )
         )
         return mx.value_and_grad(loss, (0, 1))(*arrays[:2])
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels import add_rms_norm, rms_norm
 
 TOLERANCE = 2e-6  # of float32, beside the sum of the sizes of the terms

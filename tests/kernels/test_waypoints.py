@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels.waypoints import evaluate_along, waypoint, waypoints
 
 

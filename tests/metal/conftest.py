@@ -7,7 +7,7 @@ import os
 import harness
 import pytest
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 
 def need_harness() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 TID = "uint t = thread_index_in_threadgroup;\n"
 GID = "uint g = thread_position_in_grid.x;\n"

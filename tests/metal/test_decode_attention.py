@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import as64
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels import decode_attention as module
 from mlxlm.kernels.decode_attention import MAX_QUERIES, decode_attention, quantized_decode_attention
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from mlxlm.errors import PlatformError
 from mlxlm.kernels import dispatch, records
 from mlxlm.kernels import metal as launcher
 from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case
 from mlxlm.kernels.rms_norm import ADD_NORM, NORM
+from mlxlm.utils.errors import PlatformError
 
 
 def attend(operation, dtype, T, window=None, softcap=None, **form):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels import metal
 
 pytestmark = pytest.mark.usefixtures("needs_harness")

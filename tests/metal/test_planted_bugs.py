@@ -12,7 +12,7 @@ import pytest
 from harness.build import symbolizer
 from plants import GID, PLANTS, REVERSED, TID, Plant
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 
 pytestmark = pytest.mark.usefixtures("needs_harness")
 

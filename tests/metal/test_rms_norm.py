@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 
 # Largest error beside the sum of the sizes of the terms: half a unit in the last place for the result, and

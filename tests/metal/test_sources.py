@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxlm.resources import resource
+from mlxlm.utils.resources import resource
 
 FILES = sorted([*resource("metal_kernels").glob("*.metal"), *resource("metal_kernels").glob("*.h")])
 

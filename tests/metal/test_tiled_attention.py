@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracle import as64
 
 import mlxlm.kernels.metal
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.kernels.tiled_attention import tiled_attention, tiled_attention_with_lse
 
 # Largest error over the largest expected value, or over 1, the size of the inputs. Gradients start from the rounded

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, make_cache
 from mlxlm.config import ModelConfig, preset_names
-from mlxlm.errors import ConfigError, GenerationError
 from mlxlm.model import Decoder
 from mlxlm.model.embedding import lookup
 from mlxlm.model.positions import alibi_slopes
+from mlxlm.utils.errors import ConfigError, GenerationError
 
 SIZES = dict(
     hidden_size=48, num_hidden_layers=3, num_attention_heads=6, intermediate_size=80, vocab_size=97, head_dim=8

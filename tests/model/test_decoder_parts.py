@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_decoder import LONGEST, VOCABULARY, architectures, decoder, scalings
 
-from mlxlm._mlx import mx, optim, tree_flatten
+from mlxlm.backend.mlx import mx, optim, tree_flatten
 from mlxlm.cache import make_cache
 from mlxlm.checkpoint.huggingface import write
 from mlxlm.checkpoint.load import load_model
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
-from mlxlm.errors import GenerationError
 from mlxlm.model import Decoder
 from mlxlm.model.embedding import Sinusoids
 from mlxlm.model.norms import LayerNorm, RMSNorm
+from mlxlm.utils.errors import GenerationError
 
 TEXT = np.random.default_rng(1).integers(0, VOCABULARY, (2, LONGEST - 4))
 

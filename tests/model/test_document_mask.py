@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.kernels import using
 from mlxlm.model import Decoder
 from mlxlm.train.loss import summed_loss

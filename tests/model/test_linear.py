@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.model.linear import Linear
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx, tree_map
+from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.cache import KVOptions
 from mlxlm.cli.main import _run
 from mlxlm.config import ModelConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm._mlx import ON_CPU
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cli.main import main
 from mlxlm.plan import Serving, bits_that_fit, find_config, inference_memory
 from mlxlm.plan.advice import room

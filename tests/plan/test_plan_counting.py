@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm import counting
-from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError
+from mlxlm.config import ModelConfig, counts
+from mlxlm.utils.errors import ConfigError
 
 PARTS = {
     "embed_tokens": "embedding", "embed_positions": "positions", "q_proj": "query", "k_proj": "key",
@@ -49,15 +48,15 @@ def configs(draw):
 @settings(max_examples=60)
 @given(configs())
 def test_parameters_by_part_are_those_of_the_arrays(config):
-    from mlxlm._mlx import tree_flatten
+    from mlxlm.backend.mlx import tree_flatten
     from mlxlm.model import Decoder
 
-    found = dict.fromkeys(counting.PARTS, 0)
+    found = dict.fromkeys(counts.PARTS, 0)
     for name, array in tree_flatten(Decoder(config).parameters()):
         *_, module, kind = name.split(".")
         part = "norms" if module not in PARTS else "biases" if kind == "bias" else PARTS[module]
         found[part] += array.size
-    assert counting.parameters(config) == found
+    assert counts.parameters(config) == found
     assert config.parameter_count() == sum(found.values())
 
 
@@ -65,7 +64,7 @@ def test_parameters_by_part_are_those_of_the_arrays(config):
 @given(configs(), st.integers(1, 9))
 def test_operations_are_those_of_the_products(config, context):
     """Each weight of a matrix once, and H·D·context numbers twice, 2 operations each."""
-    products = sum(counting.parameters(config)[part] for part in counting.MATRICES) + config.hidden_size * (
+    products = sum(counts.parameters(config)[part] for part in counts.MATRICES) + config.hidden_size * (
         config.vocab_size
     )
     seen = min(context, config.sliding_window or context)
@@ -78,13 +77,13 @@ def test_operations_are_those_of_the_products(config, context):
 def test_keys_that_a_causal_row_sees(length, window):
     config = ModelConfig(8, 2, 2, 8, 8, sliding_window=window)
     by_row = [min(row, window or row) for row in range(1, length + 1)]
-    assert counting.mean_keys_seen(config, length) == pytest.approx(2 * sum(by_row) / length)
+    assert counts.mean_keys_seen(config, length) == pytest.approx(2 * sum(by_row) / length)
 
 
 @pytest.mark.parametrize("name", ["0.3m", "1m"])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_a_cache_is_as_large_as_planned(name, bits):
-    from mlxlm._mlx import mx
+    from mlxlm.backend.mlx import mx
     from mlxlm.cache import KVOptions, make_cache
     from mlxlm.model import Decoder
     from mlxlm.plan.inference import Serving, cache_bytes
@@ -113,7 +112,7 @@ def test_a_window_bounds_the_cache():
 
 @pytest.mark.parametrize("window", [10, 600])
 def test_a_cache_with_a_window_is_as_large_as_planned(window):
-    from mlxlm._mlx import mx
+    from mlxlm.backend.mlx import mx
     from mlxlm.cache import KVCache
     from mlxlm.cache.rotation import Window
     from mlxlm.plan.inference import Serving, cache_bytes
@@ -132,7 +131,7 @@ def test_a_cache_with_a_window_is_as_large_as_planned(window):
 )
 def test_quantized_weights_are_as_large_as_planned(bits, dtype, size_of_float):
     """Beside the arrays of MLX's own quantization of the whole model."""
-    from mlxlm._mlx import mx, nn, tree_flatten
+    from mlxlm.backend.mlx import mx, nn, tree_flatten
     from mlxlm.model import Decoder
     from mlxlm.plan.inference import Serving, weight_bytes
 

@@ -9,22 +9,22 @@ from types import SimpleNamespace
 import pytest
 
 import mlxlm
-from mlxlm import _mlx, platform
-from mlxlm._mlx import mx
+from mlxlm.backend import mlx, platform
+from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError, DataError
 from mlxlm.plan import Training, cheapest, fits, flops_of, training_memory
 from mlxlm.plan.corpus import corpus_of
 from mlxlm.plan.inference import Serving
 from mlxlm.plan.machines import here
 from mlxlm.plan.memory import layer_bytes, optimizer_bytes
+from mlxlm.utils.errors import ConfigError, DataError
 
 SMALL = Training(batch_size=2, sequence_length=64)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion", "adafactor"])
 def test_the_optimizer_holds_what_is_planned(optimizer):
-    from mlxlm._mlx import mx, tree_flatten
+    from mlxlm.backend.mlx import mx, tree_flatten
     from mlxlm.model import Decoder
     from mlxlm.train import TrainSettings
     from mlxlm.train.step import TrainStep
@@ -66,7 +66,7 @@ def test_a_real_step_is_near_the_plan(batch, length, options):
 
 
 def test_a_probe_leaves_nothing_and_forecasts_the_run():
-    from mlxlm._mlx import mx
+    from mlxlm.backend.mlx import mx
     from mlxlm.train import Probe, TrainSettings, probe
 
     settings = TrainSettings(steps=10, learning_rate=1.0, batch_size=2, sequence_length=16)
@@ -147,7 +147,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     config, settings = ModelConfig.preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
     memory = round(training_memory(config, Training.of(settings)).total / 0.9)
     found = {info: memory + 9}
-    monkeypatch.setattr(_mlx, "ON_CPU", False)
+    monkeypatch.setattr(mlx, "ON_CPU", False)
     monkeypatch.setattr(mx, "device_info", lambda: found)
     assert here(measure=False).memory == memory + 9
     check_memory(config, settings)
@@ -224,7 +224,7 @@ def test_keys_of_a_window_that_are_computed():
 
 def test_blocks_of_a_window_are_those_that_are_kept(monkeypatch):
     """Beside the masks that attention makes."""
-    from mlxlm._mlx import mx
+    from mlxlm.backend.mlx import mx
     from mlxlm.kernels import plain_attention as module
 
     kept = []
@@ -288,9 +288,9 @@ def test_a_cpu_keeps_quantized_weights_only_where_others_do_not_fit():
 )
 def test_a_quantized_model_is_planned_with_its_own_formats(quantization):
     """Beside the arrays of MLX's own quantization."""
-    from mlxlm._mlx import mx, nn, tree_flatten
+    from mlxlm.backend.mlx import mx, nn, tree_flatten
+    from mlxlm.config.quantization import plan_of
     from mlxlm.model import Decoder
-    from mlxlm.quantization import plan_of
 
     config = ModelConfig.preset("0.3m", tie_word_embeddings=False, hidden_size=192, quantization=quantization)
     model = Decoder(config)
@@ -334,10 +334,10 @@ def test_a_cpu_that_is_too_small_for_float32_keeps_16_bits():
 
 
 def test_a_larger_batch_can_fit_where_cores_do_not_share_it(monkeypatch):
-    from mlxlm import cores, platform
+    from mlxlm.backend import cpu_cores, platform
 
-    monkeypatch.setattr(cores, "ON_CPU", True)
-    monkeypatch.setattr(cores, "load_blas", lambda: SimpleNamespace(sets_threads=True))
+    monkeypatch.setattr(cpu_cores, "ON_CPU", True)
+    monkeypatch.setattr(cpu_cores, "load_blas", lambda: SimpleNamespace(sets_threads=True))
     monkeypatch.setattr(platform, "cpu_cores", lambda: 16)
     config, training = ModelConfig.preset("5m"), replace(SMALL, batch_size=16, device="cpu")
     whole = replace(training, batch_size=24)

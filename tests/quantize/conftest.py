@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
-from mlxlm.files import write_json
+from mlxlm.convert.reference_backends import Unavailable
 from mlxlm.model import Decoder
-from mlxlm.peers import Unavailable
+from mlxlm.utils.files import write_json
 
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -69,7 +69,7 @@ def no_waiting(request, monkeypatch):
         def unavailable(*arguments, **options):
             raise Unavailable("not asked in this test")
 
-        monkeypatch.setattr("mlxlm.peers.ask", unavailable)
+        monkeypatch.setattr("mlxlm.convert.reference_backends.ask", unavailable)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.quantize import awq

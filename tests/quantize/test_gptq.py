@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mlxlm._mlx import mx
-from mlxlm.errors import CheckpointError
+from mlxlm.backend.mlx import mx
 from mlxlm.quantize.gptq import gptq, inverse_factor, output_error, row_errors
 from mlxlm.quantize.packed import dequantized, pack, rounded
 from mlxlm.quantize.plan import BITS, GROUP_SIZES, MODES, Format
+from mlxlm.utils.errors import CheckpointError
 
 
 @given(

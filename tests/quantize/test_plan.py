@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError
 from mlxlm.model import Decoder
 from mlxlm.quantize.plan import RECIPES, Format, recipe, uniform
+from mlxlm.utils.errors import ConfigError
 
 
 def described(config: ModelConfig) -> dict[str, Tensor]:

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 import mlxlm
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_weights, save_weights
 from mlxlm.checkpoint.carry import carry_tokenizer as carry
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.compare import compare
 from mlxlm.convert import convert
-from mlxlm.errors import CheckpointError, ConfigError, DataError, MlxlmError
-from mlxlm.peers import Opinion, Refused
+from mlxlm.convert.compare import compare
+from mlxlm.convert.reference_backends import Opinion, Refused
 from mlxlm.quantize import PICTURE, REPORT, calibrate, quantize, search, text
 from mlxlm.quantize.calibrated import calibrated
 from mlxlm.quantize.job import Job
 from mlxlm.quantize.plan import Format, uniform
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, MlxlmError
 
 
 def weights_bytes(folder) -> int:
@@ -303,7 +303,7 @@ def test_a_folder_that_mlx_lm_refuses_is_an_error(model, tmp_path, monkeypatch):
             raise Refused(f"{peer} can't read it: {path} is wrong")
         return Opinion([0] * 32, [0.0] * 32, 1.0)
 
-    monkeypatch.setattr("mlxlm.peers.ask", refuses)
+    monkeypatch.setattr("mlxlm.convert.reference_backends.ask", refuses)
     with pytest.raises(CheckpointError, match="mlx_lm can't read it.*--no-verify"):
         quantize(model, tmp_path / "out", measure=False)
     assert not list(tmp_path.iterdir())

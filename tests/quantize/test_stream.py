@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_weights
 from mlxlm.checkpoint.safetensors import write_shards
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.tensors import Tensor, of_array
-from mlxlm.errors import CheckpointError
 from mlxlm.quantize.packed import dequantized, rounded
 from mlxlm.quantize.plan import Format, uniform
 from mlxlm.quantize.stream import halved, output_dtype, quantized
+from mlxlm.utils.errors import CheckpointError
 
 
 def test_parts_are_described_as_they_are_read(model):

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize, minimize_scalar
 
-from mlxlm.errors import ConfigError, DataError
-from mlxlm.files import write_json
-from mlxlm.scaling.fitting import DELTA, Point, fit_joint, fit_power, held_out
-from mlxlm.scaling.laws import HOFFMANN as CHINCHILLA
-from mlxlm.scaling.laws import Law, PowerLaw, worth
-from mlxlm.scaling.sizes import family, nearest, parse_size, vocabulary
-from mlxlm.scaling.study import FILE, analyse, notes, read_law
+from mlxlm.experiments.scaling_fit import DELTA, Point, fit_joint, fit_power, held_out
+from mlxlm.experiments.scaling_study import FILE, analyse, notes, read_law
+from mlxlm.plan.model_sizes import family, nearest, parse_size, vocabulary
+from mlxlm.plan.scaling_law import HOFFMANN as CHINCHILLA
+from mlxlm.plan.scaling_law import Law, PowerLaw, worth
+from mlxlm.utils.errors import ConfigError, DataError
+from mlxlm.utils.files import write_json
 
 
 def grid(law, sizes=(1e5, 1e7), lengths=(1e7, 1e9), count=4, noise=0.0, seed=0):

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import tokenizers
 
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import load
+from mlxlm.utils.errors import TokenizerError
 
 
 @pytest.fixture

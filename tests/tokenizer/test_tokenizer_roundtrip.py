@@ -2,8 +2,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import train
+from mlxlm.utils.errors import TokenizerError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\r\t\0▁▅<|>s/ux0A"), max_size=60)
 ANY = settings(max_examples=150)

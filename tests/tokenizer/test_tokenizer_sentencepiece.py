@@ -8,8 +8,8 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import load
+from mlxlm.utils.errors import TokenizerError
 
 TEXT = st.text(
     st.sampled_from(" \n\r\t,.aetohinsr01'-=_漢字🎉é\u00a0\u3000\0▁<s>") | st.characters(exclude_categories=["Cs"]),

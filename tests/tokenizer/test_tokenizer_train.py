@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from mlxlm.errors import DataError, TokenizerError
 from mlxlm.tokenizer import KINDS, train
+from mlxlm.utils.errors import DataError, TokenizerError
 
 ROLES = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 

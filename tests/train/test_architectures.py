@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from training_runs import contents, finish, read_log
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.cli.main import _run
 from mlxlm.data import TokenDataset, prepare
-from mlxlm.errors import ConfigError, DataError
+from mlxlm.experiments.architecture_comparison import Comparison, Variant, is_finished, start_comparison
 from mlxlm.tokenizer import load
 from mlxlm.train import Finished, Stopped
-from mlxlm.train.architectures import Comparison, Variant, is_finished, start_comparison
 from mlxlm.train.start import start_run
+from mlxlm.utils.errors import ConfigError, DataError
 
 SETTINGS = {"steps": 6, "batch_size": 4, "sequence_length": 16, "eval_every": 3, "save_every": 2}
 VARIANTS = [Variant.read(text) for text in ("rope", "post: norm_placement=post, positions=sinusoidal, dropout=0.1")]

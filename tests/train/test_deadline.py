@@ -8,9 +8,9 @@ import pytest
 from training_runs import contents, finish, read_log
 
 from mlxlm.cli.main import _run
-from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.train import Finished, Replanned, Run, Step, Stopped, TrainSettings, repeat_run
 from mlxlm.train.deadline import Deadline
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 
 FORECAST = {"steps": 100, "step_seconds": 100.0, "seconds": 102.0, "validations": 1}
 
@@ -126,8 +126,6 @@ class Ticking:
 
 def timed(new_run, name, **settings):
     return new_run(name, steps=20, time_limit=30.0, eval_every=0, save_every=5, **settings)
-
-
 
 
 def test_a_run_ends_by_the_clock_and_its_rates_are_those_of_the_plan(new_run):

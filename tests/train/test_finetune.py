@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantized_weights import quantized_weights
 from training_runs import contents, finish
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.chat.labels import Labels
 from mlxlm.chat.session import Chat
 from mlxlm.checkpoint import load_model, load_weights, save_weights
@@ -19,13 +19,13 @@ from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.cli.training import describe_end, describe_forecast
 from mlxlm.data import Chunk, Manifest, TokenDataset, TrainBatches
-from mlxlm.errors import CheckpointError, ConfigError, DataError
 from mlxlm.generation import load
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.train import Finished, Run, Started, Step, Stopped, Validation, open_base, start_finetune
 from mlxlm.train.finetune import FORM, _windows
 from mlxlm.train.optimizers import default_learning_rate
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 
 QUICK = {"steps": 6, "batch_size": 2, "sequence_length": 48, "learning_rate": 3e-3, "eval_every": 3, "save_every": 3}
 
@@ -195,7 +195,7 @@ def test_what_can_not_work(new_run, tmp_path, base, talks, monkeypatch):
     with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --sequence-length 128"):
         new_run("other", sequence_length=200)
     with monkeypatch.context() as patch:
-        patch.setattr("mlxlm.platform.device_memory", lambda: 1000)
+        patch.setattr("mlxlm.backend.platform.device_memory", lambda: 1000)
         patch.setattr("mlxlm.plan.advice.preset_names", lambda: pytest.fail("there is no preset to choose"))
         with pytest.raises(ConfigError, match="of memory, there are .* .try: a smaller model"):
             new_run("other")

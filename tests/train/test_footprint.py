@@ -3,14 +3,14 @@
 import pytest
 from training_runs import finish
 
-from mlxlm._mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.train import Step, footprint
 from mlxlm.train.footprint import fit_cache, steady_memory
 
 
 def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monkeypatch):
     """What MLX holds, in use or for use again, before each step."""
-    monkeypatch.setattr("mlxlm.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
+    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
     held = []
     real = Step.__init__
 
@@ -46,7 +46,7 @@ def test_metals_limit_is_set_for_the_run_alone(monkeypatch):
         with steady_memory():
             assert mx.set_memory_limit(10 << 30) == 10 << 30
         monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-        monkeypatch.setattr("mlxlm.platform.device_memory", lambda: 6 << 30)
+        monkeypatch.setattr("mlxlm.backend.platform.device_memory", lambda: 6 << 30)
         with steady_memory():
             assert mx.set_memory_limit(6 << 30) == 6 << 30
         assert mx.set_memory_limit(10 << 30) == 10 << 30

@@ -11,12 +11,12 @@ import pytest
 from training_runs import finish, read_log
 
 from mlxlm.cli.main import _run
-from mlxlm.errors import ConfigError, DataError
-from mlxlm.scaling.laws import HOFFMANN, Law
-from mlxlm.scaling.sizes import family
+from mlxlm.experiments.scaling_grid import Grid, _fitting, start_grid
+from mlxlm.experiments.sweep import is_finished
+from mlxlm.plan.model_sizes import family
+from mlxlm.plan.scaling_law import HOFFMANN, Law
 from mlxlm.train import Run, TrainSettings, choice
-from mlxlm.train.grid import Grid, _fitting, start_grid
-from mlxlm.train.several import is_finished
+from mlxlm.utils.errors import ConfigError, DataError
 
 TINY = {"sequence_length": 16, "batch_size": 4, "eval_tokens": 500}
 

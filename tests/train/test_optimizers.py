@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import mx, tree_flatten, tree_unflatten
+from mlxlm.backend.mlx import mx, tree_flatten, tree_unflatten
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, Manifest
 from mlxlm.model import Decoder

@@ -7,10 +7,10 @@ import psutil
 import pytest
 from training_runs import contents, finish, read_log
 
-from mlxlm import platform
-from mlxlm.errors import ConfigError
+from mlxlm.backend import platform
 from mlxlm.train import Finished, Paused, Power, Resumed, Saved, Slowed, Step, Stopped, Warned
 from mlxlm.train.power import Pace
+from mlxlm.utils.errors import ConfigError
 
 
 class Machine:

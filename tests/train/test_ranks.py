@@ -18,12 +18,12 @@ import psutil
 import pytest
 from training_runs import finish
 
-from mlxlm._mlx import mx
-from mlxlm.errors import DataError, PlatformError
+from mlxlm.backend.mlx import mx
 from mlxlm.train import RankLost, Ranks, Run, follow
-from mlxlm.train import pulse as pulses
-from mlxlm.train.pulse import Pulse
-from mlxlm.train.ranks import launched
+from mlxlm.train.distributed import heartbeat as pulses
+from mlxlm.train.distributed.heartbeat import Pulse
+from mlxlm.train.distributed.processes import launched
+from mlxlm.utils.errors import DataError, PlatformError
 
 HERE = Path(__file__).parent
 

@@ -8,12 +8,12 @@ import pytest
 from training_runs import QUICK, contents, finish
 
 from mlxlm.data import TrainBatches, texts, training_texts
-from mlxlm.errors import DataError
+from mlxlm.experiments.sweep import shared_data
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Run, Started, Step, Warned, start_run, train
-from mlxlm.train.several import shared_data
 from mlxlm.train.start import no_phase
+from mlxlm.utils.errors import DataError
 
 
 @pytest.fixture
@@ -63,7 +63,15 @@ def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, ti
     sources[0].write_text("".join(rows))
     given = {"kind": "byte-level", "validation": (), "validation_fraction": 0.2, "on_bad_input": "stop"}
     shared, _ = shared_data(
-        tmp_path, sources, 300, exact=True, tokenizer=None, text_column=None, weights=None, seed=1, phase=no_phase,
+        tmp_path,
+        sources,
+        300,
+        exact=True,
+        tokenizer=None,
+        text_column=None,
+        weights=None,
+        seed=1,
+        phase=no_phase,
         **given,
     )
     settings = {**QUICK, "steps": 1, "seed": 1}

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from training_runs import QUICK, contents, finish
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.cli.main import main
 from mlxlm.data import prepare
 from mlxlm.data.verify import verify_shards
-from mlxlm.digests import file_sha256
-from mlxlm.errors import CheckpointError, DataError
 from mlxlm.tokenizer import load
 from mlxlm.train import Ranks, Run, Step, start_run, train
 from mlxlm.train.data_check import DataCheck
-from mlxlm.train.follow import _Facts
+from mlxlm.train.distributed.worker import _Facts
+from mlxlm.utils.digests import file_sha256
+from mlxlm.utils.errors import CheckpointError, DataError
 
 
 def flip(path, at=-9):

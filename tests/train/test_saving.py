@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from training_runs import contents, finish, read_log
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.layout import best_checkpoint
-from mlxlm.errors import CheckpointError
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import load
 from mlxlm.train import Finished, NotSaved, Paused, Resumed, Saved, Step, Stopped, train
 from mlxlm.train.power import Pace
 from mlxlm.train.saving import Saver, checkpoint_bytes
 from mlxlm.train.step import TrainStep
+from mlxlm.utils.errors import CheckpointError
 
 ROOM = 1 << 30
 
@@ -257,7 +257,6 @@ def test_nothing_of_a_checkpoint_is_lost_with_the_power(new_run, monkeypatch):
     assert str(target.parent) in after and str(run.path) in after  # the folder `checkpoints` is new, too
 
 
-
 # By the clock
 
 
@@ -386,7 +385,7 @@ def test_a_full_disk_without_hard_links_leaves_the_model_before(new_run, disk, n
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         return real(source, target)
 
-    monkeypatch.setattr("mlxlm.files.shutil.copy2", full)
+    monkeypatch.setattr("mlxlm.utils.files.shutil.copy2", full)
     events = disk.drive(run)
     assert of_kind(events, Saved, NotSaved)[-2:] == [(NotSaved, 8), (Saved, 8)]
     assert seen[0] == seen[1] != model_of(run)

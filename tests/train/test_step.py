@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from mlxlm._mlx import ON_CPU, mx, tree_flatten
+from mlxlm.backend.mlx import ON_CPU, mx, tree_flatten
 from mlxlm.data import Batch
-from mlxlm.errors import ConfigError
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.dropout import Dropout
@@ -14,6 +13,7 @@ from mlxlm.train.averaging import averaged
 from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.loss import summed_loss
 from mlxlm.train.step import TrainStep
+from mlxlm.utils.errors import ConfigError
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 300, (2, 17)).astype(np.int32)
@@ -125,7 +125,7 @@ def test_recomputation_drops_out_the_same_elements_again(tiny_config):
 
 
 def test_recomputation_keeps_less(tiny_config, monkeypatch):
-    monkeypatch.setattr("mlxlm.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
+    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
 
     def peak(recompute: bool) -> int:
         config = tiny_config.with_changes(num_hidden_layers=12)

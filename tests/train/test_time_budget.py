@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from mlxlm.config import ModelConfig, preset_names
-from mlxlm.errors import ConfigError
 from mlxlm.train import Probe, TrainSettings, start_run, time_budget
 from mlxlm.train.time_budget import batch_settings, seconds_per_token, validation_settings
+from mlxlm.utils.errors import ConfigError
 
 GFLOPS = 60.0
 
@@ -92,7 +92,7 @@ def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path
 @pytest.mark.parametrize("seconds, rows", [({1: 1.0, 4: 1.2}, 4), ({1: 1.0, 4: 1.5}, 1)])
 def test_a_step_has_a_row_for_each_core_where_that_costs_little(monkeypatch, seconds, rows):
     monkeypatch.setattr(time_budget, "parts_of", lambda rows: rows)
-    monkeypatch.setattr("mlxlm.platform.cpu_cores", lambda: 4)
+    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 4)
     monkeypatch.setattr(
         time_budget, "probe", lambda config, settings: SimpleNamespace(step=seconds[settings.batch_size])
     )

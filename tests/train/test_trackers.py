@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from training_runs import contents, finish, read_log
 
-from mlxlm.errors import CheckpointError, PlatformError
 from mlxlm.train import Finished, Run, Step, Validation, Warned
+from mlxlm.utils.errors import CheckpointError, PlatformError
 
 
 def test_a_missing_library_is_named_before_anything_happens(new_run, monkeypatch):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxlm.errors import CheckpointError
 from mlxlm.report.entries import announced, read_entries
 from mlxlm.train import NotSaved, Sample, Saved, Step, Validation
 from mlxlm.train.log import RunLog
+from mlxlm.utils.errors import CheckpointError
 
 
 def step(n):
@@ -151,8 +151,12 @@ def test_lines_that_are_no_entries(tmp_path):
 
 def test_what_was_announced_before_a_run(tmp_path):
     path, good = tmp_path / "log.jsonl", {"event": "forecast", "seconds": 1.5, "steps": 3}
-    wrong = [{"event": "forecast", "seconds": "long", "steps": 3}, {"event": "forecast"},
-             {"event": "forecast", "seconds": 1.5, "steps": 0}, {"event": "forecast", "seconds": -1.5, "steps": 3}]
+    wrong = [
+        {"event": "forecast", "seconds": "long", "steps": 3},
+        {"event": "forecast"},
+        {"event": "forecast", "seconds": 1.5, "steps": 0},
+        {"event": "forecast", "seconds": -1.5, "steps": 3},
+    ]
     entries = [*wrong, good, {"event": "started"}, {"event": "chosen", "seconds": 1}]  # fmt: skip
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     assert announced(path, "forecast", ("seconds", "steps")) == good

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from training_runs import QUICK, contents, finish, read_log
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.layout import best_checkpoint
 from mlxlm.data import Batch
-from mlxlm.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mlxlm.evaluate import Evaluation
 from mlxlm.report import read_run
 from mlxlm.tokenizer import load
 from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validation, Warned, start_run, train
 from mlxlm.train.events import Failed
 from mlxlm.train.step import TrainStep
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, TrainingError
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_conversations_make_a_chat_model(tmp_path, tiny_config, tokenizer_folder
 def test_accumulation_keeps_one_forward_pass_in_memory(tiny_config, monkeypatch):
     from mlxlm.model import Decoder
 
-    monkeypatch.setattr("mlxlm.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
+    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
 
     def peak(accumulate):
         model = Decoder(tiny_config)

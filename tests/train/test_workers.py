@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from training_runs import contents, finish
 
-from mlxlm import cores, platform
-from mlxlm._mlx import ON_CPU, mx, tree_flatten
-from mlxlm.blas import Blas, load_blas
+from mlxlm.backend import cpu_cores, platform
+from mlxlm.backend.blas import Blas, load_blas
+from mlxlm.backend.cpu_cores import parts_of
+from mlxlm.backend.mlx import ON_CPU, mx, tree_flatten
 from mlxlm.config import ModelConfig, read_json
-from mlxlm.cores import parts_of
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train import TrainSettings
@@ -153,16 +153,16 @@ def test_a_batch_is_cut_where_all_cores_have_work_for_most_of_the_time(monkeypat
 
 def test_a_batch_is_not_cut_where_the_threads_of_the_blas_can_not_be_set_or_on_a_gpu(monkeypatch):
     monkeypatch.setattr(platform, "cpu_cores", lambda: 2)
-    monkeypatch.setattr(cores, "load_blas", lambda: Blas("BLIS", "libblis.so"))
+    monkeypatch.setattr(cpu_cores, "load_blas", lambda: Blas("BLIS", "libblis.so"))
     assert parts_of(8) == 1
     monkeypatch.undo()
-    monkeypatch.setattr(cores, "ON_CPU", False)
+    monkeypatch.setattr(cpu_cores, "ON_CPU", False)
     assert parts_of(8) == 1
 
 
 def test_a_process_ends_orderly_with_threads_and_their_graphs_alive():
     code = (
-        "import numpy as np\nfrom mlxlm._mlx import mx\nfrom mlxlm.train.workers import Workers\n"
+        "import numpy as np\nfrom mlxlm.backend.mlx import mx\nfrom mlxlm.train.workers import Workers\n"
         "cut = Workers(lambda batches: mx.exp(batches[0][0]).sum() * 2, {}, 2)\n"
         "print([x.item() for x in cut([[np.zeros((4, 2), np.float32)]])])"
     )

@@ -9,10 +9,10 @@ import signal
 import sys
 
 import mlxlm  # noqa: F401 - first, so that MLX gets a fast BLAS
-from mlxlm._mlx import mx
-from mlxlm.errors import TrainingError
+from mlxlm.backend.mlx import mx
 from mlxlm.train import RankLost, Ranks
-from mlxlm.train import ranks as module
+from mlxlm.train.distributed import processes as module
+from mlxlm.utils.errors import TrainingError
 
 
 def stuck(error: Exception) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mlxlm.errors import GenerationError
+from mlxlm.utils.errors import GenerationError
 
 
 def full_name(name: str, names: Collection[str]) -> str | None:

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from mlxlm import platform
+from mlxlm.backend import platform
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.output import say
-from mlxlm.errors import GenerationError, MlxlmError, os_errors_as
+from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 
 KEPT = 50  # conversations that nobody gave a name; older ones are removed
 
@@ -23,9 +23,7 @@ class Autosave:
     All files are for their owner's eyes only. A file that can't be written is said once for every cause.
     """
 
-    def __init__(
-        self, path: Path | None = None, *, named: bool = False, cached: bool = False, unnamed: bool = False
-    ):
+    def __init__(self, path: Path | None = None, *, named: bool = False, cached: bool = False, unnamed: bool = False):
         """`path`: the file, None for none yet; `named`: a person chose it; `cached`: with the cache beside it, when
         the chat ends; `unnamed`: a conversation without a name is kept, too."""
         self.path = path

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TextIO
 
-from mlxlm.errors import GenerationError
-from mlxlm.reading import decoded
+from mlxlm.utils.bounded_reads import decoded
+from mlxlm.utils.errors import GenerationError
 
 BLOCK = '"""'
 _COMMAND = re.compile(r"/(sy|ed)[a-z]*\s+")  # those that take a message: /system and /edit, also shortened

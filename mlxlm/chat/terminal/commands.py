@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxlm import bandwidth, platform
+from mlxlm.backend import bandwidth, platform
 from mlxlm.chat.reasoning import split
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import settings, statistics
@@ -19,8 +19,8 @@ from mlxlm.chat.terminal.output import say, tell
 from mlxlm.chat.terminal.screen import open_screen
 from mlxlm.chat.terminal.statistics import memory_bandwidth
 from mlxlm.chat.terminal.turns import raised_interrupts
-from mlxlm.errors import GenerationError
-from mlxlm.units import human_bytes
+from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.chat.terminal.loop import Talk

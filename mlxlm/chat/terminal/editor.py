@@ -21,11 +21,11 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_cwidth
 
-from mlxlm import platform
+from mlxlm.backend import platform
 from mlxlm.chat.terminal.blocks import block_is_open
 from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, named
 from mlxlm.chat.terminal.output import is_dumb, say
-from mlxlm.errors import GenerationError, PlatformError
+from mlxlm.utils.errors import GenerationError, PlatformError
 
 
 class Editor:

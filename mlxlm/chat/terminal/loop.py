@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxlm.bandwidth import Moved
+from mlxlm.backend.bandwidth import Moved
 from mlxlm.chat.overflow import ContextFull, MessageTooLong
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
@@ -20,8 +20,8 @@ from mlxlm.chat.terminal.blocks import piped_messages, without_block
 from mlxlm.chat.terminal.output import say, tell
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.turns import Begin, answer, noted_interrupts
-from mlxlm.errors import GenerationError, MlxlmError, describe
 from mlxlm.generation import FinishReason, LoadedModel
+from mlxlm.utils.errors import GenerationError, MlxlmError, describe
 
 if TYPE_CHECKING:
     from mlxlm.chat.terminal.editor import Editor

@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 
-from mlxlm.errors import CONTROLS
+from mlxlm.utils.errors import CONTROLS
 
 _CONTROL_CHARACTERS = re.compile(f"[\\x00-\\x08\\x0b-\\x1f{CONTROLS}]")
 

@@ -11,8 +11,8 @@ from mlxlm.chat.session import Chat
 from mlxlm.chat.template import PLAIN
 from mlxlm.chat.terminal.abbreviations import full_name
 from mlxlm.chat.terminal.screen import Thinking
-from mlxlm.errors import GenerationError
 from mlxlm.generation import GenerationOptions
+from mlxlm.utils.errors import GenerationError
 
 Policy = Literal["ask", "stop", "drop"]
 Markdown = Literal["auto", "on", "off"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mlxlm import bandwidth
-from mlxlm.bandwidth import Moved
+from mlxlm.backend import bandwidth
+from mlxlm.backend.bandwidth import Moved
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.output import say
-from mlxlm.units import human_bytes
+from mlxlm.utils.formatting import human_bytes
 
 
 def moved_by(chat: Chat) -> Moved | str:

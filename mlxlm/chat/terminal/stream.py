@@ -22,9 +22,7 @@ class MarkdownStream:
     is higher than the screen only the end is seen until it is finished.
     """
 
-    def __init__(
-        self, tail: Tail, size: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.perf_counter
-    ):
+    def __init__(self, tail: Tail, size: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.perf_counter):
         """`size` tells the terminal's columns and rows; `clock` gives seconds."""
         self._tail, self._size, self._clock = tail, size, clock
         self._renderer = markdown.Renderer(size()[0])

@@ -11,8 +11,8 @@ from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
 from mlxlm.checkpoint.gguf.reader import Array, Header
 from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_scaling, longrope_attention
 from mlxlm.checkpoint.gguf.tensors import tensor_of
-from mlxlm.errors import CheckpointError
 from mlxlm.families import FAMILIES
+from mlxlm.utils.errors import CheckpointError
 
 _ORIGINAL_CONTEXT = 8192  # of Llama 3, whose GGUF files don't say it
 _MOST_FREQUENCIES = 4096  # of a head, which has 128 dimensions as a rule

@@ -8,10 +8,10 @@ from tokenizers import AddedToken, decoders, models, processors
 from mlxlm.checkpoint.gguf.from_metadata import Keys
 from mlxlm.checkpoint.gguf.pre import PRES
 from mlxlm.checkpoint.gguf.reader import Array
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.tokenizer.sentencepiece import CONTROL, LONGEST, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 from mlxlm.tokenizer.tokenizer import around_text
+from mlxlm.utils.errors import TokenizerError
 
 _ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "pad": None, "unk": 0}  # where a file doesn't say, as in llama.cpp

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.from_metadata import Keys, architecture_of, values_of
 from mlxlm.checkpoint.gguf.from_tokenizer import tokenizer_of
 from mlxlm.checkpoint.gguf.reader import Header, read_header
@@ -16,8 +16,8 @@ from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.stored import as_modules
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError
 from mlxlm.families import huggingface
+from mlxlm.utils.errors import CheckpointError
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_PARTS = 1000

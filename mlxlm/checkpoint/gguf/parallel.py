@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from mlxlm import platform
+from mlxlm.backend import platform
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")

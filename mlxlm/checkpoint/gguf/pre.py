@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from mlxlm.errors import TokenizerError
+from mlxlm.utils.errors import TokenizerError
 
 _BYTES = "bytes"  # bytes become printable characters: at the end, or with GPT-2's expression
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -27,9 +27,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|{_DIGIT}{_REST}"
-_GPT4O = (
-    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}{_REST}"
-)
+_GPT4O = rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}{_REST}"
 _DEEPSEEK = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",

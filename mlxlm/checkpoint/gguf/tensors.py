@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.parallel import in_order
 from mlxlm.checkpoint.gguf.reader import Info, mapped
 from mlxlm.checkpoint.tensors import Tensor
-from mlxlm.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError
 
 _PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
 _EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}  # all of these bits are set in NaN and infinity, and in nothing else

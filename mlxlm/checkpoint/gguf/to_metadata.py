@@ -9,8 +9,8 @@ from typing import Any
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
 from mlxlm.checkpoint.gguf.rope import longrope_attention
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError
 from mlxlm.families.windows import SLIDING
+from mlxlm.utils.errors import CheckpointError
 
 INT, FLOAT, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9  # the format's numbers for types of values
 _YARN = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")

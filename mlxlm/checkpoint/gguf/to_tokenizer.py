@@ -11,10 +11,10 @@ from typing import Any
 from mlxlm.checkpoint.gguf.pre import pre_of
 from mlxlm.checkpoint.gguf.to_metadata import ARRAY, BOOL, FLOAT, INT, STRING
 from mlxlm.config import ModelConfig
-from mlxlm.errors import TokenizerError
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.sentencepiece import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 from mlxlm.tokenizer.tokenizer import check_unicode
+from mlxlm.utils.errors import TokenizerError
 
 _INT32 = 5  # the format's number
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.architectures import Architecture
 from mlxlm.checkpoint.gguf.ggml import NUMBERS, TYPES
 from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_factors
@@ -20,9 +20,9 @@ from mlxlm.checkpoint.gguf.to_tokenizer import tokenizer_metadata
 from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError
-from mlxlm.files import new_file
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.files import new_file
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # llama_ftype in llama.h

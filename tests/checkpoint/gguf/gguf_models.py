@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxlm._mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from gguf_models import MODELS, random_model, tensors_of
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface
 from mlxlm.checkpoint.gguf.rope import llama3_factors, llama3_scaling
 from mlxlm.checkpoint.gguf.to_metadata import architecture_for
 from mlxlm.checkpoint.safetensors import load_weights
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError
 
 
 def bits(value: mx.array) -> bytes:

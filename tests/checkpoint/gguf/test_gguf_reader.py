@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.reader import Array, read_header
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.errors import CheckpointError, ConfigError
+from mlxlm.utils.errors import CheckpointError, ConfigError
 
 NUMBERS = {
     oracle.GGUFValueType.UINT8: st.integers(0, 2**8 - 1),

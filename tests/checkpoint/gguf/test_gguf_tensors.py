@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from gguf_models import random_model, tensors_of
 
-from mlxlm._mlx import mx
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.ggml import TYPES
 from mlxlm.checkpoint.gguf.reader import read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, tensor_of
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
-from mlxlm.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError
 
 
 def test_types_are_ggmls():

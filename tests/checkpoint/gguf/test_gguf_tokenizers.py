@@ -18,10 +18,10 @@ from mlxlm.checkpoint.gguf.reader import read_header
 from mlxlm.checkpoint.gguf.to_tokenizer import tokenizer_metadata
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.errors import ConfigError, TokenizerError
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.tokenizer.train import WORDS
+from mlxlm.utils.errors import ConfigError, TokenizerError
 
 # Prose, code, numbers, accents, CJK, emoji, odd spaces; no U+2581, which SentencePiece can't tell from a space.
 SAMPLE = (

@@ -9,7 +9,7 @@ from mlxlm.checkpoint.gguf.parallel import in_order
 
 @pytest.fixture(params=[1, 2, 8])
 def cores(request, monkeypatch):
-    monkeypatch.setattr("mlxlm.platform.cpu_cores", lambda: request.param)
+    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: request.param)
     return request.param
 
 

@@ -1,0 +1,201 @@
+"""What a checkpoint is, in people's words, from its headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU
+from mlxlm.checkpoint.foreign import build_foreign
+from mlxlm.checkpoint.load import fits_float32
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.config import ModelConfig
+from mlxlm.convert.tensor_diff import plain
+from mlxlm.families import caveat, quantization_of
+from mlxlm.utils.errors import CheckpointError, TokenizerError
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    kind: str
+    vocab_size: int
+    special_tokens: dict[str, int]
+    begin: str | None
+    end: str | None
+    chat_template: bool
+
+
+@dataclass(frozen=True)
+class Description:
+    """architecture: a heading -> one phrase. types: the file's word for a type -> tensors and bytes of it.
+    quantization: the default plan, None where there is none; exceptions: layers with another plan, or False for a
+    layer left as it is. memory: bytes of the weights as they will be computed with on this machine;
+    cache_per_token: bytes of the key-value cache a token, None for a model of mlx_lm. tokenizer None: none that
+    mlxlm reads, see `warnings`.
+    """
+
+    path: str
+    format: str
+    family: str
+    path_taken: str
+    problem: str | None
+    architecture: dict[str, str]
+    tensors: int
+    parameters: int
+    bytes: int
+    bits_per_weight: float
+    types: dict[str, tuple[int, int]]
+    quantization: dict[str, Any] | None
+    exceptions: dict[str, Any]
+    memory: int
+    cache_per_token: int | None
+    tokenizer: TokenizerFacts | None
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    """The facts about an open checkpoint. Reads headers and the tokenizer only, whatever the model's size.
+
+    What makes a checkpoint unusable (missing tensors, shapes that aren't the configuration's) is an error of
+    `open_checkpoint`; `warnings` are what is odd and does no harm.
+    """
+    config, values = checkpoint.config, checkpoint.values
+    parameters = sum(math.prod(tensor.shape) for tensor in plain(checkpoint).values())
+    size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    plan = dict(_quantization(checkpoint) or {})
+    exceptions = {name: entry for name, entry in plan.items() if isinstance(entry, Mapping | bool)}
+    default = {name: entry for name, entry in plan.items() if name not in exceptions}
+    tokenizer, warnings = _tokenizer(checkpoint)
+    if config is not None and (own := caveat(config)):
+        warnings.append(own)
+    problem, limits = (None, []) if config is not None else _of_mlx_lm(checkpoint)
+    warnings += limits
+    widened = ON_CPU and (config is None or fits_float32(config, platform.total_memory()))
+    unused = [name for name in exceptions if f"{name}.weight" not in checkpoint.tensors]
+    if unused:
+        warnings.append(f"the quantization names {unused[0]}, which has no weight (and {len(unused) - 1} more)")
+    return Description(
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        family=str(values.get("model_type", "unnamed")),
+        path_taken=f"mlx_lm: mlxlm's has no {checkpoint.foreign}" if config is None else "mlxlm's own decoder",
+        problem=problem,
+        architecture=_architecture(config) if config is not None else {},
+        tensors=len(checkpoint.tensors),
+        parameters=parameters,
+        bytes=size,
+        bits_per_weight=8 * size / max(parameters, 1),
+        types=_types(checkpoint),
+        quantization=default or None,
+        exceptions=exceptions,
+        memory=4 * parameters if widened else size,
+        cache_per_token=None if config is None else config.kv_bytes_per_token(4 if ON_CPU else 2),
+        tokenizer=tokenizer,
+        warnings=warnings,
+    )
+
+
+def _of_mlx_lm(checkpoint: Checkpoint) -> tuple[str | None, list[str]]:
+    """Why mlx_lm can't run a model, as far as its configuration says, and warnings about one that it can."""
+    try:
+        _, limit = build_foreign(checkpoint)
+    except CheckpointError as error:
+        return str(error), []
+    return None, [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []
+
+
+def _quantization(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    config = checkpoint.config
+    found = quantization_of(checkpoint.values) if config is None else config.quantization
+    return found if isinstance(found, Mapping) else None
+
+
+def _types(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """The stored types, the one with most bytes first."""
+    found: dict[str, tuple[int, int]] = {}
+    for tensor in checkpoint.tensors.values():
+        count, size = found.get(tensor.stored, (0, 0))
+        found[tensor.stored] = (count + 1, size + tensor.nbytes)
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def _tokenizer(checkpoint: Checkpoint) -> tuple[TokenizerFacts | None, list[str]]:
+    try:
+        tokenizer = checkpoint.load_tokenizer()
+    except TokenizerError as error:
+        return None, [str(error)]
+    names = tokenizer.names
+    facts = TokenizerFacts(
+        kind=tokenizer.kind,
+        vocab_size=tokenizer.vocab_size,
+        special_tokens=tokenizer.special_tokens,
+        begin=names.get("bos"),
+        end=names.get("eos"),
+        chat_template=tokenizer.chat_template is not None,
+    )
+    size = None if checkpoint.config is None else checkpoint.config.vocab_size
+    if size is not None and tokenizer.vocab_size > size:
+        return facts, [f"the tokenizer has {tokenizer.vocab_size} tokens and the model {size}: it can't be used"]
+    return facts, []
+
+
+def _architecture(c: ModelConfig) -> dict[str, str]:
+    parts = {
+        "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
+        "attention": _attention(c),
+        "feed-forward": f"{c.intermediate_size}, {c.hidden_act}{', gated' if c.mlp_gated else ''}",
+        "norms": _norms(c),
+        "positions": _positions(c),
+        "context": f"{c.max_position_embeddings} tokens",
+        "vocabulary": f"{c.vocab_size}, head {'tied to the embedding' if c.tie_word_embeddings else 'of its own'}",
+    }
+    biases = [name for name, there in (("attention", c.attention_bias), ("feed-forward", c.mlp_bias)) if there]
+    if biases:
+        parts["biases"] = " and ".join(biases)
+    if c.sliding_window:
+        local = (c.layer_types or ("sliding_attention",) * c.num_hidden_layers).count("sliding_attention")
+        parts["window"] = f"{c.sliding_window} tokens in {local} of {c.num_hidden_layers} layers"
+    caps = (("attention scores", c.attn_logit_softcapping), ("logits", c.final_logit_softcapping))
+    if any(cap for _, cap in caps):
+        parts["soft caps"] = ", ".join(f"{name} at {cap:g}" for name, cap in caps if cap)
+    return parts
+
+
+def _attention(c: ModelConfig) -> str:
+    heads, kv = c.num_attention_heads, c.num_key_value_heads
+    kind = "multi-head" if kv == heads else "multi-query" if kv == 1 else "grouped-query"
+    shared = "" if kv == heads else f" on {kv} key-value head{'s' if kv > 1 else ''}"
+    normed = {"head": ", each query and key normalised", "projection": ", queries and keys normalised"}
+    return f"{kind}, {heads} heads of {c.head_dim}{shared}{normed.get(c.qk_norm, '')}"
+
+
+def _norms(c: ModelConfig) -> str:
+    kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[c.norm]
+    place = {
+        "pre": "before each sublayer",
+        "post": "on the stream after each sublayer",
+        "output": "on each sublayer's output",
+        "both": "before and after each sublayer",
+    }[c.norm_placement]
+    beside = ", both sublayers beside each other" if c.parallel_residual else ""
+    return f"{kind} {place}{beside}, epsilon {c.rms_norm_eps:g}"
+
+
+def _positions(c: ModelConfig) -> str:
+    if c.positions != "rope":
+        return c.positions.replace("alibi", "ALiBi")
+    text = f"rotary, base {c.rope_theta:g}"
+    if c.partial_rotary_factor != 1:
+        text += f", {100 * c.partial_rotary_factor:g} % of a head"
+    scaling = c.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        factor = scaling.get("factor")
+        text += f", {kind} scaling" + (f" by {factor:g}" if isinstance(factor, int | float) else "")
+    return text

@@ -1,0 +1,195 @@
+"""What a checkpoint says beside its weights: whether its configuration and tokenizer came along when it was written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.config import ModelConfig
+from mlxlm.convert.tensor_diff import config_changes
+from mlxlm.model.positions import Rotary
+from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import CheckpointError, TokenizerError
+
+TEXT = """The lighthouse keeper wrote down the weather every morning: the wind, the height of the waves, and whether
+the mail boat could land. In March 1911 it could not for nineteen days. "We have flour," he noted, "and oil for the
+lamp, and two books that I know by heart." On the twentieth day he counted 3 ships and 1 whale.
+
+def area(width, height):
+    return width * height  # in square metres
+"""
+# Further texts: numbers, other scripts and signs, runs of spaces, what looks like a special token. None begins with
+# a space or is written decomposed, where tokenizers are known to differ between formats.
+_TEXTS = (
+    TEXT,
+    "naïve café, Straße; 東京都は日本の首都です。 Привет, мир! שלום 👩‍👩‍👧🎉 1,234.56 ½ ² …—“quotes”",
+    "x\t=\t1\r\n\n\n\ny  =   2    # DON'T we'll <s> </s> <|endoftext|> <|im_start|>user [INST] <unk>",
+)
+_ROLES = ("bos", "eos", "pad", "unk")
+# Fields that a format has no place for, or says in words of its own: named where they change, and no error.
+_NOT_CARRIED = {
+    "gguf": {"model_type", "tie_word_embeddings", "hidden_act", "bos_token_id", "pad_token_id"},
+    "llama2.c": {"model_type", "bos_token_id", "pad_token_id"},
+}
+_ENDS_IN_GGUF = 3  # token ids
+_NEAR = 1e-6  # relative: formats keep numbers in float32
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was compared. `result`: "equal", "within rounding", "in part" (the format has no place for
+    some of it), "skipped", or of another program "differs" and "refused" where it has its own way with this model or
+    can't run it at all. `detail`: one phrase."""
+
+    name: str
+    result: str
+    detail: str
+
+
+def check_carried(source: Checkpoint, written: Checkpoint, label: str) -> list[Check]:
+    """Compare tokenizer and configuration of `written`, called `label` in errors, with those of `source`.
+
+    Raises CheckpointError naming the first thing that was lost though the format has a place for it.
+    """
+    before, after = _tokenizer(source), None
+    if before is not None:
+        try:
+            after = written.load_tokenizer()
+        except TokenizerError as error:
+            raise CheckpointError(f"{label}: its tokenizer can't be read: {error.message}") from None
+    sides = _Side(source, before), _Side(written, after)
+    return [_check_tokenizer(*sides, label), _check_configuration(*sides, label)]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A checkpoint and its tokenizer, read once; None for one that mlxlm can't read."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a text: the configuration's and the tokenizer's, as generation takes them."""
+        own = self.id("eos")
+        return self.config.eos_ids | (frozenset() if own is None else {own})
+
+    def id(self, role: str) -> int | None:
+        return None if self.tokenizer is None else getattr(self.tokenizer, f"{role}_id")
+
+
+def _check_configuration(source: _Side, written: _Side, label: str) -> Check:
+    changes = config_changes(source.checkpoint, written.checkpoint)
+    for name in _same_meaning(source, written):
+        changes.pop(name, None)
+    format = written.checkpoint.format
+    allowed = _NOT_CARRIED.get(format, set())
+    if format == "gguf" and len(source.ends) > _ENDS_IN_GGUF and written.ends < source.ends:
+        allowed = allowed | {"eos_token_id"}
+    for name, (before, after) in changes.items():
+        if name not in allowed:
+            was = f"{before!r} in {source.checkpoint.path}"
+            raise CheckpointError(f"{label}: the configuration's {name} is {after!r} and was {was}")
+    if not changes:
+        return Check("configuration", "equal", "all fields")
+    lost = ", ".join(f"{name} ({before!r} becomes {after!r})" for name, (before, after) in changes.items())
+    return Check("configuration", "in part", f"the format says otherwise: {lost}")
+
+
+def _check_tokenizer(source: _Side, written: _Side, label: str) -> Check:
+    before = source.tokenizer
+    if before is None:
+        return Check("tokenizer", "skipped", "the source has none that mlxlm reads")
+    lost = []
+    if written.checkpoint.format == "llama2.c":
+        lost = ["chat template"] if before.chat_template else []
+        lost += [f"{role} token" for role in _ROLES if source.id(role) is not None and written.id(role) is None]
+    for problem in _problems(source, written):
+        if not any(name in problem for name in lost):
+            raise CheckpointError(f"{label}: its tokenizer differs from the source's: {problem}")
+    kept = f"equal ids of {len(_TEXTS)} texts and special tokens"
+    if lost:
+        return Check("tokenizer", "in part", f"{kept}; no place in the format for {', '.join(lost)}")
+    return Check("tokenizer", "equal", kept + (", equal chat template" if before.chat_template else ""))
+
+
+def _problems(source: _Side, written: _Side) -> Iterator[str]:
+    before, after = source.tokenizer, written.tokenizer
+    for text in _TEXTS:
+        ids, others = before.encode(text), after.encode(text)
+        if ids != others:
+            at = next((i for i, pair in enumerate(zip(ids, others, strict=False)) if pair[0] != pair[1]), 0)
+            shown = before.decode(ids[at : at + 4]) or text[:16]
+            yield f"other tokens at {shown!r}, {others[at : at + 3]} and not {ids[at : at + 3]}"
+        if before.decode(ids) != after.decode(ids):
+            yield f"the tokens of {text[:16]!r} are another text"
+    for role in _ROLES:
+        was, now = source.id(role), written.id(role)
+        if was is not None and was != now:
+            yield f"the {role} token is {now} and was {was}"
+    for text, id in before.special_tokens.items():
+        if after.special_tokens.get(text) != id:
+            yield f"{text!r} is no special token with the id {id}"
+    if (before.chat_template or None) != (after.chat_template or None):
+        yield "the chat template is another"
+
+
+def _same_meaning(source: _Side, written: _Side) -> Iterator[str]:
+    """Fields that may differ, since both values mean the same."""
+    a, b = source.config, written.config
+    if all(a.window(i) == b.window(i) for i in range(a.num_hidden_layers)):
+        yield from ("sliding_window", "layer_types")
+    if _biases(a) == _biases(b):
+        yield from ("attention_bias", "attention_out_bias")
+    if _turn_alike(a, b):
+        yield from ("rope_theta", "rope_scaling", "partial_rotary_factor")
+    if source.ends == written.ends:
+        yield "eos_token_id"
+    for name in ("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"):
+        x, y = getattr(a, name), getattr(b, name)
+        if x is not None and y is not None and math.isclose(x, y, rel_tol=_NEAR):
+            yield name
+    for role in ("bos", "eos", "pad"):
+        name = f"{role}_token_id"
+        if getattr(a, name) is None and getattr(b, name) == source.id(role):
+            yield name  # a format with one place for it has the tokenizer's
+
+
+def _biases(config: ModelConfig) -> tuple[bool, bool]:
+    out = config.attention_out_bias
+    return config.attention_bias, config.attention_bias if out is None else out
+
+
+def _turn_alike(a: ModelConfig, b: ModelConfig) -> bool:
+    """Whether rotary positions turn by the same angles, whatever the words for them."""
+    if a.positions != "rope" or b.positions != "rope":
+        return a.positions == b.positions
+    if a.rotary_dims != b.rotary_dims:
+        return False
+    one, two = Rotary(a), Rotary(b)
+    if (one.kind == "dynamic" or two.kind == "dynamic") and (one.kind, one.growth) != (two.kind, two.growth):
+        return False
+    if one.change != two.change or not math.isclose(one.base, two.base, rel_tol=_NEAR):
+        return False
+    tables = ("wavelengths", "long_wavelengths", "query_scale")
+    return all(_near(getattr(one, name), getattr(two, name)) for name in tables)
+
+
+def _near(a: mx.array | None, b: mx.array | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and mx.allclose(a, b, rtol=10 * _NEAR, atol=0).item()
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    try:
+        return checkpoint.load_tokenizer()
+    except TokenizerError:
+        return None

@@ -1,0 +1,160 @@
+"""What was written is read again and compared with its source: tensors, logits, greedy tokens, and other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.bits import same_bits
+from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.tensors import Tensor
+from mlxlm.config import ModelConfig
+from mlxlm.convert.compare import Comparison, compare
+from mlxlm.convert.cross_check import ask_others, greedy
+from mlxlm.convert.metadata import TEXT, Check, check_carried
+from mlxlm.convert.tensor_diff import in_float32, plain
+from mlxlm.utils.errors import CheckpointError, TokenizerError
+
+GREEDY = 64  # tokens
+
+# The largest KL divergence (nats per token) that rounding to a type may cost. They are bounds for what is wrong, not
+# for what is good: a matrix in another place or a wrong rotary base costs whole nats in a trained model.
+ALLOWED = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0}
+
+# llama.cpp's blocks of 32 weights with a scale in float16. A weight is off by at most this share of its block's largest
+# one: half a step of 1/127, or a whole one of 1/8 at the end that has no own value; 2^-11 is the scale's rounding.
+_STEP = {"Q8_0": 0.5 / 127 + 2**-11, "Q4_0": 1 / 8 + 2**-11}
+_SUBNORMAL = {"Q8_0": 128 * 2**-25, "Q4_0": 8 * 2**-25}  # for scales below float16's normal range
+_BLOCK = 32
+_SUMS = "norms plus one in F32"  # how llama.cpp has Gemma's
+
+Progress = Callable[[str, int, int], None]
+
+
+def verify(
+    source: Checkpoint,
+    written: Checkpoint,
+    label: str,
+    others: Sequence[str] = (),
+    progress: Progress | None = None,
+    warned: bool = False,
+) -> list[Check]:
+    """Compare `written`, called `label` in errors, with `source` and with what the peers `others` make of it.
+
+    `others` are names in `peers.NEEDS`. `progress(phase, done, total)` is told how far each phase is. `warned`: the
+    writer has said that others may cut text into other tokens. Where every weight is equal to the bit, so must be
+    the logits and the greedy tokens. Where weights were rounded, each must be its source rounded to its type, and
+    the logits within `ALLOWED` of that type. Configuration and tokenizer must say the same: see `check_carried`.
+    Raises CheckpointError naming the first tensor, field or layer that differs by more.
+    """
+    tell = progress or (lambda phase, done, total: None)
+    rounded = _check_tensors(source, written, label, tell)
+    wide, written_wide = in_float32(source), in_float32(written)
+    exact = not rounded
+    checks = [Check("tensors", "equal" if exact else "within rounding", _rounding(rounded))]
+    checks += check_carried(source, written, label)
+    ids = prompt(source)
+    said = compare(wide, written_wide, [ids], progress=lambda done, total: tell("comparing logits", done, total))
+    checks.append(_judged(said, rounded, label))
+    reason = _too_large(written)
+    if reason:
+        return [*checks, *(Check(name, "skipped", reason) for name in ("greedy tokens", *others))]
+    room, window = _room(written.config), written.config.sliding_window
+    start = max(1, min(16, room // 2, len(ids) // 2, (window or room) // 2))
+    count = min(GREEDY, room - start)
+    theirs = greedy(wide, ids[:start], count, lambda done: tell("comparing greedy tokens", done, 2 * count))
+    ours = greedy(written_wide, ids[:start], count, lambda n: tell("comparing greedy tokens", count + n, 2 * count))
+    same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), count)
+    if exact and same < count:
+        raise CheckpointError(f"{label}: greedy token {same + 1} is {ours[same]} and was {theirs[same]}")
+    detail = f"all {count}" if same == count else f"{same} of {count} before rounding decides for another one"
+    checks.append(Check("greedy tokens", "equal" if same == count else "within rounding", detail))
+    # mlx_lm and llama.cpp run some families without their window: what they are asked about is no longer.
+    text = [*ids[:start], *ours][: max(window or room, 2)]
+    return [*checks, *ask_others(source, written, label, others, text, start, tell, warned)]
+
+
+def prompt(checkpoint: Checkpoint) -> list[int]:
+    """Tokens to compare logits on: of `TEXT`, or any where there is no tokenizer for it."""
+    size = checkpoint.config.vocab_size
+    try:
+        ids = checkpoint.load_tokenizer().encode(TEXT)
+    except TokenizerError:
+        ids = [(7919 * i + 31) % size for i in range(128)]
+    return [i for i in ids if i < size][: checkpoint.config.max_position_embeddings]
+
+
+def _check_tensors(source: Checkpoint, written: Checkpoint, label: str, tell: Progress) -> set[str]:
+    """The types that weights were rounded to; empty if all are equal. Raises CheckpointError for any other change."""
+    before, after = plain(source), plain(written)
+    if source.config.tie_word_embeddings and not written.config.tie_word_embeddings:  # as a format may want it
+        before = {**before, "lm_head.weight": before["model.embed_tokens.weight"]}
+    apart = [name for name in before if name not in after] + [name for name in after if name not in before]
+    if apart:
+        raise CheckpointError(f"{label}: {apart[0]} is in only one of source and output")
+    rounded = set()
+    for done, (name, tensor) in enumerate(before.items(), start=1):
+        if tensor.shape != after[name].shape:
+            raise CheckpointError(
+                f"{label}: {name} is {list(after[name].shape)} and was {list(tensor.shape)} in {source.path}"
+            )
+        result = _changed(tensor, after[name])
+        if result is None:
+            raise CheckpointError(f"{label}: {name} differs from {source.path}")
+        if result:
+            rounded.add(result)
+        tell("comparing tensors", done, len(before))
+    return rounded
+
+
+def _rounding(rounded: set[str]) -> str:
+    types = sorted(rounded - {_SUMS})
+    parts = ["rounded to " + ", ".join(types)] if types else []
+    return "; ".join([*parts, _SUMS] if _SUMS in rounded else parts) or "to the bit"
+
+
+def _changed(source: Tensor, written: Tensor) -> str | None:
+    """The type to which rounding changed values, or `_SUMS`; "" where none changed, None for any other change."""
+    a, b = source.read(), written.read()
+    if a.dtype == b.dtype and same_bits(a, b):
+        return ""
+    x, y = a.astype(mx.float32), b.astype(mx.float32)
+    if mx.array_equal(x, y).item():
+        return ""
+    if written.stored in _STEP:
+        blocks, error = mx.abs(x).reshape(-1, _BLOCK), mx.abs(y - x).reshape(-1, _BLOCK)
+        limit = blocks.max(axis=-1, keepdims=True) * _STEP[written.stored] + _SUBNORMAL[written.stored]
+        return written.stored if (error <= limit).all().item() else None
+    if mx.array_equal(a.astype(b.dtype).astype(mx.float32), y).item():
+        return written.stored
+    near = b.dtype == mx.float32 and x.ndim == 1 and (mx.abs(y - x) <= 2**-22 * mx.maximum(1, mx.abs(x))).all().item()
+    return _SUMS if near else None
+
+
+def _judged(said: Comparison, rounded: set[str], label: str) -> Check:
+    limit = max((ALLOWED.get(kind, ALLOWED["F32"]) for kind in rounded), default=ALLOWED["F32"])
+    detail = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1:.1f} %"
+    if said.identical:
+        return Check("logits", "equal", f"to the bit over {said.tokens} tokens")
+    if said.kl > limit or (not rounded and said.first_different):
+        # Without rounding, sums are in the same order: what differs is the configuration.
+        first = said.first_different or next(iter(said.worst(1)), "the output head")
+        raise CheckpointError(f"{label}: its logits differ from the source's, from {first} on ({detail})")
+    return Check("logits", "within rounding", detail)
+
+
+def _too_large(checkpoint: Checkpoint) -> str | None:
+    """Why the model isn't run as a whole here; None if it has room, in float32, as peers on a CPU need it too."""
+    needed = 4 * checkpoint.config.parameter_count()
+    room = min(psutil.virtual_memory().available, platform.total_memory())
+    if needed < 0.7 * room:
+        return None
+    return f"the model needs {needed / 1e9:.1f} GB in float32, {room / 1e9:.1f} GB are free"
+
+
+def _room(config: ModelConfig) -> int:
+    """How many tokens a text may have that is generated step by step: its context, or where its positions change."""
+    return min(config.max_position_embeddings, config.positions_change or config.max_position_embeddings)

@@ -1,0 +1,1 @@
+"""Experiments of many training runs: scaling laws and architecture comparisons."""

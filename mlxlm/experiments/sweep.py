@@ -1,0 +1,91 @@
+"""What makes several runs comparable: the same data and tokenizer, made once, and a folder that can be gone on with."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.layout import is_run, step_of
+from mlxlm.config import ModelConfig
+from mlxlm.data import Manifest, prepare, total_bytes
+from mlxlm.data.sources import read_once
+from mlxlm.tokenizer import Tokenizer
+from mlxlm.train.run import Run
+from mlxlm.train.start import Phase, check_tokenizer, no_phase, prepared_source, start_run, tokenizer_for
+from mlxlm.utils.errors import ConfigError, DataError
+
+
+def asked(sources: Sequence[str | Path], **arguments: Any) -> dict[str, Any]:
+    """What was asked for, as JSON will have it when it is read back; paths are absolute.
+
+    Raises DataError for stdin and pipes, which can't be read again.
+    """
+    if (once := read_once(sources)) is not None:
+        raise DataError(f"{once} can be read only once, and a folder of runs can be continued", "a file")
+    lists = {"sources": sources, "validation": arguments.get("validation", ())}
+    if arguments.get("tokenizer") is not None:
+        arguments["tokenizer"] = str(Path(arguments["tokenizer"]).resolve())
+    paths = {name: [str(Path(path).resolve()) for path in found] for name, found in lists.items()}
+    return json.loads(json.dumps({**arguments, **paths}))
+
+
+def check_asked(out: Path, there: Mapping[str, Any], now: Mapping[str, Any], what: str, command: str) -> None:
+    """Raise ConfigError where `out` was begun with other arguments."""
+    if changed := [name for name, value in now.items() if there.get(name) != value]:
+        hint = f"{command} --out {shlex.quote(str(out))} to go on with it, or another --out"
+        raise ConfigError(f"{out} is a {what} with other {', '.join(changed)}", hint)
+
+
+def shared_data(
+    folder: Path,
+    sources: Sequence[str | Path],
+    vocab_size: int | None,
+    *,
+    exact: bool,
+    tokenizer: str | Path | None,
+    kind: str,
+    text_column: str | None,
+    weights: Sequence[float] | None,
+    validation: Sequence[str | Path],
+    validation_fraction: float,
+    on_bad_input: str,
+    seed: int,
+    phase: Phase,
+) -> tuple[Tokenizer, Path]:
+    """The tokenizer, and where the shards are: in `folder`/data, unless `sources` is prepared data. Arguments as of
+    `start_run`; `exact`: see `mlxlm.tokenizer.train`."""
+    prepared = prepared_source(sources)
+    reading = {
+        "weights": weights, "text_column": text_column, "validation_paths": validation,
+        "validation_fraction": validation_fraction, "seed": seed, "on_bad_input": on_bad_input,
+    }  # fmt: skip
+    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
+    if prepared:
+        check_tokenizer(Manifest.read(prepared), words, prepared)
+        return words, prepared.resolve()
+    with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
+        prepare(sources, words, folder / "data", progress=advance, **reading)
+    return words, folder / "data"
+
+
+def recorded(data: Path, folder: Path) -> str:
+    """Where the shards are, as a file in `folder` says it: what lies inside goes with the folder."""
+    return data.name if data.parent == folder else str(data)
+
+
+def one_of(path: Path, data: Path, config: ModelConfig, settings: dict[str, Any], phase: Phase = no_phase) -> Run:
+    """The run at `path`, made if it isn't there yet."""
+    gc.collect()  # the run before is held by cycles: its bytes would count as this one's
+    mx.clear_cache()
+    return Run.open(path) if is_run(path) else start_run(path, [data], config, settings=settings, phase=phase)
+
+
+def is_finished(run: Run) -> bool:
+    """Whether its last step is saved."""
+    checkpoints = run.checkpoints()
+    return bool(checkpoints) and step_of(checkpoints[-1]) == run.settings.steps

@@ -1,0 +1,1 @@
+"""Data-parallel training in several processes, on one machine or many."""

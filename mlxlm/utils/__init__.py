@@ -1,0 +1,1 @@
+"""Helpers without any knowledge of language models: errors, files, bounded reads, number formatting."""
