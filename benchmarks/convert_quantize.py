@@ -106,12 +106,12 @@ def write_source(folder: Path, preset: str, shard_bytes: int) -> None:
     from mlxlm.backend.mlx import mx, tree_flatten
     from mlxlm.checkpoint import huggingface
     from mlxlm.checkpoint.tensors import Tensor
-    from mlxlm.config import ModelConfig
+    from mlxlm.families import config_to_hf, load_preset
     from mlxlm.model import Decoder
     from mlxlm.tokenizer import train
 
     folder.mkdir()
-    config = ModelConfig.preset(preset)
+    config = load_preset(preset)
     tensors = {}
     for i, (name, value) in enumerate(tree_flatten(Decoder(config).parameters())):
 
@@ -122,7 +122,7 @@ def write_source(folder: Path, preset: str, shard_bytes: int) -> None:
 
         tensors[name] = Tensor(tuple(value.shape), mx.bfloat16, "BF16", 2 * value.size, read)
     tokenizer = train(["a tokenizer of which one token is used, so that any text is enough to train it"], 270)
-    huggingface.write(folder, config.to_dict(), config, tensors, tokenizer, shard_bytes=shard_bytes)
+    huggingface.write(folder, config_to_hf(config), config, tensors, tokenizer, shard_bytes=shard_bytes)
 
 
 def quality(options: argparse.Namespace, folder: Path) -> None:

@@ -97,6 +97,7 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
     from mlxlm.checkpoint import save_weights
     from mlxlm.config import ModelConfig
     from mlxlm.convert import convert
+    from mlxlm.families import config_to_hf
     from mlxlm.model import Decoder
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import train
@@ -112,7 +113,7 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
     model = Decoder(config)
     model.initialize(0)
     save_weights(source, dict(tree_flatten(model.parameters())))
-    write_json(source / "config.json", config.to_dict())
+    write_json(source / "config.json", config_to_hf(config))
     train(["a tokenizer that the benchmark never uses: prompts are token ids"], 270).save(source)
     if 16 in bits:
         convert(source, folder / "16-bit", dtype="float16", verify_output=False)

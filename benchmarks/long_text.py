@@ -49,11 +49,11 @@ def worker(count: int, size: str, bits: str) -> None:
     from mlxlm.backend import platform
     from mlxlm.backend.mlx import mx
     from mlxlm.cache import KVOptions
-    from mlxlm.config import ModelConfig
+    from mlxlm.families import load_preset
     from mlxlm.generation import Context, tokens
     from mlxlm.model import Decoder
 
-    model = Decoder(ModelConfig.preset("1m", vocab_size=2048, max_position_embeddings=2 * count))
+    model = Decoder(load_preset("1m", vocab_size=2048, max_position_embeddings=2 * count))
     model.initialize(0)
     context = Context(model, KVOptions.of(size=int(size) or None, bits=bits))
     samples, start = [], time.perf_counter()

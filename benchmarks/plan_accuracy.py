@@ -26,13 +26,13 @@ def one(preset: str, batch: int, length: int, seconds: float, text: str) -> dict
     """Predicted and measured seconds and bytes of one run."""
     import time
 
-    from mlxlm.config import ModelConfig
     from mlxlm.data import Manifest, TokenDataset
+    from mlxlm.families import load_preset
     from mlxlm.plan import Training, training_memory
     from mlxlm.tokenizer import load
     from mlxlm.train import Finished, probe, start_run, train
 
-    config = ModelConfig.preset(preset)
+    config = load_preset(preset)
     # A shorter text supports no larger vocabulary; the embedding is then smaller than the preset's.
     shape = {"batch_size": batch, "sequence_length": length, "eval_tokens": 4 * batch * length, "save_every": 0}
     with tempfile.TemporaryDirectory() as folder:

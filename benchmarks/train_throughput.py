@@ -26,6 +26,7 @@ from mlxlm.backend.blas import load_blas
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.train import TrainSettings
@@ -180,7 +181,7 @@ def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int, *, dtype: str) 
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
         return None
-    values = {k: v for k, v in config.to_dict().items() if k not in ("torch_dtype", "architectures")}
+    values = {k: v for k, v in config_to_hf(config).items() if k not in ("torch_dtype", "architectures")}
     torch.set_num_threads(platform.cpu_cores())
     model = LlamaForCausalLM(LlamaConfig(**values, attn_implementation="sdpa")).to(getattr(torch, dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))

@@ -69,7 +69,7 @@ MKL = sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
 @pytest.mark.skipif(not MKL, reason="MKL is not installed")
 def test_products_by_two_libraries_each_where_it_is_faster():
     class_of_all = "class Any:\n    def __contains__(self, name): return isinstance(name, bytes)\n"
-    taken = f"from mlxlm import blas\nblas._AVX512 = Any()\nblas._loaded = blas._routed({str(MKL[0])!r})\n"
+    taken = f"from mlxlm.backend import blas\nblas._AVX512 = Any()\nblas._loaded = blas._routed({str(MKL[0])!r})\n"
     done = python(class_of_all + taken + _PRODUCTS, MLXLM_BLAS="none")  # nothing is loaded with the package
     assert done.stdout == "MKL and OpenBLAS True\n", done.stderr
 
@@ -78,7 +78,7 @@ def test_products_by_two_libraries_each_where_it_is_faster():
 _FORCED = """
 import sys
 from pathlib import Path
-from mlxlm import blas
+from mlxlm.backend import blas
 class Any:
     def __contains__(self, name): return isinstance(name, bytes)
 blas._AVX512, blas._amd_with_avx512 = Any(), lambda: True
@@ -119,7 +119,7 @@ def test_mkl_alone_says_why_and_a_router_cut_short_is_made_again(tmp_path):
 def test_a_library_without_the_function_is_an_error_that_says_so(tmp_path):
     """numpy of another build, whose OpenBLAS has other names."""
     code = (
-        "import ctypes\nfrom mlxlm import blas\n"
+        "import ctypes\nfrom mlxlm.backend import blas\n"
         "blas._in_numpy = lambda: ctypes.util.find_library('m')\nimport ctypes.util\nblas._routed(None)"
     )
     done = python(code, MLXLM_BLAS="none")
@@ -129,7 +129,7 @@ def test_a_library_without_the_function_is_an_error_that_says_so(tmp_path):
 @LINUX
 @pytest.mark.skipif(not MKL, reason="MKL is not installed")
 def test_mkl_stays_alone_where_openblas_would_not_use_avx512():
-    code = f"from mlxlm import blas\nblas._routed({str(MKL[0] if MKL else '')!r})"
+    code = f"from mlxlm.backend import blas\nblas._routed({str(MKL[0] if MKL else '')!r})"
     done = python(code, MLXLM_BLAS="none", OPENBLAS_CORETYPE="Haswell")
     assert "_NotFaster" in done.stderr
 

@@ -8,7 +8,8 @@ import pytest
 
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.convert.metadata import check_carried
 from mlxlm.model import Decoder

@@ -5,11 +5,13 @@ import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
-from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.convert import compare as module
 from mlxlm.convert.compare import compare
 from mlxlm.convert.tensor_diff import difference
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import write_json
@@ -19,7 +21,7 @@ def checkpoint(model: Decoder, name: str, **replaced) -> Checkpoint:
     tensors = {n: of_array(v) for n, v in tree_flatten(model.parameters())} | {
         n: of_array(v) for n, v in replaced.items()
     }
-    return Checkpoint(name, "safetensors", model.config.to_dict(), model.config, tensors, load_tokenizer=None)
+    return Checkpoint(name, "safetensors", config_to_hf(model.config), model.config, tensors, load_tokenizer=None)
 
 
 @pytest.fixture

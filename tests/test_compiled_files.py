@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from mlxlm.backend.compiled_kernels import folder, remove_broken, remove_unloaded
+from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import ON_CPU, begin, compute, mx
 from mlxlm.backend.platform import has_compiler
-from mlxlm.utils.errors import describe
 
 COMPUTE = "from mlxlm.backend.mlx import mx\nprint(mx.compile(lambda x: mx.exp(x) * x + x)(mx.zeros(3)).tolist())"
 OLD = time.time() - 60
@@ -77,7 +77,7 @@ def test_one_that_could_not_be_loaded_is_removed_if_it_is_cut_short(tmp_path):
 
 
 def test_one_that_breaks_while_a_program_runs_is_named():
-    said = describe(RuntimeError("Could not load C++ shared library /tmp/a b/libX.so: file too short"))
+    said = describe_error(RuntimeError("Could not load C++ shared library /tmp/a b/libX.so: file too short"))
     assert said.endswith("file too short (try: rm '/tmp/a b/libX.so')")
 
 

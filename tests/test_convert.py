@@ -16,6 +16,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as module
 from mlxlm.convert import convert, reference_backends
 from mlxlm.convert.tensor_diff import difference, plain
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.quantize import quantize
 from mlxlm.tokenizer import Tokenizer, sentencepiece
@@ -43,7 +44,7 @@ def write_model(tmp_path, tiny_tokenizer):
         folder.mkdir()
         weights = {n: w.astype(DTYPES[dtype]) for n, w in tree_flatten(model.parameters())}
         save_weights(folder, weights)
-        write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": dtype, "their_own_field": [1, 2]})
+        write_json(folder / "config.json", {**config_to_hf(config), "torch_dtype": dtype, "their_own_field": [1, 2]})
         if tokenizer:
             tiny_tokenizer.save(folder)
         return folder
@@ -385,7 +386,7 @@ def test_programs_are_not_asked_about_what_they_have_no_words_for(write_model, t
         asked.append(peer)
         raise reference_backends.Unavailable("not here")
 
-    monkeypatch.setattr("mlxlm.convert.cross_check.peers.ask", ask)
+    monkeypatch.setattr("mlxlm.convert.reference_backends.ask", ask)
     monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 4)
     report = convert(write_model("own", positions="alibi"), tmp_path / "own-out")
     assert not asked and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"

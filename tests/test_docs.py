@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 
 from mlxlm.cli.main import COMMANDS
+from mlxlm.families import config_to_hf
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOOLS = ("jq", "xargs")
@@ -31,7 +32,7 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
     model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=512))
     model.initialize(seed=3)
     (folder / "my-model").mkdir()
-    write_json(folder / "my-model" / "config.json", model.config.to_dict())
+    write_json(folder / "my-model" / "config.json", config_to_hf(model.config))
     mx.save_safetensors(str(folder / "my-model" / "model.safetensors"), dict(tree_flatten(model.parameters())))
     tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tiny_tokenizer.save(folder / "my-model")

@@ -9,10 +9,12 @@ import pytest
 
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
-from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.convert import convert, cross_check, reference_backends
 from mlxlm.convert.verify import verify
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 from mlxlm.utils.files import write_json
@@ -44,7 +46,7 @@ def folder(model, tmp_path, tiny_tokenizer):
     path = tmp_path / "source"
     path.mkdir()
     save_weights(path, {n: 4 * w if w.ndim > 1 else w for n, w in tree_flatten(model.parameters())})
-    write_json(path / "config.json", model.config.to_dict())
+    write_json(path / "config.json", config_to_hf(model.config))
     tiny_tokenizer.save(path)
     return path
 
@@ -160,8 +162,18 @@ def test_the_process_of_a_peer(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("peer", "said", "kind", "reason"),
     [
-        ("mlx_lm", "Traceback\nValueError: Model type mamba9 not supported.", reference_backends.Unavailable, "mamba9 not"),
-        ("mlx_lm", "Traceback\nValueError: Missing 3 parameters", reference_backends.Refused, "mlx_lm can't read it: .*Missing 3"),
+        (
+            "mlx_lm",
+            "Traceback\nValueError: Model type mamba9 not supported.",
+            reference_backends.Unavailable,
+            "mamba9 not",
+        ),
+        (
+            "mlx_lm",
+            "Traceback\nValueError: Missing 3 parameters",
+            reference_backends.Refused,
+            "mlx_lm can't read it: .*Missing 3",
+        ),
         ("mlx_lm", "", reference_backends.Refused, "exit code 1"),
         (
             "llama.cpp",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import NAMES, meaning, parse, with_parts
+from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.utils.errors import ConfigError
 
 BASE = ModelConfig(64, 4, 8, 96, 300, num_key_value_heads=2, max_position_embeddings=128)
@@ -17,7 +18,7 @@ BASE = ModelConfig(64, 4, 8, 96, 300, num_key_value_heads=2, max_position_embedd
 
 def changed(*parts, base=BASE):
     """The fields that are others then, without the family."""
-    found = with_parts(base, parse(parts))
+    found = resolve_model_type(with_parts(base, parse(parts)))
     return {
         f.name: getattr(found, f.name)
         for f in dataclasses.fields(found)
@@ -148,9 +149,10 @@ def test_what_positions_don_t_read_goes_back_to_its_default():
         "intermediate_size=256",
         "max_position_embeddings=2048",
     ]
-    bloom = with_parts(rotary, parse(parts))
+    bloom = resolve_model_type(with_parts(rotary, parse(parts)))
     assert (bloom.model_type, bloom.rope_theta, bloom.rope_scaling) == ("bloom", 10_000.0, None)
-    assert with_parts(with_parts(rotary, {"positions": "none"}), {"positions": "rope"}).model_type == "llama"
+    none = resolve_model_type(with_parts(rotary, {"positions": "none"}))
+    assert resolve_model_type(with_parts(none, {"positions": "rope"})).model_type == "llama"
 
 
 def test_words_alone():
@@ -174,8 +176,8 @@ def test_words_alone():
 )
 def test_any_parts_are_a_configuration_or_one_error(parts):
     try:
-        found = with_parts(BASE, parts)
+        found = resolve_model_type(with_parts(BASE, parts))
     except ConfigError as error:
         assert "\n" not in str(error)
     else:
-        assert found == found.settled() and ModelConfig.from_dict(found.to_dict()) == found
+        assert found == resolve_model_type(found) and config_from_hf(config_to_hf(found)) == found

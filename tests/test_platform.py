@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxlm.backend import platform
+from mlxlm.backend import device, platform
 
 LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="MLX uses Accelerate on macOS")
 
@@ -27,34 +27,32 @@ def test_without_an_mlx_backend_one_line_says_which_to_install():
 
 def test_no_module_but_one_imports_mlx():
     """What MLX needs to run well (BLAS, allocator) is set in one place, which nothing may go around."""
-    package = Path(platform.__file__).parent
+    package = Path(platform.__file__).parents[1]
     importing = re.compile(r"^\s*(import|from) mlx\b", re.MULTILINE)
-    assert [p.name for p in package.rglob("*.py") if importing.search(p.read_text())] == ["_mlx.py"]
+    assert [p.name for p in package.rglob("*.py") if importing.search(p.read_text())] == ["mlx.py"]
 
 
 def test_the_memory_of_each_kind_of_device(monkeypatch):
-    from mlxlm.backend import mlx
-
     def memory(**info):
-        monkeypatch.setattr(mlx.mx, "device_info", lambda: {"device_name": "a GPU", **info})
-        return platform.device_memory()
+        monkeypatch.setattr(device.mx, "device_info", lambda: {"device_name": "a GPU", **info})
+        return device.device_memory()
 
-    monkeypatch.setattr(mlx, "ON_CPU", True)
+    monkeypatch.setattr(device, "ON_CPU", True)
     assert memory() == platform.total_memory()
-    monkeypatch.setattr(mlx, "ON_CPU", False)
+    monkeypatch.setattr(device, "ON_CPU", False)
     assert memory(memory_size=16 << 30, max_recommended_working_set_size=12 << 30) == 12 << 30  # Metal
     assert memory(total_memory=24 << 30, free_memory=20 << 30) == 24 << 30  # CUDA
-    monkeypatch.setattr(platform, "_processes", 2)
+    monkeypatch.setattr(device, "_processes", 2)
     assert memory(total_memory=24 << 30) == 24 << 30
     assert memory(max_recommended_working_set_size=12 << 30) == 6 << 30
-    monkeypatch.setattr(platform, "_processes", 1)
+    monkeypatch.setattr(device, "_processes", 1)
     assert memory() is None
 
 
 @LINUX
 def test_the_warning_about_a_slow_blas_reaches_the_person():
     code = (
-        "from mlxlm import blas\nblas._loaded = blas.Blas('reference', None)\n"
+        "from mlxlm.backend import blas\nblas._loaded = blas.Blas('reference', None)\n"
         "from mlxlm.cli.main import main\nmain(['doctor'])"
     )
     done = python(code)

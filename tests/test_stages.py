@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.layerwise import Stages
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
@@ -59,7 +59,7 @@ def test_equal_to_the_whole_decoder_to_the_bit(tiny_config, family):
 _PEAK = """
 import sys
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.config import ModelConfig
 from mlxlm.backend.mlx import tree_flatten

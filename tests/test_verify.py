@@ -5,13 +5,14 @@ import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as converting
 from mlxlm.convert import convert
 from mlxlm.convert import verify as module
 from mlxlm.convert.verify import verify
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
@@ -61,7 +62,7 @@ def test_a_writer_that_swaps_two_rows_leaves_nothing(model, tmp_path, tiny_token
     source = tmp_path / "source"
     source.mkdir()
     save_weights(source, dict(tree_flatten(model.parameters())))
-    write_json(source / "config.json", model.config.to_dict())
+    write_json(source / "config.json", config_to_hf(model.config))
     tiny_tokenizer.save(source)
     write = huggingface.write
 

@@ -41,28 +41,6 @@ def total_memory() -> int:
     return total
 
 
-_processes = 1  # that train together on this machine
-
-
-def share_memory(processes: int) -> None:
-    """From now on `device_memory` is what each of so many processes may use; NVIDIA GPUs are each one's own."""
-    global _processes
-    _processes = processes
-
-
-def device_memory() -> int | None:
-    """Bytes that a model may use on the default device: a CPU's and an NVIDIA GPU's whole memory, on Metal what macOS
-    recommends. None for a GPU that doesn't say."""
-    from mlxlm.backend.mlx import ON_CPU, mx
-
-    if ON_CPU:
-        return total_memory() // _processes
-    info = mx.device_info()
-    if recommended := info.get("max_recommended_working_set_size"):
-        return recommended // _processes
-    return info.get("total_memory") or None
-
-
 def process_memory() -> int:
     """Resident bytes of this process."""
     import psutil

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.layout import locate
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 
 FOLDERS = ("safetensors", "pytorch")  # formats whose files lie in one folder with those of the tokenizer

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlxlm.backend.mlx import ON_CPU, nn
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.mlx_lm_model import build
 from mlxlm.checkpoint.safetensors import as_float32
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.config.validation import is_count
 from mlxlm.families import quantization_of
 from mlxlm.utils.errors import CheckpointError

@@ -13,6 +13,7 @@ from mlxlm.checkpoint.safetensors import SHARD_BYTES, write_shards
 from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import Tensors
 from mlxlm.config import ModelConfig
+from mlxlm.families import config_to_hf, resolve_model_type
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.files import write_json
 
@@ -43,7 +44,7 @@ def write(
     CheckpointError naming the tensor that can't be read or has values that are not finite, and the file if the
     disk refuses.
     """
-    config, quantized = config.settled(), config.quantization is not None
+    config, quantized = resolve_model_type(config), config.quantization is not None
     write_config(folder, values, config, _dtype(tensors))
     if tokenizer is not None:
         tokenizer.save(folder)
@@ -56,7 +57,7 @@ def write_config(folder: Path, values: Mapping[str, Any], config: ModelConfig, d
     kept = values if values.get("model_type") == config.model_type else {}
     content = {
         **{name: value for name, value in kept.items() if name not in _NOT_KEPT},
-        **config.to_dict(),
+        **config_to_hf(config),
         "torch_dtype": dtype,  # transformers 5 reads "dtype", others the older name
         "dtype": dtype,
     }

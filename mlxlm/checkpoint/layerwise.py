@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_part
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.model import Block, Decoder
 from mlxlm.model.norms import enter, make_norm
 from mlxlm.utils.errors import CheckpointError

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.llama2c_rope import rope_tables
 from mlxlm.checkpoint.llama2c_tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.stored import as_modules, as_stored
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig
+from mlxlm.families import config_to_hf
 from mlxlm.families.stored import Stored
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
@@ -72,7 +73,7 @@ def open_llama2c(path: Path | str) -> Checkpoint:
     return Checkpoint(
         path=path,
         format="llama2.c",
-        values=config.to_dict(),
+        values=config_to_hf(config),
         config=config,
         tensors=as_modules(_layout(config), stored, str(path)),
         load_tokenizer=lambda: read_tokenizer(find_tokenizer(path, config.vocab_size), config.vocab_size),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
-from mlxlm.families.rotary import SCALINGS
+from mlxlm.config.rope_scaling import SCALINGS
 from mlxlm.model.positions import attention_factor, wavelengths
 from mlxlm.utils.errors import CheckpointError
 

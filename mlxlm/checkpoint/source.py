@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import hub, pytorch, quantized, safetensors
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.gguf import open_gguf
 from mlxlm.checkpoint.layout import locate
+from mlxlm.checkpoint.llama2c import open_llama2c
 from mlxlm.checkpoint.stored import as_modules
 from mlxlm.checkpoint.tensors import Tensor, Tensors
-from mlxlm.config import ModelConfig, read_json
+from mlxlm.config import ModelConfig
 from mlxlm.config.validation import is_unused_id
+from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer import load as load_tokenizer
 from mlxlm.utils.bounded_reads import opened
 from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
+from mlxlm.utils.json_files import read_json
 
 _PARTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a user named, whatever its format.
-
-    `tensors` are the decoder's (`model.layers.0.self_attn.q_proj.weight`, ...); where `config.quantization` says so
-    a module has MLX's packed `.weight` with `.scales` and, in affine mode, `.biases`. `values` is Hugging Face's
-    configuration: the file's own, or made from another format's metadata.
-
-    `config` is None for an architecture that mlxlm leaves to mlx_lm; `foreign` says why, and `tensors` then have
-    the file's names.
-    """
-
-    path: Path
-    format: str  # "safetensors", "pytorch", "gguf" or "llama2.c"
-    values: Mapping[str, Any]
-    config: ModelConfig | None
-    tensors: Tensors = field(repr=False)
-    load_tokenizer: Callable[[], Tokenizer] = field(repr=False)
-    foreign: str | None = None
 
 
 def open_checkpoint(source: Path | str) -> Checkpoint:
@@ -76,12 +59,8 @@ def _open_file(path: Path) -> Checkpoint:
     with opened(path, CheckpointError) as file:
         start = file.read(4)
     if start == b"GGUF" or path.suffix == ".gguf":
-        from mlxlm.checkpoint.gguf import open_gguf
-
         return open_gguf(path)
     if path.suffix == ".bin" and not pytorch.looks_like(start):
-        from mlxlm.checkpoint.llama2c import open_llama2c
-
         return open_llama2c(path)
     if path.suffix in _PARTS:
         raise CheckpointError(f"{path} is one file of a model", f"its folder, {path.parent}")
@@ -110,7 +89,7 @@ def _open_folder(path: Path) -> Checkpoint:
     reason = families.unsupported(values)
     if reason:
         return Checkpoint(location.weights, format, values, None, tensors, tokenizer, reason)
-    config = ModelConfig.from_dict(values, source=str(file))
+    config = config_from_hf(values, source=str(file))
     modules = _decoder_tensors(config, tensors, location.weights)
     return Checkpoint(location.weights, format, values, config, modules, tokenizer)
 

@@ -74,9 +74,9 @@ def _comparison(
     data: tuple[str, ...], variants: tuple[str, ...], out: Path, options: dict[str, Any], duty: float
 ) -> Comparison:
     from mlxlm.cli.training import phase
-    from mlxlm.config import ModelConfig
     from mlxlm.data import Manifest, weighted
     from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
+    from mlxlm.families import load_config, load_preset
 
     if not data:
         if given := given_of(["variants", *options]):
@@ -88,7 +88,7 @@ def _comparison(
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
         *data_rules(options, data),
     )
-    config = ModelConfig.load(options["config"]) if options["config"] else ModelConfig.preset(options["preset"] or "1m")
+    config = load_config(options["config"]) if options["config"] else load_preset(options["preset"] or "1m")
     settings = settings_of(options)
     settings.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
     same = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens")

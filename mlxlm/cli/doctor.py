@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mlxlm.backend import platform
+from mlxlm.backend import device, platform
 from mlxlm.backend.blas import blas_warning, load_blas
 from mlxlm.cli import render
 from mlxlm.utils.formatting import human_bytes
@@ -46,7 +46,7 @@ def collect() -> dict[str, Any]:
         "blas": f"{blas.name} ({blas.path})" if blas.path else blas.name,
         "matmul_gflops": round(measure_matmul(), 1),
         "memory": platform.total_memory(),
-        "working_set": platform.device_memory(),
+        "working_set": device.device_memory(),
         "compiler": platform.has_compiler() if ON_CPU else "not needed",
         "model_cache": str(platform.model_cache()),
     }

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
-from mlxlm.config import ModelConfig, preset_names
+from mlxlm.config import ModelConfig
+from mlxlm.families import load_config, load_preset, preset_names
 from mlxlm.utils.errors import MlxlmError, PlatformError
 from mlxlm.utils.formatting import human_bytes
 
@@ -128,5 +129,5 @@ def _rows(m):
 
 def _config(model: str) -> ModelConfig:
     if model in preset_names() and not Path(model).exists():
-        return ModelConfig.preset(model)
-    return ModelConfig.load(model)
+        return load_preset(model)
+    return load_config(model)

@@ -14,7 +14,8 @@ import warnings
 import click
 
 from mlxlm import __version__
-from mlxlm.utils.errors import MlxlmError, describe
+from mlxlm.backend.error_text import describe_error
+from mlxlm.utils.errors import MlxlmError
 
 # name: (module:attribute, one-line help). The help stands here so that `mlxlm --help` imports nothing else.
 COMMANDS = {
@@ -158,7 +159,7 @@ def _run(args: list[str] | None) -> int:
 def print_error(error: Exception) -> None:
     """The one line of a failure, with its number where this is one of a run's processes but the first."""
     rank = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
-    print(f"{'' if rank == '0' else f'rank {rank}: '}error: {describe(error)}", file=sys.stderr, flush=True)
+    print(f"{'' if rank == '0' else f'rank {rank}: '}error: {describe_error(error)}", file=sys.stderr, flush=True)
 
 
 def _terminate(_number: int, _frame: object) -> None:

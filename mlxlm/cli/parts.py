@@ -28,11 +28,11 @@ def configured(
     where that is decided, too; some parts go by it. Raises ConfigError.
     """
     from mlxlm.config.overrides import parse, with_parts
-    from mlxlm.families import caveat
+    from mlxlm.families import caveat, resolve_model_type
 
     if parts and context is not None:
         config = config.with_changes(max_position_embeddings=context)
-    config = with_parts(config, parse(parts), decided)
+    config = resolve_model_type(with_parts(config, parse(parts), decided))
     if parts and (note := caveat(config)):
         render.say(note, style="yellow")
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from mlxlm.cli import render
-from mlxlm.config import ModelConfig, preset_names
+from mlxlm.families import load_preset, preset_names
 from mlxlm.utils.formatting import human_bytes, human_count
 
 
@@ -13,7 +13,7 @@ from mlxlm.utils.formatting import human_bytes, human_count
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def presets(as_json: bool) -> None:
     """List the model sizes that ship with mlxlm."""
-    found = {name: ModelConfig.preset(name) for name in preset_names()}
+    found = {name: load_preset(name) for name in preset_names()}
     if as_json:
         counts = {name: {**c.to_dict(), "parameters": c.parameter_count()} for name, c in found.items()}
         render.emit_json(counts)

@@ -116,8 +116,8 @@ def _lead(
 
 def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int, duty: float, begun: float):
     from mlxlm.cli.training import phase
-    from mlxlm.config import ModelConfig
     from mlxlm.data import Manifest, weighted
+    from mlxlm.families import load_config, load_preset
     from mlxlm.train import start_run
     from mlxlm.train.start import check_length
 
@@ -132,7 +132,7 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], r
     settings, config = settings_of(options), None
     if not _chooses(options):
         file, preset = options["config"], options["preset"] or "1m"
-        config = ModelConfig.load(file) if file else ModelConfig.preset(preset)
+        config = load_config(file) if file else load_preset(preset)
         decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
         length = settings.get("sequence_length", min(LONGEST, config.max_position_embeddings))
         if minutes is None:  # else the time decides, too

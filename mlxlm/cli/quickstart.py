@@ -41,9 +41,9 @@ def quickstart(
     On DATA (text files), or on the language reference that every Python carries: no network is needed.
     """
     from mlxlm.cli.training import StopRequest, describe_end, phase, run_training
-    from mlxlm.config import ModelConfig
     from mlxlm.data import Manifest
     from mlxlm.data.builtin import write_python_reference
+    from mlxlm.families import load_preset
     from mlxlm.generation import load
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import load as load_tokenizer
@@ -55,7 +55,7 @@ def quickstart(
         raise click.UsageError("--on-bad-input would have no effect: there is no DATA")
     out = out or _free_name(Path("mlxlm-quickstart"))
     policy = on_bad_input or "stop"
-    config = ModelConfig.preset(PRESET, vocab_size=_vocabulary(data, policy))
+    config = load_preset(PRESET, vocab_size=_vocabulary(data, policy))
     with tempfile.TemporaryDirectory() as folder:
         sources = list(data)
         if not sources:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from mlxlm.backend import platform
+from mlxlm.backend import device
 
 if TYPE_CHECKING:
     from mlxlm.train import Ranks
@@ -51,7 +51,7 @@ def report(secret: str, *words: object) -> None:
 def take_share(rank: int, ranks: int) -> None:
     """Leave this process its share of the memory and of the cores that it may use, where `ranks` processes have to
     share them; of the cores if the system knows such a limit."""
-    platform.share_memory(max(1, ranks))
+    device.share_memory(max(1, ranks))
     if ranks > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         own = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]

@@ -221,12 +221,12 @@ def _numbers(text: str | None) -> list[float]:
 
 def _parameters(text: str, vocab_size: int | None = None) -> float:
     """Of a preset, or a number of them."""
-    from mlxlm.config import ModelConfig, preset_names
+    from mlxlm.families import load_preset, preset_names
     from mlxlm.plan.model_sizes import parse_size
 
     if text in preset_names():
         changes = {} if vocab_size is None else {"vocab_size": vocab_size}
-        return float(ModelConfig.preset(text, **changes).parameter_count())
+        return float(load_preset(text, **changes).parameter_count())
     return parse_size(text)
 
 

@@ -1,5 +1,5 @@
 """The configuration of a decoder: its fields, their validation, and parameter and FLOP counts."""
 
-from mlxlm.config.model_config import ModelConfig, preset_names, read_json
+from mlxlm.config.model_config import ModelConfig
 
-__all__ = ["ModelConfig", "preset_names", "read_json"]
+__all__ = ["ModelConfig"]

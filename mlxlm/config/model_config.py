@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from mlxlm.config import counts
-from mlxlm.config.validation import is_count, is_unused_id, problems
-from mlxlm.families import canonical, huggingface, settled
-from mlxlm.utils.bounded_reads import read_bytes
+from mlxlm.config.numbers import is_count
+from mlxlm.config.validation import problems
 from mlxlm.utils.errors import ConfigError
-from mlxlm.utils.resources import resource
-
-_LARGEST_JSON = 4 << 20  # bytes, which take 20 times that when read; plans for thousands of layers have 1 MB
 
 
 @dataclass(frozen=True)
@@ -99,42 +92,6 @@ class ModelConfig:
         if found := list(problems(self, head_dim_given)):
             raise ConfigError("this configuration can't work: " + "; ".join(found))
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-        """Read Hugging Face's configuration. Fields that don't concern a decoder are left out.
-
-        Raises ConfigError, naming `source`, for a missing field, an impossible size, or a feature that
-        this decoder doesn't have (see `mlxlm.families.unsupported`).
-        """
-        chosen = _without_unused_ids(canonical(values, source))
-        try:
-            return cls(**chosen)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error.message}", error.hint) from None
-
-    @classmethod
-    def load(cls, path: Path | str) -> ModelConfig:
-        """Read `config.json` from a file or a model folder."""
-        return cls.from_dict(read_json(path), source=str(path))
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> ModelConfig:
-        """A configuration that ships with mlxlm, e.g. `preset("5m", vocab_size=4096)`."""
-        known = preset_names()
-        if name not in known:
-            raise ConfigError(f"there is no preset {name!r}", "one of " + ", ".join(known))
-        path = resource("models", "presets", f"{name}.json")
-        return cls.from_dict({**read_json(path), **changes}, source=f"preset {name}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `config.json` of what this is `settled` as, complete, so that other tools need no default of theirs."""
-        return huggingface(self.settled())
-
-    def settled(self) -> ModelConfig:
-        """The same with a `model_type` that can say all of it, which other tools then open: its own if that can, else
-        another family's; "mlxlm" where none of Hugging Face's has the words, and then only mlxlm opens it."""
-        return settled(self)
-
     def with_changes(self, **changes: Any) -> ModelConfig:
         """A copy with other values, validated again."""
         return replace(self, **changes)
@@ -180,36 +137,3 @@ class ModelConfig:
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that a token adds to the key-value cache, over all layers; in those with a window until it is full."""
         return counts.cached_values(self, 1) * bytes_per_value
-
-
-def _without_unused_ids(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out ids of BOS and EOS that are no tokens of the model: transformers saves GPT-2's 50256 for vocabularies
-    of any size, and fine-tuned models may name a token for which the embedding has no row. No text has them."""
-    size, result = values.get("vocab_size"), dict(values)
-
-    for name in ("bos_token_id", "eos_token_id"):
-        value = values.get(name)
-        if is_unused_id(value, size):
-            result[name] = None
-        elif isinstance(value, list) and any(is_unused_id(id, size) for id in value):
-            result[name] = [id for id in value if not is_unused_id(id, size)] or None
-    return result
-
-
-def preset_names() -> list[str]:
-    """Presets from the smallest to the largest."""
-    paths = list(resource("models", "presets").glob("*.json"))
-    return [p.stem for p in sorted(paths, key=lambda p: ModelConfig.from_dict(read_json(p)).parameter_count())]
-
-
-def read_json(path: Path | str) -> Any:
-    """The JSON value in a file, or in `config.json` of a folder. Raises ConfigError naming the file."""
-    path = Path(path)
-    if path.is_dir():
-        path = path / "config.json"
-    if not os.path.exists(path):
-        raise ConfigError(f"{path} does not exist", "the folder of a model or of a run")
-    try:
-        return json.loads(read_bytes(path, _LARGEST_JSON, ConfigError).decode("utf-8-sig"))  # Windows puts a mark first
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None

@@ -10,8 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mlxlm.config.model_config import ModelConfig
-from mlxlm.config.validation import CHOICES
-from mlxlm.families.windows import FULL, SLIDING
+from mlxlm.config.validation import CHOICES, FULL, SLIDING
 from mlxlm.utils.errors import ConfigError
 
 Changes = dict[str, Any]
@@ -130,7 +129,7 @@ def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[s
     if now("sliding_window") is None:
         changes.setdefault("layer_types", None)
     changes |= _without_idle_window(changes, now)
-    return config.with_changes(**changes).settled()
+    return config.with_changes(**changes)
 
 
 def meaning(word: str) -> dict[str, str] | None:

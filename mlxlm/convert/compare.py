@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.layerwise import LAYERS, Stages, State
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.data import Document
 from mlxlm.evaluate.windows import first_tokens, window_lengths, windows
 from mlxlm.kernels import log_softmax

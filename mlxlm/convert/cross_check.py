@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.layerwise import LAYERS, Stages
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.convert import reference_backends
 from mlxlm.convert.metadata import TEXT, Check
 from mlxlm.convert.tensor_diff import in_float32
-from mlxlm.families import OWN, caveat, misread
+from mlxlm.families import OWN, caveat, misread, resolve_model_type
 from mlxlm.generation.engine import Context, tokens
 from mlxlm.model.norms import enter
 from mlxlm.utils.errors import CheckpointError, TokenizerError
@@ -69,7 +69,7 @@ def ask_one(
     peer: str, source: Checkpoint, written: Checkpoint, label: str, ids: list[int], start: int, warned: bool = False
 ) -> Check:
     """One peer's opinion of `written`. Raises CheckpointError where it differs, peers.Refused where it can't read."""
-    if peer != "llama.cpp" and written.config.settled().model_type == OWN:
+    if peer != "llama.cpp" and resolve_model_type(written.config).model_type == OWN:
         return Check(peer, "skipped", caveat(written.config))
     if peer == "mlx_lm" and (reason := misread(written.config)):
         return Check(peer, "differs", reason)  # greedy tokens may be alike all the same

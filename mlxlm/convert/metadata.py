@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert.tensor_diff import config_changes
 from mlxlm.model.positions import Rotary

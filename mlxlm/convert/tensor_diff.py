@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.quantized import dequantized
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor, Tensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import problems

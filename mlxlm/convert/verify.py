@@ -9,7 +9,7 @@ import psutil
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.bits import same_bits
-from mlxlm.checkpoint.source import Checkpoint
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import Comparison, compare

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.checkpoint.layout import is_run
-from mlxlm.config import ModelConfig, read_json
+from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import meaning, parse, value_of, with_parts
 from mlxlm.data import TokenDataset
 from mlxlm.experiments.curves import draw_runs
 from mlxlm.experiments.sweep import asked, check_asked, is_finished, one_of, recorded, shared_data
+from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.report import read_run
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.probing import probe
@@ -25,6 +26,7 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, steps_for
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import new_folder, write_json
+from mlxlm.utils.json_files import read_json
 
 FILE = "comparison.json"
 PICTURE = "comparison.png"
@@ -44,8 +46,8 @@ _SETTINGS = {field.name: field.type for field in fields(TrainSettings)}
 
 @dataclass(frozen=True)
 class Variant:
-    """`parts`: what it changes in the model, see `mlxlm.config.overrides`. `settings`: fields of TrainSettings that it has for
-    itself, such as dropout and learning_rate."""
+    """`parts`: what it changes in the model, see `mlxlm.config.overrides`. `settings`: fields of TrainSettings that it
+    has for itself, such as dropout and learning_rate."""
 
     name: str
     parts: dict[str, str]
@@ -145,7 +147,7 @@ class Comparison:
             raise ConfigError(f"{path} is no comparison: it has no {FILE}", "the --out of compare-architectures")
         values = read_json(path / FILE)
         try:
-            config = ModelConfig.from_dict(values["config"], str(path / FILE))
+            config = config_from_hf(values["config"], str(path / FILE))
             variants = tuple(Variant(**variant) for variant in values["variants"])
             texts = [text for v in variants for text in (v.name, *v.parts, *v.parts.values())]
             settings = [values["settings"], *(variant.settings for variant in variants)]
@@ -220,7 +222,8 @@ def start_comparison(
     question = asked(
         sources, weights=weights and list(weights), text_column=text_column, tokenizer=tokenizer, kind=kind,
         vocab_size=vocab_size, validation=validation, validation_fraction=validation_fraction, minutes=minutes,
-        tokens=tokens, settings=settings, config=config.to_dict(), variants=[asdict(variant) for variant in variants],
+        tokens=tokens, settings=settings, config=config_to_hf(config),
+        variants=[asdict(variant) for variant in variants],
     )  # fmt: skip
     if (out / FILE).is_file():
         there = Comparison.open(out)
@@ -246,7 +249,7 @@ def start_comparison(
             steps = settings.get("steps") or steps_for(tokens, configs[0], drafts[0])
         _drafts(variants, configs, {**settings, "steps": steps})  # of all, before the first is trained
         values = {
-            "config": config.to_dict(), "settings": {**settings, "steps": steps},
+            "config": config_to_hf(config), "settings": {**settings, "steps": steps},
             "variants": question["variants"], "data": recorded(data, folder),
             "asked": question,
         }  # fmt: skip
@@ -271,7 +274,7 @@ def _check(variants: Sequence[Variant]) -> None:
 
 def _configured(config: ModelConfig, variant: Variant) -> ModelConfig:
     with _about(variant.name):
-        return with_parts(config, variant.parts, _SHARED)
+        return resolve_model_type(with_parts(config, variant.parts, _SHARED))
 
 
 def _drafts(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.checkpoint.layout import is_run
-from mlxlm.config import ModelConfig, read_json
+from mlxlm.config import ModelConfig
 from mlxlm.data import Manifest
 from mlxlm.experiments.scaling_fit import Point
 from mlxlm.experiments.sweep import asked, check_asked, is_finished, one_of, recorded, shared_data
@@ -25,6 +25,7 @@ from mlxlm.train.start import Phase, check_memory, choose_dtype, no_phase, prepa
 from mlxlm.train.time_budget import rows_for
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import new_folder, write_json
+from mlxlm.utils.json_files import read_json
 
 FILE = "grid.json"
 MINUTES = 30.0  # that a grid takes, unless said

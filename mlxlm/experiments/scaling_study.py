@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.config import read_json
 from mlxlm.experiments.scaling_fit import EXPONENTS, Fit, Point, fit_joint, fit_power, held_out
 from mlxlm.plan.scaling_law import OPERATIONS, Law
 from mlxlm.utils.errors import ConfigError, DataError
+from mlxlm.utils.json_files import read_json
 
 FILE = "scaling.json"
 FAR = 10.0  # times as many operations as the largest run: from there on a prediction is a guess

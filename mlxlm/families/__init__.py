@@ -3,7 +3,8 @@ in the model: it is a configuration of the same parts. Pure data, without MLX.""
 
 from mlxlm.families.activations import misread
 from mlxlm.families.catalog import FAMILIES
-from mlxlm.families.configs import canonical, caveat, huggingface, quantization_of, settled, unsaid, unsupported
+from mlxlm.families.configs import caveat, quantization_of, resolve_model_type, unsaid, unsupported
+from mlxlm.families.load import config_from_hf, config_to_hf, load_config, load_preset, preset_names
 from mlxlm.families.names import is_mlx_layout, layout, own_name
 from mlxlm.families.own import OWN
 from mlxlm.families.stored import Stored
@@ -12,15 +13,18 @@ __all__ = [
     "FAMILIES",
     "OWN",
     "Stored",
-    "canonical",
     "caveat",
-    "huggingface",
+    "config_from_hf",
+    "config_to_hf",
     "is_mlx_layout",
     "layout",
+    "load_config",
+    "load_preset",
     "misread",
     "own_name",
+    "preset_names",
     "quantization_of",
-    "settled",
+    "resolve_model_type",
     "unsaid",
     "unsupported",
 ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "sigmoid")
+from mlxlm.config import ModelConfig
 
 # Other names of the same functions. Source: transformers, activations.py
 _SYNONYMS = {
@@ -23,7 +21,7 @@ _IN_MLX_LM = {
 }
 
 
-def misread(config: Any) -> str | None:
+def misread(config: ModelConfig) -> str | None:
     """That mlx_lm opens a ModelConfig's files and computes another activation; None where it has the same, or another
     form of gelu."""
     theirs = _IN_MLX_LM.get(config.model_type)

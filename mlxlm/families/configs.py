@@ -7,8 +7,10 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from mlxlm.families.activations import ACTIVATIONS, misread, own_activation
-from mlxlm.families.catalog import FAMILIES
+from mlxlm.config import ModelConfig
+from mlxlm.config.validation import ACTIVATIONS
+from mlxlm.families.activations import misread, own_activation
+from mlxlm.families.catalog import FAMILIES, family_of
 from mlxlm.families.family import Family
 from mlxlm.families.names import layout, modules_of
 from mlxlm.families.own import OWN
@@ -99,7 +101,7 @@ def quantization_of(values: Mapping[str, Any]) -> Any:
     return own
 
 
-def huggingface(config: Any) -> dict[str, Any]:
+def huggingface(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` of a ModelConfig in its family's names, complete, so that no reader needs a default of its own.
 
     Raises ConfigError for a field that the family has no word for: an OLMo 2 with ALiBi.
@@ -110,12 +112,12 @@ def huggingface(config: Any) -> dict[str, Any]:
     return values
 
 
-def unsaid(config: Any) -> list[str]:
+def unsaid(config: ModelConfig) -> list[str]:
     """What the family of a ModelConfig has no word for, a phrase each: "positions 'sinusoidal'"."""
     return _said(config)[1]
 
 
-def settled(config: Any) -> Any:
+def resolve_model_type(config: ModelConfig) -> ModelConfig:
     """The same ModelConfig as a model of a family that can say all of it: its own if that can, else the first of
     FAMILIES, and if none can `OWN`, which has our own words for everything."""
     others = [kind for kind in FAMILIES if kind not in (config.model_type, OWN)]
@@ -129,10 +131,10 @@ def settled(config: Any) -> Any:
     return config.with_changes(model_type=OWN)
 
 
-def caveat(config: Any) -> str | None:
+def caveat(config: ModelConfig) -> str | None:
     """What to know before other tools are given a ModelConfig's files: that none but mlxlm opens them, and for want of
     which words, or that mlx_lm computes something else; None where all is well."""
-    config = settled(config)
+    config = resolve_model_type(config)
     if config.model_type != OWN:
         reason = misread(config)
         return reason and f"mlx_lm opens this model and computes something else: {reason}"
@@ -145,9 +147,9 @@ def caveat(config: Any) -> str | None:
     return f"only mlxlm opens this model: the nearest family, {nearest}, has no {', no '.join(lacks[nearest])}"
 
 
-def _said(config: Any) -> tuple[dict[str, Any], list[str]]:
+def _said(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     """The `config.json` of a ModelConfig, and what is lost in it."""
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
     values = {"architectures": [family.architecture], "model_type": family.model_type}
     for name in family.fields:
         values[family.names_of(name)[0]] = getattr(config, name)
@@ -182,7 +184,7 @@ def _read_quantization(quantization: Any, family: Family) -> Any:
     return plan
 
 
-def _write_quantization(config: Any) -> dict[str, Any]:
+def _write_quantization(config: ModelConfig) -> dict[str, Any]:
     homes = {module: stored for stored in layout(config, for_mlx=True) for module in stored.modules}
     plan = {}
     for name, own in config.quantization.items():

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxlm.config import ModelConfig
+
 
 @dataclass(frozen=True)
 class Family:
@@ -30,7 +32,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
-    write: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    write: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}
     lacks: Callable[[Mapping[str, Any]], str | None] = lambda values: None
     base: str = "model."
     other_bases: tuple[str, ...] = ("",)
@@ -38,7 +40,7 @@ class Family:
     head: str = "lm_head"
     top: Mapping[str, str] = field(default_factory=lambda: {"embed_tokens": "embed_tokens", "norm": "norm"})
     layer: Mapping[str, str] = field(default_factory=dict)
-    layer_of: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    layer_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     grouped: bool = False
     transposed: frozenset[str] = frozenset()
     mlx_names: tuple[tuple[str, str], ...] = ()

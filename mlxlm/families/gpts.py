@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlxlm.config import ModelConfig
 from mlxlm.families.family import COMMON, QKV, Family, flag, lacks_any, same
 
 _PLAIN = {"norm": "layer", "mlp_gated": False}
@@ -169,7 +170,7 @@ def _read_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_falcon(config: Any) -> dict[str, Any]:
+def _write_falcon(config: ModelConfig) -> dict[str, Any]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     own_norms = config.parallel_residual and not config.shared_norm
     new = own_norms or kv_heads not in (1, heads)

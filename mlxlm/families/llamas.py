@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlxlm.config import ModelConfig
 from mlxlm.families.family import COMMON, QKV, Family, flag, lacks_any, same
 from mlxlm.families.windows import read_windows, write_windows
 
@@ -17,7 +18,7 @@ def _read_qwen(values: Mapping[str, Any]) -> dict[str, Any]:
     return read_windows(values, window, lambda layer: isinstance(first, int) and layer >= first)
 
 
-def _write_qwen(config: Any) -> dict[str, Any]:
+def _write_qwen(config: ModelConfig) -> dict[str, Any]:
     windows = write_windows(config)
     full = [kind == "full_attention" for kind in windows["layer_types"]]
     first = full.index(False) if False in full else len(full)
@@ -32,7 +33,7 @@ def _read_gemma(values: Mapping[str, Any]) -> dict[str, Any]:
     return scaled | {"hidden_act": "gelu_pytorch_tanh" if activation == "gelu" else activation}
 
 
-def _write_gemma(config: Any) -> dict[str, Any]:
+def _write_gemma(config: ModelConfig) -> dict[str, Any]:
     return {"hidden_act": config.hidden_act, "hidden_activation": config.hidden_act}
 
 
@@ -41,7 +42,7 @@ def _read_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
     return _read_gemma(values) | read_windows(values, window, lambda layer: layer % 2 == 0)
 
 
-def _write_gemma2(config: Any) -> dict[str, Any]:
+def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     """transformers takes a whole number for the scalar, and no null."""
     scalar = config.query_pre_attn_scalar or config.head_dim
     whole = int(scalar) if float(scalar).is_integer() else scalar
@@ -52,7 +53,7 @@ def _lacks_gemma(values: Mapping[str, Any]) -> str | None:
     return lacks_any(values, use_bidirectional_attention=False)
 
 
-def _write_phi3(config: Any) -> dict[str, Any]:
+def _write_phi3(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling or {}
     return {name: scaling[name] for name in ("original_max_position_embeddings",) if name in scaling}
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
-from mlxlm.families.catalog import FAMILIES
+from mlxlm.config import ModelConfig
+from mlxlm.families.catalog import family_of
 from mlxlm.families.family import Family
 from mlxlm.families.stored import Stored
 
 
-def layout(config: Any, for_mlx: bool = False) -> list[Stored]:
+def layout(config: ModelConfig, for_mlx: bool = False) -> list[Stored]:
     """The modules that files of this configuration keep under other names, or together, or transposed.
 
     `for_mlx`: as mlx_lm's own modules are, and as folders that MLX quantized are: there GPT-2's weights aren't
     transposed. Families that mlx_lm lacks (OPT, Falcon, BLOOM) keep Hugging Face's names.
     """
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
     found = [_stored(family, config, family.head, ("lm_head",), for_mlx)]
     for theirs, ours in family.top.items():
         found.append(_stored(family, config, family.base + theirs, (f"model.{ours}",), for_mlx))
@@ -30,11 +30,11 @@ def layout(config: Any, for_mlx: bool = False) -> list[Stored]:
     return [stored for stored in found if not stored.is_rename or stored.modules != (stored.name,)]
 
 
-def own_name(config: Any, name: str) -> str | None:
+def own_name(config: ModelConfig, name: str) -> str | None:
     """A tensor's name as `layout` knows it, whichever prefix the file has; None for what is no parameter of its own:
     masks and rotary frequencies, which old files stored, and the copy of a tied head.
     """
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
     if name.endswith(family.left_out):
         return None
     if family.head != "lm_head" and name.startswith("lm_head."):
@@ -49,9 +49,9 @@ def own_name(config: Any, name: str) -> str | None:
     return name
 
 
-def is_mlx_layout(config: Any, names: Iterable[str]) -> bool:
+def is_mlx_layout(config: ModelConfig, names: Iterable[str]) -> bool:
     """Whether a file's names are those of mlx_lm's modules rather than Hugging Face's, so `layout(for_mlx=True)`."""
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
     return bool(family.mlx_names) and any(name.startswith("model.") for name in names)
 
 
@@ -70,7 +70,7 @@ def modules_of(family: Family, name: str) -> tuple[str, ...]:
 
 
 def _stored(
-    family: Family, config: Any, name: str, modules: tuple[str, ...], for_mlx: bool, transposed: bool = False
+    family: Family, config: ModelConfig, name: str, modules: tuple[str, ...], for_mlx: bool, transposed: bool = False
 ) -> Stored:
     fused = len(modules) > 1
     return Stored(
@@ -82,7 +82,7 @@ def _stored(
     )
 
 
-def _rows(config: Any, module: str) -> int:
+def _rows(config: ModelConfig, module: str) -> int:
     if ".mlp." in module:
         return config.intermediate_size
     heads = config.num_attention_heads if module.endswith(".q_proj") else config.num_key_value_heads

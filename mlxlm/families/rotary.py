@@ -6,19 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlxlm.config import ModelConfig
+from mlxlm.config.rope_scaling import SCALINGS
 from mlxlm.families.family import Family
-
-# What a `rope_type` reads besides rope_theta. Source: transformers, modeling_rope_utils.py
-SCALINGS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor",
-        "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
-    ),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
-}  # fmt: skip
 
 
 def lacks_rotary(values: Mapping[str, Any], family: Family) -> str | None:
@@ -57,7 +47,7 @@ def read_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
     return result | {"rope_scaling": {"rope_type": kind, **scaling}}
 
 
-def write_rotary(config: Any) -> dict[str, Any]:
+def write_rotary(config: ModelConfig) -> dict[str, Any]:
     """The same for `config.json`, for readers of both kinds."""
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
     parameters = {**scaling, "rope_theta": config.rope_theta}

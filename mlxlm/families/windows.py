@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-MOST_LAYERS = 10_000  # no decoder is near it, and a list of so many names is cheap
+from mlxlm.config import ModelConfig
+from mlxlm.config.validation import FULL, MOST_LAYERS, SLIDING
 
 
 def read_windows(
@@ -26,7 +26,7 @@ def read_windows(
     return {"sliding_window": window, "layer_types": tuple(types)}
 
 
-def write_windows(config: Any) -> dict[str, Any]:
+def write_windows(config: ModelConfig) -> dict[str, Any]:
     """The same for `config.json`, with every layer's kind."""
     kinds = config.layer_types or [FULL if config.sliding_window is None else SLIDING] * config.num_hidden_layers
     return {"sliding_window": config.sliding_window, "layer_types": list(kinds)}

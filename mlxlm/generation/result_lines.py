@@ -15,12 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mlxlm.backend.error_text import describe_error
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.generation.requests import BadRequest, Id, Sample
 from mlxlm.generation.result import Result
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.bounded_reads import parsed_object
-from mlxlm.utils.errors import GenerationError, MlxlmError, describe, os_errors_as
+from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.files import replaced_file
 
 _BEGINNING = b'{"id": '  # of every line here
@@ -57,7 +58,7 @@ def sample_fields(sample: Sample, result: Result | MlxlmError, tokenizer: Tokeni
     number = {"sample": sample.number} if sample.samples > 1 else {}
     head = {"id": sample.id} | number | {"request": sample.digest}
     if isinstance(result, MlxlmError):
-        return head | {"line": sample.line, "error": describe(result)}
+        return head | {"line": sample.line, "error": describe_error(result)}
     return head | result_fields(result, tokenizer)
 
 
@@ -77,7 +78,7 @@ def _logprob_fields(drawn: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any
 
 def bad_request_fields(error: BadRequest) -> dict[str, Any]:
     """The result of a line that is no request that can be served."""
-    return {"id": error.id, "line": error.line, "error": describe(error)}
+    return {"id": error.id, "line": error.line, "error": describe_error(error)}
 
 
 def has_failed(fields: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm.backend import platform
+from mlxlm.backend import device
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import dispatch, records
 from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM, TRAINING
@@ -112,7 +112,7 @@ def _too_large(path: str, case: Case) -> str | None:
         return None
     batch = max(1, 2048 // case.size("T"))  # of its trial
     needed = 4 * 4 * batch * case.size("H") * case.size("T") ** 2
-    return "its scores could take too much memory" if needed > _LARGEST * platform.device_memory() else None
+    return "its scores could take too much memory" if needed > _LARGEST * device.device_memory() else None
 
 
 def _narrow(case: Case) -> Case:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 from mlxlm.backend import platform
-from mlxlm.config import ModelConfig, preset_names
+from mlxlm.config import ModelConfig
+from mlxlm.families import load_preset, preset_names
 from mlxlm.plan.inference import BITS, Serving, as_loaded, inference_memory
 from mlxlm.plan.memory import training_memory
 from mlxlm.plan.training import Training
@@ -62,7 +63,7 @@ def fits(config: ModelConfig, training: Training, serving: Serving, memory: int)
     def serves(context: int) -> bool:
         return inference_memory(config, replace(serving, context=context)).total <= there
 
-    presets = [n for n in preset_names() if training_memory(ModelConfig.preset(n), training).total <= there]
+    presets = [n for n in preset_names() if training_memory(load_preset(n), training).total <= there]
     return Fits(
         memory=memory,
         training=trains(),
@@ -118,7 +119,7 @@ def cheapest(config: ModelConfig, training: Training, memory: int, preset: str =
         found = _with(training, together)
         return Change(_command(together), "; ".join(step.cost for step in together), found, config, needed(together))
     for name in reversed(preset_names() if preset else []):
-        smaller = ModelConfig.preset(name, vocab_size=config.vocab_size)
+        smaller = load_preset(name, vocab_size=config.vocab_size)
         share = smaller.parameter_count() / config.parameter_count()
         size = training_memory(smaller, training).total
         if 1 / _OTHER_MODEL < share < 1 and size <= there:

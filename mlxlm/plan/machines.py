@@ -61,13 +61,13 @@ def custom(flops: float, dtype: str = "bfloat16") -> Machine:
 
 def here(measure: bool = True) -> Machine:
     """This machine; with `measure`, what it delivers in large products of training's dtype, else 0."""
-    from mlxlm.backend import platform
+    from mlxlm.backend import device, platform
     from mlxlm.backend.mlx import ON_CPU
     from mlxlm.plan.training import HERE
 
     dtype = "float32" if ON_CPU else "bfloat16"
     source = f"{platform.chip()}, products of 1024 x 1024"
-    found = Machine("here", 0.0, dtype, platform.device_memory(), True, source, HERE)
+    found = Machine("here", 0.0, dtype, device.device_memory(), True, source, HERE)
     return replace(found, flops=measure_matmul(dtype=dtype) * 1e9) if measure else found
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxlm.config import ModelConfig, preset_names, read_json
+from mlxlm.config import ModelConfig
+from mlxlm.families import config_from_hf, load_config, load_preset, preset_names
 from mlxlm.utils.errors import ConfigError
+from mlxlm.utils.json_files import read_json
 from mlxlm.utils.resources import resource
 
 
@@ -24,14 +26,14 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
         return source
     name, path = str(source), Path(source)
     if name in preset_names():
-        return ModelConfig.preset(name)
+        return load_preset(name)
     if name in reference_names():
-        return ModelConfig.load(resource("models", "reference", f"{name}.json"))
+        return load_config(resource("models", "reference", f"{name}.json"))
     if path.is_file() and path.suffix == ".json":
-        return ModelConfig.load(path)
+        return load_config(path)
     root = _root(path)
     if (root / "config.json").is_file():
-        return ModelConfig.from_dict(read_json(root), source=str(root / "config.json"))
+        return config_from_hf(read_json(root), source=str(root / "config.json"))
     from mlxlm.checkpoint import hub
     from mlxlm.checkpoint.source import open_checkpoint
 
@@ -39,7 +41,7 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
         if not hub.is_id(name):
             known = [*preset_names(), *reference_names()]
             raise ConfigError(f"there is no model {name!r}", f"a path, a hub id, or one of {', '.join(known)}")
-        return ModelConfig.load(hub.download_config(name))
+        return load_config(hub.download_config(name))
     checkpoint = open_checkpoint(path)
     if checkpoint.config is None:
         raise ConfigError(f"{name}: this decoder has no {checkpoint.foreign}", "a model of one of mlxlm's families")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig, counts
+from mlxlm.families import config_to_hf
 from mlxlm.plan import textbook
 from mlxlm.plan.advice import Change, Fits, cheapest, fits
 from mlxlm.plan.corpus import Corpus, corpus_of
@@ -81,7 +82,7 @@ class Plan:
         """All of it as JSON has it: bytes, seconds, counts."""
         memory, inference, flops = self.memory, self.inference, self.flops
         return {
-            "config": self.config.to_dict(),
+            "config": config_to_hf(self.config),
             "parameters": {**self.parameters, "total": self.parameter_count},
             "training": self.training.to_dict(),
             "flops": {

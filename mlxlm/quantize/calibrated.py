@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.layerwise import Stages
 from mlxlm.checkpoint.quantized import dequantized as in_float32
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import Inputs, walk

@@ -17,12 +17,13 @@ import numpy as np
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.carry import carry_tokenizer
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.layout import locate
-from mlxlm.checkpoint.source import Checkpoint, open_checkpoint
+from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
 from mlxlm.convert.compare import Comparison, compare
-from mlxlm.families import layout
+from mlxlm.families import config_to_hf, layout
 from mlxlm.quantize import search, text
 from mlxlm.quantize.calibrated import EMBEDDING, HEAD, calibrated, check_method
 from mlxlm.quantize.check import checks, checksum
@@ -190,7 +191,7 @@ class Job:
             for name, tensor in stored.items()
         )
         index = sum(len(name) + 60 for name in stored) if largest > huggingface.SHARD_BYTES else 0
-        values = json.dumps({**self.source.values, **config.to_dict()}, indent=2, default=str)
+        values = json.dumps({**self.source.values, **config_to_hf(config)}, indent=2, default=str)
         return header + index + len(values.encode("utf-8")) + _MARGIN
 
     def _tokenizer_bytes(self) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.convert.compare import divergence
 from mlxlm.kernels import log_softmax
 from mlxlm.quantize.awq import at

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.generation.engine import Context, tokens
 
 _DECODED = 256  # tokens of one continuation

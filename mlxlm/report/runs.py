@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.config import ModelConfig, read_json
+from mlxlm.families import config_to_hf, load_config
 from mlxlm.report.entries import number, read_entries
 from mlxlm.report.smooth import Smoothed, span_of
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
+from mlxlm.utils.json_files import read_json
 
 FIGURES = ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "memory")
 _RUN_FILE, _LOG, _MANIFEST = "train.json", "log.jsonl", "manifest.json"
@@ -79,7 +80,7 @@ def read_run(path: Path) -> RunFacts:
         name=path.absolute().name,
         path=path,
         settings=dict(settings) if isinstance(settings, Mapping) else {},
-        model=ModelConfig.load(path).to_dict(),
+        model=config_to_hf(load_config(path)),
         data=_data(path / about["data"]) if isinstance(about.get("data"), str) else {},
     )
     _read_log(facts, path / _LOG)

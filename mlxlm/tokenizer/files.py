@@ -12,8 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from mlxlm.tokenizer import growth, sentencepiece
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer, library_errors
 from mlxlm.utils.bounded_reads import decoded, read_bytes
-from mlxlm.utils.errors import MissingTokenizerError, TokenizerError, os_errors_as
-from mlxlm.utils.files import write_bytes
+from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 
 # Where no file names a special token: the names in use, best known first.
 WELL_KNOWN = {
@@ -64,27 +63,6 @@ def load(path: str | Path) -> Tokenizer:
         return tokenizer
     except TokenizerError as error:
         raise TokenizerError(f"{source}: {error.message}", error.hint) from None
-
-
-def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, and tokenizer.model where there is one."""
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **{f"{role}_token": name for role, name in tokenizer.names.items()},
-    }
-    if tokenizer.chat_template is not None:
-        config["chat_template"] = tokenizer.chat_template
-    contents = {
-        "tokenizer.json": tokenizer.to_json().encode("utf-8"),
-        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode("utf-8") + b"\n",
-    }
-    if tokenizer.sentencepiece_model is not None:
-        contents["tokenizer.model"] = tokenizer.sentencepiece_model
-    with os_errors_as(TokenizerError, "write a tokenizer to", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        write_bytes(folder / name, content, TokenizerError)
 
 
 def _source(path: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,14 +14,15 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
+from mlxlm.tokenizer.byte_decoder import ByteDecoder
 from mlxlm.tokenizer.stream import ByteStream, StreamDecoder, WindowStream
-from mlxlm.utils.errors import TokenizerError
+from mlxlm.utils.errors import TokenizerError, os_errors_as
+from mlxlm.utils.files import write_bytes
 
 LARGEST_VOCABULARY = 1 << 24  # the largest in use have about 260,000 tokens
 _LONGEST_TOKEN = 1 << 16  # characters; a text of a thousand of them still fits into memory
 _LEAD = "\n"
 ROLES = ("bos", "eos", "pad", "unk")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -62,7 +62,7 @@ class Tokenizer:
         self._special_ids = frozenset(self.special_tokens.values())
         self.chat_template = chat_template
         self.sentencepiece_model = sentencepiece_model
-        self._decoder = _ByteDecoder.of(runtime)
+        self._decoder = ByteDecoder.of(runtime)
         self._bytes: dict[int, bytes] = {}
 
     @property
@@ -176,13 +176,29 @@ class Tokenizer:
         return ByteStream(self.token_bytes, self._decoder.strip_first_space)
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that transformers and mlx_lm read; existing files are replaced one by one.
+        """Write tokenizer.json, tokenizer_config.json and, where there is one, tokenizer.model, which transformers and
+        mlx_lm read. Existing files are replaced one by one.
 
         Raises TokenizerError if the folder cannot be written.
         """
-        from mlxlm.tokenizer.files import save
-
-        save(self, Path(folder))
+        folder = Path(folder)
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **{f"{role}_token": name for role, name in self.names.items()},
+        }
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        contents = {
+            "tokenizer.json": self.to_json().encode("utf-8"),
+            "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode("utf-8") + b"\n",
+        }
+        if self.sentencepiece_model is not None:
+            contents["tokenizer.model"] = self.sentencepiece_model
+        with os_errors_as(TokenizerError, "write a tokenizer to", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            write_bytes(folder / name, content, TokenizerError)
 
     def to_json(self) -> str:
         """The content of tokenizer.json."""
@@ -233,63 +249,6 @@ def around_text(runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None)
         pair=[*single, *second],
         special_tokens=[(token, runtime.token_to_id(token)) for token in tokens],
     )
-
-
-class _ByteDecoder:
-    """A decoder whose tokens stand for bytes whatever their neighbours: byte-level, or byte fallback."""
-
-    def __init__(self, byte_level: bool, replacements: list[tuple[str, str]], strip_first_space: bool):
-        self.byte_level = byte_level
-        self.replacements = replacements
-        self.strip_first_space = strip_first_space
-
-    @classmethod
-    def of(cls, runtime: tokenizers.Tokenizer) -> _ByteDecoder | None:
-        """Recognise `runtime`'s decoder; None if it is of another sort."""
-        if runtime.decoder is None:
-            return None
-        spec = json.loads(runtime.decoder.__getstate__())
-        steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
-        if [step["type"] for step in steps] == ["ByteLevel"]:
-            return cls(True, [], False)
-        replacements = []
-        kinds = []
-        for step in steps:
-            kinds.append(step["type"])
-            if step["type"] == "Replace" and "String" in step["pattern"] and "ByteFallback" not in kinds:
-                kinds.pop()
-                replacements.append((step["pattern"]["String"], step["content"]))
-        if kinds == ["ByteFallback", "Fuse"]:
-            return cls(False, replacements, False)
-        if kinds == ["ByteFallback", "Fuse", "Strip"] and _strips_one_space(steps[-1]):
-            return cls(False, replacements, True)
-        return None
-
-    def bytes_of(self, token: str) -> bytes:
-        if self.byte_level:
-            try:
-                return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
-            except KeyError:  # an added token, kept as plain text
-                return token.encode("utf-8")
-        for old, new in self.replacements:
-            token = token.replace(old, new)
-        match = _BYTE_TOKEN.fullmatch(token)
-        return bytes([int(match[1], 16)]) if match else token.encode("utf-8")
-
-
-def _strips_one_space(step: dict[str, Any]) -> bool:
-    return (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
-
-
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table (`bytes_to_unicode` in its encoder.py): printable Latin-1 stands for itself, the other 68
-    bytes, in order, for the characters from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def _checked(id: int) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlxlm.backend import platform
+from mlxlm.backend import device
 from mlxlm.config import ModelConfig
 from mlxlm.data import BadInput, total_bytes
 from mlxlm.plan import Training, training_memory
@@ -72,7 +72,7 @@ def choose(
 
     Raises ConfigError where not even the smallest model fits the memory.
     """
-    there = room(platform.device_memory())
+    there = room(device.device_memory())
     expected = _flops_in(seconds)
 
     def usual(config: ModelConfig) -> TrainSettings:

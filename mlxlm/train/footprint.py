@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlxlm.backend import platform
+from mlxlm.backend import device
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.engine import wired_memory
 
@@ -27,7 +27,7 @@ def steady_memory() -> Iterator[None]:
         finally:
             mx.set_cache_limit(kept)
     elif mx.metal.is_available():
-        before = mx.set_memory_limit(platform.device_memory())
+        before = mx.set_memory_limit(device.device_memory())
         try:
             with wired_memory():
                 yield

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from mlxlm.backend import platform
+from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import ON_CPU, compute, mx
 from mlxlm.data import Batch, TokenDataset, read_ahead
 from mlxlm.evaluate import evaluate
@@ -45,7 +46,7 @@ from mlxlm.train.sampling import sample_text
 from mlxlm.train.saving import Saver, save_at_last
 from mlxlm.train.step import TrainStep
 from mlxlm.train.trackers import Trackers, check_trackers
-from mlxlm.utils.errors import CheckpointError, MlxlmError, TrainingError, describe
+from mlxlm.utils.errors import CheckpointError, MlxlmError, TrainingError
 
 _ALWAYS = Power()  # works all the time
 
@@ -101,7 +102,7 @@ def train(
                         log.record(told)
                         yield told
             except Exception as error:
-                message = error.message if isinstance(error, MlxlmError) else describe(error)
+                message = error.message if isinstance(error, MlxlmError) else describe_error(error)
                 with suppress(MlxlmError):  # the first error counts
                     log.record(Failed(loop.at, message))
                     draw_run(run)

@@ -29,15 +29,17 @@ from mlxlm.checkpoint.safetensors import check_file, write_hashed
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.stored import as_stored
 from mlxlm.checkpoint.tensors import Tensor, of_array
-from mlxlm.config import ModelConfig, read_json
+from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import FILE as MANIFEST
 from mlxlm.data.manifest import is_prepared
+from mlxlm.families import config_from_hf, config_to_hf, load_config
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.utils.files import move_into_place, new_folder, replacement, same_file, write_json
+from mlxlm.utils.json_files import read_json
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
 VERSION = 2  # of runs: before, best-fit packing cropped documents, so that such a run continues with other rows
@@ -109,7 +111,7 @@ class Run:
         path = Path(path)
         if not is_run(path):
             raise CheckpointError(f"{path} is not a run: it has no {RUN_FILE}", "the --out folder of mlxlm pretrain")
-        config = ModelConfig.load(path)
+        config = load_config(path)
         values = read_json(path / RUN_FILE)
         try:
             settings, data, digest = values["settings"], path / values["data"], values["data_digest"]
@@ -122,7 +124,7 @@ class Run:
         """What a process elsewhere needs to train along: JSON's types, the data by its absolute path."""
         return {
             "path": str(self.path.resolve()),
-            "config": self.config.to_dict(),
+            "config": config_to_hf(self.config),
             "settings": self.settings.to_dict(),
             "data": str(self.data.resolve()),
             "data_digest": self.data_digest,
@@ -132,7 +134,7 @@ class Run:
     def announced(cls, values: dict[str, Any]) -> Run:
         """The run of an `announcement`; its folder need not be here, its data must be."""
         settings = TrainSettings.from_dict(values["settings"], "the run")
-        config = ModelConfig.from_dict(values["config"], "the run")
+        config = config_from_hf(values["config"], "the run")
         return cls(Path(values["path"]), config, settings, Path(values["data"]), values["data_digest"])
 
     @property

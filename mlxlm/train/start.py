@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from mlxlm.backend import platform
+from mlxlm.backend import device, platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.config import ModelConfig
 from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, TrainBatches, prepare, total_bytes, training_texts
@@ -280,12 +280,12 @@ def _fits(config: ModelConfig, values: dict[str, Any], ranks: int) -> bool:
     """Whether this machine has the memory to train with the settings `values`."""
     draft = TrainSettings.draft(values)
     own = Training.of(replace(draft, accumulate=draft.accumulate // ranks))
-    return training_memory(config, own).total <= room(platform.device_memory())
+    return training_memory(config, own).total <= room(device.device_memory())
 
 
 def check_memory(config: ModelConfig, settings: TrainSettings, preset: str = "--preset") -> None:
     """Raise a ConfigError if training takes more memory than the device has for it. preset: see `cheapest`."""
-    training, there = Training.of(settings), platform.device_memory()
+    training, there = Training.of(settings), device.device_memory()
     if (needed := training_memory(config, training).total) > room(there):
         change = cheapest(config, training, there, preset)
         hint = f"{change.text}, which takes {human_bytes(change.needed)}" if change else "a smaller model"

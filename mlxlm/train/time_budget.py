@@ -9,7 +9,8 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.cpu_cores import parts_of
-from mlxlm.config import ModelConfig, preset_names
+from mlxlm.config import ModelConfig
+from mlxlm.families import load_preset, preset_names
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.train.deadline import VALIDATING
 from mlxlm.train.probing import Probe, probe
@@ -104,7 +105,7 @@ def _check_time(
         flops = config.flops_per_token(_SHORT // 2, training=True)
         faster = []
         for name in preset_names():
-            share = ModelConfig.preset(name).flops_per_token(_SHORT // 2, training=True) / flops
+            share = load_preset(name).flops_per_token(_SHORT // 2, training=True) / flops
             if share < 1 and _ENOUGH_TOKENS * pace * share <= seconds:
                 faster.append(name)
         smaller = f"--preset {faster[-1]}, or " if faster else ""

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from mlxlm.config import read_json
+from mlxlm.families import config_to_hf
 from mlxlm.train.events import Event, Finished, Sample, Saved, Started, Step, Stopped, Validation, Warned
 from mlxlm.train.run import Run
 from mlxlm.utils.errors import CheckpointError, PlatformError, one_line
 from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import read_json
 
 _WANDB_FILE = "wandb.json"  # in the run's folder: which W&B run it is
 _WANDB_SECONDS = 30.0  # that the first connection may take
@@ -131,7 +132,7 @@ class _WeightsAndBiases:
 
         known = _identity(run, project)
         quiet = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=_WANDB_SECONDS)
-        config = {"settings": run.settings.to_dict(), "model": run.config.to_dict()}
+        config = {"settings": run.settings.to_dict(), "model": config_to_hf(run.config)}
         self._run: Any = wandb.init(
             project=project, id=known["id"], name=run.path.absolute().name, dir=str(run.path), resume="allow",
             config=config, settings=quiet,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import errno
 import re
 import reprlib
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from mlxlm.backend.compiled_kernels import unloaded
 
 # In a class of a regular expression: what, beside ASCII's, a terminal obeys or some readers take for a line end.
 CONTROLS = "\x7f-\x9f\u2028-\u202e\u2066-\u2069"
@@ -102,19 +99,3 @@ _HINTS = {
     errno.EEXIST: "a path whose parent is a folder, not a file",
     errno.ENOTDIR: "a path whose parent is a folder, not a file",
 }
-
-
-def describe(error: Exception) -> str:
-    """One line for any error, ours or not."""
-    if isinstance(error, MlxlmError):
-        return " ".join(str(error).split())
-    if isinstance(error, MemoryError):
-        return "out of memory (try: a smaller model, batch or context)"
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    text = " ".join(str(error).split())
-    if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
-        return f"out of memory: {text} (try: a smaller model, batch or context)"
-    if isinstance(error, RuntimeError) and (broken := unloaded(text)):
-        return f"a kernel that MLX compiled can't be loaded: {text} (try: rm {shlex.quote(broken)})"
-    return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

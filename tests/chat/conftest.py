@@ -7,6 +7,7 @@ from mlx.utils import tree_flatten
 
 from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx
+from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 
@@ -49,7 +50,7 @@ def model_folder(tokens, decoder, tmp_path):
     """The same model as a folder."""
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(decoder.config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(decoder.config)))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(decoder.parameters())))
     tokens.save(folder)
     return folder

@@ -18,6 +18,7 @@ from quantized_weights import quantized_weights
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, sentencepiece, train
 
@@ -78,7 +79,7 @@ def make(kind: str, folder: Path) -> Sample:
 
 
 def _folder(folder: Path, targets: str = "model.safetensors config.json", tokenizer: Tokenizer | None = None) -> Sample:
-    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(CONFIG)))
     (tokenizer or train([TEXT], 268)).save(folder)
     return Sample(folder, folder, tuple(folder / name for name in targets.split()))
 
@@ -105,7 +106,7 @@ def _quantized(folder: Path) -> Sample:
     packed, plan = quantized_weights(model, 4, 32)
     save_weights(folder, packed)
     sample = _folder(folder)
-    (folder / "config.json").write_text(json.dumps({**CONFIG.to_dict(), "quantization": plan}))
+    (folder / "config.json").write_text(json.dumps({**config_to_hf(CONFIG), "quantization": plan}))
     return sample
 
 

@@ -14,6 +14,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.checkpoint.safetensors import check_file
 from mlxlm.config import ModelConfig
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.utils.files import new_folder
@@ -25,7 +26,7 @@ def model_dir(tmp_path, tiny_config):
     model.initialize(0)
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
     save_weights(folder, dict(tree_flatten(model.parameters())))
     return folder
 
@@ -97,7 +98,7 @@ def test_mutated_weights_are_one_error_or_load(model_dir, data):
     ],
 )
 def test_a_config_that_disagrees_with_the_weights(model_dir, tiny_config, change, expected):
-    (model_dir / "config.json").write_text(json.dumps(tiny_config.with_changes(**change).to_dict()))
+    (model_dir / "config.json").write_text(json.dumps(config_to_hf(tiny_config.with_changes(**change))))
     with pytest.raises(CheckpointError, match=expected):
         load_model(model_dir)
 
@@ -134,7 +135,7 @@ def test_quantized_weights_load_back_close(tmp_path, bits):
     model.initialize(0)
     packed, plan = quantized_weights(model, bits, 64)
     assert plan["model.layers.0.mlp.down_proj"] == {"group_size": 32, "bits": bits, "mode": "affine"}
-    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "quantization": plan}))
+    (tmp_path / "config.json").write_text(json.dumps({**config_to_hf(config), "quantization": plan}))
     save_weights(tmp_path, packed)
     loaded, _ = load_model(tmp_path)
     if ON_CPU:
@@ -204,7 +205,7 @@ def test_quantized_folders_that_disagree_are_one_error(tmp_path, tiny_config, da
     plan = {**made, "bits": bits, "group_size": group_size}
     for name in data.draw(st.lists(st.sampled_from(sorted(weights)), max_size=2)):
         weights.pop(name, None)
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_config.to_dict(), "quantization": plan}))
+    (tmp_path / "config.json").write_text(json.dumps({**config_to_hf(tiny_config), "quantization": plan}))
     save_weights(tmp_path, weights)
     try:
         loaded, _ = load_model(tmp_path)

@@ -17,6 +17,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import hub, load_model, load_part, open_checkpoint, save_weights
 from mlxlm.checkpoint.layout import best_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors, folder_tensors
+from mlxlm.families import config_to_hf
 from mlxlm.generation.loaded import load
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import load as load_tokenizer
@@ -33,7 +34,7 @@ def model_dir(tmp_path, tiny_config, tiny_tokenizer):
     model.initialize(0)
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
     save_weights(folder, dict(tree_flatten(model.parameters())))
     tiny_tokenizer.save(folder)
     return folder
@@ -258,7 +259,7 @@ def test_a_tensor_with_and_without_its_prefix(model_dir):
     ],
 )
 def test_ends_of_the_generation_settings(model_dir, tiny_config, own, more, ends):
-    values = {**tiny_config.to_dict(), "eos_token_id": own}
+    values = {**config_to_hf(tiny_config), "eos_token_id": own}
     (model_dir / "config.json").write_text(json.dumps(values))
     (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
     assert open_checkpoint(model_dir).config.eos_token_id == ends
@@ -335,7 +336,7 @@ def test_other_formats_go_to_their_readers(tmp_path):
 
 
 def test_layers_that_a_configuration_invents(model_dir, tiny_config):
-    values = {**tiny_config.to_dict(), "num_hidden_layers": 9_999}
+    values = {**config_to_hf(tiny_config), "num_hidden_layers": 9_999}
     (model_dir / "config.json").write_text(json.dumps(values))
     with pytest.raises(MlxlmError, match="model.layers.2 is missing"):
         open_checkpoint(model_dir)

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, open_checkpoint, pytorch
 from mlxlm.checkpoint.pickled import PickleError, Storage, View, read_pickle
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
 
@@ -212,7 +213,7 @@ def test_a_folder_of_them_is_a_model(tmp_path, tiny_config, torch, shards):
     model = Decoder(tiny_config)
     model.initialize(0)
     weights = {name: torch.from_numpy(np.array(value)) for name, value in tree_flatten(model.parameters())}
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
     torch.save({"x": torch.zeros(1)}, tmp_path / "training_args.bin")
     if shards == 1:
         torch.save(weights, tmp_path / "pytorch_model.bin")

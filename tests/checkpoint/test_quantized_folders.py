@@ -12,6 +12,7 @@ from mlxlm.checkpoint.quantized import dequantized, full_shapes
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import plan_of
+from mlxlm.families import config_to_hf
 from mlxlm.generation import engine
 from mlxlm.model import Block, Decoder
 from mlxlm.utils.errors import CheckpointError, MlxlmError
@@ -46,7 +47,7 @@ def quantized_folder(folder, plan, skipped=(), config=CONFIG):
             parts = [part.astype(mx.float32) for part in parts]
         plain.append((name, mx.dequantize(packed, *parts, **kind).astype(mx.float32)))
     model.load_weights(plain)
-    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "quantization": plan}))
+    (folder / "config.json").write_text(json.dumps({**config_to_hf(config), "quantization": plan}))
     save_weights(folder, weights)
     return model
 
@@ -94,7 +95,7 @@ def test_what_is_no_module_in_a_plan(tmp_path):
 def test_mlx_lm_quantizes_and_we_read(tmp_path):
     utils = pytest.importorskip("mlx_lm.utils")
     llama = pytest.importorskip("mlx_lm.models.llama")
-    values = {**CONFIG.to_dict(), "rope_theta": 10_000.0}
+    values = {**config_to_hf(CONFIG), "rope_theta": 10_000.0}
     theirs = llama.Model(llama.ModelArgs.from_dict(values))
     theirs, values = utils.quantize_model(theirs, values, 32, 4, mode="mxfp4")
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -166,7 +167,7 @@ def test_weights_without_room_in_float32_stay_in_16_bits(tmp_path, monkeypatch):
     model.initialize(0)
     weights = {name: value.astype(mx.bfloat16) for name, value in tree_flatten(model.parameters())}
     save_weights(tmp_path, weights)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(CONFIG)))
     stored = 2 * CONFIG.parameter_count()
     memory(monkeypatch, 10 * stored)
     assert load_model(tmp_path)[0].model.norm.weight.dtype == mx.float32
@@ -211,7 +212,7 @@ def test_parts_that_do_not_belong_together(tmp_path, plan, change, expected):
         if value is None:
             del weights[f"{layer}.{part}"]
     save_weights(folder, weights)
-    values = {**CONFIG.to_dict(), "quantization": plan or {"group_size": 64, "bits": 4}}
+    values = {**config_to_hf(CONFIG), "quantization": plan or {"group_size": 64, "bits": 4}}
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(MlxlmError, match=expected) as caught:
         open_checkpoint(folder)

@@ -8,6 +8,7 @@ from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.cli.main import _run
 from mlxlm.config import ModelConfig
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.files import write_json
 
@@ -29,7 +30,7 @@ def model(tmp_path, tiny_tokenizer):
     folder = tmp_path / "model"
     folder.mkdir()
     save_weights(folder, {name: w.astype(mx.float16) for name, w in tree_flatten(decoder.parameters())})
-    write_json(folder / "config.json", config.to_dict())
+    write_json(folder / "config.json", config_to_hf(config))
     tiny_tokenizer.save(folder)
     return folder
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlxlm.backend.mlx import mx
 from mlxlm.cli import render
 from mlxlm.cli.main import main
+from mlxlm.families import config_to_hf
 from mlxlm.generation import batch, generate, load
 from mlxlm.generation.noise import derived_seed
 from mlxlm.model import Decoder
@@ -29,7 +30,7 @@ def folder(tiny_config, tiny_tokenizer, tmp_path_factory):
     model = Decoder(tiny_config.with_changes(tie_word_embeddings=False))
     model.initialize(seed=3)
     model.lm_head.weight = model.lm_head.weight * 20  # logits far apart, so that rounding decides nothing
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(model.config)))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     tiny_tokenizer.save(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mlxlm.cli.main import _run
+from mlxlm.families import config_to_hf
 from mlxlm.kernels import dispatch, records
 from mlxlm.kernels.dispatch import metal_available
 from mlxlm.kernels.trial import TOLERANCE
@@ -13,7 +14,7 @@ from mlxlm.kernels.trial import TOLERANCE
 @pytest.fixture
 def tiny_model(tmp_path, tiny_config, new_machine, monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", metal_available)
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
     return str(tmp_path)
 
 

@@ -11,6 +11,7 @@ from mlxlm.cli import quantize as command
 from mlxlm.cli.main import _run
 from mlxlm.config.quantization import MODES
 from mlxlm.convert.reference_backends import Unavailable
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.files import write_json
 
@@ -21,7 +22,7 @@ def model(tmp_path_factory, tiny_config, tiny_tokenizer):
     folder.mkdir()
     decoder = Decoder(tiny_config)
     decoder.initialize(0)
-    write_json(folder / "config.json", tiny_config.to_dict())
+    write_json(folder / "config.json", config_to_hf(tiny_config))
     save_weights(folder, {name: 4 * w if w.ndim == 2 else w for name, w in tree_flatten(decoder.parameters())})
     tiny_tokenizer.save(folder)
     return folder

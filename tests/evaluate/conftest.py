@@ -7,6 +7,7 @@ import pytest
 from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.safetensors import save_weights
+from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 
@@ -29,7 +30,7 @@ def folder(loaded, tmp_path_factory):
     """`loaded`, as a checkpoint."""
     path = tmp_path_factory.mktemp("evaluated")
     save_weights(path, dict(tree_flatten(loaded.model.parameters())))
-    (path / "config.json").write_text(json.dumps(loaded.config.to_dict()))
+    (path / "config.json").write_text(json.dumps(config_to_hf(loaded.config)))
     loaded.tokenizer.save(path)
     return path
 

@@ -9,9 +9,8 @@ import pytest
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.stored import as_modules, as_stored
 from mlxlm.checkpoint.tensors import of_array
-from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import plan_of
-from mlxlm.families import is_mlx_layout, layout, own_name
+from mlxlm.families import config_from_hf, config_to_hf, is_mlx_layout, layout, load_config, own_name
 from mlxlm.model import Decoder
 
 SIZES = {
@@ -51,7 +50,7 @@ OTHER_GELU = {"gemma": "gelu", "gpt_neox": "gelu_new"}  # mlx_lm's, whatever hid
 
 @pytest.fixture(params=list(FAMILIES))
 def model(request):
-    config = ModelConfig.from_dict({"model_type": request.param, **FAMILIES[request.param]})
+    config = config_from_hf({"model_type": request.param, **FAMILIES[request.param]})
     model = Decoder(config.with_changes(hidden_act=OTHER_GELU.get(request.param, config.hidden_act)))
     model.config = config
     rng = np.random.default_rng(0)
@@ -65,7 +64,7 @@ def model(request):
 
 
 def write(folder, config, weights, for_mlx):
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
     tensors = {name: of_array(value) for name, value in weights.items()}
     stored = {name: tensor.read() for name, tensor in as_stored(layout(config, for_mlx), tensors).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), stored, metadata={"format": "pt"})
@@ -96,7 +95,7 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
     stored = write(tmp_path, config, weights, for_mlx=True)
     np.testing.assert_allclose(mlx_lm_logits(tmp_path), np.array(model(mx.array(TOKENS))), atol=2e-4)
 
-    again = ModelConfig.load(tmp_path)
+    again = load_config(tmp_path)
     assert again == config
     assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox"))
     assert all(own_name(again, name) == name for name in stored)

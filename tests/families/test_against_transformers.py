@@ -14,7 +14,7 @@ from mlxlm.checkpoint.stored import as_modules, as_stored
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import parse, with_parts
-from mlxlm.families import FAMILIES, OWN, layout
+from mlxlm.families import FAMILIES, OWN, config_from_hf, config_to_hf, layout, resolve_model_type
 from mlxlm.generation.engine import Context, tokens
 from mlxlm.model import Decoder
 
@@ -169,7 +169,7 @@ def test_longrope_in_pieces(prompt, new):
     of its whole, from the beginning."""
     kind, sizes = CASES["phi3 longrope, long"]
     oracle = make_oracle(kind, {**sizes, "sliding_window": None})
-    config = ModelConfig.from_dict(oracle.config.to_dict())
+    config = config_from_hf(oracle.config.to_dict())
     assert config.positions_change == 16
     model = Decoder(config)
     weights = {name: of_array(mx.array(value.numpy())) for name, value in oracle.state_dict().items()}
@@ -202,14 +202,14 @@ USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "
 def test_what_a_configuration_leaves_out_is_as_in_transformers(model_type):
     sizes = {"vocab_size": 99, **SIZES.get(model_type, USUAL)}
     whole = transformers.AutoConfig.for_model(model_type, **sizes).to_dict()
-    own = ModelConfig.from_dict({"model_type": model_type, **sizes})
+    own = config_from_hf({"model_type": model_type, **sizes})
     no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    assert own == ModelConfig.from_dict({"model_type": model_type, **whole}).with_changes(**no_tokens)
+    assert own == config_from_hf({"model_type": model_type, **whole}).with_changes(**no_tokens)
 
 
 def test_written_back_it_opens_in_transformers(case, tmp_path):
     oracle, _, config, tensors = case
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
     stored = {name: tensor.read() for name, tensor in as_stored(layout(config), tensors).items()}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), stored, metadata={"format": "pt"})
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -218,7 +218,7 @@ def test_written_back_it_opens_in_transformers(case, tmp_path):
     for name, value in oracle.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(oracle, TOKENS))
-    assert ModelConfig.from_dict(again.config.to_dict()) == config
+    assert config_from_hf(again.config.to_dict()) == config
 
 
 def test_sizes_are_those_of_the_arrays(case):
@@ -288,7 +288,7 @@ def test_parts_that_a_family_has_are_those_of_transformers(name, tmp_path):
     """A model made here part by part, written as the family that its configuration is."""
     words, family = PARTS[name]
     base = ModelConfig(32, 2, 4, 128, VOCABULARY, num_key_value_heads=2, max_position_embeddings=64)
-    config = with_parts(base, parse(words.split()))
+    config = resolve_model_type(with_parts(base, parse(words.split())))
     assert config.model_type == family
     model, rng = Decoder(config), np.random.default_rng(0)
     weights = {

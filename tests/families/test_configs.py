@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import plan_of
-from mlxlm.families import FAMILIES, OWN, canonical, caveat, huggingface, own_name, unsaid, unsupported
+from mlxlm.families import (
+    FAMILIES,
+    OWN,
+    caveat,
+    config_from_hf,
+    config_to_hf,
+    own_name,
+    resolve_model_type,
+    unsaid,
+    unsupported,
+)
+from mlxlm.families.configs import canonical, huggingface
 from mlxlm.utils.errors import ConfigError
 
 # What decides in published configurations, and how many parameters these models have.
@@ -140,13 +151,13 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations(name):
     count, values = PUBLISHED[name]
-    config = ModelConfig.from_dict(values, name)
+    config = config_from_hf(values, name)
     assert config.parameter_count() == count
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
 def read(name, **changes):
-    return ModelConfig.from_dict({**PUBLISHED[name][1], **changes}, name)
+    return config_from_hf({**PUBLISHED[name][1], **changes}, name)
 
 
 def test_what_they_say():
@@ -169,13 +180,13 @@ def test_what_they_say():
 def test_families_of_files_without_a_model_type():
     """They name the class; one that names neither could be any family."""
     values = {k: v for k, v in PUBLISHED["Mistral-7B-v0.1"][1].items() if k != "model_type"}
-    named = ModelConfig.from_dict({**values, "architectures": ["MistralForCausalLM"]}, "file")
+    named = config_from_hf({**values, "architectures": ["MistralForCausalLM"]}, "file")
     assert (named.model_type, named.sliding_window) == ("mistral", 4096)
     assert unsupported({**values, "architectures": ["OtherForCausalLM"]}) == "model_type 'OtherForCausalLM'"
     for classes in ({}, {"architectures": []}, {"architectures": [5]}, {"architectures": 5}):
         assert unsupported({**values, **classes}) is None
         with pytest.raises(ConfigError, match="file: missing model_type .try: one of llama, mistral"):
-            ModelConfig.from_dict({**values, **classes}, "file")
+            config_from_hf({**values, **classes}, "file")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +204,7 @@ def test_families_of_files_without_a_model_type():
 def test_activations(name, change, expected):
     config = read(name, **change)
     assert config.hidden_act == expected
-    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert config_from_hf(config_to_hf(config)) == config
 
 
 def test_the_original_length_of_phi3_is_the_outer_one():
@@ -207,7 +218,7 @@ def test_layers_without_number_are_no_list():
     values = {**PUBLISHED["gemma-2-2b"][1], "num_hidden_layers": 10**7}
     tracemalloc.start()
     with pytest.raises(ConfigError, match="num_hidden_layers is 10000000, at most 10000"):
-        ModelConfig.from_dict(values, "file")
+        config_from_hf(values, "file")
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -215,7 +226,7 @@ def test_layers_without_number_are_no_list():
 def test_heads_of_their_own_size_need_not_divide_the_width():
     """Mistral and Qwen 3 of transformers run so too."""
     config = read("Qwen3-0.6B", hidden_size=1000, num_attention_heads=16, head_dim=64)
-    assert config.parameter_count() > 0 and ModelConfig.from_dict(config.to_dict()) == config
+    assert config.parameter_count() > 0 and config_from_hf(config_to_hf(config)) == config
     with pytest.raises(ConfigError, match="hidden_size 1000 is no multiple of num_attention_heads 16 .1008 is."):
         read("Llama-3.2-1B", hidden_size=1000, num_attention_heads=16, head_dim=None)
 
@@ -259,15 +270,15 @@ def test_what_is_left_to_others(name, change, phrase):
     values = {**PUBLISHED[name][1], **change}
     assert phrase in unsupported(values)
     with pytest.raises(ConfigError, match="file: this decoder has no "):
-        ModelConfig.from_dict(values, "file")
+        config_from_hf(values, "file")
 
 
 def test_errors_name_the_field_of_the_file():
     with pytest.raises(ConfigError, match="file: missing n_embd, n_head, n_inner"):
-        ModelConfig.from_dict({"model_type": "gpt2", "n_layer": 2, "vocab_size": 5}, "file")
+        config_from_hf({"model_type": "gpt2", "n_layer": 2, "vocab_size": 5}, "file")
     with pytest.raises(ConfigError, match="file: rope_parameters is 5, it must be an object"):
         read_with = {**PUBLISHED["SmolLM2-135M"][1], "rope_parameters": 5}
-        ModelConfig.from_dict(read_with, "file")
+        config_from_hf(read_with, "file")
 
 
 def test_what_a_family_has_no_word_for():
@@ -275,12 +286,12 @@ def test_what_a_family_has_no_word_for():
     assert unsaid(config) == ["positions 'alibi'"]
     with pytest.raises(ConfigError, match="a llama model can't say positions 'alibi'"):
         huggingface(config)
-    values = config.to_dict()
+    values = config_to_hf(config)
     assert values["model_type"] == "mlxlm" and values["positions"] == "alibi"
-    assert ModelConfig.from_dict(json.loads(json.dumps(values))) == config.with_changes(model_type="mlxlm")
+    assert config_from_hf(json.loads(json.dumps(values))) == config.with_changes(model_type="mlxlm")
     plan = {"bits": 4, "group_size": 64, "model.layers.0.self_attn.q_proj": False}
     with pytest.raises(ConfigError, match="qkv_proj joins .*, which are quantized differently"):
-        read("Phi-3-mini-128k").with_changes(quantization=plan).to_dict()
+        config_to_hf(read("Phi-3-mini-128k").with_changes(quantization=plan))
 
 
 @pytest.mark.parametrize(
@@ -306,16 +317,16 @@ def test_what_a_family_has_no_word_for():
 )  # fmt: skip
 def test_the_family_is_what_the_configuration_is(changes, family):
     config = ModelConfig(32, 2, 4, 128, 97, **changes)
-    found = config.settled()
-    assert found.model_type == family == config.to_dict()["model_type"]
-    assert found == config.with_changes(model_type=family) and found.settled() == found
+    found = resolve_model_type(config)
+    assert found.model_type == family == config_to_hf(config)["model_type"]
+    assert found == config.with_changes(model_type=family) and resolve_model_type(found) == found
     # What goes back to a family's parts goes back to its format.
-    assert found.with_changes(model_type="mlxlm").settled().model_type == family
+    assert resolve_model_type(found.with_changes(model_type="mlxlm")).model_type == family
 
 
 def test_a_head_of_odd_size_has_no_family_but_ours():
     config = ModelConfig(14, 2, 2, 16, 97, positions="alibi")
-    assert config.head_dim == 7 and config.to_dict()["model_type"] == "mlxlm"
+    assert config.head_dim == 7 and config_to_hf(config)["model_type"] == "mlxlm"
     assert "nearest family, llama, has no positions 'alibi'" in caveat(config)
 
 
@@ -345,7 +356,7 @@ def test_quantized_modules_have_the_names_of_the_decoder():
     assert plan_of(found, "model.embed_tokens") is None
     assert plan_of(found, "model.layers.3.self_attn.k_proj") == {"bits": 8, "group_size": 32, "mode": "affine"}
     assert plan_of(found, "model.layers.2.self_attn.k_proj") == {"bits": 4, "group_size": 64, "mode": "affine"}
-    assert config.to_dict()["quantization"] == plan
+    assert config_to_hf(config)["quantization"] == plan
 
 
 @pytest.mark.parametrize(
@@ -428,7 +439,7 @@ def configs(draw):
         values |= {name: draw(st.booleans()) for name in flags}
     if draw(st.booleans()):
         values["quantization"] = {"bits": 4, "group_size": 32, "model.layers.0.mlp.down_proj": draw(st.booleans())}
-    return ModelConfig.from_dict(values)
+    return config_from_hf(values)
 
 
 @settings(max_examples=200)
@@ -437,5 +448,5 @@ def test_there_and_back(config):
     values = json.loads(json.dumps(huggingface(config)))
     assert unsupported(values) is None
     assert ModelConfig(**canonical(values, "config.json")) == config
-    assert ModelConfig.from_dict(values).to_dict() == values
+    assert config_to_hf(config_from_hf(values)) == values
     assert {field.name for field in dataclasses.fields(ModelConfig)} >= canonical(values, "").keys()

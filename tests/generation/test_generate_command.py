@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlxlm.backend.mlx import mx
 from mlxlm.cli.main import main
 from mlxlm.cli.sampling_options import sampling_options
+from mlxlm.families import config_to_hf
 from mlxlm.generation import GenerationOptions, batch, generate, load
 
 
@@ -21,7 +22,7 @@ from mlxlm.generation import GenerationOptions, batch, generate, load
 def folder(loaded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(loaded.config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(loaded.config)))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(loaded.model.parameters())))
     loaded.tokenizer.save(folder)
     return str(folder)

@@ -364,6 +364,6 @@ def test_every_path_that_may_be_taken_is_measured(monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
     long = attention_case(TRAINING, "float32", 8, 2, 1, 1024, 1024, None, None, None)
     assert set(measure(TRAINING, long, 1).timings) == {"blockwise", "mlx"}
-    monkeypatch.setattr("mlxlm.backend.platform.device_memory", lambda: 1 << 20)
+    monkeypatch.setattr("mlxlm.backend.device.device_memory", lambda: 1 << 20)
     measured = measure(TRAINING, long, 1)
     assert set(measured.timings) == {"blockwise"} and "too much memory" in measured.refused["mlx"]

@@ -48,11 +48,9 @@ def test_exact_for_all_shapes(n, h, v, chunk, softcap, training, compiled):
     wanted = exact(*arrays, softcap)
 
     def run(*arrays):
-        loss = (
-            lambda hidden, weight: linear_cross_entropy(  # noqa: E731
-                hidden, weight, *arrays[2:], softcap=softcap, chunk=chunk, training=training
-            )
-        )
+        def loss(hidden, weight):
+            return linear_cross_entropy(hidden, weight, *arrays[2:], softcap=softcap, chunk=chunk, training=training)
+
         return mx.value_and_grad(loss, (0, 1))(*arrays[:2])
 
     loss, gradients = (mx.compile(run) if compiled else run)(*map(mx.array, arrays))

@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, make_cache
-from mlxlm.config import ModelConfig, preset_names
+from mlxlm.config import ModelConfig
+from mlxlm.families import config_to_hf, load_preset, preset_names
 from mlxlm.model import Decoder
 from mlxlm.model.embedding import lookup
 from mlxlm.model.positions import alibi_slopes
@@ -44,7 +45,7 @@ def test_logits_equal_transformers(kv_heads, biases, tied):
         for name, value in tree_flatten(model.parameters())
     }
     model.load_weights([(name, mx.array(value)) for name, value in weights.items()])
-    values = {k: v for k, v in config.to_dict().items() if k not in ("torch_dtype", "architectures")}
+    values = {k: v for k, v in config_to_hf(config).items() if k not in ("torch_dtype", "architectures")}
     oracle = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values)).eval()
     missing, unexpected = oracle.load_state_dict({k: torch.tensor(v) for k, v in weights.items()}, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if tied else set())
@@ -65,7 +66,7 @@ def test_parameter_count_and_names_are_those_of_the_arrays():
 
 def test_every_preset_builds_with_the_stated_count():
     for name in preset_names():
-        config = ModelConfig.preset(name)
+        config = load_preset(name)
         if config.parameter_count() < 20e6:
             arrays = tree_flatten(Decoder(config).parameters())
             assert sum(a.size for _, a in arrays) == config.parameter_count()

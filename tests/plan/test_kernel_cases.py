@@ -10,6 +10,7 @@ from mlxlm.cache import KVOptions
 from mlxlm.cli.main import _run
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
+from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel, batch, generate
 from mlxlm.generation.context import PREFILL_CHUNK
 from mlxlm.kernels import dispatch, records
@@ -88,7 +89,7 @@ def test_cases_of_a_model_have_its_windows_caps_and_slopes():
 def test_bench_and_list_of_a_device_that_trains_in_bfloat16(tmp_path, tiny_config, looked_up, monkeypatch, capsys):
     monkeypatch.setattr("mlxlm.train.start.DEVICE_DTYPE", "bfloat16")
     small = tiny_config.with_changes(hidden_size=16, max_position_embeddings=32)
-    (tmp_path / "config.json").write_text(json.dumps(small.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(small)))
     assert _run(["kernels", "bench", str(tmp_path), "--dtype", "float16", "--rounds", "1", "--json"]) == 0
     measured = [found["case"] for found in json.loads(capsys.readouterr().out)["cases"]]
     training = training_cases(model_of(small, "bfloat16").train(), 1, 32, document_mask=False)

@@ -142,22 +142,22 @@ def test_wrong_values(run, tmp_path):
 
 
 def test_models_by_path(run, tmp_path):
-    from mlxlm.config import ModelConfig
+    from mlxlm.families import config_to_hf, load_preset
 
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(ModelConfig.preset("1m").to_dict()))
+    path.write_text(json.dumps(config_to_hf(load_preset("1m"))))
     totals = [
         json.loads(run(source, "--machine", "a100", "--json")[1])["parameters"]["total"]
         for source in ("1m", path, tmp_path)
     ]
-    assert totals == [ModelConfig.preset("1m").parameter_count()] * 3
+    assert totals == [load_preset("1m").parameter_count()] * 3
 
 
 @pytest.mark.parametrize("name", ["quantization", "quantization_config"])
 def test_a_quantized_folder_has_its_own_bits(run, tmp_path, name):
-    from mlxlm.config import ModelConfig
+    from mlxlm.families import config_to_hf, load_preset
 
-    values = {**ModelConfig.preset("1m").to_dict(), name: {"bits": 4, "group_size": 64}}
+    values = {**config_to_hf(load_preset("1m")), name: {"bits": 4, "group_size": 64}}
     (tmp_path / "config.json").write_text(json.dumps(values))
     code, out, _ = run(tmp_path, "--machine", "a100", "--json", "--group-size", 32)
     assert code == 0 and json.loads(out)["serving"]["bits"] == 4

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig, counts
+from mlxlm.families import load_preset
 from mlxlm.utils.errors import ConfigError
 
 PARTS = {
@@ -88,7 +89,7 @@ def test_a_cache_is_as_large_as_planned(name, bits):
     from mlxlm.model import Decoder
     from mlxlm.plan.inference import Serving, cache_bytes
 
-    config = ModelConfig.preset(name)
+    config = load_preset(name)
     model = Decoder(config)
     cache = make_cache(model, KVOptions(key_bits=bits, value_bits=bits))
     mx.eval(model(mx.zeros((2, 20), mx.int32), cache))
@@ -135,7 +136,7 @@ def test_quantized_weights_are_as_large_as_planned(bits, dtype, size_of_float):
     from mlxlm.model import Decoder
     from mlxlm.plan.inference import Serving, weight_bytes
 
-    config = ModelConfig.preset("0.3m").with_changes(intermediate_size=200, tie_word_embeddings=False, mlp_bias=True)
+    config = load_preset("0.3m").with_changes(intermediate_size=200, tie_word_embeddings=False, mlp_bias=True)
     model = Decoder(config)
     model.apply(lambda x: x.astype(getattr(mx, dtype)))
     divides = {64: lambda width: width % 64 == 0, 32: lambda width: width % 64 and width % 32 == 0}

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 import mlxlm
-from mlxlm.backend import mlx, platform
+from mlxlm.backend import device, mlx, platform
 from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
+from mlxlm.families import load_preset
 from mlxlm.plan import Training, cheapest, fits, flops_of, training_memory
 from mlxlm.plan.corpus import corpus_of
 from mlxlm.plan.inference import Serving
@@ -29,7 +30,7 @@ def test_the_optimizer_holds_what_is_planned(optimizer):
     from mlxlm.train import TrainSettings
     from mlxlm.train.step import TrainStep
 
-    config = ModelConfig.preset("0.3m").with_changes(tie_word_embeddings=False, attention_bias=True, norm="layer")
+    config = load_preset("0.3m").with_changes(tie_word_embeddings=False, attention_bias=True, norm="layer")
     step = TrainStep(Decoder(config), TrainSettings(steps=1, learning_rate=1.0, optimizer=optimizer))
     held = {name: array for name, array in step.save_state().items() if array.size > 2}
     mx.eval(held)
@@ -57,7 +58,7 @@ def test_a_real_step_is_near_the_plan(batch, length, options):
     """MLX takes memory ahead of the computing thread, so that its peak depends on how busy the machine is."""
     from mlxlm.train import TrainSettings, probe
 
-    config = ModelConfig.preset("0.3m", max_position_embeddings=length)
+    config = load_preset("0.3m", max_position_embeddings=length)
     settings = TrainSettings(1, 1.0, batch_size=batch, sequence_length=length, **options)
     planned = training_memory(config, Training.of(settings))
     found = max((probe(config, settings) for _ in range(2)), key=lambda found: found.memory)
@@ -71,7 +72,7 @@ def test_a_probe_leaves_nothing_and_forecasts_the_run():
 
     settings = TrainSettings(steps=10, learning_rate=1.0, batch_size=2, sequence_length=16)
     before = mx.get_active_memory()
-    probe(ModelConfig.preset("0.3m"), settings)
+    probe(load_preset("0.3m"), settings)
     assert mx.get_active_memory() - before < 1 << 16
     run = replace(settings, steps=101, eval_every=50, eval_tokens=160)
     found = Probe(compiling=7.0, step=0.5, validation=0.25, memory=123).forecast(run, held_out=10_000)
@@ -81,7 +82,7 @@ def test_a_probe_leaves_nothing_and_forecasts_the_run():
 
 
 def test_what_costs_less_memory():
-    config = ModelConfig.preset("5m")
+    config = load_preset("5m")
 
     def total(**changes):
         return training_memory(config, replace(Training(batch_size=8, sequence_length=512), **changes)).total
@@ -96,19 +97,19 @@ def test_what_costs_less_memory():
 
 
 def test_the_largest_that_fits():
-    config, memory = ModelConfig.preset("1m"), 1 << 30
+    config, memory = load_preset("1m"), 1 << 30
     found = fits(config, SMALL, Serving(), memory)
     assert found.training and found.inference
     for name in ("batch_size", "sequence_length"):
         largest = getattr(found, name)
         assert training_memory(config, replace(SMALL, **{name: largest})).total <= 0.9 * memory
         assert training_memory(config, replace(SMALL, **{name: largest + 1})).total > 0.9 * memory
-    assert training_memory(ModelConfig.preset(found.preset), SMALL).total <= 0.9 * memory
+    assert training_memory(load_preset(found.preset), SMALL).total <= 0.9 * memory
     assert fits(config, SMALL, Serving(), 10**6).batch_size == 0
 
 
 def test_the_cheapest_change_that_fits():
-    config = ModelConfig.preset("5m")
+    config = load_preset("5m")
     training = Training(batch_size=16, sequence_length=512)
     assert cheapest(config, training, 1 << 40) is None
     change = cheapest(config, training, 2 * 10**9)
@@ -127,10 +128,10 @@ def test_a_preset_is_advised_as_it_is_asked_for(monkeypatch):
     from mlxlm.train import TrainSettings
     from mlxlm.train.start import check_memory
 
-    config = ModelConfig.preset("5m")
+    config = load_preset("5m")
     small = {"batch_size": 1, "sequence_length": 512, "recompute": True, "optimizer": "adafactor"}
     settings = TrainSettings(steps=1, learning_rate=1.0, **small)
-    monkeypatch.setattr(platform, "device_memory", lambda: 60 * 10**6)
+    monkeypatch.setattr(device, "device_memory", lambda: 60 * 10**6)
     with pytest.raises(ConfigError, match="try: --preset 1m, which takes"):
         check_memory(config, settings)
     with pytest.raises(ConfigError, match="try: a smaller model"):
@@ -144,7 +145,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     from mlxlm.train.choice import choose
     from mlxlm.train.start import check_memory
 
-    config, settings = ModelConfig.preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
+    config, settings = load_preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
     memory = round(training_memory(config, Training.of(settings)).total / 0.9)
     found = {info: memory + 9}
     monkeypatch.setattr(mlx, "ON_CPU", False)
@@ -165,7 +166,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
 @pytest.mark.parametrize("memory", [150, 160, 200, 250, 300, 350, 500, 700, 900, 1100])
 def test_no_change_is_advised_that_is_not_needed(memory):
     """Each change taken back, or a batch twice as large, is too much."""
-    config, there = ModelConfig.preset("5m"), 0.9 * memory * 10**6
+    config, there = load_preset("5m"), 0.9 * memory * 10**6
     training = Training(batch_size=16, sequence_length=512)
     found = cheapest(config, training, memory * 10**6)
     assert found.needed <= there
@@ -179,7 +180,7 @@ def test_no_change_is_advised_that_is_not_needed(memory):
 
 
 def test_a_variable_is_told_from_an_option():
-    config = ModelConfig.preset("5m")
+    config = load_preset("5m")
     training = Training(batch_size=1, sequence_length=768, recompute=True, device="cpu")
     with_kernels = replace(training, attention="blockwise")
     needed = training_memory(config, with_kernels).total
@@ -193,7 +194,7 @@ def test_a_variable_is_told_from_an_option():
 )  # fmt: skip
 def test_the_path_is_what_training_takes_there(device, path):
     """Long sequences; ALiBi, which MLX's own attention doesn't have; and what is in blocks of the device's size."""
-    config, training = ModelConfig.preset("5m"), Training(dtype="bfloat16", device=device)
+    config, training = load_preset("5m"), Training(dtype="bfloat16", device=device)
     long = replace(training, sequence_length=1024)
     assert (training.path(config), long.path(config)) == ("plain", path)
     assert replace(training, sequence_length=512).path(config.with_changes(positions="alibi")) == "blockwise"
@@ -212,7 +213,7 @@ def test_each_device_has_a_batch_of_its_own():
 
 def test_keys_of_a_window_that_are_computed():
     """On a CPU those that any row of a block sees, on a GPU the whole square; as many where there is no window."""
-    config = ModelConfig.preset("1m").with_changes(sliding_window=64)
+    config = load_preset("1m").with_changes(sliding_window=64)
     training = Training(sequence_length=512, device="cpu", attention="plain")
     assert training.keys_computed(config) == (128 + 3 * (128 + 64 - 1)) / 4
     assert training.keys_computed(config.with_changes(sliding_window=None)) == (128 + 256 + 384 + 512) / 4
@@ -240,7 +241,7 @@ def test_blocks_of_a_window_are_those_that_are_kept(monkeypatch):
 def test_each_core_has_gradients_of_its_own(monkeypatch):
     from mlxlm.plan import training as module
 
-    config, training = ModelConfig.preset("5m"), replace(SMALL, device="cpu")
+    config, training = load_preset("5m"), replace(SMALL, device="cpu")
     found = {}
     for parts in (1, 2):
         monkeypatch.setattr(module, "parts_of", lambda batch_size, parts=parts: parts)
@@ -253,7 +254,7 @@ def test_use_here_is_in_what_the_device_computes_with():
     from mlxlm.plan.inference import usual_serving
     from mlxlm.plan.machines import MACHINES, Machine
 
-    config = ModelConfig.preset("5m")
+    config = load_preset("5m")
     cpu = Machine("here", 1e9, "float32", None, True, "", "cpu")
     here = usual_serving(cpu, config)
     assert (here.bits, here.kv_bits, here.context) == (32, 32, 512)
@@ -266,7 +267,7 @@ def test_use_here_is_in_what_the_device_computes_with():
 def test_a_cpu_keeps_quantized_weights_only_where_others_do_not_fit():
     from mlxlm.plan.machines import Machine
 
-    config = ModelConfig.preset("5m")
+    config = load_preset("5m")
     count = config.parameter_count()
     for memory, bits in ((6 * count, 32), (5 * count, 4)):  # bytes
         planned = mlxlm.plan(config, machine=Machine("here", 1e9, "float32", memory, True, "", "cpu"), bits=4)
@@ -292,7 +293,7 @@ def test_a_quantized_model_is_planned_with_its_own_formats(quantization):
     from mlxlm.config.quantization import plan_of
     from mlxlm.model import Decoder
 
-    config = ModelConfig.preset("0.3m", tie_word_embeddings=False, hidden_size=192, quantization=quantization)
+    config = load_preset("0.3m", tie_word_embeddings=False, hidden_size=192, quantization=quantization)
     model = Decoder(config)
     model.apply(lambda x: x.astype(mx.bfloat16))
     nn.quantize(model, class_predicate=lambda name, m: hasattr(m, "to_quantized") and plan_of(quantization, name))
@@ -306,7 +307,7 @@ def test_a_quantized_model_is_planned_with_its_own_formats(quantization):
 
 def test_what_a_group_does_not_divide_stays_as_it_is():
     """As mlx_lm leaves it, which says so only by the files having no scales."""
-    config = ModelConfig.preset("0.3m")
+    config = load_preset("0.3m")
     own = mlxlm.plan(config.with_changes(quantization={"group_size": 64, "bits": 4}), machine="a100").inference
     down = 3 * 96 * 256  # of 256 in a row; all others have 96
     assert own.weights == 2 * (config.parameter_count() - down) + down // 2 + down // 64 * 4
@@ -314,7 +315,7 @@ def test_what_a_group_does_not_divide_stays_as_it_is():
 
 
 def test_a_table_of_positions_is_quantized_too():
-    rope = ModelConfig.preset("0.3m")
+    rope = load_preset("0.3m")
     table = 96 * rope.max_position_embeddings
     plans = [mlxlm.plan(c, machine="a100", bits=8) for c in (rope, rope.with_changes(positions="learned"))]
     assert plans[1].inference.weights - plans[0].inference.weights == table + table // 32 * 4
@@ -323,7 +324,7 @@ def test_a_table_of_positions_is_quantized_too():
 def test_a_cpu_that_is_too_small_for_float32_keeps_16_bits():
     from mlxlm.plan.machines import Machine
 
-    config = ModelConfig.preset("5m")
+    config = load_preset("5m")
     count = config.parameter_count()
     for memory, bits in ((6 * count, 32), (5 * count, 16)):
         machine = Machine("here", 1e9, "float32", memory, True, "", "cpu")
@@ -334,12 +335,12 @@ def test_a_cpu_that_is_too_small_for_float32_keeps_16_bits():
 
 
 def test_a_larger_batch_can_fit_where_cores_do_not_share_it(monkeypatch):
-    from mlxlm.backend import cpu_cores, platform
+    from mlxlm.backend import cpu_cores
 
     monkeypatch.setattr(cpu_cores, "ON_CPU", True)
     monkeypatch.setattr(cpu_cores, "load_blas", lambda: SimpleNamespace(sets_threads=True))
     monkeypatch.setattr(platform, "cpu_cores", lambda: 16)
-    config, training = ModelConfig.preset("5m"), replace(SMALL, batch_size=16, device="cpu")
+    config, training = load_preset("5m"), replace(SMALL, batch_size=16, device="cpu")
     whole = replace(training, batch_size=24)
     assert (training.parts, whole.parts) == (16, 1)
     memory = round(training_memory(config, whole).total / 0.9) + 1

@@ -10,6 +10,7 @@ from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
 from mlxlm.convert.reference_backends import Unavailable
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.files import write_json
 
@@ -29,7 +30,9 @@ def write_model(tiny_tokenizer):
         model.initialize(0)
         folder.mkdir(parents=True)
         values = {name: (4 * v if v.ndim == 2 else v).astype(dtype) for name, v in tree_flatten(model.parameters())}
-        write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": str(dtype).removeprefix("mlx.core.")})
+        write_json(
+            folder / "config.json", {**config_to_hf(config), "torch_dtype": str(dtype).removeprefix("mlx.core.")}
+        )
         save_weights(folder, values)
         tiny_tokenizer.save(folder)
         return config

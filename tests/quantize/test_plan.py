@@ -7,6 +7,7 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.tensors import Tensor
 from mlxlm.config import ModelConfig
+from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.quantize.plan import RECIPES, Format, recipe, uniform
 from mlxlm.utils.errors import ConfigError
@@ -67,7 +68,7 @@ def test_matrices_that_are_stored_together_have_one_format():
     assert plan.format_of(by_name["model.layers.1.mlp.down_proj"]).bits == 6
     changed = plan.with_formats({fused.name: Format(5)})
     assert {changed.formats[module].bits for module in fused.modules} == {5}
-    stored = config.with_changes(quantization=changed.entry()).to_dict()["quantization"]
+    stored = config_to_hf(config.with_changes(quantization=changed.entry()))["quantization"]
     assert stored["model.layers.1.self_attn.qkv_proj"]["bits"] == 5
 
 

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mlxlm.cli.main import _run
+from mlxlm.families import config_to_hf
 from mlxlm.report import read_run, write_report
 from mlxlm.report.chart import Series, chart, figure
 from mlxlm.report.smooth import Smoothed, span_of
@@ -24,7 +25,7 @@ VOID = {"meta", "input", "br", "img", "link"}
 def make_run(path, tiny_config, steps=50, settings=None, **more):
     """A run's folder as a training leaves it, but for checkpoints."""
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    (path / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
     values = {"steps": steps, "learning_rate": 1e-3, "clip": 0.5, **(settings or {})}
     (path / "train.json").write_text(json.dumps({"settings": values, "data": "data", "data_digest": ""}))
     (path / "data").mkdir()

@@ -19,6 +19,7 @@ from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.cli.training import describe_end, describe_forecast
 from mlxlm.data import Chunk, Manifest, TokenDataset, TrainBatches
+from mlxlm.families import config_to_hf
 from mlxlm.generation import load
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
@@ -37,7 +38,7 @@ def base(tmp_path_factory, tiny_config, tiny_tokenizer):
     folder.mkdir()
     model = Decoder(tiny_config)
     model.initialize(4)
-    (folder / "config.json").write_text(json.dumps(tiny_config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
     save_weights(folder, dict(tree_flatten(model.parameters())))
     tiny_tokenizer.save(folder)
     return folder
@@ -92,7 +93,7 @@ def test_a_quantized_model_is_tuned_in_floating_point(new_run, base, tmp_path):
     folder = tmp_path / "4bit"
     shutil.copytree(base, folder)
     save_weights(folder, weights)
-    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "quantization": quantization}))
+    (folder / "config.json").write_text(json.dumps({**config_to_hf(config), "quantization": quantization}))
     run = new_run("run", model=folder, steps=1)
     assert run.config.quantization is None
     found, (model, _) = load_weights(run.path / "checkpoints/step-0"), load_model(folder)
@@ -195,7 +196,7 @@ def test_what_can_not_work(new_run, tmp_path, base, talks, monkeypatch):
     with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --sequence-length 128"):
         new_run("other", sequence_length=200)
     with monkeypatch.context() as patch:
-        patch.setattr("mlxlm.backend.platform.device_memory", lambda: 1000)
+        patch.setattr("mlxlm.backend.device.device_memory", lambda: 1000)
         patch.setattr("mlxlm.plan.advice.preset_names", lambda: pytest.fail("there is no preset to choose"))
         with pytest.raises(ConfigError, match="of memory, there are .* .try: a smaller model"):
             new_run("other")

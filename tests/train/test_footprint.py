@@ -46,7 +46,7 @@ def test_metals_limit_is_set_for_the_run_alone(monkeypatch):
         with steady_memory():
             assert mx.set_memory_limit(10 << 30) == 10 << 30
         monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-        monkeypatch.setattr("mlxlm.backend.platform.device_memory", lambda: 6 << 30)
+        monkeypatch.setattr("mlxlm.backend.device.device_memory", lambda: 6 << 30)
         with steady_memory():
             assert mx.set_memory_limit(6 << 30) == 6 << 30
         assert mx.set_memory_limit(10 << 30) == 10 << 30

@@ -19,6 +19,7 @@ import pytest
 from training_runs import finish
 
 from mlxlm.backend.mlx import mx
+from mlxlm.families import config_to_hf
 from mlxlm.train import RankLost, Ranks, Run, follow
 from mlxlm.train.distributed import heartbeat as pulses
 from mlxlm.train.distributed.heartbeat import Pulse
@@ -288,7 +289,7 @@ SETTINGS = ["--batch-size", "2", "--sequence-length", "32", "--learning-rate", "
 @pytest.fixture
 def pretrain(tmp_path, text_file, tiny_config, tokenizer_folder):
     """Starts `mlxlm pretrain` on a tiny model, by a launcher or with options."""
-    (tmp_path / "tiny.json").write_text(json.dumps(tiny_config.to_dict()))
+    (tmp_path / "tiny.json").write_text(json.dumps(config_to_hf(tiny_config)))
     started = []
 
     def start(out: Path, *options: str, before: tuple[str, ...] = (), resume: bool = False) -> subprocess.Popen:

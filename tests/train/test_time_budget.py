@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlxlm.config import ModelConfig, preset_names
+from mlxlm.families import load_preset, preset_names
 from mlxlm.train import Probe, TrainSettings, start_run, time_budget
 from mlxlm.train.time_budget import batch_settings, seconds_per_token, validation_settings
 from mlxlm.utils.errors import ConfigError
@@ -30,7 +30,7 @@ def machine(monkeypatch):
 @pytest.mark.parametrize("preset", preset_names())
 @pytest.mark.parametrize("minutes", [1, 3, 10, 60, 600])
 def test_a_preset_makes_a_thousand_steps_where_it_can_or_is_refused(machine, preset, minutes):
-    config, seconds = ModelConfig.preset(preset), 60.0 * minutes
+    config, seconds = load_preset(preset), 60.0 * minutes
     pace = config.flops_per_token(128, training=True) / (GFLOPS / 2 * 1e9)
     if seconds / pace < 25_600:
         with pytest.raises(ConfigError, match="parameters would see about .* tokens here, too few to learn from"):
@@ -48,22 +48,22 @@ def test_a_preset_makes_a_thousand_steps_where_it_can_or_is_refused(machine, pre
 
 def test_what_is_given_stays(machine):
     given = {"sequence_length": 64, "batch_size": 3, "accumulate": 2, "warmup_steps": 10}
-    assert batch_settings(ModelConfig.preset("1m"), 1e6, given) == given
-    seconds_per_token(ModelConfig.preset("1m"), 600.0, given)
+    assert batch_settings(load_preset("1m"), 1e6, given) == given
+    seconds_per_token(load_preset("1m"), 600.0, given)
     assert machine[0].tokens_per_step == 2 * 64  # not three times two rows
 
 
 def test_the_refusal_names_a_preset_and_a_time_that_work(machine):
     with pytest.raises(ConfigError, match=r"in 2m00s a model of 1\.1B parameters") as refused:
-        seconds_per_token(ModelConfig.preset("1b"), 120.0, {})
+        seconds_per_token(load_preset("1b"), 120.0, {})
     assert not machine  # the speed of large products says enough: no step of it is tried
     preset, minutes = refused.value.hint.removeprefix("--preset ").split(", or --minutes ")
-    seconds_per_token(ModelConfig.preset(preset), 120.0, {})
-    seconds_per_token(ModelConfig.preset("1b"), 60.0 * int(minutes.replace(",", "")), {})
+    seconds_per_token(load_preset(preset), 120.0, {})
+    seconds_per_token(load_preset("1b"), 60.0 * int(minutes.replace(",", "")), {})
 
 
 def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
-    config = ModelConfig.preset("1m")
+    config = load_preset("1m")
     with pytest.raises(ConfigError, match=r"of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --seq"):
         seconds_per_token(config, 60.0, {"batch_size": 512, "sequence_length": 512})
     for given, tokens in (({"sequence_length": 16384}, "16,384"), ({"accumulate": 64}, "16,384")):
@@ -72,14 +72,14 @@ def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
         with pytest.raises(ConfigError, match=f"steps of {tokens} tokens here.*try: a smaller {flag}, or --minutes"):
             seconds_per_token(config, 15.0, given)
     with pytest.raises(ConfigError, match="steps of 512 tokens here"):
-        seconds_per_token(ModelConfig.preset("1b"), 60.0, {"sequence_length": 512}, finetuning=True)
+        seconds_per_token(load_preset("1b"), 60.0, {"sequence_length": 512}, finetuning=True)
     seconds_per_token(config, 3.0, {"sequence_length": 512}, finetuning=True)  # little to learn may be enough
 
 
 def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path, text_file, tokenizer_folder):
     """Not the preset's vocabulary."""
     measured = []
-    config = ModelConfig.preset("0.3m", vocab_size=9999, bos_token_id=9998, eos_token_id=9998)
+    config = load_preset("0.3m", vocab_size=9999, bos_token_id=9998, eos_token_id=9998)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "mlxlm.train.start.seconds_per_token", lambda config, *_rest: measured.append(config.vocab_size) or 1e-6
@@ -96,9 +96,9 @@ def test_a_step_has_a_row_for_each_core_where_that_costs_little(monkeypatch, sec
     monkeypatch.setattr(
         time_budget, "probe", lambda config, settings: SimpleNamespace(step=seconds[settings.batch_size])
     )
-    assert time_budget.least_rows(ModelConfig.preset("1m"), {"sequence_length": 64}) == rows
+    assert time_budget.least_rows(load_preset("1m"), {"sequence_length": 64}) == rows
     monkeypatch.setattr(time_budget, "parts_of", lambda rows: 1)  # a GPU
-    assert time_budget.least_rows(ModelConfig.preset("1m"), {"sequence_length": 64}) == 1
+    assert time_budget.least_rows(load_preset("1m"), {"sequence_length": 64}) == 1
 
 
 def test_validation_has_a_fortieth_of_the_time_each():
@@ -116,12 +116,12 @@ def test_validation_has_a_fortieth_of_the_time_each():
 
 def test_time_that_is_over_before_training_is_refused(tmp_path, text_file, tokenizer_folder):
     with pytest.raises(ConfigError, match="preparing the training took .* of the 0s given .try: --minutes 1"):
-        start_run(tmp_path / "run", [text_file], ModelConfig.preset("0.3m"), tokenizer=tokenizer_folder, minutes=1e-9)
+        start_run(tmp_path / "run", [text_file], load_preset("0.3m"), tokenizer=tokenizer_folder, minutes=1e-9)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_preset_and_minutes_are_all_it_needs(machine, tmp_path, text_file, tokenizer_folder):
-    config = ModelConfig.preset("0.3m")
+    config = load_preset("0.3m")
     run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
     settings = run.settings
     assert settings.sequence_length == 256 and settings.batch_size < 16 and settings.eval_every is None

@@ -15,13 +15,14 @@ from mlxlm.backend import cpu_cores, platform
 from mlxlm.backend.blas import Blas, load_blas
 from mlxlm.backend.cpu_cores import parts_of
 from mlxlm.backend.mlx import ON_CPU, mx, tree_flatten
-from mlxlm.config import ModelConfig, read_json
+from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train import TrainSettings
 from mlxlm.train import step as step_module
 from mlxlm.train.events import Warned
 from mlxlm.train.workers import Workers
+from mlxlm.utils.json_files import read_json
 
 pytestmark = pytest.mark.skipif(not ON_CPU or not load_blas().sets_threads, reason="for a CPU and a BLAS with threads")
 

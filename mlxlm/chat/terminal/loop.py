@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.backend.bandwidth import Moved
+from mlxlm.backend.error_text import describe_error
 from mlxlm.chat.overflow import ContextFull, MessageTooLong
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
@@ -21,7 +22,7 @@ from mlxlm.chat.terminal.output import say, tell
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.turns import Begin, answer, noted_interrupts
 from mlxlm.generation import FinishReason, LoadedModel
-from mlxlm.utils.errors import GenerationError, MlxlmError, describe
+from mlxlm.utils.errors import GenerationError, MlxlmError
 
 if TYPE_CHECKING:
     from mlxlm.chat.terminal.editor import Editor
@@ -124,7 +125,7 @@ class Talk:
             except Exception as error:  # whatever it is (the device's memory, say), the conversation goes on
                 if self._hung_up:
                     break
-                say(f"error: {describe(error)}")
+                say(f"error: {describe_error(error)}")
 
     def _take_line(self, text: str, editing: bool = False) -> None:
         line = text.strip()

@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.gguf.from_metadata import Keys, architecture_of, values_of
 from mlxlm.checkpoint.gguf.from_tokenizer import tokenizer_of
 from mlxlm.checkpoint.gguf.reader import Header, read_header
 from mlxlm.checkpoint.gguf.rope import TABLES
 from mlxlm.checkpoint.gguf.tensors import tensor_of
-from mlxlm.checkpoint.source import Checkpoint
 from mlxlm.checkpoint.stored import as_modules
 from mlxlm.checkpoint.tensors import Tensor
-from mlxlm.config import ModelConfig
-from mlxlm.families import huggingface
+from mlxlm.families import config_from_hf
+from mlxlm.families.configs import huggingface
 from mlxlm.utils.errors import CheckpointError
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -32,7 +32,7 @@ def open_gguf(path: Path | str) -> Checkpoint:
     header = _whole(read_header(Path(path)))
     keys = Keys(header)
     architecture = architecture_of(keys)
-    config = ModelConfig.from_dict(values_of(keys, architecture), source=str(header.path))
+    config = config_from_hf(values_of(keys, architecture), source=str(header.path))
     tensors = {name: tensor_of(info) for name, info in header.tensors.items() if name not in TABLES}
     if architecture.norm_offset:
         tensors = {name: _minus_one(t) if name.endswith("norm.weight") else t for name, t in tensors.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
 from mlxlm.checkpoint.gguf.rope import longrope_attention
 from mlxlm.config import ModelConfig
-from mlxlm.families.windows import SLIDING
+from mlxlm.config.validation import SLIDING
 from mlxlm.utils.errors import CheckpointError
 
 INT, FLOAT, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9  # the format's numbers for types of values

@@ -6,7 +6,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.tensors import of_array
-from mlxlm.config import ModelConfig
+from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 
 VOCAB = 307  # seven rows more than the tokenizer has tokens
@@ -62,7 +62,7 @@ MODELS = {
 
 def random_model(name: str, tokenizer) -> Decoder:
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    decoder = Decoder(ModelConfig.from_dict({**MODELS[name], **ids}))
+    decoder = Decoder(config_from_hf({**MODELS[name], **ids}))
     decoder.initialize(0)
     rng = np.random.default_rng(1)
     weights = []

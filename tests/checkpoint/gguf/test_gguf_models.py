@@ -14,7 +14,7 @@ from mlxlm.checkpoint.gguf.rope import llama3_factors, llama3_scaling
 from mlxlm.checkpoint.gguf.to_metadata import architecture_for
 from mlxlm.checkpoint.safetensors import load_weights
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.config import ModelConfig
+from mlxlm.families import config_from_hf, config_to_hf
 from mlxlm.utils.errors import CheckpointError
 
 
@@ -39,7 +39,7 @@ def test_folder_to_gguf_to_folder_keeps_every_bit(model, tiny_tokenizer, tmp_pat
     config, path = model.config, tmp_path / "m.gguf"
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-    huggingface.write(tmp_path / "a", config.to_dict(), config, tensors_of(model, mx.bfloat16), tiny_tokenizer)
+    huggingface.write(tmp_path / "a", config_to_hf(config), config, tensors_of(model, mx.bfloat16), tiny_tokenizer)
     first = open_checkpoint(tmp_path / "a")
     gguf.write(path, first.config, first.tensors, first.load_tokenizer(), "BF16")
     second = open_checkpoint(path)
@@ -107,7 +107,7 @@ def test_opt_has_no_place_in_gguf():
         "vocab_size": 300, "max_position_embeddings": 64,
     }  # fmt: skip
     with pytest.raises(CheckpointError, match="no opt models"):
-        architecture_for(ModelConfig.from_dict(opt))
+        architecture_for(config_from_hf(opt))
 
 
 def test_an_existing_file_stays(tiny_tokenizer, tmp_path):

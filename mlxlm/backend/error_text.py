@@ -1,0 +1,24 @@
+"""One line for any error."""
+
+from __future__ import annotations
+
+import shlex
+
+from mlxlm.backend.compiled_kernels import unloaded
+from mlxlm.utils.errors import MlxlmError
+
+
+def describe_error(error: Exception) -> str:
+    """One line for any error, ours or not."""
+    if isinstance(error, MlxlmError):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return "out of memory (try: a smaller model, batch or context)"
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    text = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
+        return f"out of memory: {text} (try: a smaller model, batch or context)"
+    if isinstance(error, RuntimeError) and (broken := unloaded(text)):
+        return f"a kernel that MLX compiled can't be loaded: {text} (try: rm {shlex.quote(broken)})"
+    return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"
