@@ -9,14 +9,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from mlxlm.config import ModelConfig
+from tests.paths import SHARED
 
 # The same examples each time, however slow the machine is; others by `pytest --hypothesis-profile explore`.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("explore", **_UNTIMED)
 settings.register_profile("same", derandomize=True, **_UNTIMED)
 settings.load_profile("same")
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "birds", "in", "old", "garden", "while", "rain"]
 

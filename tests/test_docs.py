@@ -13,8 +13,9 @@ import pytest
 
 from mlxlm.cli.main import COMMANDS
 from mlxlm.families import config_to_hf
+from tests.paths import ROOT
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = ROOT / "docs"
 TOOLS = ("jq", "xargs")
 _BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

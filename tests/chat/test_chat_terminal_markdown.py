@@ -6,11 +6,11 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seen import Seen
 
 from mlxlm.chat.terminal import markdown
 from mlxlm.chat.terminal.stream import MarkdownStream
 from mlxlm.chat.terminal.tail import Tail
+from tests.chat.seen import Seen
 
 LONG = """\
 # A title with `code`

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from prompt_toolkit.document import Document
-from seen import Seen
 
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import output, screen
@@ -18,6 +17,7 @@ from mlxlm.chat.terminal.editor import _Commands
 from mlxlm.chat.terminal.loop import Talk
 from mlxlm.chat.terminal.settings import Settings, change, shown
 from mlxlm.utils.errors import GenerationError
+from tests.chat.seen import Seen
 
 PIECES = [("I think", True), (" so.", True), ("", False), ("The **ans", False), ("wer**.\n\nDone", False)]
 

@@ -15,6 +15,7 @@ from mlxlm.checkpoint.foreign import ForeignConfig
 from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import TokenizerError
+from tests.paths import SHARED
 
 EXCHANGE = [
     Message("system", "Be brief."),
@@ -141,7 +142,7 @@ LLAMA2 = (
 
 def test_a_tokenizer_that_adds_a_first_space_adds_it_once():
     """Stretches of the conversation that are encoded by themselves are no texts of their own."""
-    folder = Path(__file__).resolve().parents[3] / "shared" / "tokenizers" / "llama2"
+    folder = SHARED / "tokenizers" / "llama2"
     if not folder.is_dir():
         pytest.skip("no folder of real tokenizers beside this checkout")
     llama2 = tokenizer.load(folder)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_session import GREEDY, read, remade, say, small
 
 from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx
@@ -17,6 +16,7 @@ from mlxlm.chat import transcripts
 from mlxlm.chat.session import Chat
 from mlxlm.chat.session_files import cache_path
 from mlxlm.utils.errors import GenerationError, MlxlmError
+from tests.chat.test_session import GREEDY, read, remade, say, small
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 8, "seed": 5}
 

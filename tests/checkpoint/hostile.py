@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantized_weights import quantized_weights
 
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
@@ -21,6 +20,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, sentencepiece, train
+from tests.quantized_weights import quantized_weights
 
 VOCAB = 300
 CONFIG = ModelConfig(

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from quantized_weights import quantized_weights
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_model, load_weights, save_weights
@@ -18,6 +17,7 @@ from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.utils.files import new_folder
+from tests.quantized_weights import quantized_weights
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hostile import KINDS, Victim, complaint, make
+
+from tests.checkpoint.hostile import KINDS, Victim, complaint, make
 
 CASES = int(os.environ.get("MLXLM_FUZZ_CASES", "120"))
 NUMBERS = [0, 1, 2, 3, 7, 31, 127, 128, 255, 256, 300, 32767, 32768, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1,

@@ -10,11 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from hostile import KINDS, MEMORY, SECONDS, Sample, Victim, make, weights
 
 from mlxlm.checkpoint import save_weights
 from mlxlm.convert import convert
 from mlxlm.utils.errors import MlxlmError
+from tests.checkpoint.hostile import KINDS, MEMORY, SECONDS, Sample, Victim, make, weights
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mlxlm.cli.main import COMMANDS, _run
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--steps", "6", "--batch-size", "4", "--sequence-length", "32", "--vocab-size", "300"]
 
 

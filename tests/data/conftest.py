@@ -1,14 +1,13 @@
 """Tokenizers and prepared folders for the tests of the data pipeline."""
 
 import random
-from pathlib import Path
 
 import pytest
 
 from mlxlm.data import prepare
 from mlxlm.tokenizer import load, train
+from tests.paths import SHARED
 
-SHARED = Path(__file__).parents[2].parent / "shared"
 WORDS = ["river", "water", "stone", "the", "of", "light", "naïve", "東京", "12", "a", "it's", "green", "🎉"]
 
 

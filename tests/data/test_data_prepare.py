@@ -5,7 +5,6 @@ import json
 import os
 import threading
 import tracemalloc
-from pathlib import Path
 
 import jinja2
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, prepare, training_texts
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.utils.errors import DataError, MlxlmError
+from tests.paths import SHARED
 
 
 def jsonl(path, rows):
@@ -350,7 +350,7 @@ def test_memory_is_bounded(byte_level, text, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2"])
 def test_cutting_a_long_text_into_pieces_changes_no_ids(name, tmp_path):
-    folder = Path(__file__).resolve().parents[3] / "shared"
+    folder = SHARED
     if not folder.is_dir():
         pytest.skip("no folder of real texts and tokenizers beside this checkout")
     real = load(folder / "tokenizers" / name)

@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ from mlxlm.generation import GenerationOptions, Sampler, generate
 from mlxlm.generation.constraint import Grammar, masked_logits
 from mlxlm.generation.sampling import draw_rows
 from mlxlm.utils.errors import GenerationError
+from tests.paths import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 PERSON = {
     "type": "object",
     "properties": {

@@ -1,12 +1,12 @@
 """Prefill and decode: the same tokens as the plainest loop, and an exact account of the cache."""
 
 import pytest
-from plainest import PROMPT, greedy, naive
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import Context, tokens
 from mlxlm.generation import context as context_module
 from mlxlm.generation.engine import CLEAR_EVERY
+from tests.generation.plainest import PROMPT, greedy, naive
 
 
 class Counting:

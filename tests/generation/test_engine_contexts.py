@@ -8,7 +8,6 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plainest import PROMPT, greedy, naive
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, write_caches
@@ -17,6 +16,7 @@ from mlxlm.generation.drafts import NgramLookup
 from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, GenerationError
+from tests.generation.plainest import PROMPT, greedy, naive
 
 KINDS = [KVOptions(), KVOptions.of(size=16, keep=2), KVOptions.of(size=1000)]
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speculating import always
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel, Sampler, SamplingOptions, generate
@@ -12,6 +11,7 @@ from mlxlm.generation.drafts import DraftModel
 from mlxlm.generation.noise import _exponential, derived_seed, gumbel, step_noise
 from mlxlm.generation.sampling import draw_rows
 from mlxlm.utils.errors import GenerationError
+from tests.generation.speculating import always
 
 V = 50
 LOGITS = np.random.default_rng(1).normal(scale=2, size=V).astype(np.float32)

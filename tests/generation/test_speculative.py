@@ -1,13 +1,13 @@
 """Speculation changes no token: against the plain engine, with right, wrong and mixed guesses, on every cache."""
 
 import pytest
-from speculating import Oracle, always, exact
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation import Context, LoadedModel, tokens
 from mlxlm.generation.drafts import DraftModel
 from mlxlm.utils.errors import GenerationError
+from tests.generation.speculating import Oracle, always, exact
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 CACHES = {

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 
 import pytest
-from speculating import Oracle, always, disturbed, exact
 
 from mlxlm.backend.mlx import ON_CPU, mx, tree_map
 from mlxlm.cache import KVOptions
@@ -16,6 +15,7 @@ from mlxlm.generation.speculative import MOST, Speculation
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
+from tests.generation.speculating import Oracle, always, disturbed, exact
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 

@@ -1,7 +1,6 @@
 """Blockwise attention against float64 numpy and MLX, values and gradients, and its memory."""
 
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import blockwise
 from mlxlm.kernels.blockwise import blockwise_attention
+from tests import oracle
 
 
 def random(shape, seed, scale=1.0, dtype=mx.float32):

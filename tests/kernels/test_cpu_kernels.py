@@ -4,7 +4,6 @@ import math
 import sys
 
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.kernels import attention, cross_entropy, gelu, gelu_tanh, log_softmax, swiglu, using
 from mlxlm.kernels.exp import exp_nonpositive
+from tests import oracle
 
 
 def random(shape, seed=0, scale=1.0):

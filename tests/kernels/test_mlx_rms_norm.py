@@ -1,13 +1,13 @@
 """RMSNorm of MLX operations, values and gradients against float64 numpy; alone, compiled and recomputed."""
 
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import add_rms_norm, rms_norm
+from tests import oracle
 
 TOLERANCE = 2e-6  # of float32, beside the sum of the sizes of the terms
 

@@ -1,7 +1,6 @@
 """Attention within documents: every path against each document computed alone, values and gradients."""
 
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +10,7 @@ from mlxlm.kernels import attention, blockwise, using
 from mlxlm.kernels.attention_paths import TRAINING, attention_case
 from mlxlm.kernels.blockwise import blockwise_attention
 from mlxlm.kernels.plain_attention import plain_attention
+from tests import oracle
 
 BLOCKWISE, PLAIN = blockwise_attention, plain_attention
 

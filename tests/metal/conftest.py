@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-import harness
 import pytest
 
 from mlxlm.backend.mlx import mx
+from tests.metal import harness
 
 
 def need_harness() -> None:

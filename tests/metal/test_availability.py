@@ -3,9 +3,10 @@
 import os
 import tempfile
 
-import harness
 import pytest
-from harness import build
+
+from tests.metal import harness
+from tests.metal.harness import build
 
 
 @pytest.mark.parametrize("required, outcome", [("", pytest.skip.Exception), ("1", pytest.fail.Exception)])

@@ -4,17 +4,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
-import harness
 import numpy as np
-import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import as64
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import decode_attention as module
 from mlxlm.kernels.decode_attention import MAX_QUERIES, decode_attention, quantized_decode_attention
+from tests import oracle
+from tests.metal import harness
+from tests.oracle import as64
 
 # Largest error over the largest value, of which every output is a mean: a few roundings of the dtype.
 TOLERANCE = {mx.float32: 1e-6, mx.float16: 8e-4, mx.bfloat16: 6e-3}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import harness
 import numpy as np
 import pytest
-from harness.signature import ATTRIBUTES, signature
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import metal
+from tests.metal import harness
+from tests.metal.harness.signature import ATTRIBUTES, signature
 
 pytestmark = pytest.mark.usefixtures("needs_harness")
 

@@ -6,13 +6,13 @@ import ctypes
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-import harness
 import numpy as np
 import pytest
-from harness.build import symbolizer
-from plants import GID, PLANTS, REVERSED, TID, Plant
 
 from mlxlm.backend.mlx import mx
+from tests.metal import harness
+from tests.metal.harness.build import symbolizer
+from tests.metal.plants import GID, PLANTS, REVERSED, TID, Plant
 
 pytestmark = pytest.mark.usefixtures("needs_harness")
 

@@ -2,15 +2,15 @@
 
 import sys
 
-import harness
 import numpy as np
-import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
+from tests import oracle
+from tests.metal import harness
 
 # Largest error beside the sum of the sizes of the terms: half a unit in the last place for the result, and
 # in float32 some of these for the reductions.

@@ -1,16 +1,16 @@
 """The training attention against float64 numpy: values, log-sum-exp and all gradients."""
 
-import harness
 import numpy as np
-import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import as64
 
 import mlxlm.kernels.metal
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.tiled_attention import tiled_attention, tiled_attention_with_lse
+from tests import oracle
+from tests.metal import harness
+from tests.oracle import as64
 
 # Largest error over the largest expected value, or over 1, the size of the inputs. Gradients start from the rounded
 # output, and so are no better than it.

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_decoder import LONGEST, VOCABULARY, architectures, decoder, scalings
 
 from mlxlm.backend.mlx import mx, optim, tree_flatten
 from mlxlm.cache import make_cache
@@ -19,6 +18,7 @@ from mlxlm.model import Decoder
 from mlxlm.model.embedding import Sinusoids
 from mlxlm.model.norms import LayerNorm, RMSNorm
 from mlxlm.utils.errors import GenerationError
+from tests.numpy_decoder import LONGEST, VOCABULARY, architectures, decoder, scalings
 
 TEXT = np.random.default_rng(1).integers(0, VOCABULARY, (2, LONGEST - 4))
 

@@ -1,12 +1,9 @@
 """Tokenizers trained once for all tests, and the public ones where the sibling folder `shared` has them."""
 
-from pathlib import Path
-
 import pytest
 
 from mlxlm.tokenizer import load, train
-
-SHARED = Path(__file__).parents[2].parent / "shared"
+from tests.paths import SHARED
 
 # Prose, code, numbers, accents, CJK, emoji (one with joiners), odd spaces and control characters.
 SAMPLE = (

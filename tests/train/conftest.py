@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from training_runs import QUICK
 
 from mlxlm.train import Run, start_run
+from tests.train.training_runs import QUICK
 
 
 @pytest.fixture(scope="session")

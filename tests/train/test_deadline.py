@@ -5,12 +5,12 @@ import json
 import random
 
 import pytest
-from training_runs import contents, finish, read_log
 
 from mlxlm.cli.main import _run
 from mlxlm.train import Finished, Replanned, Run, Step, Stopped, TrainSettings, repeat_run
 from mlxlm.train.deadline import Deadline
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
+from tests.train.training_runs import contents, finish, read_log
 
 FORECAST = {"steps": 100, "step_seconds": 100.0, "seconds": 102.0, "validations": 1}
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_weights import quantized_weights
-from training_runs import contents, finish
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.chat.labels import Labels
@@ -27,6 +25,8 @@ from mlxlm.train import Finished, Run, Started, Step, Stopped, Validation, open_
 from mlxlm.train.finetune import FORM, _windows
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
+from tests.quantized_weights import quantized_weights
+from tests.train.training_runs import contents, finish
 
 QUICK = {"steps": 6, "batch_size": 2, "sequence_length": 48, "learning_rate": 3e-3, "eval_every": 3, "save_every": 3}
 

@@ -1,11 +1,11 @@
 """The memory of a run: flat over its steps, and within what the system recommends."""
 
 import pytest
-from training_runs import finish
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.train import Step, footprint
 from mlxlm.train.footprint import fit_cache, steady_memory
+from tests.train.training_runs import finish
 
 
 def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monkeypatch):

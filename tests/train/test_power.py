@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from training_runs import contents, finish, read_log
 
 from mlxlm.backend import platform
 from mlxlm.train import Finished, Paused, Power, Resumed, Saved, Slowed, Step, Stopped, Warned
 from mlxlm.train.power import Pace
 from mlxlm.utils.errors import ConfigError
+from tests.train.training_runs import contents, finish, read_log
 
 
 class Machine:

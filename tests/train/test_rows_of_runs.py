@@ -5,7 +5,6 @@ import threading
 from contextlib import closing
 
 import pytest
-from training_runs import QUICK, contents, finish
 
 from mlxlm.data import TrainBatches, texts, training_texts
 from mlxlm.experiments.sweep import shared_data
@@ -14,6 +13,7 @@ from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Run, Started, Step, Warned, start_run, train
 from mlxlm.train.start import no_phase
 from mlxlm.utils.errors import DataError
+from tests.train.training_runs import QUICK, contents, finish
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from training_runs import QUICK, contents, finish
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
@@ -19,6 +18,7 @@ from mlxlm.train.data_check import DataCheck
 from mlxlm.train.distributed.worker import _Facts
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, DataError
+from tests.train.training_runs import QUICK, contents, finish
 
 
 def flip(path, at=-9):

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from training_runs import contents, finish, read_log
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
@@ -19,6 +18,7 @@ from mlxlm.train.power import Pace
 from mlxlm.train.saving import Saver, checkpoint_bytes
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import CheckpointError
+from tests.train.training_runs import contents, finish, read_log
 
 ROOM = 1 << 30
 

@@ -5,10 +5,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from training_runs import contents, finish, read_log
 
 from mlxlm.train import Finished, Run, Step, Validation, Warned
 from mlxlm.utils.errors import CheckpointError, PlatformError
+from tests.train.training_runs import contents, finish, read_log
 
 
 def test_a_missing_library_is_named_before_anything_happens(new_run, monkeypatch):

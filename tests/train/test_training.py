@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from training_runs import QUICK, contents, finish, read_log
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
@@ -17,6 +16,7 @@ from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validatio
 from mlxlm.train.events import Failed
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, TrainingError
+from tests.train.training_runs import QUICK, contents, finish, read_log
 
 
 @pytest.mark.parametrize(

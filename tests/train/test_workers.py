@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-from training_runs import contents, finish
 
 from mlxlm.backend import cpu_cores, platform
 from mlxlm.backend.blas import Blas, load_blas
@@ -23,6 +22,7 @@ from mlxlm.train import step as step_module
 from mlxlm.train.events import Warned
 from mlxlm.train.workers import Workers
 from mlxlm.utils.json_files import read_json
+from tests.train.training_runs import contents, finish
 
 pytestmark = pytest.mark.skipif(not ON_CPU or not load_blas().sets_threads, reason="for a CPU and a BLAS with threads")
 

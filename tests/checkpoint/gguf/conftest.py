@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from gguf_models import MODELS, random_model, tensors_of
 
 from mlxlm.model import Decoder
+from tests.checkpoint.gguf.gguf_models import MODELS, random_model, tensors_of
 
 
 @pytest.fixture(params=MODELS)

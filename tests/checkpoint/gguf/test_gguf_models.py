@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from gguf_models import MODELS, random_model, tensors_of
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface
@@ -16,6 +15,7 @@ from mlxlm.checkpoint.safetensors import load_weights
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.families import config_from_hf, config_to_hf
 from mlxlm.utils.errors import CheckpointError
+from tests.checkpoint.gguf.gguf_models import MODELS, random_model, tensors_of
 
 
 def bits(value: mx.array) -> bytes:

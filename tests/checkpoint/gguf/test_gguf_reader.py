@@ -9,7 +9,6 @@ import tracemalloc
 import gguf as oracle
 import numpy as np
 import pytest
-from gguf_models import random_model, tensors_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.reader import Array, read_header
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.utils.errors import CheckpointError, ConfigError
+from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
 
 NUMBERS = {
     oracle.GGUFValueType.UINT8: st.integers(0, 2**8 - 1),

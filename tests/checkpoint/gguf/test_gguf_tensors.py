@@ -5,7 +5,6 @@ from __future__ import annotations
 import gguf as oracle
 import numpy as np
 import pytest
-from gguf_models import random_model, tensors_of
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf
@@ -15,6 +14,7 @@ from mlxlm.checkpoint.gguf.tensors import _CHUNK, tensor_of
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.tensors import of_array
 from mlxlm.utils.errors import CheckpointError
+from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
 
 
 def test_types_are_ggmls():

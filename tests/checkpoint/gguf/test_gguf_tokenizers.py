@@ -7,7 +7,6 @@ import struct
 
 import pytest
 import tokenizers
-from gguf_models import random_model, tensors_of
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
 from mlxlm.checkpoint import gguf
@@ -22,6 +21,7 @@ from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.tokenizer.train import WORDS
 from mlxlm.utils.errors import ConfigError, TokenizerError
+from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
 
 # Prose, code, numbers, accents, CJK, emoji, odd spaces; no U+2581, which SentencePiece can't tell from a space.
 SAMPLE = (

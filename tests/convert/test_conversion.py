@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +21,9 @@ from mlxlm.quantize import quantize
 from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
 from mlxlm.utils.files import write_json
+from tests.paths import SHARED
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 IDS = [5, 17, 280, 33, 2, 9, 120, 44]
 
 

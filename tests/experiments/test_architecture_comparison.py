@@ -5,7 +5,6 @@ import json
 import matplotlib.image
 import numpy as np
 import pytest
-from training_runs import contents, finish, read_log
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
@@ -16,6 +15,7 @@ from mlxlm.tokenizer import load
 from mlxlm.train import Finished, Stopped
 from mlxlm.train.start import start_run
 from mlxlm.utils.errors import ConfigError, DataError
+from tests.train.training_runs import contents, finish, read_log
 
 SETTINGS = {"steps": 6, "batch_size": 4, "sequence_length": 16, "eval_every": 3, "save_every": 2}
 VARIANTS = [Variant.read(text) for text in ("rope", "post: norm_placement=post, positions=sinusoidal, dropout=0.1")]

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import matplotlib.image
 import numpy as np
 import pytest
-from training_runs import finish, read_log
 
 from mlxlm.cli.main import _run
 from mlxlm.experiments.scaling_grid import Grid, _fitting, start_grid
@@ -17,6 +16,7 @@ from mlxlm.plan.model_sizes import family
 from mlxlm.plan.scaling_law import HOFFMANN, Law
 from mlxlm.train import Run, TrainSettings, choice
 from mlxlm.utils.errors import ConfigError, DataError
+from tests.train.training_runs import finish, read_log
 
 TINY = {"sequence_length": 16, "batch_size": 4, "eval_tokens": 500}
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from training_runs import finish
 
 from mlxlm.backend.mlx import mx
 from mlxlm.families import config_to_hf
@@ -25,6 +24,8 @@ from mlxlm.train.distributed import heartbeat as pulses
 from mlxlm.train.distributed.heartbeat import Pulse
 from mlxlm.train.distributed.processes import launched
 from mlxlm.utils.errors import DataError, PlatformError
+from tests.paths import ROOT
+from tests.train.training_runs import finish
 
 HERE = Path(__file__).parent
 
@@ -295,7 +296,7 @@ def pretrain(tmp_path, text_file, tiny_config, tokenizer_folder):
     def start(out: Path, *options: str, before: tuple[str, ...] = (), resume: bool = False) -> subprocess.Popen:
         words = ["--config", tmp_path / "tiny.json", "--tokenizer", tokenizer_folder, "--eval-every", "0", *SETTINGS]
         words = ["--resume", out] if resume else [text_file, "--out", out, *words]
-        command = [*before, sys.executable, HERE.parents[1] / "cli.py", "pretrain", *words, *options]
+        command = [*before, sys.executable, ROOT / "cli.py", "pretrain", *words, *options]
         pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
         quiet = {**os.environ, "MKL_NUM_THREADS": "1"}
         started.append(subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, text=True, **pipes))
