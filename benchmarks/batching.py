@@ -38,7 +38,7 @@ def main() -> None:
 
 def measure(path: Path, options: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
     import mlxlm
-    from mlxlm.generation.noise import derived_seed
+    from mlxlm.generation.gumbel_noise import derived_seed
 
     loaded = mlxlm.load(path)
     prompts = [[(7 * i * j + j) % 1000 for j in range(1, 5 + i % 32)] for i in range(options.prompts)]

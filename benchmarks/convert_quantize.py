@@ -105,7 +105,7 @@ def write_source(folder: Path, preset: str, shard_bytes: int) -> None:
     """A bfloat16 checkpoint with random weights, made one tensor at a time."""
     from mlxlm.backend.mlx import mx, tree_flatten
     from mlxlm.checkpoint import huggingface
-    from mlxlm.checkpoint.tensors import Tensor
+    from mlxlm.checkpoint.lazy_tensor import Tensor
     from mlxlm.families import config_to_hf, load_preset
     from mlxlm.model import Decoder
     from mlxlm.tokenizer import train

@@ -26,8 +26,8 @@ import oracle  # noqa: E402
 
 from mlxlm.backend.mlx import mx  # noqa: E402
 from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention  # noqa: E402
+from mlxlm.kernels.flash_attention import tiled_attention  # noqa: E402
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal  # noqa: E402
-from mlxlm.kernels.tiled_attention import tiled_attention  # noqa: E402
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 EPS = 1e-5

@@ -22,7 +22,7 @@ from common import in_turn, median, report, spread
 import mlxlm
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel
-from mlxlm.generation.drafts import DraftModel, NgramLookup
+from mlxlm.generation.drafters import DraftModel, NgramLookup
 from mlxlm.generation.speculative import Speculation
 
 GREEDY = {"temperature": 0}

@@ -65,7 +65,7 @@ def step(way: str, length: int) -> dict[str, Any]:
     from mlxlm.data import Batch
     from mlxlm.model import Decoder
     from mlxlm.train import TrainSettings
-    from mlxlm.train.footprint import fit_cache, steady_memory
+    from mlxlm.train.memory_limits import fit_cache, steady_memory
     from mlxlm.train.step import TrainStep
 
     limit_memory(platform.total_memory())

@@ -84,13 +84,13 @@ def text_file(tmp_path: Path, make_text) -> Path:
 @pytest.fixture
 def new_machine(monkeypatch, tmp_path):
     """As if kernels had never been chosen, tried or measured here; and with Metal, for choices that launch nothing."""
-    from mlxlm.kernels import dispatch, records
+    from mlxlm.kernels import dispatch, measurements
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(dispatch, "_environment", "auto")
     monkeypatch.setattr(dispatch, "metal_available", lambda: True)
     monkeypatch.setattr(dispatch, "_choices", {})
     monkeypatch.setattr(dispatch, "_failures", {})
-    records._read.cache_clear()
+    measurements._read.cache_clear()
     yield
-    records._read.cache_clear()
+    measurements._read.cache_clear()

@@ -3,9 +3,9 @@
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
-from mlxlm.checkpoint.tensors import of_array
-from mlxlm.quantize.plan import Format, uniform
-from mlxlm.quantize.stream import halved, quantized
+from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.quantize.lazy_quantize import halved, quantized
+from mlxlm.quantize.quantization_plan import Format, uniform
 
 
 def quantized_weights(model: nn.Module, bits: int, group_size: int) -> tuple[dict[str, mx.array], dict[str, Any]]:

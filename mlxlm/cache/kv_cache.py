@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from copy import copy
 
 from mlxlm.backend.mlx import mx
+from mlxlm.cache.kv_buffer import Store, group_size
 from mlxlm.cache.rotation import Rotation, Sink, Window
-from mlxlm.cache.store import Store, group_size
 from mlxlm.kernels import Quantized
 from mlxlm.utils.errors import GenerationError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache.store import Store
+from mlxlm.cache.kv_buffer import Store
 from mlxlm.config import counts
 
 Moved = Callable[..., mx.array]  # (keys [B, H, n, D], by, cache) -> the keys, `by` positions later

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from mlxlm.chat.branches import Turn
-from mlxlm.chat.reader import Reader
+from mlxlm.chat.chat_model import Reader
 from mlxlm.chat.reasoning import Splitter
 from mlxlm.generation import Chunk, FinishReason, Result
 from mlxlm.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from mlxlm.chat.template import Message
+from mlxlm.chat.chat_template import Message
 from mlxlm.generation import FinishReason
 from mlxlm.utils.errors import GenerationError
 

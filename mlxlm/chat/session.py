@@ -12,12 +12,12 @@ from mlxlm.cache import KVOptions
 from mlxlm.chat import session_files
 from mlxlm.chat.answer import Piece, Stats, pieces, turn_of
 from mlxlm.chat.branches import Branches, Conversation, Turn
-from mlxlm.chat.overflow import Overflow, check_overflow, fitted, shortened
-from mlxlm.chat.reader import Reader
-from mlxlm.chat.template import Message
-from mlxlm.chat.transcripts import Session, not_default
+from mlxlm.chat.chat_model import Reader
+from mlxlm.chat.chat_template import Message
+from mlxlm.chat.context_overflow import Overflow, check_overflow, fitted, shortened
+from mlxlm.chat.session_format import Session, not_default
 from mlxlm.generation import GenerationOptions, LoadedModel, Result, TextStream
-from mlxlm.generation.noise import draw_seed
+from mlxlm.generation.gumbel_noise import draw_seed
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError
 
@@ -54,7 +54,7 @@ class Chat:
         speculation: Speculation | None = None,
         **options: Any,
     ):
-        """`template`: see `mlxlm.chat.template.transcript`. `options` are the fields of GenerationOptions, with its
+        """`template`: see `mlxlm.chat.chat_template.transcript`. `options` are the fields of GenerationOptions, with its
         defaults but for `max_tokens`: see `defaults`.
 
         overflow: what happens when the model's context has no room. "stop": `ask` raises ContextFull. "drop": the
@@ -113,7 +113,7 @@ class Chat:
 
     @property
     def template(self) -> str:
-        """The template in use: "model" for the model's own, a name of `mlxlm.chat.formats`, "plain", or a file."""
+        """The template in use: "model" for the model's own, a name of `mlxlm.chat.chat_formats`, "plain", or a file."""
         return self._reader.transcript.name
 
     @property
@@ -269,7 +269,7 @@ class Chat:
         return self.dropped - before
 
     def save(self, path: Path | str, *, cache: bool = False) -> None:
-        """Write a session file (see `mlxlm.chat.transcripts`), as a whole or not at all.
+        """Write a session file (see `mlxlm.chat.session_format`), as a whole or not at all.
 
         A file that is there is replaced only if this chat read or wrote it and nobody has changed it since.
         cache: also write `session_files.cache_path(path)`, so that `open` needn't read the conversation again.

@@ -10,8 +10,8 @@ from typing import Any
 from mlxlm.cache import fingerprint
 from mlxlm.chat.answer import spells
 from mlxlm.chat.branches import Branches
-from mlxlm.chat.template import NAMES
-from mlxlm.chat.transcripts import Session, decoded, encoded
+from mlxlm.chat.chat_template import NAMES
+from mlxlm.chat.session_format import Session, decoded, encoded
 from mlxlm.generation import Context, LoadedModel
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line

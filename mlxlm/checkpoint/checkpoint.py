@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.tensors import Tensors
+from mlxlm.checkpoint.lazy_tensor import Tensors
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer
 

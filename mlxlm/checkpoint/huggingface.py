@@ -9,9 +9,9 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.lazy_tensor import Tensors
 from mlxlm.checkpoint.safetensors import SHARD_BYTES, write_shards
-from mlxlm.checkpoint.stored import as_stored
-from mlxlm.checkpoint.tensors import Tensors
+from mlxlm.checkpoint.weight_mapping import as_stored
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf, resolve_model_type
 from mlxlm.tokenizer import Tokenizer

@@ -16,13 +16,13 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors
 from mlxlm.checkpoint.llama2c_rope import rope_tables
 from mlxlm.checkpoint.llama2c_tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
-from mlxlm.checkpoint.stored import as_modules, as_stored
-from mlxlm.checkpoint.tensors import Tensor, Tensors
+from mlxlm.checkpoint.weight_mapping import as_modules, as_stored
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
-from mlxlm.families.stored import Stored
+from mlxlm.families.weight_mapping import Stored
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.utils.files import new_files

@@ -10,11 +10,11 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.foreign import ForeignConfig, load_foreign
-from mlxlm.checkpoint.quantized import dequantized, quantize_modules
+from mlxlm.checkpoint.dequantize import dequantized, quantize_modules
+from mlxlm.checkpoint.lazy_tensor import Tensors
+from mlxlm.checkpoint.mlx_lm_fallback import ForeignConfig, load_foreign
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tensors import Tensors
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError

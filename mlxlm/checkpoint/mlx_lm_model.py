@@ -19,8 +19,8 @@ from typing import Any
 
 from mlxlm.backend.mlx import nn
 from mlxlm.checkpoint.mlx_lm_config import OWN_ROPE, for_mlx_lm, needs_whole_model
-from mlxlm.checkpoint.mlx_lm_ignored import check_ignored, longest_text
 from mlxlm.checkpoint.mlx_lm_rope import install_rope
+from mlxlm.checkpoint.mlx_lm_unread_fields import check_ignored, longest_text
 from mlxlm.checkpoint.mlx_lm_weights import adapted
 from mlxlm.config import quantization
 from mlxlm.families import quantization_of

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.pickled import PickleError, View, read_pickle
+from mlxlm.checkpoint.lazy_tensor import Tensor
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
-from mlxlm.checkpoint.tensors import Tensor
+from mlxlm.checkpoint.unpickler import PickleError, View, read_pickle
 from mlxlm.utils.bounded_reads import opened
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 

@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.bits import largest
-from mlxlm.checkpoint.layout import MODEL_FILE
+from mlxlm.checkpoint.float_bits import largest
+from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors, of_array
+from mlxlm.checkpoint.locations import MODEL_FILE
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_object
-from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
 from mlxlm.utils.bounded_reads import opened
 from mlxlm.utils.digests import HashingWriter
 from mlxlm.utils.errors import CheckpointError, os_errors_as, shortened

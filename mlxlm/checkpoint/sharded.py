@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.tensors import Tensor
+from mlxlm.checkpoint.lazy_tensor import Tensor
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
-from mlxlm.checkpoint import hub, pytorch, quantized, safetensors
+from mlxlm.checkpoint import dequantize, hub, pytorch, safetensors
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.gguf import open_gguf
-from mlxlm.checkpoint.layout import locate
+from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors
 from mlxlm.checkpoint.llama2c import open_llama2c
-from mlxlm.checkpoint.stored import as_modules
-from mlxlm.checkpoint.tensors import Tensor, Tensors
+from mlxlm.checkpoint.locations import locate
+from mlxlm.checkpoint.weight_mapping import as_modules
 from mlxlm.config import ModelConfig
 from mlxlm.config.validation import is_unused_id
 from mlxlm.families import config_from_hf
@@ -143,7 +143,7 @@ def _check_fit(config: ModelConfig, tensors: Tensors, path: Path) -> None:
             f"{path}: the weights don't fit the configuration: model.layers.{missing} is missing"
             f" (num_hidden_layers is {config.num_hidden_layers})"
         )
-    shapes = quantized.full_shapes(tensors, config.quantization, str(path))
+    shapes = dequantize.full_shapes(tensors, config.quantization, str(path))
     wanted = {name: tuple(value.shape) for name, value in tree_flatten(Decoder(config).parameters())}
     problems = [f"{name} is missing" for name in wanted if name not in shapes]
     problems += [f"{name} is not part of this model" for name in shapes if name not in wanted]

@@ -15,10 +15,10 @@ from click.core import ParameterSource
 
 from mlxlm.backend import platform
 from mlxlm.cli.kv_options import kv_options
-from mlxlm.cli.piped import read_standard_input, with_standard_input
 from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
+from mlxlm.cli.stdin import read_standard_input, with_standard_input
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def chat(
         raise click.UsageError("--markdown needs a terminal (try: without it)")
     from mlxlm.chat.session import Chat
     from mlxlm.chat.terminal import autosave
-    from mlxlm.chat.terminal.loop import Talk, announce
+    from mlxlm.chat.terminal.repl import Talk, announce
     from mlxlm.chat.terminal.settings import Settings
     from mlxlm.chat.terminal.statistics import memory_bandwidth
 
@@ -162,7 +162,7 @@ def _is_given(*names: str) -> bool:
 
 
 def _greeting(model: str, chat: Chat) -> list[str]:
-    from mlxlm.chat.template import PLAIN
+    from mlxlm.chat.chat_template import PLAIN
 
     lines = [f"{model}: a context of {chat.context_size} tokens. /help lists the commands."]
     if messages := sum(message.role != "system" for message in chat.messages):

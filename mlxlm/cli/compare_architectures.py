@@ -104,7 +104,7 @@ def _comparison(
 
 def _train(comparison: Comparison, how: dict[str, Any]) -> list[str]:
     """Train what is unfinished, until a stop is asked for; returns what went wrong, a line for each variant."""
-    from mlxlm.cli.several import train_all
+    from mlxlm.cli.sweep import train_all
     from mlxlm.cli.training import phase
 
     runs = [(variant.name, partial(comparison.run, variant, phase)) for variant in comparison.variants]

@@ -88,7 +88,7 @@ def _row(found) -> tuple[str, ...]:
 def _evaluate_choices(model: str, path: Path, out: Path | None, as_json: bool) -> None:
     from contextlib import nullcontext
 
-    from mlxlm.evaluate.choices import Accuracy, answer, read_questions
+    from mlxlm.evaluate.multiple_choice import Accuracy, answer, read_questions
     from mlxlm.generation import load
     from mlxlm.utils.errors import DataError, os_errors_as
     from mlxlm.utils.files import json_line, new_file

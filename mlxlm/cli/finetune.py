@@ -92,7 +92,7 @@ def finetune(model, data, out, resume, moved_data, **options: Any) -> None:
 def _new_run(
     model: str | None, data: tuple[str, ...], out: Path | None, options: dict[str, Any], duty: float, begun: float
 ) -> Run:
-    from mlxlm.chat.labels import Labels
+    from mlxlm.chat.sft_encoder import Labels
     from mlxlm.cli.training import phase
     from mlxlm.data import Manifest
     from mlxlm.train import open_base, start_finetune

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli.kv_options import kv_options
-from mlxlm.cli.piped import read_standard_input, with_standard_input
 from mlxlm.cli.sampling_options import REMEDIES, sampling_options
 from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
-from mlxlm.cli.waiting import waiting
+from mlxlm.cli.spinner import waiting
+from mlxlm.cli.stdin import read_standard_input, with_standard_input
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
-    from mlxlm.chat.template import Transcript
+    from mlxlm.chat.chat_template import Transcript
     from mlxlm.generation import Context, GenerationOptions, LoadedModel, Result, TextStream
-    from mlxlm.generation.requests import Encoded, Messages
+    from mlxlm.generation.jsonl_requests import Encoded, Messages
     from mlxlm.generation.speculative import Speculation
 
 _EPILOG = """\b
@@ -113,7 +113,7 @@ def generate(
             batch_size=batch_size, ordered=ordered, resume=resume, verbose=verbose,
         )  # fmt: skip
         return
-    from mlxlm.generation.text import encoded
+    from mlxlm.generation.stream_generate import encoded
 
     text = _prompt_text(prompt)
     loaded = load_model(model)
@@ -127,7 +127,7 @@ def generate(
     else:
         ids, end_ids = encoded(loaded, text), loaded.end_ids
     if samples > 1:
-        from mlxlm.cli.samples import print_samples
+        from mlxlm.cli.generate_samples import print_samples
         from mlxlm.generation import Request
 
         asked = Request(ids, options, end_ids)
@@ -163,7 +163,7 @@ def _prompt_text(prompt: str | None) -> str:
 
 def _conversations(template: str | None, at_once: bool, loaded: LoadedModel) -> Callable[[Messages], Encoded]:
     """What encodes conversations. The template is compiled with the first of them, or here if `at_once`."""
-    from mlxlm.chat.template import PLAIN, Message, transcript
+    from mlxlm.chat.chat_template import PLAIN, Message, transcript
 
     @cache
     def form() -> Transcript:
@@ -231,7 +231,7 @@ def _print_text(stream: TextStream, beginning: str) -> None:
 
 def _print_json(stream: TextStream, loaded: LoadedModel) -> None:
     from mlxlm.cli import render
-    from mlxlm.generation.result_lines import whole_fields
+    from mlxlm.generation.jsonl_results import whole_fields
 
     for _ in stream:
         pass

@@ -13,12 +13,12 @@ import click
 
 from mlxlm.cache import KVOptions
 from mlxlm.cli import render
-from mlxlm.cli.lines import Lines
-from mlxlm.cli.tally import Tally, progress
+from mlxlm.cli.job_progress import Tally, progress
+from mlxlm.cli.line_reader import Lines
 from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
 from mlxlm.generation.batch import BATCH_SIZE
-from mlxlm.generation.requests import LONGEST_LINE, BadRequest, RequestReader, Sample
-from mlxlm.generation.result_lines import ResultFile, bad_request_fields, has_failed, sample_fields
+from mlxlm.generation.jsonl_requests import LONGEST_LINE, BadRequest, RequestReader, Sample
+from mlxlm.generation.jsonl_results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.files import json_line
 

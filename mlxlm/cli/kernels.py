@@ -37,12 +37,12 @@ def kernels() -> None:
 @_JSON
 def list_(model: str, dtype: str | None, as_json: bool) -> None:
     """Show the path of each operation of MODEL here, and why."""
-    from mlxlm.kernels import dispatch, records
+    from mlxlm.kernels import dispatch, measurements
 
     choices = [(case, _choice(operation, case)) for operation, case in _cases(model, dtype)]
     if as_json:
         found = [{"case": str(case), "path": c.path, "why": c.why} for case, c in choices]
-        render.emit_json({"machine": records.machine(), "mode": dispatch.mode(), "operations": found})
+        render.emit_json({"machine": measurements.machine(), "mode": dispatch.mode(), "operations": found})
         return
     rows = [(case.operation, case.dtype, case.described, c.path or "-", c.why) for case, c in choices]
     render.print_result(render.table(rows, ("operation", "dtype", "case", "path", "why")))
@@ -58,7 +58,7 @@ def bench(model: str, dtype: str | None, rounds: int, as_json: bool) -> None:
 
     A run that is resumed after this may take other paths, whose sums round in another way.
     """
-    from mlxlm.kernels import records
+    from mlxlm.kernels import measurements
     from mlxlm.kernels.bench import measure_all
 
     cases, found, unkept = _cases(model, dtype), [], None
@@ -71,7 +71,7 @@ def bench(model: str, dtype: str | None, rounds: int, as_json: bool) -> None:
             unkept = problem
     if as_json:
         measured = [m.to_dict() for m in found]
-        render.emit_json({"machine": records.machine(), "rounds": rounds, "cases": measured})
+        render.emit_json({"machine": measurements.machine(), "rounds": rounds, "cases": measured})
     else:
         header = ("operation", "case", "path", "ms", "least to most", "error", "peak memory", "")
         render.print_result(render.table([row for m in found for row in _rows(m)], header))
@@ -80,7 +80,7 @@ def bench(model: str, dtype: str | None, rounds: int, as_json: bool) -> None:
     if unkept:
         raise unkept
     if not as_json:
-        render.say(f"kept in {records.path()} for this device, MLX version and state of the kernels")
+        render.say(f"kept in {measurements.path()} for this device, MLX version and state of the kernels")
 
 
 def _cases(model: str, dtype: str | None):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.parts import configured, set_option
+from mlxlm.cli.overrides import configured, set_option
 from mlxlm.cli.run_options import FLAGS, LONGEST, setting_options
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, 
     if probed:
         found = _probed(found)
     if picture is not None:
-        from mlxlm.plan.picture import draw
+        from mlxlm.plan.plot import draw
 
         draw(found, picture)
     if as_json:
@@ -158,8 +158,8 @@ def _probed(found: Plan) -> Plan:
     """With the time and memory that three steps took."""
     from mlxlm.cli.training import phase
     from mlxlm.train import TrainSettings, probe
-    from mlxlm.train.probing import TRYING
     from mlxlm.train.start import check_memory
+    from mlxlm.train.step_benchmark import TRYING
 
     names = {name: getattr(found.training, name) for name in _TRAINING}
     settings = TrainSettings.draft(names)

@@ -10,7 +10,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.machine_options import machine_options, taken
-from mlxlm.cli.parts import configured, set_option
+from mlxlm.cli.overrides import configured, set_option
 from mlxlm.cli.run_options import (
     FLAGS,
     LONGEST,
@@ -62,7 +62,7 @@ def pretrain(data, out, resume, repeat, moved_data, hosts, ranks, **options: Any
     begun = click.get_current_context().meta["mlxlm.begun"]
     if hosts is not None or ranks is not None:
         raise click.exceptions.Exit(_launched(hosts, ranks))
-    from mlxlm.cli.ranked import joined
+    from mlxlm.cli.rank_process import joined
     from mlxlm.cli.training import StopRequest
     from mlxlm.train import follow
 
@@ -76,7 +76,7 @@ def pretrain(data, out, resume, repeat, moved_data, hosts, ranks, **options: Any
 
 def _launched(hosts: str | None, ranks: int | None) -> int:
     """Start this command on all hosts; returns the exit code."""
-    from mlxlm.cli.hosts import hostfile_of, launch, without
+    from mlxlm.cli.launch import hostfile_of, launch, without
 
     if hosts is not None and ranks is not None:
         raise click.UsageError("--ranks would have no effect: --hosts says what to start, localhost,localhost too")
@@ -171,7 +171,7 @@ def _chooses(options: dict[str, Any]) -> bool:
 
 
 def _law(folder: Path | None):
-    from mlxlm.experiments.scaling_study import read_law
+    from mlxlm.experiments.scaling_analysis import read_law
 
     return None if folder is None else read_law(folder)
 

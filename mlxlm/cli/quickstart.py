@@ -17,7 +17,7 @@ from mlxlm.utils.errors import DataError
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
-    from mlxlm.chat.terminal.loop import Talk
+    from mlxlm.chat.terminal.repl import Talk
     from mlxlm.generation import LoadedModel
 
 # In two minutes on two CPU cores many small steps of the smallest model end lower than fewer of larger ones:
@@ -128,7 +128,7 @@ def _continuation(loaded: LoadedModel) -> None:
 def _talk(loaded: LoadedModel, in_terminal: bool) -> Talk:
     from mlxlm.chat.session import Chat
     from mlxlm.chat.terminal.autosave import Autosave
-    from mlxlm.chat.terminal.loop import Talk
+    from mlxlm.chat.terminal.repl import Talk
     from mlxlm.chat.terminal.settings import Settings
     from mlxlm.cli.speculation_options import load_model
 

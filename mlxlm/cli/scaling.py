@@ -24,8 +24,8 @@ from mlxlm.cli.run_options import (
 from mlxlm.utils.formatting import human_count, human_seconds
 
 if TYPE_CHECKING:
+    from mlxlm.experiments.scaling_analysis import Analysis, Prediction
     from mlxlm.experiments.scaling_grid import Grid
-    from mlxlm.experiments.scaling_study import Analysis, Prediction
 
 PICTURE = "scaling.png"
 _HOURS = {"h": 1.0, "min": 1 / 60, "m": 1 / 60, "d": 24.0}
@@ -103,7 +103,7 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
 
 
 def _train(grid: Grid, how: dict[str, Any]) -> list[str]:
-    from mlxlm.cli.several import train_all
+    from mlxlm.cli.sweep import train_all
     from mlxlm.cli.training import phase
     from mlxlm.plan.scaling_law import FEW_PASSES
 
@@ -126,8 +126,8 @@ def _train(grid: Grid, how: dict[str, Any]) -> list[str]:
 
 
 def _report(grid: Grid, failed: list[str], budget: str | None, predict: str | None, as_json: bool) -> None:
+    from mlxlm.experiments.scaling_analysis import FILE, analyse, notes
     from mlxlm.experiments.scaling_plot import draw
-    from mlxlm.experiments.scaling_study import FILE, analyse, notes
     from mlxlm.utils.files import write_json
 
     points = grid.points()

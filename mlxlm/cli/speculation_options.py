@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli.sections import option
-from mlxlm.cli.waiting import waiting
+from mlxlm.cli.spinner import waiting
 from mlxlm.utils.errors import one_line
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def speculation_options(command: Callable) -> Callable:
             raise click.UsageError("either --draft or --lookup")
 
         def make() -> Speculation:
-            from mlxlm.generation.drafts import DraftModel, NgramLookup
+            from mlxlm.generation.drafters import DraftModel, NgramLookup
             from mlxlm.generation.speculative import Speculation
 
             return Speculation(NgramLookup() if lookup else DraftModel(load_model(draft)))

@@ -17,12 +17,12 @@ from rich.text import Text
 from mlxlm.chat.terminal.output import printable
 from mlxlm.cli import render
 from mlxlm.cli.chart import line_chart
-from mlxlm.cli.stopping import STOPS, on_stop
-from mlxlm.cli.training_figures import Figures
-from mlxlm.cli.waiting import waiting
+from mlxlm.cli.spinner import waiting
+from mlxlm.cli.stop_signals import STOPS, on_stop
+from mlxlm.cli.training_metrics import Figures
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.report import read_run
-from mlxlm.report.entries import announced, number
+from mlxlm.report.log_entries import announced, number
 from mlxlm.train import (
     Event,
     Finished,

@@ -12,13 +12,13 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
-from mlxlm.checkpoint.bits import fits_float16, largest
-from mlxlm.checkpoint.carry import FOLDERS, carry_tokenizer, check_tokenizer
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.foreign import what_runs_it
+from mlxlm.checkpoint.float_bits import fits_float16, largest
 from mlxlm.checkpoint.layer_names import by_value
+from mlxlm.checkpoint.lazy_tensor import PLAIN, Tensor, Tensors, counted
+from mlxlm.checkpoint.mlx_lm_fallback import what_runs_it
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
+from mlxlm.checkpoint.tokenizer_files import FOLDERS, carry_tokenizer, check_tokenizer
 from mlxlm.config import ModelConfig
 from mlxlm.convert.metadata import Check
 from mlxlm.convert.tensor_diff import plain

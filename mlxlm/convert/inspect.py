@@ -10,8 +10,8 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.foreign import build_foreign
 from mlxlm.checkpoint.load import fits_float32
+from mlxlm.checkpoint.mlx_lm_fallback import build_foreign
 from mlxlm.config import ModelConfig
 from mlxlm.convert.tensor_diff import plain
 from mlxlm.families import caveat, quantization_of

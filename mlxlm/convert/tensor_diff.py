@@ -9,8 +9,8 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.quantized import dequantized
-from mlxlm.checkpoint.tensors import Tensor, Tensors
+from mlxlm.checkpoint.dequantize import dequantized
+from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import problems
 from mlxlm.families import quantization_of

@@ -8,9 +8,9 @@ import psutil
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.bits import same_bits
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.tensors import Tensor
+from mlxlm.checkpoint.float_bits import same_bits
+from mlxlm.checkpoint.lazy_tensor import Tensor
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import Comparison, compare
 from mlxlm.convert.cross_check import ask_others, greedy

@@ -14,9 +14,9 @@ from typing import IO
 import numpy as np
 
 from mlxlm.data.bad_input import BadInput
-from mlxlm.data.duplicates import DuplicateFilter
+from mlxlm.data.dedup import DuplicateFilter
+from mlxlm.data.document_reader import Reader
 from mlxlm.data.manifest import FILE, Manifest, Part, shares
-from mlxlm.data.reader import Reader
 from mlxlm.data.shards import ShardWriter
 from mlxlm.data.sources import STDIN
 from mlxlm.data.split import Split, check_fraction, drawn, few_documents
@@ -58,7 +58,7 @@ def prepare(
         becomes a part of the manifest, in shards of its own. None: one part, whose text is seen in equal measure.
     text_column: see `documents`.
     dedup: leave out documents that are as similar to an earlier one as this (Jaccard similarity, above 0 and at most
-        1), or the same; see `mlxlm.data.duplicates`, which also states the memory that it takes.
+        1), or the same; see `mlxlm.data.dedup`, which also states the memory that it takes.
 
     Validation is `validation_paths` if given. Otherwise it is of each part what `Split` holds out: one document out of
     each 1/`validation_fraction`, drawn by `seed`; with too few documents for that (20, or 1/fraction) the last

@@ -12,8 +12,8 @@ from typing import IO, Any
 import zstandard
 
 from mlxlm.data.bad_input import OnBad, refuse
+from mlxlm.data.hf_datasets import saved_files
 from mlxlm.data.rows import json_documents
-from mlxlm.data.saved_datasets import saved_files
 from mlxlm.data.tables import TABLES, table_documents
 from mlxlm.data.text import READ, Advance, Document, reading, text_document
 from mlxlm.utils.errors import DataError, os_errors_as

@@ -27,8 +27,8 @@ try:
 except ImportError as error:
     raise PlatformError(f"the lm-evaluation-harness can't be used: {error}", "pip install 'mlxlm[lm-eval]'") from error
 
-from mlxlm.chat.template import ChatTemplate, Message
-from mlxlm.evaluate.continuations import Continuations
+from mlxlm.chat.chat_template import ChatTemplate, Message
+from mlxlm.evaluate.loglikelihood import Continuations
 from mlxlm.generation import GenerationOptions, Request, load, run_batch
 
 _LONGEST = 2048  # tokens of a text, unless asked for: a task's prompts rarely are longer

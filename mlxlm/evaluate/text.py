@@ -12,7 +12,7 @@ import numpy as np
 from mlxlm.data import Document
 from mlxlm.evaluate.losses import perplexity, summed
 from mlxlm.evaluate.windows import DocumentTokens, window_lengths, windows
-from mlxlm.generation.loaded import LoadedModel
+from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.utils.errors import CheckpointError, DataError
 
 _TOGETHER = 2048  # tokens of the windows in one forward pass, up to twice as many: more make it no faster

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.layout import is_run
+from mlxlm.checkpoint.locations import is_run
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import meaning, parse, value_of, with_parts
 from mlxlm.data import TokenDataset
@@ -20,10 +20,10 @@ from mlxlm.experiments.sweep import asked, check_asked, is_finished, one_of, rec
 from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.report import read_run
 from mlxlm.tokenizer import Tokenizer, load
-from mlxlm.train.probing import probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, steps_for
+from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import new_folder, write_json
 from mlxlm.utils.json_files import read_json

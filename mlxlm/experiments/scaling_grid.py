@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.layout import is_run
+from mlxlm.checkpoint.locations import is_run
 from mlxlm.config import ModelConfig
 from mlxlm.data import Manifest
 from mlxlm.experiments.scaling_fit import Point
@@ -18,7 +18,7 @@ from mlxlm.plan.scaling_law import FEW_PASSES, OPERATIONS
 from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
 from mlxlm.report import read_run
 from mlxlm.tokenizer import Tokenizer, load
-from mlxlm.train.choice import guessed_vocabulary, nearest_members, pace_of
+from mlxlm.train.auto_size import guessed_vocabulary, nearest_members, pace_of
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_memory, choose_dtype, no_phase, prepared_source

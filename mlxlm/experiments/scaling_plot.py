@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mlxlm.experiments.scaling_analysis import Analysis
 from mlxlm.experiments.scaling_fit import Fit
-from mlxlm.experiments.scaling_study import Analysis
 from mlxlm.plan.scaling_law import OPERATIONS
 from mlxlm.utils.files import write_figure
 from mlxlm.utils.formatting import human_count

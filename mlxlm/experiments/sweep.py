@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.layout import is_run, step_of
+from mlxlm.checkpoint.locations import is_run, step_of
 from mlxlm.config import ModelConfig
 from mlxlm.data import Manifest, prepare, total_bytes
 from mlxlm.data.sources import read_once

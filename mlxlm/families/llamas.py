@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 from mlxlm.families.family import COMMON, QKV, Family, flag, lacks_any, same
-from mlxlm.families.windows import read_windows, write_windows
+from mlxlm.families.sliding_window import read_windows, write_windows
 
 _LLAMA = COMMON | same("num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.validation import is_unused_id
-from mlxlm.families.configs import canonical, huggingface, resolve_model_type
+from mlxlm.families.config_conversion import canonical, huggingface, resolve_model_type
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.json_files import read_json
 from mlxlm.utils.resources import resource

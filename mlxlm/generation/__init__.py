@@ -11,13 +11,13 @@ for result in batch(loaded, ["Once", "Twice"], samples=4):
 from mlxlm.generation.batch import Request, batch, run_batch
 from mlxlm.generation.context import Context
 from mlxlm.generation.engine import tokens
-from mlxlm.generation.filters import filtered_logits
-from mlxlm.generation.loaded import LoadedModel, load
+from mlxlm.generation.loaded_model import LoadedModel, load
+from mlxlm.generation.logit_filters import filtered_logits
 from mlxlm.generation.options import GenerationOptions, SamplingOptions
 from mlxlm.generation.result import Chunk, FinishReason, Result, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.score import Score, score
-from mlxlm.generation.text import TextStream, generate, stream
+from mlxlm.generation.stream_generate import TextStream, generate, stream
 
 __all__ = [
     "Chunk", "Context", "FinishReason", "GenerationOptions", "LoadedModel", "Request", "Result", "Sampler",

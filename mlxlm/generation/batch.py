@@ -11,14 +11,14 @@ from mlxlm.cache import KVOptions
 from mlxlm.cache.options import is_whole
 from mlxlm.generation.context import Context, shared
 from mlxlm.generation.engine import wired_memory
-from mlxlm.generation.growing import GrowingText, check_prompt
-from mlxlm.generation.loaded import LoadedModel
-from mlxlm.generation.noise import derived_seed, draw_seed
+from mlxlm.generation.gumbel_noise import derived_seed, draw_seed
+from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.prefill import WORTH_SHARING, Prefill
 from mlxlm.generation.result import Result
-from mlxlm.generation.rows import Row, Rows
-from mlxlm.generation.text import TextStream, encoded
+from mlxlm.generation.running_batch import Row, Rows
+from mlxlm.generation.sequence import GrowingText, check_prompt
+from mlxlm.generation.stream_generate import TextStream, encoded
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
 BATCH_SIZE = 32  # rows

@@ -14,7 +14,7 @@ from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_id
 from mlxlm.utils.errors import CheckpointError, GenerationError
 
 if TYPE_CHECKING:
-    from mlxlm.generation.loaded import LoadedModel
+    from mlxlm.generation.loaded_model import LoadedModel
 
 T = TypeVar("T")
 ENDLESS = sys.maxsize  # tokens: no limit

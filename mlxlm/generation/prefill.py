@@ -7,7 +7,7 @@ from itertools import chain, repeat
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.context import PREFILL_CHUNK, Context, evaluate, shared
-from mlxlm.generation.rows import Row
+from mlxlm.generation.running_batch import Row
 
 TOGETHER = 2048  # tokens of all rows in one forward pass: more make it no faster, and take more memory
 WORTH_SHARING = 16  # tokens: copying a cache costs about as much as reading so few

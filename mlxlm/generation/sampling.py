@@ -10,9 +10,9 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.constraint import Grammar, masked_logits
-from mlxlm.generation.filters import filtered_logits
+from mlxlm.generation.gumbel_noise import gumbel, step_noise
+from mlxlm.generation.logit_filters import filtered_logits
 from mlxlm.generation.logprobs import DrawnLogprobs, TokenLogprobs
-from mlxlm.generation.noise import gumbel, step_noise
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.generation.penalties import History, breaker_table, penalised_logits
 from mlxlm.tokenizer import Tokenizer

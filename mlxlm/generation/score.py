@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.context import Context, evaluate
-from mlxlm.generation.loaded import LoadedModel
+from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.kernels import cross_entropy
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError

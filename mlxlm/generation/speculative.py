@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.context import ENDLESS, PREFILL_CHUNK, Context, clear_allocator, dispatched
-from mlxlm.generation.drafts import Drafter, Guesses, can_take_back
+from mlxlm.generation.draft_length import MEASURING, Pace
+from mlxlm.generation.drafters import Drafter, Guesses, can_take_back
 from mlxlm.generation.engine import CLEAR_EVERY, wired_memory
-from mlxlm.generation.loaded import LoadedModel
-from mlxlm.generation.pace import MEASURING, Pace
+from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 

@@ -9,7 +9,7 @@ from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import using
 from mlxlm.kernels.gelu import gelu, gelu_tanh
-from mlxlm.kernels.quantized import Quantized
+from mlxlm.kernels.quantized_kv import Quantized
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 from mlxlm.kernels.swiglu import swiglu
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.kernels.attention_paths import DECODE, MOST_DECODED, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels.attention_dispatch import DECODE, MOST_DECODED, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Operation
-from mlxlm.kernels.quantized import Quantized
+from mlxlm.kernels.quantized_kv import Quantized
 
 
 def attention(

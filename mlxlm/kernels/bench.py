@@ -11,10 +11,10 @@ from typing import Any
 
 from mlxlm.backend import device
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels import dispatch, records
-from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM, TRAINING
+from mlxlm.kernels import dispatch, measurements
+from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING
 from mlxlm.kernels.dispatch import Case, Operation
-from mlxlm.kernels.trial import TOLERANCE, cotangents, error, in_one_line, outputs
+from mlxlm.kernels.self_check import TOLERANCE, cotangents, error, in_one_line, outputs
 from mlxlm.utils.errors import MlxlmError
 
 _LEAST_SECONDS = 0.01  # of one timing: as many calls as it takes
@@ -67,7 +67,7 @@ def measure_all(cases: Sequence[tuple[Operation, Case]], rounds: int) -> Iterato
         measurement = measure(operation, case, rounds)
         if measurement.fastest:
             try:
-                records.measured(str(case), measurement.to_dict())
+                measurements.measured(str(case), measurement.to_dict())
                 dispatch.forget_choices()
             except MlxlmError as problem:
                 unkept = problem

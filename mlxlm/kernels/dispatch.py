@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.kernels import records
-from mlxlm.kernels.trial import first_use
+from mlxlm.kernels import measurements
+from mlxlm.kernels.self_check import first_use
 from mlxlm.utils.errors import ConfigError, PlatformError
 
 MODES = ("auto", "metal", "mlx", "blockwise")
@@ -167,7 +167,7 @@ def _choose(operation: Operation, case: Case) -> Choice:
         else:
             return Choice(wanted, "asked for")
     order, why = operation.prefers(case)
-    fastest = records.fastest(str(case))
+    fastest = measurements.fastest(str(case))
     if fastest in order and not operation.blocked(fastest, case):
         return Choice(fastest, "; ".join(["measured fastest here", *skipped]))
     for path in order:

@@ -9,9 +9,9 @@ from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block
 from mlxlm.model.dropout import Dropout
 from mlxlm.model.embedding import Embedding, Sinusoids, positions_of, positions_within
+from mlxlm.model.grad_checkpoint import recomputed
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import enter, make_norm
-from mlxlm.model.recompute import recomputed
 
 
 class Backbone(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
-from mlxlm.kernels.waypoints import waypoint
+from mlxlm.kernels.eval_points import waypoint
 
 
 class Linear(nn.Linear):

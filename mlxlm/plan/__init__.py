@@ -17,7 +17,7 @@ from mlxlm.plan.flops import Flops, Trend, flops_of, trend
 from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory
 from mlxlm.plan.machines import MACHINES, Machine
 from mlxlm.plan.memory import TrainingMemory, training_memory
-from mlxlm.plan.models import find_config, reference_names
+from mlxlm.plan.model_lookup import find_config, reference_names
 from mlxlm.plan.planner import Plan, plan
 from mlxlm.plan.training import Training
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.config import ModelConfig
-from mlxlm.kernels.attention_paths import LENGTHS
+from mlxlm.kernels.attention_dispatch import LENGTHS
 from mlxlm.kernels.dispatch import Case, Operation, recorded
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError

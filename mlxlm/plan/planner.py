@@ -18,7 +18,7 @@ from mlxlm.plan.flops import Flops, Trend, flops_of, trend
 from mlxlm.plan.inference import InferenceMemory, Serving, as_loaded, inference_memory, usual_serving
 from mlxlm.plan.machines import Machine, find
 from mlxlm.plan.memory import TrainingMemory, training_memory
-from mlxlm.plan.models import find_config
+from mlxlm.plan.model_lookup import find_config
 from mlxlm.plan.training import Training
 from mlxlm.utils.errors import ConfigError
 

@@ -10,12 +10,12 @@ from typing import Any
 from mlxlm.backend.cpu_cores import parts_of
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig, counts
-from mlxlm.kernels import tiled_attention
-from mlxlm.kernels.attention_paths import LINEAR_MEMORY_FROM, TRAINING, attention_case
-from mlxlm.kernels.blockwise import BLOCK_BYTES, block_rows
+from mlxlm.kernels import flash_attention
+from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case
+from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
 from mlxlm.kernels.cross_entropy import chunk_rows
 from mlxlm.kernels.dispatch import choose
-from mlxlm.kernels.plain_attention import MIN_ROWS
+from mlxlm.kernels.mlx_attention import MIN_ROWS
 from mlxlm.utils.errors import ConfigError
 
 OPTIMIZERS = ("adamw", "muon", "lion", "adafactor")  # of mlxlm.train.optimizers
@@ -154,7 +154,7 @@ def _path_elsewhere(config: ModelConfig, training: Training) -> str:
     if training.sequence_length < LINEAR_MEMORY_FROM:
         return "plain"
     if training.device == "metal":
-        kernel = config.head_dim % 8 == 0 and config.head_dim <= tiled_attention.MAX_HEAD_DIM
+        kernel = config.head_dim % 8 == 0 and config.head_dim <= flash_attention.MAX_HEAD_DIM
         return "fused" if kernel else "blockwise"
     return "fused" if _fused_by_mlx(training) else "blockwise"
 

@@ -4,9 +4,9 @@ report = quantize("runs/stories", "stories-4bit", bits=4, method="gptq")
 print(report.bits_per_weight, report.measured.kl)
 """
 
-from mlxlm.quantize.calibrated import METHODS
+from mlxlm.quantize.calibrated_methods import METHODS
 from mlxlm.quantize.model import PICTURE, REPORT, quantize
-from mlxlm.quantize.plan import BITS, GROUP_SIZES, RECIPES, Format
+from mlxlm.quantize.quantization_plan import BITS, GROUP_SIZES, RECIPES, Format
 from mlxlm.quantize.report import Measured, Report
 
 __all__ = [

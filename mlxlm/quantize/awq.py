@@ -15,8 +15,8 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.quantize.calibrate import Inputs
-from mlxlm.quantize.packed import Packed, dequantized, rounded
-from mlxlm.quantize.plan import Format
+from mlxlm.quantize.packed_matrix import Packed, dequantized, rounded
+from mlxlm.quantize.quantization_plan import Format
 
 EXPONENTS = tuple(step / 16 for step in range(17))  # of a channel's size in its scale; 0 is no scaling
 CLIPS = tuple(1 - step / 20 for step in range(11))  # parts of a group's range; the paper's code goes to a half, too

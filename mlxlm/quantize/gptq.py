@@ -10,8 +10,8 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import as_float32
-from mlxlm.quantize.packed import Packed, dequantized, pack, rounded
-from mlxlm.quantize.plan import Format
+from mlxlm.quantize.packed_matrix import Packed, dequantized, pack, rounded
+from mlxlm.quantize.quantization_plan import Format
 from mlxlm.utils.errors import CheckpointError
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper

@@ -16,22 +16,22 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.carry import carry_tokenizer
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.layout import locate
+from mlxlm.checkpoint.lazy_tensor import PLAIN, Tensor, Tensors, counted
+from mlxlm.checkpoint.locations import locate
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.stored import as_stored
-from mlxlm.checkpoint.tensors import PLAIN, Tensor, Tensors, counted
+from mlxlm.checkpoint.tokenizer_files import carry_tokenizer
+from mlxlm.checkpoint.weight_mapping import as_stored
 from mlxlm.convert.compare import Comparison, compare
 from mlxlm.families import config_to_hf, layout
-from mlxlm.quantize import search, text
-from mlxlm.quantize.calibrated import EMBEDDING, HEAD, calibrated, check_method
+from mlxlm.quantize import bit_search, text
+from mlxlm.quantize.calibrated_methods import EMBEDDING, HEAD, calibrated, check_method
 from mlxlm.quantize.check import checks, checksum
-from mlxlm.quantize.packed import Packed, relative_error
-from mlxlm.quantize.plan import GROUP_SIZES, Format, Plan, recipe, uniform
+from mlxlm.quantize.lazy_quantize import halved, output_dtype, quantized
+from mlxlm.quantize.packed_matrix import Packed, relative_error
+from mlxlm.quantize.quantization_plan import GROUP_SIZES, Format, Plan, recipe, uniform
 from mlxlm.quantize.report import Measured, Report
 from mlxlm.quantize.speed import decode_speeds
-from mlxlm.quantize.stream import halved, output_dtype, quantized
 from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
 
 # Told (phase, done, total).
@@ -132,7 +132,7 @@ class Job:
         windows = self._windows()
         total = sum(chosen is not None for chosen in map(self.plan.format_of, self.plan.matrices))
         told = _counter(self.tell, "measuring each matrix", total)
-        found = search.costs(self.halved, self.plan, windows, told)
+        found = bit_search.costs(self.halved, self.plan, windows, told)
         if self.goal.max_kl is None:
             plan = self._within(found)
             return plan, self._quantized(plan, scratch)
@@ -152,14 +152,14 @@ class Job:
                 shutil.rmtree(folder)
             return kl
 
-        plan = search.below_divergence(self.plan, found, self.goal.max_kl, divergence)
+        plan = bit_search.below_divergence(self.plan, found, self.goal.max_kl, divergence)
         return plan, best[0]
 
-    def _within(self, found: search.Costs) -> Plan:
+    def _within(self, found: bit_search.Costs) -> Plan:
         """The plan that a search for a size ends at. Raises ConfigError naming the smallest size possible."""
         matrices = {f"{module}.weight" for m in self.plan.matrices for module in m.modules}
         others = sum(t.nbytes for name, t in self.halved.tensors.items() if name not in matrices)
-        smallest = search.steps(self.plan, found)[0]
+        smallest = bit_search.steps(self.plan, found)[0]
         if self.goal.bits_per_weight is not None:
             limit = math.floor(self.goal.bits_per_weight * self.parameters / 8) - others
             if limit < smallest.nbytes():
@@ -168,14 +168,14 @@ class Job:
                     f"{self.goal.bits_per_weight:g} bits per weight can't be reached",
                     f"{least} or more, or larger groups",
                 )
-            return search.within(self.plan, found, limit)
+            return bit_search.within(self.plan, found, limit)
         tokenizer = self._tokenizer_bytes()
         plan, rest = smallest, others + tokenizer + self._beside(smallest)
         if self.goal.budget < plan.nbytes() + rest:
             least = plan.nbytes() + rest
             raise ConfigError(f"{self.goal.budget} bytes can't be reached", f"{least} or more, or larger groups")
         for _ in range(3):  # what lies beside the tensors depends on the plan, a little
-            larger = search.within(self.plan, found, max(plan.nbytes(), self.goal.budget - rest))
+            larger = bit_search.within(self.plan, found, max(plan.nbytes(), self.goal.budget - rest))
             rest = others + tokenizer + self._beside(larger)
             if larger.nbytes() + rest <= self.goal.budget:
                 return larger

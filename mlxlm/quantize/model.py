@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 from mlxlm.backend.mlx import small_cache
-from mlxlm.checkpoint.carry import check_tokenizer
-from mlxlm.checkpoint.foreign import what_runs_it
+from mlxlm.checkpoint.mlx_lm_fallback import what_runs_it
 from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.tokenizer_files import check_tokenizer
 from mlxlm.quantize.job import Goal, Job, Progress
-from mlxlm.quantize.plan import Format
+from mlxlm.quantize.quantization_plan import Format
 from mlxlm.quantize.report import Report, draw
 from mlxlm.utils.errors import CheckpointError, ConfigError
 from mlxlm.utils.files import check_free, new_folder, write_json

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm.checkpoint.layout import RUN_FILE
+from mlxlm.checkpoint.locations import RUN_FILE
 from mlxlm.data import Document, TokenDataset, documents
 from mlxlm.data.builtin import python_reference
 from mlxlm.data.text import pieces_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mlxlm.report.thin import Point, thinned
+from mlxlm.report.downsample import Point, thinned
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 34

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.report.chart import COLOURS, Series, chart, figure, single_values
-from mlxlm.report.entries import number
+from mlxlm.report.log_entries import number
 from mlxlm.report.runs import RunFacts
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 

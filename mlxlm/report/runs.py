@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.families import config_to_hf, load_config
-from mlxlm.report.entries import number, read_entries
-from mlxlm.report.smooth import Smoothed, span_of
+from mlxlm.report.log_entries import number, read_entries
+from mlxlm.report.smoothing import Smoothed, span_of
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.utils.json_files import read_json
 

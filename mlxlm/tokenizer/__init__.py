@@ -4,9 +4,9 @@ One runtime serves every kind, `tokenizers.Tokenizer` (Rust); a SentencePiece mo
 memory.
 """
 
+from mlxlm.tokenizer.detokenizer import StreamDecoder
 from mlxlm.tokenizer.files import load
-from mlxlm.tokenizer.report import Report, report
-from mlxlm.tokenizer.stream import StreamDecoder
+from mlxlm.tokenizer.stats import Report, report
 from mlxlm.tokenizer.tokenizer import Tokenizer
 from mlxlm.tokenizer.train import KINDS, train
 

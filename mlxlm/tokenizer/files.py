@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from mlxlm.tokenizer import growth, sentencepiece
+from mlxlm.tokenizer import expansion_check, sentencepiece
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer, library_errors
 from mlxlm.utils.bounded_reads import decoded, read_bytes
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
@@ -103,7 +103,7 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
     content = _json_object(path)
     if "model" not in content:
         raise TokenizerError(f"{path} has no field 'model'", "a tokenizer.json of the tokenizers library")
-    growth.check(content, str(path))
+    expansion_check.check(content, str(path))
     with library_errors(f"{path} is not a tokenizer"):
         runtime = tokenizers.Tokenizer.from_buffer(_read(path))
     _check_template(content.get("post_processor"), path)  # whose shape the library has checked

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import processors
 
 from mlxlm.tokenizer.byte_decoder import ByteDecoder
-from mlxlm.tokenizer.stream import ByteStream, StreamDecoder, WindowStream
+from mlxlm.tokenizer.detokenizer import ByteStream, StreamDecoder, WindowStream
 from mlxlm.utils.errors import TokenizerError, os_errors_as
 from mlxlm.utils.files import write_bytes
 

@@ -1,7 +1,7 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
 from mlxlm.train.distributed.heartbeat import RankLost
-from mlxlm.train.distributed.processes import Ranks
+from mlxlm.train.distributed.process_group import Ranks
 from mlxlm.train.distributed.worker import follow
 from mlxlm.train.events import (
     Event,
@@ -23,12 +23,12 @@ from mlxlm.train.events import (
 from mlxlm.train.finetune import open_base, start_finetune
 from mlxlm.train.loop import train
 from mlxlm.train.plot import draw_losses
-from mlxlm.train.power import Power
-from mlxlm.train.probing import Probe, probe
 from mlxlm.train.repeat import repeat_run
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import start_run
+from mlxlm.train.step_benchmark import Probe, probe
+from mlxlm.train.throttle import Power
 from mlxlm.train.trackers import check_trackers
 
 __all__ = [

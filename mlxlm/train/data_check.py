@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.data.verify import verify_shards
-from mlxlm.train.distributed.processes import Ranks
+from mlxlm.train.distributed.process_group import Ranks
 from mlxlm.utils.errors import DataError
 
 _FACT = "data_problem"  # by which a rank tells rank 0 how its check ended: "" or what is wrong

@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.chat.formats import FORMATS
+from mlxlm.chat.chat_formats import FORMATS
 from mlxlm.checkpoint import Checkpoint, float_weights, open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
@@ -22,11 +22,11 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.events import Conversations
 from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
-from mlxlm.train.probing import LEAST_STEPS, TRYING, Probe, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, time_left
 from mlxlm.train.step import TrainStep
+from mlxlm.train.step_benchmark import LEAST_STEPS, TRYING, Probe, probe
 from mlxlm.train.time_budget import MEASURING, seconds_per_token, validation_settings
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import check_free, new_folder, working_folder

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mlxlm.report.entries import read_lines
+from mlxlm.report.log_entries import read_lines
 from mlxlm.train.events import Event, Step
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.files import json_line, replaced_file

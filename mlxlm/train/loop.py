@@ -15,12 +15,12 @@ from mlxlm.backend.mlx import ON_CPU, compute, mx
 from mlxlm.data import Batch, TokenDataset, read_ahead
 from mlxlm.evaluate import evaluate
 from mlxlm.model import Decoder
-from mlxlm.report.entries import announced
+from mlxlm.report.log_entries import announced
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.train.clock import Clock
+from mlxlm.train.checkpoint_saver import Saver, save_at_last
 from mlxlm.train.data_check import DataCheck
 from mlxlm.train.deadline import Deadline
-from mlxlm.train.distributed.processes import RankLost, Ranks
+from mlxlm.train.distributed.process_group import RankLost, Ranks
 from mlxlm.train.distributed.worker import share_state
 from mlxlm.train.events import (
     Event,
@@ -35,16 +35,16 @@ from mlxlm.train.events import (
     Validation,
     Warned,
 )  # fmt: skip
-from mlxlm.train.feed import Feed
-from mlxlm.train.footprint import fit_cache, steady_memory
-from mlxlm.train.guard import SpikeGuard
 from mlxlm.train.log import RunLog
+from mlxlm.train.memory_limits import fit_cache, steady_memory
 from mlxlm.train.plot import draw_run
-from mlxlm.train.power import Pace, Power
 from mlxlm.train.run import Run
-from mlxlm.train.sampling import sample_text
-from mlxlm.train.saving import Saver, save_at_last
+from mlxlm.train.sample import sample_text
+from mlxlm.train.spike_detector import SpikeGuard
 from mlxlm.train.step import TrainStep
+from mlxlm.train.step_batches import Feed
+from mlxlm.train.step_timer import Clock
+from mlxlm.train.throttle import Pace, Power
 from mlxlm.train.trackers import Trackers, check_trackers
 from mlxlm.utils.errors import CheckpointError, MlxlmError, TrainingError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mlxlm.report.entries import read_entries
+from mlxlm.report.log_entries import read_entries
 from mlxlm.tokenizer import load
 from mlxlm.train.run import Run
 from mlxlm.utils.errors import CheckpointError

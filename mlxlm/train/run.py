@@ -15,7 +15,8 @@ from typing import Any
 from mlxlm import families
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.layout import (
+from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
+from mlxlm.checkpoint.locations import (
     MODEL_FILE,
     RUN_FILE,
     best_checkpoint,
@@ -27,8 +28,7 @@ from mlxlm.checkpoint.layout import (
 )
 from mlxlm.checkpoint.safetensors import check_file, write_hashed
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.stored import as_stored
-from mlxlm.checkpoint.tensors import Tensor, of_array
+from mlxlm.checkpoint.weight_mapping import as_stored
 from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import FILE as MANIFEST
 from mlxlm.data.manifest import is_prepared

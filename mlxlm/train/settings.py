@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mlxlm.data import PACKINGS
-from mlxlm.train import schedules
+from mlxlm.train import lr_schedules
+from mlxlm.train.lr_schedules import SCHEDULES
 from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS
-from mlxlm.train.schedules import SCHEDULES
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
@@ -103,7 +103,7 @@ class TrainSettings:
         warmup = min(500, steps // 20) if self.warmup_steps is None else self.warmup_steps
         if self.time_limit is not None or self.plan:  # there may be fewer steps than were planned at first
             warmup = min(warmup, steps // 2)
-        return schedules.learning_rate(
+        return lr_schedules.learning_rate(
             step, steps, self.learning_rate, schedule=self.schedule, warmup=warmup,
             final=self.final_learning_rate, decay_fraction=self.decay_fraction,
         )  # fmt: skip

@@ -23,12 +23,12 @@ from mlxlm.plan.advice import room
 from mlxlm.plan.scaling_law import Law
 from mlxlm.plan.textbook import compute_optimal_tokens
 from mlxlm.tokenizer import Tokenizer, load, train
-from mlxlm.train.choice import choose, guessed_vocabulary
+from mlxlm.train.auto_size import choose, guessed_vocabulary
 from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
-from mlxlm.train.probing import LEAST_STEPS, TRYING, probe
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
+from mlxlm.train.step_benchmark import LEAST_STEPS, TRYING, probe
 from mlxlm.train.time_budget import (
     MEASURING,
     TRAINING,
@@ -79,7 +79,7 @@ def start_run(
     stdin: IO[bytes] | None = None,
     phase: Phase = no_phase,
 ) -> Run:
-    """Make the run `out` that trains `config` on `sources`, or the model that `mlxlm.train.choice` finds best for the
+    """Make the run `out` that trains `config` on `sources`, or the model that `mlxlm.train.auto_size` finds best for the
     `minutes` there are.
 
     sources: what `mlxlm.data.documents` takes, or one folder made by `mlxlm.data.prepare`.

@@ -13,12 +13,12 @@ from mlxlm.backend.cpu_cores import parts_of
 from mlxlm.backend.mlx import mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
-from mlxlm.train.averaging import averaged
-from mlxlm.train.distributed.processes import Ranks
+from mlxlm.train.cpu_data_parallel import Workers
+from mlxlm.train.distributed.process_group import Ranks
+from mlxlm.train.ema import averaged
 from mlxlm.train.loss import summed_loss
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.workers import Workers
 
 Arrays = tuple[mx.array, mx.array | None, mx.array | None]  # of a Batch
 

@@ -13,8 +13,8 @@ from mlxlm.config import ModelConfig
 from mlxlm.families import load_preset, preset_names
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.train.deadline import VALIDATING
-from mlxlm.train.probing import Probe, probe
 from mlxlm.train.settings import TrainSettings
+from mlxlm.train.step_benchmark import Probe, probe
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.formatting import human_count, human_seconds
 

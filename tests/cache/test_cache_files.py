@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
-from mlxlm.cache import file as cache_file
+from mlxlm.cache import prompt_cache_file as cache_file
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, GenerationError

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.chat.terminal import markdown
-from mlxlm.chat.terminal.stream import MarkdownStream
-from mlxlm.chat.terminal.tail import Tail
-from tests.chat.seen import Seen
+from mlxlm.chat.terminal.live_lines import Tail
+from mlxlm.chat.terminal.markdown_stream import MarkdownStream
+from tests.chat.fake_terminal import Seen
 
 LONG = """\
 # A title with `code`

@@ -12,12 +12,12 @@ from prompt_toolkit.document import Document
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import output, screen
 from mlxlm.chat.terminal.autosave import Autosave
-from mlxlm.chat.terminal.blocks import block_is_open, typed, without_block
 from mlxlm.chat.terminal.editor import _Commands
-from mlxlm.chat.terminal.loop import Talk
+from mlxlm.chat.terminal.multiline import block_is_open, typed, without_block
+from mlxlm.chat.terminal.repl import Talk
 from mlxlm.chat.terminal.settings import Settings, change, shown
 from mlxlm.utils.errors import GenerationError
-from tests.chat.seen import Seen
+from tests.chat.fake_terminal import Seen
 
 PIECES = [("I think", True), (" so.", True), ("", False), ("The **ans", False), ("wer**.\n\nDone", False)]
 

@@ -10,11 +10,11 @@ import mlxlm
 from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, make_cache
-from mlxlm.chat.overflow import ContextFull, MessageTooLong
+from mlxlm.chat.chat_template import ChatTemplate, Message
+from mlxlm.chat.context_overflow import ContextFull, MessageTooLong
 from mlxlm.chat.session import Chat
-from mlxlm.chat.template import ChatTemplate, Message
 from mlxlm.generation import generate
-from mlxlm.generation.drafts import NgramLookup
+from mlxlm.generation.drafters import NgramLookup
 from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, TokenizerError

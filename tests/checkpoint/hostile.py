@@ -233,8 +233,8 @@ GGUF_NAMES = (
 
 
 def _llama2c(folder: Path, version: int) -> Sample:
+    from mlxlm.checkpoint.lazy_tensor import of_array
     from mlxlm.checkpoint.llama2c import write
-    from mlxlm.checkpoint.tensors import of_array
 
     path = folder / "model.bin"
     tensors = {name: of_array(value) for name, value in weights().items()}

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.bits import fits_float16, largest, same_bits
+from mlxlm.checkpoint.float_bits import fits_float16, largest, same_bits
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 

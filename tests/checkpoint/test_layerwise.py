@@ -8,7 +8,7 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.layerwise import Stages
-from mlxlm.checkpoint.tensors import of_array
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
@@ -60,7 +60,7 @@ _PEAK = """
 import sys
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.tensors import Tensor
+from mlxlm.checkpoint.lazy_tensor import Tensor
 from mlxlm.config import ModelConfig
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.model import Decoder

@@ -8,9 +8,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.checkpoint.llama2c import open_llama2c, write
 from mlxlm.checkpoint.llama2c_tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
-from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, load, sentencepiece, train

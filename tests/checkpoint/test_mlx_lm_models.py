@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import foreign, save_weights
-from mlxlm.checkpoint.foreign import build_foreign
+from mlxlm.checkpoint import mlx_lm_fallback, save_weights
 from mlxlm.checkpoint.load import load_model
 from mlxlm.checkpoint.mlx_lm_config import for_mlx_lm
+from mlxlm.checkpoint.mlx_lm_fallback import build_foreign
 from mlxlm.checkpoint.mlx_lm_model import build
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.cli.main import _run
@@ -187,8 +187,8 @@ def test_sizes_that_the_file_leaves_to_the_architecture(tmp_path):
     del text["vocab_size"], text["layer_types"]
     values = {"model_type": "gemma3", "text_config": text}
     model, _ = build(values)
-    assert foreign._count(text, model, "vocab_size") == 262_208
-    assert foreign._count(text, model, "max_position_embeddings") == 131_072
+    assert mlx_lm_fallback._count(text, model, "vocab_size") == 262_208
+    assert mlx_lm_fallback._count(text, model, "max_position_embeddings") == 131_072
 
 
 def test_llama4_with_an_empty_list_of_layers_without_positions():

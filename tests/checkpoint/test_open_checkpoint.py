@@ -15,10 +15,10 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import hub, load_model, load_part, open_checkpoint, save_weights
-from mlxlm.checkpoint.layout import best_checkpoint
+from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors, folder_tensors
 from mlxlm.families import config_to_hf
-from mlxlm.generation.loaded import load
+from mlxlm.generation.loaded_model import load
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import load as load_tokenizer
 from mlxlm.train.finetune import open_base

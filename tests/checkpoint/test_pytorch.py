@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, open_checkpoint, pytorch
-from mlxlm.checkpoint.pickled import PickleError, Storage, View, read_pickle
+from mlxlm.checkpoint.unpickler import PickleError, Storage, View, read_pickle
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError

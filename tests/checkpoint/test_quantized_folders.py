@@ -8,8 +8,8 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint import load, load_checkpoint, load_model, load_part, open_checkpoint, save_weights
-from mlxlm.checkpoint.quantized import dequantized, full_shapes
-from mlxlm.checkpoint.tensors import of_array
+from mlxlm.checkpoint.dequantize import dequantized, full_shapes
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import plan_of
 from mlxlm.families import config_to_hf

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.stored import as_modules, as_stored
-from mlxlm.checkpoint.tensors import Tensor, of_array
+from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
+from mlxlm.checkpoint.weight_mapping import as_modules, as_stored
 from mlxlm.families import Stored
 from mlxlm.utils.errors import CheckpointError
 

@@ -9,8 +9,8 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface, load_model, open_checkpoint, safetensors, save_weights
+from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
 from mlxlm.checkpoint.safetensors import folder_tensors, write_shards
-from mlxlm.checkpoint.tensors import Tensor, of_array
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError

@@ -299,7 +299,7 @@ def test_a_warmup_needs_no_steps(text_file, tmp_path):
 
 def test_a_stop_in_the_last_step_of_a_run_ends_several(monkeypatch, capsys):
     """The run is finished, and what was asked for holds for those that would come."""
-    from mlxlm.cli import several
+    from mlxlm.cli import sweep
     from mlxlm.train import Finished
 
     made = []
@@ -308,10 +308,10 @@ def test_a_stop_in_the_last_step_of_a_run_ends_several(monkeypatch, capsys):
         stop.asked = True
         return Finished(1, 1.0, 1.0, 1.0, 1.0, 1, run)
 
-    monkeypatch.setattr(several, "run_training", asked_too_late)
-    monkeypatch.setattr(several, "is_finished", lambda run: False)
+    monkeypatch.setattr(sweep, "run_training", asked_too_late)
+    monkeypatch.setattr(sweep, "is_finished", lambda run: False)
     runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
-    assert several.train_all(runs, None, "the command") == [] and made == ["one"]
+    assert sweep.train_all(runs, None, "the command") == [] and made == ["one"]
     assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "the command"]
 
 

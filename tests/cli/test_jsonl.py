@@ -16,7 +16,7 @@ from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.families import config_to_hf
 from mlxlm.generation import batch, generate, load
-from mlxlm.generation.noise import derived_seed
+from mlxlm.generation.gumbel_noise import derived_seed
 from mlxlm.model import Decoder
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -187,12 +187,12 @@ def test_resuming_with_other_requests_is_refused(run, requests, tmp_path, lines,
 
 
 def test_a_template_is_read_once(run, requests, tmp_path, monkeypatch):
-    from mlxlm.chat import template
+    from mlxlm.chat import chat_template
 
     compiled = []
-    real = template.ChatTemplate.__init__
+    real = chat_template.ChatTemplate.__init__
     monkeypatch.setattr(
-        template.ChatTemplate, "__init__", lambda self, *args: (compiled.append(1), real(self, *args))[1]
+        chat_template.ChatTemplate, "__init__", lambda self, *args: (compiled.append(1), real(self, *args))[1]
     )
     conversation = {"messages": [{"role": "user", "content": "the cat?"}]}
     assert run("--jsonl", requests(conversation, conversation, {"prompt": "x"}))[0] == 0

@@ -6,8 +6,8 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tensors import of_array
 from mlxlm.convert import compare as module
 from mlxlm.convert.compare import compare
 from mlxlm.convert.tensor_diff import difference

@@ -10,8 +10,8 @@ import pytest
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tensors import of_array
 from mlxlm.convert import convert, cross_check, reference_backends
 from mlxlm.convert.verify import verify
 from mlxlm.families import config_to_hf

@@ -9,8 +9,8 @@ import pytest
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tensors import of_array
 from mlxlm.convert.metadata import check_carried
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, train

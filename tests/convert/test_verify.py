@@ -6,7 +6,7 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.tensors import of_array
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as converting
 from mlxlm.convert import convert

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import Document, TokenDataset, prepare
-from mlxlm.data.duplicates import DuplicateFilter
+from mlxlm.data.dedup import DuplicateFilter
 from mlxlm.data.minhash import MINIMA, Index, Shingles
 from mlxlm.utils.errors import DataError
 
@@ -128,9 +128,9 @@ def test_the_index_grows_without_losing_anything():
 
 
 def test_long_documents_wait_on_disk_unchanged(monkeypatch):
-    from mlxlm.data import duplicates
+    from mlxlm.data import dedup
 
-    monkeypatch.setattr(duplicates, "_HELD", 1000)
+    monkeypatch.setattr(dedup, "_HELD", 1000)
     pieces = [f"piece {i} Grüße 東京\n" * 7 for i in range(60)]
     unique = DuplicateFilter(0.8)
     [document] = unique([Document("a", iter(pieces))])

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from mlxlm.data import documents, prepare, total_bytes
-from mlxlm.data.duplicates import DuplicateFilter
+from mlxlm.data.dedup import DuplicateFilter
+from mlxlm.data.source_weights import weighted
 from mlxlm.data.text import Document
-from mlxlm.data.weights import weighted
 from mlxlm.utils.errors import DataError
 
 

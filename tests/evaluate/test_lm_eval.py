@@ -11,8 +11,8 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval (pip install 'mlx
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from mlxlm.evaluate.choices import Question, answer  # noqa: E402
 from mlxlm.evaluate.lm_eval import MlxlmModel  # noqa: E402
+from mlxlm.evaluate.multiple_choice import Question, answer  # noqa: E402
 from mlxlm.utils.errors import ConfigError  # noqa: E402
 
 SHOT = "The quick brown fox jumps over the lazy dog. "

@@ -14,7 +14,7 @@ from mlxlm.experiments.scaling_grid import Grid, _fitting, start_grid
 from mlxlm.experiments.sweep import is_finished
 from mlxlm.plan.model_sizes import family
 from mlxlm.plan.scaling_law import HOFFMANN, Law
-from mlxlm.train import Run, TrainSettings, choice
+from mlxlm.train import Run, TrainSettings, auto_size
 from mlxlm.utils.errors import ConfigError, DataError
 from tests.train.training_runs import finish, read_log
 
@@ -23,7 +23,7 @@ TINY = {"sequence_length": 16, "batch_size": 4, "eval_tokens": 500}
 
 @pytest.fixture
 def start(tmp_path, text_file, tokenizer_folder, monkeypatch):
-    monkeypatch.setattr(choice, "_PROBING", 0.0)
+    monkeypatch.setattr(auto_size, "_PROBING", 0.0)
 
     def make(**changes):
         given = {"sizes": [2e4, 1e5], "tokens": [128, 256], "tokenizer": tokenizer_folder, "settings": TINY, **changes}
@@ -137,11 +137,11 @@ def test_a_warmup_needs_no_steps(start):
 @pytest.fixture
 def steady(monkeypatch):
     """A machine that does 60 GFLOP/s in every model."""
-    monkeypatch.setattr(choice, "pace_of", lambda members, seconds, settings: lambda c: c.parameter_count() / 1e10)
+    monkeypatch.setattr(auto_size, "pace_of", lambda members, seconds, settings: lambda c: c.parameter_count() / 1e10)
 
 
 def test_the_choice_is_the_best_by_the_law_of_hoffmann(steady):
-    chosen = choice.choose(3600.0, 10**12, 1024, {})
+    chosen = auto_size.choose(3600.0, 10**12, 1024, {})
     count = chosen.config.parameter_count()
     assert chosen.tokens == pytest.approx(0.9 * 3600 * 1e10 / count)
     optimum = HOFFMANN.optimum(6 * 0.9 * 3600 * 1e10)
@@ -151,7 +151,7 @@ def test_the_choice_is_the_best_by_the_law_of_hoffmann(steady):
 
 
 def test_minutes_on_a_megabyte_are_a_model_like_the_smallest_preset(steady):
-    chosen = choice.choose(180.0, 430_000, 1024, {})
+    chosen = auto_size.choose(180.0, 430_000, 1024, {})
     assert 2.5e5 < chosen.config.parameter_count() < 6e5  # 2.16 bits per byte; 0.03M parameters end at 2.65
     assert chosen.settings["batch_size"] * chosen.settings["sequence_length"] <= 2048
 
@@ -159,21 +159,21 @@ def test_minutes_on_a_megabyte_are_a_model_like_the_smallest_preset(steady):
 def test_the_speed_is_the_median_of_several_probes(monkeypatch):
     times = itertools.cycle([5.0, 1.0, 1.0])
     clock = itertools.count()
-    monkeypatch.setattr(choice, "measure_matmul", lambda seconds: 50.0)
-    monkeypatch.setattr(choice, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(choice, "probe", lambda config, settings: SimpleNamespace(step=next(times)))
+    monkeypatch.setattr(auto_size, "measure_matmul", lambda seconds: 50.0)
+    monkeypatch.setattr(auto_size, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(auto_size, "probe", lambda config, settings: SimpleNamespace(step=next(times)))
     one = TrainSettings(steps=1, learning_rate=1.0, batch_size=1, sequence_length=100)
-    pace = choice.pace_of(family(512)[:1], 300.0, lambda config: one)
+    pace = auto_size.pace_of(family(512)[:1], 300.0, lambda config: one)
     assert pace(family(512)[0]) == pytest.approx(0.01)
 
 
 def test_little_text_makes_the_model_smaller(steady):
-    sizes = [choice.choose(3600.0, unique, 1024, {}).config.parameter_count() for unique in (10**9, 10**5, 10**4)]
+    sizes = [auto_size.choose(3600.0, unique, 1024, {}).config.parameter_count() for unique in (10**9, 10**5, 10**4)]
     assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_more_processes_are_more_tokens(steady):
-    one, four = (choice.choose(3600.0, 10**12, 1024, {"accumulate": n}, ranks=n) for n in (1, 4))
+    one, four = (auto_size.choose(3600.0, 10**12, 1024, {"accumulate": n}, ranks=n) for n in (1, 4))
     optimum = HOFFMANN.optimum(4 * 6 * one.tokens * one.config.parameter_count())
     assert optimum[0] / 2.3 < four.config.parameter_count() < 1.5 * optimum[0]
     assert four.config.parameter_count() > 1.3 * one.config.parameter_count()
@@ -181,13 +181,13 @@ def test_more_processes_are_more_tokens(steady):
 
 def test_a_law_decides(steady):
     hungry, easy = Law(1.0, 1.0, 0.5, 1e4, 0.5), Law(1.0, 1e4, 0.5, 1.0, 0.5)
-    small, large = (choice.choose(60.0, 10**12, 1024, {}, law).config.parameter_count() for law in (hungry, easy))
+    small, large = (auto_size.choose(60.0, 10**12, 1024, {}, law).config.parameter_count() for law in (hungry, easy))
     assert large > 100 * small
 
 
 def test_given_settings_are_kept(steady):
     values = {"batch_size": 3, "sequence_length": 64, "eval_every": 7}
-    chosen = choice.choose(60.0, 10**6, 1024, values)
+    chosen = auto_size.choose(60.0, 10**6, 1024, values)
     assert values.items() <= chosen.settings.items()
 
 

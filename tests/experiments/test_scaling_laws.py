@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize, minimize_scalar
 
+from mlxlm.experiments.scaling_analysis import FILE, analyse, notes, read_law
 from mlxlm.experiments.scaling_fit import DELTA, Point, fit_joint, fit_power, held_out
-from mlxlm.experiments.scaling_study import FILE, analyse, notes, read_law
 from mlxlm.plan.model_sizes import family, nearest, parse_size, vocabulary
 from mlxlm.plan.scaling_law import HOFFMANN as CHINCHILLA
 from mlxlm.plan.scaling_law import Law, PowerLaw, worth

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
-from mlxlm.checkpoint.stored import as_modules, as_stored
-from mlxlm.checkpoint.tensors import of_array
+from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.weight_mapping import as_modules, as_stored
 from mlxlm.config.quantization import plan_of
 from mlxlm.families import config_from_hf, config_to_hf, is_mlx_layout, layout, load_config, own_name
 from mlxlm.model import Decoder

@@ -8,10 +8,10 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import make_cache
 from mlxlm.checkpoint.huggingface import write
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.stored import as_modules, as_stored
-from mlxlm.checkpoint.tensors import of_array
+from mlxlm.checkpoint.weight_mapping import as_modules, as_stored
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import parse, with_parts
 from mlxlm.families import FAMILIES, OWN, config_from_hf, config_to_hf, layout, resolve_model_type

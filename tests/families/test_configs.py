@@ -22,7 +22,7 @@ from mlxlm.families import (
     unsaid,
     unsupported,
 )
-from mlxlm.families.configs import canonical, huggingface
+from mlxlm.families.config_conversion import canonical, huggingface
 from mlxlm.utils.errors import ConfigError
 
 # What decides in published configurations, and how many parameters these models have.

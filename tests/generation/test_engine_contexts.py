@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, write_caches
 from mlxlm.generation import Context, GenerationOptions, TextStream, generate, stream, tokens
-from mlxlm.generation.drafts import NgramLookup
+from mlxlm.generation.drafters import NgramLookup
 from mlxlm.generation.speculative import Speculation
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, GenerationError

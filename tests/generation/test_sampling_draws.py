@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel, Sampler, SamplingOptions, generate
-from mlxlm.generation.drafts import DraftModel
-from mlxlm.generation.noise import _exponential, derived_seed, gumbel, step_noise
+from mlxlm.generation.drafters import DraftModel
+from mlxlm.generation.gumbel_noise import _exponential, derived_seed, gumbel, step_noise
 from mlxlm.generation.sampling import draw_rows
 from mlxlm.utils.errors import GenerationError
-from tests.generation.speculating import always
+from tests.generation.fake_drafters import always
 
 V = 50
 LOGITS = np.random.default_rng(1).normal(scale=2, size=V).astype(np.float32)

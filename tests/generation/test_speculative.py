@@ -5,9 +5,9 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation import Context, LoadedModel, tokens
-from mlxlm.generation.drafts import DraftModel
+from mlxlm.generation.drafters import DraftModel
 from mlxlm.utils.errors import GenerationError
-from tests.generation.speculating import Oracle, always, exact
+from tests.generation.fake_drafters import Oracle, always, exact
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 CACHES = {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation import Context, LoadedModel
-from mlxlm.generation.drafts import CANDIDATES, DraftModel, NgramLookup, can_take_back
+from mlxlm.generation.drafters import CANDIDATES, DraftModel, NgramLookup, can_take_back
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
 

@@ -10,12 +10,12 @@ import pytest
 from mlxlm.backend.mlx import ON_CPU, mx, tree_map
 from mlxlm.cache import KVOptions
 from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, generate
-from mlxlm.generation.drafts import DraftModel, NgramLookup
+from mlxlm.generation.drafters import DraftModel, NgramLookup
 from mlxlm.generation.speculative import MOST, Speculation
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
-from tests.generation.speculating import Oracle, always, disturbed, exact
+from tests.generation.fake_drafters import Oracle, always, disturbed, exact
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 

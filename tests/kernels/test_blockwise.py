@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels import blockwise
-from mlxlm.kernels.blockwise import blockwise_attention
+from mlxlm.kernels import blockwise_attention as module
+from mlxlm.kernels.blockwise_attention import blockwise_attention
 from tests import oracle
 
 
@@ -23,8 +23,8 @@ def arrays(B, K, G, T, S, D, scale=1.0, dtype=mx.float32):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of one row or a few, so that short lengths have many of them."""
-    monkeypatch.setattr(blockwise, "_LEAST_ROWS", 1)
-    monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 2000)
+    monkeypatch.setattr(module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 2000)
 
 
 @settings(max_examples=60)
@@ -36,13 +36,13 @@ def small_blocks(monkeypatch):
 def test_values_and_gradients_equal_float64(B, K, G, T, old, D, window, scale, block):
     q, k, v = arrays(B, K, G, T, T + old, D)
     g = random(q.shape, 3)
-    before = blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS
-    blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS = block, 1
+    before = module._BLOCK_BYTES, blockwise_attention._LEAST_ROWS
+    module._BLOCK_BYTES, blockwise_attention._LEAST_ROWS = block, 1
     try:
         (out,), grads = mx.vjp(lambda *x: blockwise_attention(*x, scale, window=window), [q, k, v], [g])
         mx.eval(out, grads)
     finally:
-        blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS = before
+        module._BLOCK_BYTES, blockwise_attention._LEAST_ROWS = before
     q, k, v, g = (oracle.as64(x) for x in (q, k, v, g))
     # Scores of 100 are themselves rounded by 1e-5 in float32.
     tolerance = {0.01: 2e-6, 0.3: 1e-5, 30.0: 5e-4}[scale]
@@ -112,7 +112,7 @@ def test_half_precision(dtype, tolerance, small_blocks):
 
 
 def test_memory_of_a_gradient_is_linear_in_the_length(monkeypatch):
-    monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 1 << 18)
 
     def peak(T):
         q, k, v = arrays(1, 4, 1, T, T, 16)

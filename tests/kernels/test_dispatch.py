@@ -9,8 +9,8 @@ import warnings
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.kernels import Quantized, attention, bench, dispatch, records, rms_norm, using
-from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels import Quantized, attention, bench, dispatch, measurements, rms_norm, using
+from mlxlm.kernels.attention_dispatch import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.bench import Timing, measure
 from mlxlm.kernels.dispatch import Case, Choice, Operation
 from mlxlm.utils.errors import ConfigError, PlatformError
@@ -97,10 +97,10 @@ def test_a_kernel_is_tried_once_per_machine():
     dispatch.choose(operation(counted), CASE)
     tried = len(calls)
     assert tried
-    assert json.loads(records.path().read_text())[records.machine()]["verified"] == ["double float32 N=8 rows=1"]
+    assert json.loads(measurements.path().read_text())[measurements.machine()]["verified"] == ["double float32 N=8 rows=1"]
     dispatch._choices.clear()
     dispatch._failures.clear()
-    records._read.cache_clear()
+    measurements._read.cache_clear()
     assert dispatch.choose(operation(counted), CASE).path == "metal"
     assert len(calls) == tried
 
@@ -126,18 +126,18 @@ def test_the_first_use_in_many_threads_is_one():
     once = len(calls)
     dispatch._choices.clear()
     dispatch._failures.clear()
-    records.path().unlink()
-    records._read.cache_clear()
+    measurements.path().unlink()
+    measurements._read.cache_clear()
     dispatch.choose(double, CASE)
     assert len(calls) == 2 * once
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 3}', '{"MACHINE": {"measured": [], "verified": 1}}', "\xff"])
 def test_a_malformed_record_is_as_good_as_none(content):
-    records.path().parent.mkdir(parents=True)
-    records.path().write_text(content.replace("MACHINE", records.machine()), encoding="latin-1")
+    measurements.path().parent.mkdir(parents=True)
+    measurements.path().write_text(content.replace("MACHINE", measurements.machine()), encoding="latin-1")
     assert dispatch.choose(operation(), CASE).path == "metal"
-    assert records.fastest(str(CASE)) is None
+    assert measurements.fastest(str(CASE)) is None
 
 
 def test_a_record_that_cannot_be_written_changes_nothing(monkeypatch, tmp_path):
@@ -158,26 +158,26 @@ def test_a_user_without_a_home(monkeypatch):
 
 
 def test_what_was_measured_fastest_is_taken_among_those_that_may():
-    records.measured(str(CASE), {"fastest": "mlx"})
+    measurements.measured(str(CASE), {"fastest": "mlx"})
     assert dispatch.choose(operation(), CASE) == Choice("mlx", "measured fastest here")
     dispatch.forget_choices()
     assert dispatch.choose(operation(order=("metal",)), CASE).path == "metal"  # memory decides: mlx may not
 
 
 def test_a_record_of_another_machine_is_kept_and_not_used(monkeypatch):
-    records.measured(str(CASE), {"fastest": "mlx"})
-    monkeypatch.setattr(records, "machine", lambda: "another")
-    assert records.fastest(str(CASE)) is None
-    records.measured(str(CASE), {"fastest": "metal"})
-    assert len(json.loads(records.path().read_text())) == 2
+    measurements.measured(str(CASE), {"fastest": "mlx"})
+    monkeypatch.setattr(measurements, "machine", lambda: "another")
+    assert measurements.fastest(str(CASE)) is None
+    measurements.measured(str(CASE), {"fastest": "metal"})
+    assert len(json.loads(measurements.path().read_text())) == 2
 
 
 def test_what_another_process_measures_meanwhile_is_kept():
-    assert records.fastest(str(CASE)) is None  # read before the other process writes
+    assert measurements.fastest(str(CASE)) is None  # read before the other process writes
     code = f"from mlxlm.kernels import records; records.measured({str(CASE)!r}, {{'fastest': 'mlx'}})"
     subprocess.run([sys.executable, "-c", code], check=True)
-    records.verified("something else")
-    assert records.fastest(str(CASE)) == "mlx" and records.is_verified("something else")
+    measurements.verified("something else")
+    assert measurements.fastest(str(CASE)) == "mlx" and measurements.is_verified("something else")
 
 
 def test_modes(monkeypatch):
@@ -206,8 +206,8 @@ def case(operation, T, S=512, D=64, K=8, dtype="float16", **form):
 
 
 def test_rules_of_attention_on_a_gpu(monkeypatch):
-    monkeypatch.setattr("mlxlm.kernels.attention_paths.ON_CPU", False)
-    monkeypatch.setattr("mlxlm.kernels.attention_paths.metal_available", lambda: True)
+    monkeypatch.setattr("mlxlm.kernels.attention_dispatch.ON_CPU", False)
+    monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: True)
 
     def order(operation, *args, **sizes):
         return operation.prefers(case(operation, *args, **sizes))[0]
@@ -217,7 +217,7 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(PREFILL, 512)[0] == "mlx" and order(PREFILL, 512, D=48)[0] == "metal"
     assert order(QUANTIZED, 1, key_bits=4, value_bits=4, group_size=64)[0] == "metal"
     assert order(TRAINING, 4096) == ("metal", "blockwise", "mlx")
-    monkeypatch.setattr("mlxlm.kernels.attention_paths.metal_available", lambda: False)
+    monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: False)
     assert order(TRAINING, 4096) == ("mlx", "blockwise")  # CUDA has a fused gradient, but
     assert order(TRAINING, 4096, dtype="float32") == ("metal", "blockwise", "mlx")  # not in float32
 
@@ -356,7 +356,7 @@ def test_mlx_s_own_gradient_is_taken_for_long_texts_where_it_is_faster_and_needs
     order = TRAINING.prefers(long)[0]
     fused, square = timings(metal=(2, 100), mlx=(1, 150)), timings(metal=(2, 100), mlx=(1, 900))
     assert (bench._fastest(order, long, fused), bench._fastest(order, long, square)) == ("mlx", "metal")
-    records.measured(str(long), {"fastest": "mlx"})
+    measurements.measured(str(long), {"fastest": "mlx"})
     assert dispatch.choose(TRAINING, long) == Choice("mlx", "measured fastest here")
 
 

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels import attention, blockwise, using
-from mlxlm.kernels.attention_paths import TRAINING, attention_case
-from mlxlm.kernels.blockwise import blockwise_attention
-from mlxlm.kernels.plain_attention import plain_attention
+from mlxlm.kernels import attention, using
+from mlxlm.kernels import blockwise_attention as module
+from mlxlm.kernels.attention_dispatch import TRAINING, attention_case
+from mlxlm.kernels.blockwise_attention import blockwise_attention
+from mlxlm.kernels.mlx_attention import plain_attention
 from tests import oracle
 
 BLOCKWISE, PLAIN = blockwise_attention, plain_attention
@@ -49,13 +50,13 @@ def test_a_packed_row_is_each_document_alone(rows, heads, window, softcap, alibi
     options = {"window": window}
     if path is BLOCKWISE:
         options |= {"softcap": softcap, "slopes": -(2.0 ** -mx.arange(1, K * G + 1)) if alibi else None}
-    before = blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS
-    blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS = 3000, 1
+    before = blockwise_attention._BLOCK_BYTES, blockwise_attention._LEAST_ROWS
+    blockwise_attention._BLOCK_BYTES, blockwise_attention._LEAST_ROWS = 3000, 1
     try:
         (out,), grads = mx.vjp(lambda *x: path(*x, 0.4, segments=segments, **options), [q, k, v], [g])
         mx.eval(out, grads)
     finally:
-        blockwise._BLOCK_BYTES, blockwise._LEAST_ROWS = before
+        blockwise_attention._BLOCK_BYTES, blockwise_attention._LEAST_ROWS = before
     for b, lengths in enumerate(rows):
         for start, stop in documents(lengths):
             parts = [alone(x[b : b + 1], start, stop) for x in (q, k, v)]
@@ -68,8 +69,8 @@ def test_a_packed_row_is_each_document_alone(rows, heads, window, softcap, alibi
 
 
 def test_the_gradient_with_soft_cap_and_alibi_is_that_of_the_documents_alone(monkeypatch):
-    monkeypatch.setattr(blockwise, "_LEAST_ROWS", 1)
-    monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 3000)
     options = {"window": 9, "softcap": 2.0, "slopes": mx.array([-0.5, -0.25])}
     q, k, v, g = (random((1, n, 40, 8), n + i) for i, n in enumerate((2, 1, 1, 2)))
     lengths = np.array([7, 20, 1, 12])
@@ -114,7 +115,7 @@ def test_segments_that_do_not_fit(segments):
 
 
 def test_memory_stays_linear_in_the_length(monkeypatch):
-    monkeypatch.setattr(blockwise, "_BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 1 << 18)
 
     def peak(T):
         q, k, v = (random((1, 4, T, 16), i) for i in range(3))

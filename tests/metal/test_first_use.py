@@ -2,9 +2,9 @@
 
 import pytest
 
-from mlxlm.kernels import dispatch, records
+from mlxlm.kernels import dispatch, measurements
 from mlxlm.kernels import metal as launcher
-from mlxlm.kernels.attention_paths import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels.attention_dispatch import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case
 from mlxlm.kernels.rms_norm import ADD_NORM, NORM
 from mlxlm.utils.errors import PlatformError
@@ -55,4 +55,4 @@ def test_spoiled_kernels_are_switched_off(metal, what, monkeypatch):
     monkeypatch.setattr(launcher, "launch", spoiled)
     with pytest.warns(UserWarning, match="on this machine"), pytest.raises(PlatformError, match="on this machine"):
         dispatch.choose(operation, case)
-    assert not records.path().exists()
+    assert not measurements.path().exists()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mlxlm.kernels.metal
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.tiled_attention import tiled_attention, tiled_attention_with_lse
+from mlxlm.kernels.flash_attention import tiled_attention, tiled_attention_with_lse
 from tests import oracle
 from tests.metal import harness
 from tests.oracle import as64

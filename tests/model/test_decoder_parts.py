@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx, optim, tree_flatten
 from mlxlm.cache import make_cache
 from mlxlm.checkpoint.huggingface import write
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.checkpoint.load import load_model
-from mlxlm.checkpoint.tensors import of_array
 from mlxlm.config import ModelConfig
 from mlxlm.families import resolve_model_type
 from mlxlm.model import Decoder

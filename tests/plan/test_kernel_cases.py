@@ -13,8 +13,8 @@ from mlxlm.data import Batch
 from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel, batch, generate
 from mlxlm.generation.context import PREFILL_CHUNK
-from mlxlm.kernels import dispatch, records
-from mlxlm.kernels.attention_paths import DECODE
+from mlxlm.kernels import dispatch, measurements
+from mlxlm.kernels.attention_dispatch import DECODE
 from mlxlm.kernels.dispatch import Operation
 from mlxlm.model import Decoder
 from mlxlm.plan import kernel_cases
@@ -95,7 +95,7 @@ def test_bench_and_list_of_a_device_that_trains_in_bfloat16(tmp_path, tiny_confi
     training = training_cases(model_of(small, "bfloat16").train(), 1, 32, document_mask=False)
     generation = generation_cases(model_of(small, "float16").eval(), 32)
     assert {str(case) for case in (*training, *generation)} <= set(measured)
-    assert all(records.fastest(case) for case in measured)
+    assert all(measurements.fastest(case) for case in measured)
     assert _run(["kernels", "list", str(tmp_path), "--dtype", "float16", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["operations"]
     assert [row["case"] for row in listed] == measured and all("measured" in row["why"] for row in listed)

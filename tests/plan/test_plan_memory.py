@@ -142,7 +142,7 @@ def test_a_preset_is_advised_as_it_is_asked_for(monkeypatch):
 def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     """By a plan and by training; where nobody knows how much it is, by neither."""
     from mlxlm.train import TrainSettings
-    from mlxlm.train.choice import choose
+    from mlxlm.train.auto_size import choose
     from mlxlm.train.start import check_memory
 
     config, settings = load_preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
@@ -226,7 +226,7 @@ def test_keys_of_a_window_that_are_computed():
 def test_blocks_of_a_window_are_those_that_are_kept(monkeypatch):
     """Beside the masks that attention makes."""
     from mlxlm.backend.mlx import mx
-    from mlxlm.kernels import plain_attention as module
+    from mlxlm.kernels import mlx_attention as module
 
     kept = []
     monkeypatch.setattr(module, "ON_CPU", True)
@@ -440,7 +440,7 @@ def test_a_text_without_a_size_is_refused(tmp_path):
 
 
 def test_a_run_of_many_steps_begins_with_its_forecast(tmp_path, text_file, tiny_config):
-    from mlxlm.report.entries import read_entries
+    from mlxlm.report.log_entries import read_entries
     from mlxlm.train import start_run
 
     settings = {"batch_size": 2, "sequence_length": 16, "steps": 99}

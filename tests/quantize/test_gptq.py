@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from mlxlm.backend.mlx import mx
 from mlxlm.quantize.gptq import gptq, inverse_factor, output_error, row_errors
-from mlxlm.quantize.packed import dequantized, pack, rounded
-from mlxlm.quantize.plan import BITS, GROUP_SIZES, MODES, Format
+from mlxlm.quantize.packed_matrix import dequantized, pack, rounded
+from mlxlm.quantize.quantization_plan import BITS, GROUP_SIZES, MODES, Format
 from mlxlm.utils.errors import CheckpointError
 
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint.tensors import Tensor
+from mlxlm.checkpoint.lazy_tensor import Tensor
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
-from mlxlm.quantize.plan import RECIPES, Format, recipe, uniform
+from mlxlm.quantize.quantization_plan import RECIPES, Format, recipe, uniform
 from mlxlm.utils.errors import ConfigError
 
 

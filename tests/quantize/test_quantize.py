@@ -10,15 +10,15 @@ import pytest
 import mlxlm
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_weights, save_weights
-from mlxlm.checkpoint.carry import carry_tokenizer as carry
 from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.tokenizer_files import carry_tokenizer as carry
 from mlxlm.convert import convert
 from mlxlm.convert.compare import compare
 from mlxlm.convert.reference_backends import Opinion, Refused
-from mlxlm.quantize import PICTURE, REPORT, calibrate, quantize, search, text
-from mlxlm.quantize.calibrated import calibrated
+from mlxlm.quantize import PICTURE, REPORT, bit_search, calibrate, quantize, text
+from mlxlm.quantize.calibrated_methods import calibrated
 from mlxlm.quantize.job import Job
-from mlxlm.quantize.plan import Format, uniform
+from mlxlm.quantize.quantization_plan import Format, uniform
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, MlxlmError
 
 
@@ -180,15 +180,15 @@ def test_walking_up_the_hull_spends_the_budget(model):
         matrix.name: {Format(bits): weight * 4.0**-bits for bits in (2, 3, 4, 5, 6, 8)}
         for weight, matrix in enumerate(plan.matrices, start=1)
     }
-    smallest, path = search.steps(plan, costs)
+    smallest, path = bit_search.steps(plan, costs)
     rates = [step.saved / step.nbytes for step in path]
     assert rates == sorted(rates, reverse=True) and set(smallest.formats.values()) == {Format(2)}
     for extra in (0, 5_000, 20_000, 10**9):
-        found = search.within(plan, costs, smallest.nbytes() + extra)
+        found = bit_search.within(plan, costs, smallest.nbytes() + extra)
         assert found.nbytes() <= smallest.nbytes() + extra
     assert set(found.formats.values()) == {Format(8)}
     with pytest.raises(ValueError, match="the least"):
-        search.within(plan, costs, smallest.nbytes() - 1)
+        bit_search.within(plan, costs, smallest.nbytes() - 1)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_what_takes_away_from_the_figures_is_said(model, tmp_path, texts):
 
 
 def test_room_that_is_left_is_spent(model, tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.search._Probe.divergence", lambda probe, module: 0.0)
+    monkeypatch.setattr("mlxlm.quantize.bit_search._Probe.divergence", lambda probe, module: 0.0)
     report = quantize(model, tmp_path / "out", budget=10**9, calibration=texts[0], measure=False)
     assert set(report.bits.values()) == {8}
 
@@ -345,7 +345,7 @@ def test_a_probe_has_no_rounding_below_nothing(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(8))
     windows = np.arange(64, dtype=np.int32)[None] + 20
-    for cost in search.costs(checkpoint, plan, windows).values():
+    for cost in bit_search.costs(checkpoint, plan, windows).values():
         values = [cost[chosen] for chosen in sorted(cost, key=lambda chosen: chosen.bits)]
         assert values == sorted(values, reverse=True) and values[-1] > 0
 
@@ -375,7 +375,7 @@ def test_no_plan_is_measured_twice(model):
         return 1.0
 
     with pytest.raises(ConfigError, match="the most bits give 1"):
-        search.below_divergence(plan, costs, 1e-9, measure)
+        bit_search.below_divergence(plan, costs, 1e-9, measure)
     assert len(measured) == len(set(measured))
 
 

@@ -5,12 +5,12 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_weights
+from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
 from mlxlm.checkpoint.safetensors import write_shards
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tensors import Tensor, of_array
-from mlxlm.quantize.packed import dequantized, rounded
-from mlxlm.quantize.plan import Format, uniform
-from mlxlm.quantize.stream import halved, output_dtype, quantized
+from mlxlm.quantize.lazy_quantize import halved, output_dtype, quantized
+from mlxlm.quantize.packed_matrix import dequantized, rounded
+from mlxlm.quantize.quantization_plan import Format, uniform
 from mlxlm.utils.errors import CheckpointError
 
 

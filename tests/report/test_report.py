@@ -14,8 +14,8 @@ from mlxlm.cli.main import _run
 from mlxlm.families import config_to_hf
 from mlxlm.report import read_run, write_report
 from mlxlm.report.chart import Series, chart, figure
-from mlxlm.report.smooth import Smoothed, span_of
-from mlxlm.report.thin import thinned
+from mlxlm.report.downsample import thinned
+from mlxlm.report.smoothing import Smoothed, span_of
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 NASTY = "Once </script><script>document.title='owned'</script><img src=http://example.com/x onerror=alert(1)> \x1b[31m"

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.tokenizer.stream import WindowStream
+from mlxlm.tokenizer.detokenizer import WindowStream
 
 ANY = settings(max_examples=200)
 IDS = st.lists(st.integers(0, 2**32), max_size=40)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.chat.labels import Labels
 from mlxlm.chat.session import Chat
+from mlxlm.chat.sft_encoder import Labels
 from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.cli import render
 from mlxlm.cli.main import main

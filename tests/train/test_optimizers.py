@@ -8,7 +8,6 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, Manifest
 from mlxlm.model import Decoder
 from mlxlm.train import Ranks, TrainSettings, start_run
-from mlxlm.train.feed import Feed
 from mlxlm.train.optimizers import (
     DEFAULTS,
     OPTIMIZERS,
@@ -18,6 +17,7 @@ from mlxlm.train.optimizers import (
     rate_by_size,
 )
 from mlxlm.train.step import TrainStep
+from mlxlm.train.step_batches import Feed
 
 RATE = 0.01
 

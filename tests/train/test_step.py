@@ -9,9 +9,9 @@ from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.dropout import Dropout
 from mlxlm.train import TrainSettings, start_run
-from mlxlm.train.averaging import averaged
-from mlxlm.train.guard import SpikeGuard
+from mlxlm.train.ema import averaged
 from mlxlm.train.loss import summed_loss
+from mlxlm.train.spike_detector import SpikeGuard
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import ConfigError
 

@@ -7,7 +7,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
-from mlxlm.checkpoint.layout import best_checkpoint
+from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.data import Batch
 from mlxlm.evaluate import Evaluation
 from mlxlm.report import read_run

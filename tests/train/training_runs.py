@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mlxlm.report.entries import read_entries
+from mlxlm.report.log_entries import read_entries
 from mlxlm.tokenizer import load
 from mlxlm.train import Run, train
 

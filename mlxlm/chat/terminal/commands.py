@@ -14,16 +14,16 @@ from mlxlm.chat.reasoning import split
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import settings, statistics
 from mlxlm.chat.terminal.abbreviations import full_name
-from mlxlm.chat.terminal.blocks import typed, without_block
+from mlxlm.chat.terminal.multiline import typed, without_block
 from mlxlm.chat.terminal.output import say, tell
 from mlxlm.chat.terminal.screen import open_screen
 from mlxlm.chat.terminal.statistics import memory_bandwidth
-from mlxlm.chat.terminal.turns import raised_interrupts
+from mlxlm.chat.terminal.stream_answer import raised_interrupts
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
-    from mlxlm.chat.terminal.loop import Talk
+    from mlxlm.chat.terminal.repl import Talk
 
 _SHOWN = ("model", "system", "settings", "messages", "session")
 

@@ -22,8 +22,8 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_cwidth
 
 from mlxlm.backend import platform
-from mlxlm.chat.terminal.blocks import block_is_open
 from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, named
+from mlxlm.chat.terminal.multiline import block_is_open
 from mlxlm.chat.terminal.output import is_dumb, say
 from mlxlm.utils.errors import GenerationError, PlatformError
 

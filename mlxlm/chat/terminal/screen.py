@@ -58,8 +58,8 @@ class TerminalScreen:
     """Reasoning dimmed, shown, or only counted; the answer as Markdown, or as the text that it is."""
 
     def __init__(self, thinking: Thinking, markdown: bool):
-        from mlxlm.chat.terminal.stream import MarkdownStream
-        from mlxlm.chat.terminal.tail import Tail
+        from mlxlm.chat.terminal.live_lines import Tail
+        from mlxlm.chat.terminal.markdown_stream import MarkdownStream
 
         self._thinking = thinking
         self._tail = Tail(_put, terminal_size)

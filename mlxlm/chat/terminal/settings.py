@@ -7,8 +7,8 @@ import shlex
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.session import Chat
-from mlxlm.chat.template import PLAIN
 from mlxlm.chat.terminal.abbreviations import full_name
 from mlxlm.chat.terminal.screen import Thinking
 from mlxlm.generation import GenerationOptions

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.checkpoint.gguf.ggml import TYPES, Type
+from mlxlm.checkpoint.gguf.ggml_types import TYPES, Type
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 
 # Far above what models have: the largest vocabularies (260,000 tokens, 515,000 merges) make headers of 20 MB.

@@ -9,7 +9,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.parallel import in_order
 from mlxlm.checkpoint.gguf.reader import Info, mapped
-from mlxlm.checkpoint.tensors import Tensor
+from mlxlm.checkpoint.lazy_tensor import Tensor
 from mlxlm.utils.errors import CheckpointError
 
 _PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}

@@ -12,13 +12,22 @@ from typing import Any, BinaryIO
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.architectures import Architecture
-from mlxlm.checkpoint.gguf.ggml import NUMBERS, TYPES
+from mlxlm.checkpoint.gguf.config_to_gguf import (
+    ARRAY,
+    BOOL,
+    FLOAT,
+    INT,
+    STRING,
+    architecture_for,
+    metadata_of,
+    notes_for,
+)
+from mlxlm.checkpoint.gguf.ggml_types import NUMBERS, TYPES
 from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_factors
 from mlxlm.checkpoint.gguf.tensors import encoded
-from mlxlm.checkpoint.gguf.to_metadata import ARRAY, BOOL, FLOAT, INT, STRING, architecture_for, metadata_of, notes_for
-from mlxlm.checkpoint.gguf.to_tokenizer import tokenizer_metadata
-from mlxlm.checkpoint.stored import as_stored
-from mlxlm.checkpoint.tensors import Tensor, Tensors, of_array
+from mlxlm.checkpoint.gguf.tokenizer_to_gguf import tokenizer_metadata
+from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors, of_array
+from mlxlm.checkpoint.weight_mapping import as_stored
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError

@@ -10,16 +10,16 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import compute, mx
-from mlxlm.checkpoint.layout import step_of
+from mlxlm.checkpoint.locations import step_of
 from mlxlm.data import read_ahead
 from mlxlm.model import Decoder
 from mlxlm.train.data_check import DataCheck
 from mlxlm.train.distributed.heartbeat import RankLost
-from mlxlm.train.distributed.processes import Ranks
-from mlxlm.train.feed import Feed
-from mlxlm.train.guard import SpikeGuard
+from mlxlm.train.distributed.process_group import Ranks
 from mlxlm.train.run import Run
+from mlxlm.train.spike_detector import SpikeGuard
 from mlxlm.train.step import TrainStep
+from mlxlm.train.step_batches import Feed
 from mlxlm.utils.errors import DataError, MlxlmError
 
 _LOOK_EVERY = 10.0  # seconds: a charger or a fan takes longer to make a difference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint.tensors import of_array
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 

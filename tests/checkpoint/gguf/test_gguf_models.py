@@ -9,8 +9,8 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface
+from mlxlm.checkpoint.gguf.config_to_gguf import architecture_for
 from mlxlm.checkpoint.gguf.rope import llama3_factors, llama3_scaling
-from mlxlm.checkpoint.gguf.to_metadata import architecture_for
 from mlxlm.checkpoint.safetensors import load_weights
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.families import config_from_hf, config_to_hf

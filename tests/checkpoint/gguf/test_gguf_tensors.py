@@ -8,11 +8,11 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.gguf.ggml import TYPES
+from mlxlm.checkpoint.gguf.ggml_types import TYPES
 from mlxlm.checkpoint.gguf.reader import read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, tensor_of
+from mlxlm.checkpoint.lazy_tensor import of_array
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tensors import of_array
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
 

@@ -10,11 +10,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.gguf.from_metadata import Keys
-from mlxlm.checkpoint.gguf.from_tokenizer import tokenizer_of
-from mlxlm.checkpoint.gguf.pre import PRES, pre_of
+from mlxlm.checkpoint.gguf.config_from_gguf import Keys
+from mlxlm.checkpoint.gguf.pre_tokenizers import PRES, pre_of
 from mlxlm.checkpoint.gguf.reader import read_header
-from mlxlm.checkpoint.gguf.to_tokenizer import tokenizer_metadata
+from mlxlm.checkpoint.gguf.tokenizer_from_gguf import tokenizer_of
+from mlxlm.checkpoint.gguf.tokenizer_to_gguf import tokenizer_metadata
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder

@@ -11,7 +11,7 @@ import sys
 import mlxlm  # noqa: F401 - first, so that MLX gets a fast BLAS
 from mlxlm.backend.mlx import mx
 from mlxlm.train import RankLost, Ranks
-from mlxlm.train.distributed import processes as module
+from mlxlm.train.distributed import process_group as module
 from mlxlm.utils.errors import TrainingError
 
 

@@ -1,0 +1,148 @@
+"""The tokenizer in a GGUF file, rebuilt."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, processors
+
+from mlxlm.checkpoint.gguf.config_from_gguf import Keys
+from mlxlm.checkpoint.gguf.pre_tokenizers import PRES
+from mlxlm.checkpoint.gguf.reader import Array
+from mlxlm.tokenizer import Tokenizer, sentencepiece
+from mlxlm.tokenizer.sentencepiece import CONTROL, LONGEST, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
+from mlxlm.tokenizer.tokenizer import around_text
+from mlxlm.utils.errors import TokenizerError
+
+_ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "pad": None, "unk": 0}  # where a file doesn't say, as in llama.cpp
+
+
+def tokenizer_of(keys: Keys) -> Tokenizer:
+    """The tokenizer of an opened file. Raises TokenizerError naming the file and the key, also for the kinds
+    that aren't rebuilt: all but SentencePiece BPE ("llama") and byte-level BPE ("gpt2")."""
+    kind = keys.text("tokenizer.ggml.model", "none")
+    build = {"llama": _from_pieces, "gpt2": _from_merges}.get(kind)
+    if build is None:
+        raise _error(keys, f"tokenizer.ggml.model is {kind!r}, which can't be rebuilt", "a model with llama or gpt2")
+    tokens = _strings(keys, "tokenizer.ggml.tokens")
+    types = _numbers(keys, "tokenizer.ggml.token_type", len(tokens), NORMAL)
+    while types and types[-1] == UNUSED:  # rows of the embedding that stand for no token
+        types.pop()
+    tokens = tokens[: len(types)]
+    if len(set(tokens)) != len(tokens):
+        raise _error(keys, "tokenizer.ggml.tokens has the same token twice")
+    return build(keys, tokens, types)
+
+
+def _from_merges(keys: Keys, tokens: list[str], types: list[int]) -> Tokenizer:
+    name = keys.text("tokenizer.ggml.pre", "")
+    pre = PRES.get(name)
+    if pre is None:
+        what = f"tokenizer.ggml.pre is {name!r}, which isn't known here" if name else "there is no tokenizer.ggml.pre"
+        raise _error(keys, f"{what}, and without it the ids would be wrong", "the model's tokenizer.json")
+    merges = []
+    for merge in _strings(keys, "tokenizer.ggml.merges"):
+        cut = merge.find(" ", 1)
+        if cut < 0:
+            raise _error(keys, f"tokenizer.ggml.merges has {merge[:40]!r}, which is no pair")
+        merges.append((merge[:cut], merge[cut + 1 :]))
+    try:
+        vocabulary = {token: i for i, token in enumerate(tokens)}
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignore_merges)
+    except Exception as error:  # the library raises bare Exception
+        raise _error(keys, f"tokenizer.ggml.merges: {error}") from None
+    runtime = tokenizers.Tokenizer(model)
+    if normalizer := pre.normalizer():
+        runtime.normalizer = normalizer
+    runtime.pre_tokenizer = pre.pre_tokenizer()
+    runtime.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
+    runtime.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    _add_user_defined(runtime, tokens, types)
+    names = _names(keys, tokens, dict.fromkeys(_ROLES))
+    bos, eos = _around(keys, names, pre.adds_bos)
+    runtime.post_processor = around_text(runtime, bos, eos) if bos or eos else processors.ByteLevel(trim_offsets=False)
+    return Tokenizer(runtime, names, chat_template=_chat_template(keys))
+
+
+def _from_pieces(keys: Keys, tokens: list[str], types: list[int]) -> Tokenizer:
+    from sentencepiece import sentencepiece_model_pb2
+
+    scores = _numbers(keys, "tokenizer.ggml.scores", len(tokens), None)
+    names = _names(keys, tokens, _SENTENCEPIECE_IDS)
+    model = sentencepiece_model_pb2.ModelProto()
+    # Runs of spaces are made by merges, as llama.cpp does; a text has no U+2581 where it could find them whole.
+    spaced = {i for i, kind in enumerate(types) if kind == USER_DEFINED and SPACE in tokens[i]}
+    types = [NORMAL if i in spaced else kind for i, kind in enumerate(types)]
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        if kind == NORMAL and len(token) > LONGEST:
+            raise _error(keys, f"tokenizer.ggml.tokens has a token of more than {LONGEST} characters")
+        if not NORMAL <= kind <= sentencepiece.BYTE or score != score:
+            raise _error(keys, f"tokenizer.ggml: token {token[:40]!r} has type {kind} and score {score}")
+        model.pieces.add(piece=token, score=score, type=kind)
+    spec, rules = model.trainer_spec, model.normalizer_spec
+    spec.model_type, spec.vocab_size = sentencepiece.BPE, len(tokens)
+    spec.byte_fallback = sentencepiece.BYTE in types
+    for role, name in names.items():
+        setattr(spec, f"{role}_id", -1 if name is None else tokens.index(name))
+        if name is not None:
+            setattr(spec, f"{role}_piece", name)
+    rules.name = "identity"
+    rules.add_dummy_prefix = keys.flag("tokenizer.ggml.add_space_prefix", True)
+    rules.remove_extra_whitespaces = keys.flag("tokenizer.ggml.remove_extra_whitespaces", False)
+    bos, eos = _around(keys, names, True)
+    runtime = sentencepiece.convert(model, add_bos=bos is not None, add_eos=eos is not None)
+    _add_user_defined(runtime, tokens, types)
+    whole = not {USER_DEFINED, UNUSED} & set(types)  # what SentencePiece models are read with
+    content = model.SerializeToString() if whole else None
+    return Tokenizer(runtime, names, chat_template=_chat_template(keys), sentencepiece_model=content)
+
+
+def _add_user_defined(runtime: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Tokens that are found in a text before any merge, though they are not special."""
+    own = [token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    runtime.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
+
+
+def _names(keys: Keys, tokens: list[str], usual: dict[str, int | None]) -> dict[str, str | None]:
+    names: dict[str, str | None] = {}
+    rows = keys.header.metadata["tokenizer.ggml.tokens"].count  # those without a token among them
+    for role, stored in _ROLES.items():
+        key = f"tokenizer.ggml.{stored}_token_id"
+        said = key in keys.header.metadata
+        id = keys.id(key) if said else usual[role]
+        if said and id is not None and id >= rows:
+            raise _error(keys, f"{key} is {id}, there are {rows} tokens")
+        names[role] = tokens[id] if id is not None and id < len(tokens) else None
+    return names
+
+
+def _around(keys: Keys, names: dict[str, str | None], adds_bos: bool) -> tuple[str | None, str | None]:
+    """What is put in front of a text and at its end."""
+    bos = keys.flag("tokenizer.ggml.add_bos_token", adds_bos)
+    eos = keys.flag("tokenizer.ggml.add_eos_token", False)
+    return names["bos"] if bos else None, names["eos"] if eos else None
+
+
+def _chat_template(keys: Keys) -> str | None:
+    return keys.text("tokenizer.chat_template", "") or None
+
+
+def _strings(keys: Keys, key: str) -> list[str]:
+    value = keys.header.metadata.get(key)
+    if not isinstance(value, Array) or not value.holds_strings or not value.count:
+        raise _error(keys, f"{key} must be a list of strings")
+    return value.read()
+
+
+def _numbers(keys: Keys, key: str, count: int, default: int | None) -> list:
+    value = keys.header.metadata.get(key)
+    if value is None and default is not None:
+        return [default] * count
+    if not isinstance(value, Array) or not value.holds_numbers or value.count < count:
+        raise _error(keys, f"{key} must be a list of {count} numbers")
+    return value.read()[:count]
+
+
+def _error(keys: Keys, message: str, hint: str | None = None) -> TokenizerError:
+    return TokenizerError(f"{keys.header.path}: {message}", hint)

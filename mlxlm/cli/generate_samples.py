@@ -1,0 +1,56 @@
+"""`mlxlm generate --samples`: several texts for one prompt, made at once and printed in order."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import replace
+
+from mlxlm.cache import KVOptions
+from mlxlm.chat.terminal import write
+from mlxlm.cli import render
+from mlxlm.cli.sampling_options import REMEDIES
+from mlxlm.cli.spinner import waiting
+from mlxlm.generation import LoadedModel, Request, run_batch
+from mlxlm.generation.batch import BATCH_SIZE, in_order
+from mlxlm.generation.gumbel_noise import draw_seed
+from mlxlm.generation.jsonl_results import whole_fields
+from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.formatting import human_bytes
+
+
+def print_samples(
+    loaded: LoadedModel,
+    request: Request,
+    count: int,
+    *,
+    kv: KVOptions,
+    batch_size: int | None,
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Texts with an empty line between them, or a JSON object each; their seeds are those of `generation.batch`."""
+    if request.options.seed is None:
+        request = replace(request, options=replace(request.options, seed=draw_seed()))
+    wanted = (request.sample("1", number) for number in range(count))
+    started, tokens, peak, broken = time.monotonic(), 0, 0, None
+    with closing(run_batch(loaded, wanted, kv=kv, batch_size=batch_size or BATCH_SIZE)) as batch:
+        results = in_order(batch)
+        for number in range(count):
+            with waiting(f"{number} of {count} texts are printed"):
+                result = next(results)
+            tokens, peak = tokens + len(result.tokens), max(peak, result.timings.peak_memory_bytes)
+            broken = broken or (result if result.complaint is not None else None)
+            if as_json:
+                render.emit_json({"sample": number} | whole_fields(result, loaded.tokenizer))
+            else:
+                write(("\n" if number else "") + result.text + "\n")
+    if verbose:
+        seconds = time.monotonic() - started
+        render.say(
+            f"prompt {len(request.prompt)} tokens; {count} texts, {tokens} tokens in {seconds:.1f} s, "
+            f"{tokens / seconds:.1f} tokens/s; peak {human_bytes(peak)}",
+            style="dim",
+        )
+    if broken is not None:
+        raise GenerationError(f"not every text is complete: {broken.complaint}", REMEDIES.get(broken.finish_reason))

@@ -1,0 +1,96 @@
+"""MLX's packed matrices: values to bits, and the parts that belong together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mlxlm.backend.mlx import in_parallel, mx
+from mlxlm.checkpoint.safetensors import as_float32
+from mlxlm.quantize.quantization_plan import Format
+
+_ROWS = 256  # packed at once: their bits take a byte each
+_AT_ONCE = 1 << 21  # weights worked on at once
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized matrix: `weight` uint32 `[rows, width · bits / 32]`, `scales` `[rows, width / group_size]`,
+    and `biases` like them in affine mode."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+
+    def parts(self, module: str) -> dict[str, mx.array]:
+        """By tensor name."""
+        parts = {f"{module}.weight": self.weight, f"{module}.scales": self.scales}
+        return parts if self.biases is None else {**parts, f"{module}.biases": self.biases}
+
+    def rows(self, start: int, stop: int) -> Packed:
+        """Some rows of the matrix."""
+        biases = None if self.biases is None else self.biases[start:stop]
+        return Packed(self.weight[start:stop], self.scales[start:stop], biases)
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Packed]) -> Packed:
+        """One matrix of pieces with some of its rows each."""
+        weight, scales = (mx.concatenate([getattr(piece, part) for piece in pieces]) for part in ("weight", "scales"))
+        biases = None if pieces[0].biases is None else mx.concatenate([piece.biases for piece in pieces])
+        return cls(weight, scales, biases)
+
+
+def rounded(weight: mx.array, chosen: Format) -> Packed:
+    """MLX's own quantization of `weight` `[rows, width]`; scales and biases have its dtype."""
+
+    def some(start: int, stop: int) -> tuple[mx.array, ...]:
+        return mx.quantize(weight[start:stop], group_size=chosen.group_size, bits=chosen.bits, mode=chosen.mode)
+
+    pieces = in_parallel(partial(some, *rows) for rows in _pieces(weight))
+    return Packed.joined([Packed(p[0], p[1], p[2] if chosen.affine else None) for p in pieces])
+
+
+def dequantized(packed: Packed, chosen: Format) -> mx.array:
+    """float32 `[rows, width]`, nothing rounded on the way."""
+    arguments = {"group_size": chosen.group_size, "bits": chosen.bits, "mode": chosen.mode}
+    if not chosen.affine:
+        return mx.dequantize(packed.weight, packed.scales, dtype=mx.float32, **arguments)
+    return mx.dequantize(packed.weight, as_float32(packed.scales), as_float32(packed.biases), **arguments)
+
+
+def relative_error(weight: mx.array, packed: Packed, chosen: Format) -> float:
+    """|packed - weight| / |weight|"""
+
+    def some(start: int, stop: int) -> tuple[mx.array, mx.array]:
+        source = as_float32(weight[start:stop]).flatten()
+        error = dequantized(packed.rows(start, stop), chosen).flatten() - source
+        return source @ source, error @ error
+
+    found = [(size.item(), error.item()) for size, error in in_parallel(partial(some, *r) for r in _pieces(weight))]
+    size, error = map(math.fsum, zip(*found, strict=True))
+    return math.sqrt(error / size) if size else 0.0
+
+
+def _pieces(weight: mx.array) -> list[tuple[int, int]]:
+    """Rows from and to: pieces that are worked on apart, since in float32 the whole would take a lot of memory."""
+    rows = max(1, _AT_ONCE // weight.shape[1])
+    return [(start, start + rows) for start in range(0, weight.shape[0], rows)]
+
+
+def pack(values: np.ndarray, bits: int) -> mx.array:
+    """Whole numbers below 2^bits, `[rows, width]`, as MLX packs them: uint32 `[rows, width · bits / 32]`.
+
+    A row is one stream of bits, the lowest first. So it is for 3, 5 and 6 bits too, which MLX writes byte by
+    byte in packs of three or five (mlx/backend/cpu/quantized.cpp, `quantize`).
+    """
+    rows, width = values.shape
+    packed = np.empty((rows, width * bits // 8), np.uint8)
+    for start in range(0, rows, _ROWS):
+        part = values[start : start + _ROWS].astype(np.uint8)[..., None]
+        stream = np.unpackbits(part, axis=-1, count=bits, bitorder="little").reshape(len(part), -1)
+        packed[start : start + _ROWS] = np.packbits(stream, axis=-1, bitorder="little")
+    return mx.array(packed.view("<u4"))

@@ -1,0 +1,322 @@
+"""Session files: what was left goes on as if it had never been, and what isn't one says so in a line."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlxlm import tokenizer
+from mlxlm.backend.mlx import mx
+from mlxlm.cache import KVOptions
+from mlxlm.chat import session_format
+from mlxlm.chat.session import Chat
+from mlxlm.chat.session_files import cache_path
+from mlxlm.utils.errors import GenerationError, MlxlmError
+from tests.chat.test_session import GREEDY, read, remade, say, small
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 8, "seed": 5}
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "talk.jsonl"
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write(file, *values):
+    file.write_text("".join((v if isinstance(v, str) else json.dumps(v)) + "\n" for v in values))
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("kv", [KVOptions(), KVOptions(size=48)])
+def test_a_chat_goes_on_as_if_it_had_never_been_left(loaded, file, cache, kv):
+    def begun():
+        chat = Chat(loaded, system="Be brief.", kv=kv, **SAMPLED)
+        say(chat, "Hello!")
+        list(chat.retry())
+        say(chat, "Grüße 世界?")
+        return chat
+
+    def ended(chat):
+        texts = [say(chat, "Why?"), say(chat, "How?")]
+        list(chat.retry())
+        return [*texts, *(m.content for m in chat.messages)], chat.stats.last.seed
+
+    chat = begun()
+    chat.save(file, cache=cache)
+    again = Chat.open(file, loaded)
+    assert again.notes == [] and again.messages == chat.messages and again.options == chat.options
+    assert (again.kv, again.system, again.branches, again.options.seed) == (kv, "Be brief.", {"main": 2}, 8)
+    assert cache_path(file).exists() is cache
+    list(again.ask("Why?"))
+    assert read(again) < 14 if cache else again.stats.last.cached_tokens == 0
+    again = Chat.open(file, loaded)
+    assert ended(again) == ended(begun())
+
+
+def test_people_can_read_it(loaded, file):
+    chat = Chat(loaded, system="Sei höflich.", **SAMPLED)
+    answer = say(chat, "Grüße 世界\nund mehr")
+    chat.save(file)
+    header, question, told = lines(file)
+    assert "höflich" in file.read_text() and "世界" in file.read_text()
+    assert header["mlxlm_chat"] == 1 and header["system"] == "Sei höflich."
+    assert header["options"] == {"temperature": 1.0, "max_tokens": 8, "seed": 6}  # of the next answer
+    assert header["tokenizer"] == loaded.tokenizer.fingerprint and "branches" not in header
+    assert question == {"role": "user", "content": "Grüße 世界\nund mehr"}
+    assert (told["role"], told["content"], told["seed"], told["finish_reason"]) == ("assistant", answer, 5, "length")
+    assert told["ids"] == chat.stats.last.tokens and told["time"].endswith("+00:00")
+
+
+def test_branches_share_their_lines_and_dropped_turns_stay(loaded, file):
+    chat = Chat(small(loaded, 120), overflow="drop", **GREEDY)
+    say(chat, "Hello!")
+    chat.branch("two")
+    say(chat, "Why?")
+    chat.switch("main")
+    say(chat, "How?")
+    say(chat, "You?")
+    assert chat.drop_oldest("x" * 40) > 0
+    chat.branch("none")
+    for _ in range(3):
+        chat.undo()
+    chat.save(file)
+    assert len(lines(file)) == 1 + 2 * 4
+    assert [line["after"] for line in lines(file) if "after" in line] == [3]
+    again = Chat.open(file, chat.loaded)
+    assert again.branch_name == "none" and again.branches == chat.branches == {"main": 3, "two": 2, "none": 0}
+    for name in chat.branches:
+        chat.switch(name)
+        again.switch(name)
+        assert again.messages == chat.messages and again.dropped == chat.dropped
+    assert again.overflow == "drop"
+
+
+def test_settings_given_here_count_instead_of_the_files(loaded, file):
+    Chat(loaded, stop=("x", "y"), logit_bias={300 - 1: -5, 9: 2}, choice=(), **SAMPLED).save(file)
+    again = Chat.open(file, loaded)
+    assert again.options.stop == ("x", "y") and again.options.logit_bias == {299: -5, 9: 2}
+    again = Chat.open(file, loaded, temperature=0, seed=9, kv=KVOptions(size=32), overflow="drop", template="plain")
+    assert (again.options.temperature, again.options.seed, again.options.stop) == (0, 9, ("x", "y"))
+    assert (again.kv.size, again.overflow, again.template) == (32, "drop", "plain")
+    say(again, "Hello!")
+    assert again.stats.last.seed == 9
+
+
+def test_templates_in_session_files(loaded, file, tmp_path):
+    Chat(loaded, template="plain", **SAMPLED).save(file)
+    assert Chat.open(file, loaded).template == "plain"
+    own = tmp_path / "own.jinja"
+    own.write_text(loaded.tokenizer.chat_template)
+    chat = Chat(loaded, template=str(own), **SAMPLED)
+    chat.save(tmp_path / "other.jsonl")
+    again = Chat.open(tmp_path / "other.jsonl", loaded)  # a session file can't name a file to be read
+    assert again.template == "model" and "own.jinja, which is not used unless asked for" in again.notes[0]
+    assert Chat.open(tmp_path / "other.jsonl", loaded, template=str(own)).notes == []
+
+
+def test_only_what_this_chat_wrote_is_replaced(loaded, file):
+    chat = Chat(loaded, **SAMPLED)
+    say(chat, "Hello!")
+    chat.save(file, cache=True)
+    say(chat, "Why?")
+    chat.save(file, cache=True)
+    assert len(lines(file)) == 5
+    other = Chat.open(file, loaded)
+    assert other.branches == {"main": 2}
+    say(other, "And?")
+    with pytest.raises(GenerationError, match="talk.jsonl already exists .try: another name for this chat"):
+        Chat(loaded).save(file)
+    other.save(file)
+    say(chat, "Mine?")
+    before = file.read_bytes()
+    with pytest.raises(GenerationError, match="was changed by someone else meanwhile .try: another name"):
+        chat.save(file)
+    assert file.read_bytes() == before
+    file.unlink()
+    chat.save(file)
+    assert "Mine?" in file.read_text()
+    with pytest.raises(GenerationError, match="cannot write"):
+        chat.save(file / "below")
+    assert not [name for name in os.listdir(file.parent) if "partial" in name]
+
+
+def test_a_session_of_another_model_opens_as_text(loaded, file):
+    chat = Chat(loaded, logit_bias={7: 1}, template="model", kv=KVOptions(size=1000), **SAMPLED)
+    say(chat, "Hello!")
+    chat.save(file, cache=True)
+    other = remade(loaded)
+    other.model.initialize(seed=9)
+    mx.eval(other.model.parameters())
+    again = Chat.open(file, small(other))
+    assert again.messages == chat.messages and again.options.logit_bias == {7: 1} and again.kv == KVOptions()
+    assert again.notes == [f"{file} is a chat with another model, {loaded.path}: this one reads it again, as text"]
+    say(again, "Why?")
+    assert again.stats.last.cached_tokens == 0
+    words = tokenizer.train(["Another text altogether, of other words. " * 20], 280)
+    again = Chat.open(file, replace(loaded, tokenizer=words))
+    assert len(again.notes) == 1 and again.template == "plain" and not again.options.logit_bias
+    assert [m.content for m in again.messages] == [m.content for m in chat.messages] and not again.messages[1].ids
+    assert say(again, "Why?") is not None and again.stats.last.cached_tokens == 0
+
+
+def test_a_cache_that_cannot_be_used_is_told_and_the_chat_goes_on(loaded, file):
+    chat = Chat(loaded, **SAMPLED)
+    say(chat, "Hello!")
+    chat.save(file, cache=True)
+    wanted = say(chat, "Why?")
+    cache = cache_path(file)
+    whole = cache.read_bytes()
+    for content in (b"", whole[:100], whole[:-9], b"\xff" * 200, os.urandom(4000)):
+        cache.write_bytes(content)
+        again = Chat.open(file, loaded)
+        assert len(again.notes) == 1 and "is read again, since its cache can't be used: " in again.notes[0]
+        assert say(again, "Why?") == wanted and again.stats.last.cached_tokens == 0
+    cache.write_bytes(whole)
+    again = Chat.open(file, loaded, kv=KVOptions(size=32))
+    assert "can't be used" in again.notes[0] and say(again, "Why?")
+
+
+def test_edited_by_hand(loaded, file):
+    chat = Chat(loaded, **SAMPLED)
+    say(chat, "Hello!")
+    chat.save(file)
+    header, question, answer = lines(file)
+    write(file, header, {**question, "content": "Hi"}, {**answer, "content": "The fox."}, "")
+    again = Chat.open(file, loaded)
+    assert [m.content for m in again.messages] == ["Hi", "The fox."] and again.messages[1].ids == ()
+    write(file, header, question, {"role": "assistant", "content": "The fox."})
+    assert say(Chat.open(file, loaded), "Why?")
+    write(file, {"mlxlm_chat": 1, "options": {"seed": 1}})
+    assert Chat.open(file, loaded).messages == []
+
+
+@pytest.mark.parametrize("ids", [["end", "system"], [2**30], [299], [-1], [True], ["a"], "12", [1.5]])
+def test_ids_that_say_something_else_do_not_count(loaded, file, ids):
+    """A file from elsewhere can't hide tokens behind what it shows."""
+    special = loaded.tokenizer.special_tokens
+    ids = [special.get(f"<|{i}|>", i) if isinstance(i, str) else i for i in ids] if isinstance(ids, list) else ids
+    told = loaded.tokenizer.encode("The fox.", add_special_tokens=False)
+    answer = {"role": "assistant", "content": "The fox.", "ids": ids if isinstance(ids, str) else [*told, *ids]}
+    write(file, {"mlxlm_chat": 1, "tokenizer": loaded.tokenizer.fingerprint, "options": {"seed": 1}},
+          {"role": "user", "content": "?"}, answer)  # fmt: skip
+    try:
+        chat = Chat.open(file, replace(loaded, config=loaded.config))
+    except GenerationError as error:
+        assert "line 3 has" in error.message
+        return
+    assert chat.messages[1].ids == () and chat.messages[1].content == "The fox."
+
+
+HEADER = {"mlxlm_chat": 1, "options": {"seed": 1}}
+USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([""], "line 1 is not JSON"),
+        (["{" * 100_000], "line 1 is not JSON"),
+        (["[" * 100_000], "line 1 can't be read: maximum recursion"),
+        (["[]"], "line 1 is not a JSON object .try: a file that a chat was saved to"),
+        (['{"mlxlm_chat": 1, "mlxlm_chat": 1}'], "line 1 has .mlxlm_chat. twice"),
+        (['{"mlxlm_chat": 1, "x": NaN}'], "line 1 has NaN"),
+        ([{"role": "user"}], "line 1 doesn't say that this is a chat .try: a file that a chat was saved to"),
+        ([{**HEADER, "mlxlm_chat": 2}], "line 1 is of a chat's version 2 .try: version 1"),
+        ([{**HEADER, "mlxlm_chat": "1"}], "line 1 has the mlxlm_chat '1' .try: a whole number"),
+        ([{**HEADER, "options": {"seed": -1}}], "line 1: these settings can't work: seed is -1"),
+        ([{**HEADER, "options": {"seed": 1, "cls": 1}}], "line 1 has cls in its options"),
+        ([{**HEADER, "options": {"seed": 1, "temp": 1}}], "line 1 has temp in its options.*try: one of temperature"),
+        ([{**HEADER, "options": {"seed": 1, "logit_bias": {"a": []}}}], "line 1: .*logit_bias"),
+        ([{**HEADER, "options": [1]}], r"line 1 has the options \[1\] .try: a JSON object"),
+        ([{**HEADER, "kv": {"bits": 4}}], "line 1 has bits in its kv, which is no setting"),
+        ([{**HEADER, "kv": {"size": 1e9}}], "line 1: these cache settings can't work"),
+        ([{**HEADER, "overflow": "ask"}], "line 1: overflow is 'ask'"),
+        ([{**HEADER, "system": 3}], "line 1 has the system 3 .try: a text"),
+        (['{"mlxlm_chat": 1, "options": {"seed": 1}, "system": "\\ud800"}'], "line 1: .*lone surrogate"),
+        ([HEADER, ANSWER], "line 2 is not a message of the user"),
+        ([HEADER, USER], "line 2 is a message without an answer"),
+        ([HEADER, USER, USER], "line 3 is not the model's answer"),
+        ([HEADER, USER, "", ANSWER, USER, '{"role": "assis'], "line 6 is not JSON"),
+        ([HEADER, {"role": "user"}, ANSWER], "line 2 has the content missing .try: a text"),
+        ([HEADER, {"role": ["user"]}, ANSWER], "line 2 has the role"),
+        ([HEADER, USER, '{"role": "assistant", "content": "\\ud800"}'], "line 3: .*surrogate"),
+        ([HEADER, {**USER, "after": 3}, ANSWER], "line 2 comes after line 3"),
+        ([HEADER, {**USER, "after": 2}, ANSWER], "line 2 comes after line 2"),
+        ([HEADER, {**USER, "after": True}, ANSWER], "line 2 has the after True"),
+        ([HEADER, USER, {**ANSWER, "ids": 5}], "line 3 has the ids 5 .try: a list"),
+        ([HEADER, USER, {**ANSWER, "ids": [2**31]}], "line 3 has ids that are no token ids"),
+        ([HEADER, USER, {**ANSWER, "finish_reason": "x"}], "line 3 has the finish_reason 'x'"),
+        ([HEADER, USER, {**ANSWER, "seed": "x"}], "line 3 has the seed 'x'"),
+        ([{**HEADER, "branches": {"main": {"line": 2}}}, USER, ANSWER], "line 1 has the branch main end at line 2"),
+        ([{**HEADER, "branches": {"main": 3}}, USER, ANSWER], "line 1: the branch main is no JSON object"),
+        ([{**HEADER, "branches": {}}], "line 1 has no branch 'main'"),
+        ([{**HEADER, "branch": "x"}], "line 1 has no branch 'x'"),
+        ([{**HEADER, "branch": "0", "branches": {str(n): {} for n in range(101)}}], "line 1 .*more than 100"),
+        ([{**HEADER, "branches": {"a b": {}}}], "line 1: 'a b' can't be the name of a branch"),
+        ([{**HEADER, "branches": {"main": {"line": 3, "dropped": 2}}}, USER, ANSWER], "line 1 has 2 turns dropped"),
+    ],
+)  # fmt: skip
+def test_what_is_no_session_says_so_in_a_line(loaded, file, content, message):
+    write(file, *content)
+    with pytest.raises(GenerationError, match=rf"talk.jsonl: {message}") as caught:
+        Chat.open(file, loaded)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 2500
+
+
+def test_a_small_file_cannot_have_any_number_of_turns(loaded, file, monkeypatch):
+    monkeypatch.setattr(session_format, "_MOST_TURNS", 20)
+    ends = {str(n): {"line": 7} for n in range(7)}
+    write(file, {**HEADER, "branch": "0", "branches": ends}, *[USER, ANSWER] * 3)
+    with pytest.raises(GenerationError, match="line 1 has more than 20 turns in all its branches"):
+        Chat.open(file, loaded)
+
+
+def test_names_that_are_no_utf8(loaded, file):
+    chat = Chat(replace(loaded, path=Path(os.fsdecode(b"m\xff"))), **SAMPLED)
+    chat.save(file)
+    assert Chat.open(file, loaded).notes == [] and lines(file)[0]["model"] == os.fsdecode(b"m\xff")
+
+
+def test_files_that_cannot_be_read(loaded, file, tmp_path):
+    with pytest.raises(GenerationError, match="cannot read .*talk.jsonl"):
+        Chat.open(file, loaded)
+    with pytest.raises(GenerationError, match="not a regular file"):
+        Chat.open(tmp_path, loaded)
+    file.write_bytes(b"\xff\xfe{")
+    with pytest.raises(GenerationError, match="line 1 is not UTF-8"):
+        Chat.open(file, loaded)
+    with file.open("wb") as out:
+        out.truncate(1 << 40)
+    with pytest.raises(GenerationError, match="more than the"):
+        Chat.open(file, loaded)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_damage_is_one_line_or_a_chat(loaded, file, data):
+    if not (whole := file.parent / "whole").exists():
+        chat = Chat(loaded, system="Be brief.", **SAMPLED)
+        say(chat, "Hello!")
+        chat.branch("two")
+        say(chat, "Why?")
+        chat.save(whole)
+    content = bytearray(whole.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        pieces = [b"", b"-", b"9", b"null", b'"', b"{", b"]", b"\n", b"\xff", b"\\ud800", b"1e9"]
+        piece = data.draw(st.sampled_from(pieces))
+        content[at : at + data.draw(st.integers(0, 12))] = piece
+    file.write_bytes(bytes(content))
+    try:
+        chat = Chat.open(file, loaded)
+        next(iter(chat.ask("And?")))
+    except MlxlmError as error:
+        assert "\n" not in str(error)

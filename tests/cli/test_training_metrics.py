@@ -1,0 +1,83 @@
+"""What is shown of a run while it trains, in terminals of any width, and in none."""
+
+from pathlib import Path
+
+import pytest
+
+from mlxlm.cli.main import _run
+from mlxlm.cli.training_metrics import Figures
+from mlxlm.train import NotSaved, Paused, Resumed, Saved, Slowed, Started, Step, Validation
+
+
+def started(steps=1000):
+    return Started(
+        step=0, steps=steps, parameters=1000, tokens_per_step=4096, epochs=1.0, flops_per_token=10**7, epochs_of={},
+        cropped=0.0,
+        padding=0.0,
+    )  # fmt: skip
+
+
+def step(n, loss=3.0, speed=50_000.0):
+    return Step(n, 1000, n * 4096, loss, 3e-4, 0.83, speed, n * 0.1, 754.0, 312 * 10**6)
+
+
+def shown(*events, peak=1e12):
+    now = [0.0]
+    figures = Figures(peak, now=lambda: now[0])
+    for event in events:
+        figures.take(event)
+    now[0] = 130.0
+    return figures
+
+
+def test_the_figures_and_their_order():
+    figures = shown(started(), step(1, 5.0, 0.0), Validation(1, 1, 2.0, 7.4, 1.25, True), step(2, 3.0))
+    loss = float(figures.facts()[0].removeprefix("loss "))
+    assert 3.0 < loss < 5.0
+    assert figures.facts()[1:] == [
+        "12m34s left", "50,000 tokens/s", "best 1.250 bits/byte", "312 MB", "500 GFLOP/s (50%)", "rate 0.0003",
+        "gradient 0.83",
+    ]  # fmt: skip
+    assert "500 GFLOP/s" in shown(started(), step(2), peak=None).facts()
+
+
+def test_a_worse_validation_is_not_the_best():
+    worse = Validation(2, 2, 3.0, 20.0, 1.5, False)
+    assert "best 1.250 bits/byte" in shown(started(), Validation(1, 1, 2.0, 7.4, 1.25, True), worse, step(2)).facts()
+
+
+@pytest.mark.parametrize("width", [200, 80, 40, 20, 5])
+def test_no_line_is_wider_than_the_terminal(width):
+    full = (started(), step(500), Validation(1, 1, 2.0, 7.4, 1.25, True), NotSaved(3, "full", "free 3 GB"),
+            Paused(500, "the machine runs on battery"))  # fmt: skip
+    lines = shown(*full).lines(width)
+    assert lines and all(len(line) <= width for line in lines) and len(lines) <= 9
+    if width >= 40:
+        assert lines[0].startswith("step 500/1000 ━") and lines[0].endswith("┄ 50%")
+        text = " ".join(lines)
+        assert "paused: the machine runs on battery" in text and "for 2m10s" in text and "disk is full" in text
+    if width == 80:
+        assert len(lines) == 5
+
+
+def test_pauses_and_put_off_checkpoints_end():
+    path = Path("x")
+    figures = shown(started(), step(5), Paused(5, "hot"), Resumed(5, "hot", 3.0), NotSaved(5, "f", "h"), Saved(6, path))
+    assert len(figures.lines(200)) == 2
+    slowed = shown(started(), step(5), Slowed(5, "the machine is hot", 50.0))
+    assert "working 50% of the time: the machine is hot" in " ".join(slowed.lines(200))
+    assert shown(started()).lines(80)[1:] == ["compiling the first step"] and shown().lines(80) == []
+
+
+def test_options_of_the_machine_may_stand_beside_resume(tmp_path, text_file, capsys):
+    run = tmp_path / "run"
+    quick = ["--preset", "0.3m", "--batch-size", "2", "--sequence-length", "16", "--vocab-size", "300", "--steps", "1"]
+    assert _run(["pretrain", str(text_file), "--out", str(run), *quick, "--duty", "90"]) == 0
+    said = capsys.readouterr().err  # a run of one step has a result, if no speed
+    assert "best validation" in said and "nothing was left to do" not in said and "0 tokens/s" not in said
+    assert _run(["pretrain", "--resume", str(run), "--duty", "50", "--on-battery", "slow", "--on-heat", "pause"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "nothing was left to do" in said[-1] and not any("steps 3 to 2" in line for line in said)
+    assert (run / "report.html").exists()
+    assert _run(["pretrain", "--resume", str(run), "--duty", "0"]) == 2
+    assert _run(["pretrain", "--resume", str(run), "--on-heat", "sweat"]) == 2

@@ -1,0 +1,93 @@
+"""How many tokens are proposed: simulated drafters and machines, with seconds that are made up."""
+
+import random
+
+import pytest
+
+from mlxlm.generation.draft_length import LONGEST_PAUSE, PLAIN, SHORTEST_PAUSE, Pace
+
+
+class Machine:
+    """Decodes with a Pace; counts tokens and seconds. A round of k takes 1 + k * `each` plain steps."""
+
+    def __init__(self, most, each, right, free=False):
+        self.pace, self.each, self.right, self.free = Pace(most), each, right, free
+        self.rng = random.Random(0)
+        self.tokens = self.seconds = 0
+        self.rounds: list[int] = []
+
+    def run(self, passes):
+        for _ in range(passes):
+            k = self.pace.choose()
+            self.rounds.append(k)
+            accepted = 0
+            while accepted < k and self.rng.random() < self.right:
+                accepted += 1
+            if k:
+                self.pace.outcome(accepted, int(accepted < k))
+            elif self.free:
+                hit = self.rng.random() < self.right
+                self.pace.outcome(int(hit), int(not hit))
+            seconds = (1 + k * self.each) * self.rng.uniform(0.9, 1.1)
+            self.pace.took(k, seconds)
+            self.tokens, self.seconds = self.tokens + accepted + 1, self.seconds + seconds
+        return self
+
+    @property
+    def speed(self):
+        """Times that of plain steps."""
+        return self.tokens / self.seconds
+
+
+def best_speed(most, each, right):
+    return max(sum(right**i for i in range(k + 1)) / (1 + k * each) for k in range(most + 1))
+
+
+@pytest.mark.parametrize("right", [0.1, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("each", [0.03, 0.2, 0.6])
+def test_the_choice_is_near_the_best_there_is(each, right):
+    assert Machine(16, each, right).run(3000).speed > 0.93 * best_speed(16, each, right)
+
+
+def test_plain_steps_come_first_and_then_a_few_guesses():
+    machine = Machine(16, 0.05, 1.0).run(40)
+    first = machine.rounds.index(next(k for k in machine.rounds if k))
+    assert first == 2 * PLAIN and machine.rounds[first] == 4
+    assert max(machine.rounds) == 16 and machine.rounds[-1] >= 14
+
+
+def test_where_it_does_not_pay_pauses_get_longer_and_it_says_so():
+    machine = Machine(8, 0.3, 0.05).run(200)
+    assert machine.rounds[-1] == 0
+    assert "don't pay" in machine.pace.reason and "% of them accepted" in machine.pace.reason
+    machine.run(6000)
+    tries = sum(k > 0 and before == 0 for before, k in zip(machine.rounds, machine.rounds[1:], strict=False))
+    assert 4 < tries <= 3 + 6000 / LONGEST_PAUSE + 5
+    assert machine.speed > 0.97
+
+
+def test_it_comes_back_when_guesses_are_right_again():
+    machine = Machine(8, 0.1, 0.02).run(300)
+    assert machine.rounds[-1] == 0
+    machine.right = 0.9
+    machine.run(2 * LONGEST_PAUSE)
+    assert sum(k > 0 for k in machine.rounds[-100:]) > 90
+
+
+def test_outcomes_that_cost_nothing_end_a_pause():
+    slow, fast = (Machine(8, 0.4, 0.02, free=free).run(1000) for free in (False, True))
+    waits = []
+    for machine in (slow, fast):
+        assert machine.rounds[-1] == 0
+        machine.right, before = 0.95, len(machine.rounds)
+        machine.run(1500)
+        waits.append(next(i for i, k in enumerate(machine.rounds[before:]) if k))
+    assert waits[1] < SHORTEST_PAUSE < waits[0]
+
+
+def test_a_slow_moment_decides_nothing():
+    machine = Machine(8, 0.1, 0.8).run(100)
+    for k in (4, 4, 8):
+        machine.pace.took(k, 500.0)
+    machine.run(1500)
+    assert sum(machine.rounds[-200:]) > 200 * 2

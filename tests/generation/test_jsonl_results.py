@@ -1,0 +1,221 @@
+"""Results as lines, and the file of them that a later run continues."""
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mlxlm.generation import jsonl_results
+from mlxlm.generation.jsonl_results import ResultFile
+from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.files import json_line
+
+
+def line(id, sample=None, **fields):
+    head = ({"id": id} if sample is None else {"id": id, "sample": sample}) | {"request": "012"}
+    return json_line(head | (fields or {"text": f"of {id}"}))
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def opened(out, *lines):
+    """The file after it was opened and lines were added, and what it knew to be done."""
+    with ResultFile(out) as file:
+        for one in lines:
+            file.write(one)
+        return {(id, sample) for id in ("a", "b", "1", 1) for sample in range(3) if file.done(id, sample) == "012"}
+
+
+@given(st.text(st.characters()))
+@example("\u202e\u2066\ud800\x7f")
+def test_a_line_is_one_line_for_everyone(text):
+    content = json_line({"text": text})
+    assert json.loads(content) == {"text": text}
+    assert len(content.decode().splitlines()) == 1 and content.endswith(b"\n")
+    obeyed = (*range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+    assert not set(content.decode()) & set(map(chr, obeyed))
+
+
+def test_a_new_file(out):
+    assert opened(out, line("a")) == set()
+    assert out.read_bytes() == line("a")
+    assert opened(out, line("b")) == {("a", 0)}
+    assert out.read_bytes() == line("a") + line("b")
+
+
+def test_nothing_written_leaves_nothing(out, tmp_path):
+    assert opened(out) == set()
+    assert list(tmp_path.iterdir()) == []
+    out.touch()
+    assert opened(out) == set()
+    assert out.exists()
+
+
+def test_opening_changes_nothing(out):
+    """Whoever finds that other results were asked for loses none."""
+    before = line("a") + line("b", error="no") + line("c")[:-9]
+    out.write_bytes(before)
+    assert opened(out) == {("a", 0)}
+    assert out.read_bytes() == before
+
+
+def test_folders_are_made(tmp_path):
+    out = tmp_path / "a" / "b" / "out.jsonl"
+    opened(out, line("a"))
+    assert out.read_bytes() == line("a")
+
+
+def test_what_is_done(out):
+    out.write_bytes(line("a", 0) + line("a", 2) + line(1) + line("b", error="no"))
+    assert opened(out) == {("a", 0), ("a", 2), ("1", 0), (1, 0)}
+
+
+def test_errors_are_dropped_to_be_tried_again(out):
+    out.write_bytes(line("a") + line("b", error="no") + line("c") + line("d", text="{", complaint="cut off"))
+    out.chmod(0o640)
+    assert opened(out, line("b")) == {("a", 0)}
+    assert out.read_bytes() == line("a") + line("c") + line("b")
+    assert stat.S_IMODE(out.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("zeros", [b"\0" * 3, line("b")[:-5] + b"\0" * 900])
+def test_zeros_after_a_power_cut_are_dropped(out, zeros):
+    out.write_bytes(line("a") + zeros)
+    assert opened(out, line("b")) == {("a", 0)}
+    assert out.read_bytes() == line("a") + line("b")
+
+
+@pytest.mark.parametrize("cut", range(1, len(line("b")) - 1, 5))
+def test_a_torn_last_line_is_dropped(out, cut):
+    out.write_bytes(line("a") + line("b")[:cut])
+    assert opened(out, line("b")) == {("a", 0)}
+    assert out.read_bytes() == line("a") + line("b")
+
+
+def test_a_last_line_that_lacks_only_its_end(out):
+    out.write_bytes(line("a") + line("b")[:-1])
+    assert opened(out, line("c")) == {("a", 0), ("b", 0)}
+    assert out.read_bytes() == line("a") + line("b") + line("c")
+
+
+def test_a_torn_line_behind_errors(out):
+    out.write_bytes(line("a", error="no") + line("b") + line("c", 1)[:9])
+    assert opened(out, line("c", 1)) == {("b", 0)}
+    assert out.read_bytes() == line("b") + line("c", 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a shopping list", b"a shopping list\n", b'{"prompt": "x"}\n', b'{"id": 1, "prompt": "x"}\n', b"\n", b"[]\n",
+     b"\x00\x00\n", line("a")[:-3] + b"\n" + line("b"), b'{"x', b'{"id": 1, "text": "x"}\n',
+     b'{"id": 1, "request": 3, "text": "x"}\n', b'{"id": 1, "request": "0", "text": "x", "sample": []}\n'],
+)  # fmt: skip
+def test_another_file_stays_as_it_is(out, content):
+    out.write_bytes(line("a") + content)
+    with pytest.raises(GenerationError, match="line 2 of .* is not a result, and the file stays as it is"):
+        ResultFile(out)
+    assert out.read_bytes() == line("a") + content
+
+
+def test_a_link_stays_a_link(out, tmp_path):
+    (tmp_path / "real").write_bytes(line("a", error="no") + line("b"))
+    out.symlink_to(tmp_path / "real")
+    opened(out, line("a"))
+    assert out.is_symlink() and (tmp_path / "real").read_bytes() == line("b") + line("a")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_no_regular_file(out, make):
+    make(out)
+    with pytest.raises(GenerationError, match="not a regular file|Is a directory"):
+        ResultFile(out)
+    assert out.exists()
+
+
+def test_one_process_at_a_time(out):
+    with ResultFile(out) as file:
+        file.write(line("a"))
+        with pytest.raises(GenerationError, match="another process is writing"):
+            ResultFile(out)
+    assert opened(out) == {("a", 0)}
+
+
+def test_also_where_errors_were_dropped(out):
+    out.write_bytes(line("a", error="no"))
+    with ResultFile(out), pytest.raises(GenerationError, match="another process is writing"):
+        ResultFile(out)
+
+
+def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
+    real, room = os.write, len(line("a")) + 5
+
+    def write(descriptor, data):
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(descriptor, bytes(data)[:room])
+        room -= written
+        return written
+
+    with ResultFile(out) as file:
+        monkeypatch.setattr(jsonl_results.os, "write", write)
+        file.write(line("a"))
+        with pytest.raises(GenerationError, match=r"cannot write .*: No space left on device \(try: free some disk"):
+            file.write(line("b"))
+    assert out.read_bytes() == line("a")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_parts_of_a_line(out, monkeypatch, number):
+    """Whichever thread the system gives it to."""
+    real, idle = os.write, threading.Event()
+
+    def write(descriptor, data):
+        os.kill(os.getpid(), number)
+        return real(descriptor, bytes(data)[:7])
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    threading.Thread(target=idle.wait).start()
+    before = signal.signal(number, stop)
+    try:
+        with ResultFile(out) as file:
+            monkeypatch.setattr(jsonl_results.os, "write", write)
+            with pytest.raises(KeyboardInterrupt):
+                file.write(line("a"))
+            monkeypatch.undo()
+            file.write(line("b"))
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+        idle.set()
+    assert out.read_bytes() == line("a") + line("b")
+
+
+def test_killed_at_any_instant(out):
+    """A writer that dies by SIGKILL leaves a file that the next one continues."""
+    script = (
+        "import os, signal, sys\n"
+        "from mlxlm.utils.files import json_line\nfrom mlxlm.generation.jsonl_results import ResultFile\n"
+        "file = ResultFile(sys.argv[1])\n"
+        "for n in range(100): file.write(json_line({'id': n, 'request': '0', 'text': 'x' * n}))\n"
+        "os.write(file._descriptors[-1], b'{\"id\": 10')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, out]).returncode == -9
+    with ResultFile(out) as file:
+        assert file.done(99, 0) and not file.done(100, 0) and not file.done(10, 1)
+        file.write(line(100))
+    assert [json.loads(one)["id"] for one in out.read_bytes().splitlines()] == list(range(101))

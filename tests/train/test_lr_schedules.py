@@ -1,0 +1,80 @@
+"""Learning rates against their formulas, for all lengths."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxlm.cli.main import _run
+from mlxlm.train import TrainSettings
+from mlxlm.train.lr_schedules import SCHEDULES, learning_rate
+
+
+def rates(steps=100, warmup=10, final=0.1, decay_fraction=0.2, schedule="cosine"):
+    options = {"schedule": schedule, "warmup": warmup, "final": final, "decay_fraction": decay_fraction}
+    return [learning_rate(i, steps, 2.0, **options) for i in range(steps)]
+
+
+def test_cosine_and_linear():
+    cosine, linear = rates(), rates(schedule="linear")
+    for i in range(10, 100):
+        done = (i - 10) / 89
+        assert cosine[i] == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi * done)) / 2)
+        assert linear[i] == pytest.approx(2.0 - 1.8 * done)
+
+
+def test_linear_to_zero():
+    assert rates(schedule="linear", final=0.0)[-1] == 0.0
+
+
+def test_warmup_stable_decay():
+    found = rates(schedule="wsd")
+    assert found[10:81] == [2.0] * 71
+    assert [b - a for a, b in zip(found[80:], found[81:], strict=False)] == pytest.approx([-1.8 / 19] * 19)
+    assert rates(schedule="wsd", warmup=90)[90:] == pytest.approx([2.0 - 1.8 * i / 9 for i in range(10)])
+
+
+def test_constant():
+    assert rates(schedule="constant")[10:] == [2.0] * 90
+
+
+@given(
+    steps=st.integers(1, 60), share=st.floats(0, 0.99), final=st.floats(0, 1), decay=st.floats(0, 1),
+    schedule=st.sampled_from(SCHEDULES),
+)  # fmt: skip
+def test_up_to_the_peak_then_never_up_again(steps, share, final, decay, schedule):
+    warmup = min(int(share * steps), steps - 1)
+    found = rates(steps, warmup, final, decay, schedule)
+    assert found[:warmup] == pytest.approx([2.0 * (i + 1) / (warmup + 1) for i in range(warmup)])
+    assert found[warmup:] == sorted(found[warmup:], reverse=True)
+    assert all(2.0 * final - 1e-9 <= rate <= 2.0 for rate in found[warmup:])
+    if warmup < steps - 1 and schedule in ("cosine", "linear"):
+        assert found[warmup] == 2.0 and found[-1] == pytest.approx(2.0 * final)
+
+
+def test_a_rate_that_is_never_reached_is_refused(tmp_path, capsys):
+    options = ["--out", str(tmp_path / "run"), "--schedule", "constant", "--final-learning-rate", "0.1"]
+    assert _run(["pretrain", str(tmp_path), *options]) == 2
+    why = "--final-learning-rate would have no effect: --schedule constant stays at the peak"
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps, warmup", [(80, 4), (2000, 100), (40_000, 500)])
+def test_the_warmup_is_a_share_of_the_steps_that_are_planned_now(steps, warmup):
+    """Not of those that were planned at first, here 80."""
+    settings = TrainSettings(steps=80, learning_rate=1.0)
+    assert settings.learning_rate_at(warmup - 1, steps) == pytest.approx(warmup / (warmup + 1))
+    assert settings.learning_rate_at(warmup, steps) == 1.0
+    assert TrainSettings(steps=80, learning_rate=1.0, warmup_steps=7).learning_rate_at(7, steps) == 1.0
+
+
+def test_a_given_warmup_ends_in_a_run_that_becomes_shorter():
+    settings = TrainSettings(steps=80, learning_rate=1.0, warmup_steps=100, time_limit=10.0)
+    rates = [settings.learning_rate_at(i, 40) for i in range(40)]
+    assert max(rates) == rates[20] == 1.0 and rates[-1] == pytest.approx(0.1)
+
+
+def test_settings_give_the_schedule():
+    s = TrainSettings(steps=50, learning_rate=0.5, schedule="linear", warmup_steps=5, final_learning_rate=0.0)
+    assert [s.learning_rate_at(i) for i in (0, 5, 49)] == pytest.approx([0.5 / 6, 0.5, 0.0])
