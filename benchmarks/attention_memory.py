@@ -82,7 +82,7 @@ def step(path: str, length: int) -> dict:
         max_position_embeddings=length, tie_word_embeddings=True,
     )  # fmt: skip
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     settings = TrainSettings(steps=10, learning_rate=1e-3, batch_size=1)
     train_step = TrainStep(model, settings)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
@@ -92,7 +92,7 @@ def step(path: str, length: int) -> dict:
 
     if path == "plain":
         of_model.attention = plain
-    with kernels.using("auto" if path == "plain" else path):
+    with kernels.use_kernels("auto" if path == "plain" else path):
         mx.eval(train_step([Batch(tokens)], 1e-3), train_step.state)
         mx.reset_peak_memory()
         start = time.perf_counter()

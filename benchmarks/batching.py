@@ -38,12 +38,12 @@ def main() -> None:
 
 def measure(path: Path, options: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
     import mlxlm
-    from mlxlm.generation.gumbel_noise import derived_seed
+    from mlxlm.generation.gumbel_noise import derive_seed
 
-    loaded = mlxlm.load(path)
+    lm = mlxlm.load(path)
     prompts = [[(7 * i * j + j) % 1000 for j in range(1, 5 + i % 32)] for i in range(options.prompts)]
     settings = {"max_tokens": options.tokens, "temperature": 0.8}
-    seeds = [derived_seed(1, str(i), 0) for i in range(1, options.prompts + 1)]  # those of a batch with seed 1
+    seeds = [derive_seed(1, str(i), 0) for i in range(1, options.prompts + 1)]  # those of a batch with seed 1
     texts: dict[str, list[list[int]]] = {}
 
     def timed(name: str, generate) -> float:
@@ -52,14 +52,14 @@ def measure(path: Path, options: argparse.Namespace) -> tuple[dict[str, list[flo
         return time.perf_counter() - start
 
     def alone():
-        return (mlxlm.generate(loaded, p, seed=s, **settings) for p, s in zip(prompts, seeds, strict=True))
+        return (mlxlm.generate(lm, p, seed=s, **settings) for p, s in zip(prompts, seeds, strict=True))
 
-    mlxlm.generate(loaded, prompts[0], **settings)  # warm-up
+    mlxlm.generate(lm, prompts[0], **settings)  # warm-up
     found = in_turn(
         options.rounds,
         **{
             "one by one": lambda: timed("alone", alone),
-            "batch": lambda: timed("batch", lambda: mlxlm.batch(loaded, prompts, seed=1, **settings)),
+            "batch": lambda: timed("batch", lambda: mlxlm.batch(lm, prompts, seed=1, **settings)),
         },
     )
     return found, sum(a == b for a, b in zip(texts["alone"], texts["batch"], strict=True))

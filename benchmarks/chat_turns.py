@@ -38,10 +38,10 @@ def main() -> None:
 def turns(path: Path, session: Path, history: int) -> dict[str, tuple[float, int]]:
     import mlxlm
 
-    loaded = mlxlm.load(path)
+    lm = mlxlm.load(path)
     settings = {"temperature": 0, "max_tokens": 16}
     long, short = "a " * (history // 2), "And?"
-    chat = mlxlm.Chat(loaded, **settings)
+    chat = mlxlm.Chat(lm, **settings)
     found = {}
 
     def say(chat: mlxlm.Chat, text: str, name: str | None = None) -> None:
@@ -49,16 +49,16 @@ def turns(path: Path, session: Path, history: int) -> dict[str, tuple[float, int
             pass
         last = chat.stats.last
         if name:
-            found[name] = last.timings.first_token_seconds, last.prompt_tokens - last.cached_tokens
+            found[name] = last.timings.time_to_first_token, last.prompt_tokens - last.cached_tokens
 
-    say(mlxlm.Chat(loaded, **settings), short)  # warm-up
-    say(mlxlm.Chat(loaded, **settings), short, "the new message in a chat of its own")
+    say(mlxlm.Chat(lm, **settings), short)  # warm-up
+    say(mlxlm.Chat(lm, **settings), short, "the new message in a chat of its own")
     say(chat, long, "first turn, the history")
     chat.save(session, cache=True)
     say(chat, short, "second turn")
-    say(mlxlm.Chat.open(session, loaded), short, "loaded with its cache")
+    say(mlxlm.Chat.open(session, lm), short, "loaded with its cache")
     session.with_name(f"{session.name}.cache.safetensors").unlink()
-    say(mlxlm.Chat.open(session, loaded), short, "loaded without it")
+    say(mlxlm.Chat.open(session, lm), short, "loaded without it")
     return found
 
 

@@ -105,7 +105,7 @@ def write_source(folder: Path, preset: str, shard_bytes: int) -> None:
     """A bfloat16 checkpoint with random weights, made one tensor at a time."""
     from mlxlm.backend.mlx import mx, tree_flatten
     from mlxlm.checkpoint import huggingface
-    from mlxlm.checkpoint.lazy_tensor import Tensor
+    from mlxlm.checkpoint.lazy_tensor import LazyTensor
     from mlxlm.families import config_to_hf, load_preset
     from mlxlm.model import Decoder
     from mlxlm.tokenizer import train
@@ -120,7 +120,7 @@ def write_source(folder: Path, preset: str, shard_bytes: int) -> None:
                 return mx.ones(shape, mx.bfloat16)
             return (mx.random.normal(shape, key=mx.random.key(i)) * 0.02).astype(mx.bfloat16)
 
-        tensors[name] = Tensor(tuple(value.shape), mx.bfloat16, "BF16", 2 * value.size, read)
+        tensors[name] = LazyTensor(tuple(value.shape), mx.bfloat16, "BF16", 2 * value.size, read)
     tokenizer = train(["a tokenizer of which one token is used, so that any text is enough to train it"], 270)
     huggingface.write(folder, config_to_hf(config), config, tensors, tokenizer, shard_bytes=shard_bytes)
 
@@ -139,7 +139,7 @@ def quality(options: argparse.Namespace, folder: Path) -> None:
         for name, flags in METHODS.items():
             out = folder / f"{name}-{bits}"
             flags = [flag.format(bits=bits, bpw=bits_per_weight(theirs)) for flag in flags]
-            calibrated = texts if name != "round" else []
+            calibrated = texts if name != "rtn" else []
             command = [*MLXLM, "quantize", str(source), "--out", str(out), *flags, *calibrated, "--no-measure"]
             found[name] = (timed_command(command)[0], out)
         for name, (seconds, out) in found.items():
@@ -158,7 +158,7 @@ def quality(options: argparse.Namespace, folder: Path) -> None:
 
 
 METHODS = {
-    "round": ["--bits", "{bits}"],
+    "rtn": ["--bits", "{bits}"],
     "awq": ["--bits", "{bits}", "--method", "awq"],
     "gptq": ["--bits", "{bits}", "--method", "gptq"],
     "gptq, bits searched": ["--bits-per-weight", "{bpw}", "--method", "gptq"],

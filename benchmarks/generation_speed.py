@@ -111,7 +111,7 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
     source = folder / "source"
     source.mkdir()
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     save_weights(source, dict(tree_flatten(model.parameters())))
     write_json(source / "config.json", config_to_hf(config))
     train(["a tokenizer that the benchmark never uses: prompts are token ids"], 270).save(source)
@@ -151,7 +151,7 @@ def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     def generate(ids: list[int], held: int, n: int) -> Iterator:
         context = Context(model)
         if held:
-            with context.changing() as read:
+            with context.transaction() as read:
                 fill(context.caches, model, path, held)
                 read.extend(range(held))  # whatever they are, the prompt begins with them
         return tokens(context, [*range(held), *ids], lambda logits: mx.argmax(logits, axis=-1), n)

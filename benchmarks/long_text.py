@@ -18,7 +18,7 @@ from common import report, timed_command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--kv-size", type=int, default=1024)
+    parser.add_argument("--max-kv-size", type=int, default=1024)
     parser.add_argument("--kv-bits", default="8", help="of the cache that is rotating and quantized")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -27,8 +27,8 @@ def main() -> None:
         return
     kinds = {
         "full": ("0", "none"),
-        f"rotating, {options.kv_size} tokens": (str(options.kv_size), "none"),
-        f"rotating, {options.kv_bits} bits": (str(options.kv_size), options.kv_bits),
+        f"rotating, {options.max_kv_size} tokens": (str(options.max_kv_size), "none"),
+        f"rotating, {options.kv_bits} bits": (str(options.max_kv_size), options.kv_bits),
     }
     rows, result = [], {}
     for kind, (size, bits) in kinds.items():
@@ -54,7 +54,7 @@ def worker(count: int, size: str, bits: str) -> None:
     from mlxlm.model import Decoder
 
     model = Decoder(load_preset("1m", vocab_size=2048, max_position_embeddings=2 * count))
-    model.initialize(0)
+    model.init_weights(0)
     context = Context(model, KVOptions.of(size=int(size) or None, bits=bits))
     samples, start = [], time.perf_counter()
     tenth = count // 10

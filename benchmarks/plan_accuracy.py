@@ -34,7 +34,7 @@ def one(preset: str, batch: int, length: int, seconds: float, text: str) -> dict
 
     config = load_preset(preset)
     # A shorter text supports no larger vocabulary; the embedding is then smaller than the preset's.
-    shape = {"batch_size": batch, "sequence_length": length, "eval_tokens": 4 * batch * length, "save_every": 0}
+    shape = {"batch_size": batch, "max_seq_length": length, "eval_tokens": 4 * batch * length, "save_every": 0}
     with tempfile.TemporaryDirectory() as folder:
         settings = {**shape, "steps": 1, "eval_every": 0}
         vocab = min(config.vocab_size, 4096)

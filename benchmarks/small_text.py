@@ -56,7 +56,7 @@ def main() -> None:
         mlxlm("pretrain", begun, "--validation", held_out, "--out", path, "--minutes", options.minutes, *given)
         seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         run = Run.open(path)
-        length = run.settings.sequence_length
+        length = run.settings.max_seq_length
         plain, strided = (bits_per_byte(path, held_out, length, stride) for stride in (length, length // 4))
         parameters, facts = run.config.parameter_count(), read_run(path)
         steps, passes = int(facts.last("step")), facts.last("tokens") / Manifest.read(run.data).train.tokens

@@ -22,8 +22,8 @@ from common import in_turn, median, report, spread
 import mlxlm
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel
-from mlxlm.generation.drafters import DraftModel, NgramLookup
-from mlxlm.generation.speculative import Speculation
+from mlxlm.generation.drafters import DraftModel, PromptLookup
+from mlxlm.generation.speculative import SpeculativeDecoder
 
 GREEDY = {"temperature": 0}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
@@ -38,29 +38,29 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--most", type=int, default=8, help="proposals at a time")
     options = parser.parse_args()
-    loaded = mlxlm.load(options.model)
-    encode = loaded.tokenizer.encode
+    lm = mlxlm.load(options.model)
+    encode = lm.tokenizer.encode
     code = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)[30:60]
     changed = [f"{line.rstrip()}  # see above\n" if i % 4 == 2 else line for i, line in enumerate(code)]
     file, edit = encode("".join(code)), encode("".join(changed))
     prose = encode(options.prose.read_text(encoding="utf-8")[:6000])[: 128 + options.tokens]
     cases = {
-        "edit, lookup": (scripted(loaded, file + edit), file, GREEDY, NgramLookup()),
-        "prose, lookup": (scripted(loaded, prose), prose[:128], GREEDY, NgramLookup()),
+        "edit, lookup": (scripted(lm, file + edit), file, GREEDY, PromptLookup()),
+        "prose, lookup": (scripted(lm, prose), prose[:128], GREEDY, PromptLookup()),
     }
     if options.draft:
         small, rng = mlxlm.load(options.draft), random.Random(0)
         for share in (0.3, 0.6, 0.8, 0.95):
             heard = [id if rng.random() < share else (id + 1) % 256 for id in prose]
             draft = DraftModel(scripted(small, heard))
-            cases[f"prose, draft model right about {share:.0%}"] = scripted(loaded, prose), prose[:128], GREEDY, draft
-        cases["greedy, draft model"] = loaded, prose[:128], GREEDY, DraftModel(small)
-        cases["sampled, draft model"] = loaded, prose[:128], SAMPLED, DraftModel(small)
+            cases[f"prose, draft model right about {share:.0%}"] = scripted(lm, prose), prose[:128], GREEDY, draft
+        cases["greedy, draft model"] = lm, prose[:128], GREEDY, DraftModel(small)
+        cases["sampled, draft model"] = lm, prose[:128], SAMPLED, DraftModel(small)
     result, rows = {}, []
     for name, (model, prompt, sampling, drafter) in cases.items():
         count = min(options.tokens, len(edit)) if prompt is file else options.tokens
         arguments = {"prompt": prompt, "max_tokens": count, **sampling}
-        speculation = Speculation(drafter, options.most)
+        speculation = SpeculativeDecoder(drafter, options.most)
         plain, guessed = Run(model, None, arguments), Run(model, speculation, arguments)
         plain(), guessed()
         found = in_turn(options.rounds, plain=plain, guessed=guessed, again=plain)
@@ -91,15 +91,15 @@ class Scripted:
         return logits.at[:, mx.arange(len(wanted)), wanted].add(1000)
 
 
-def scripted(loaded: LoadedModel, ids: Sequence[int]) -> LoadedModel:
-    return LoadedModel(Scripted(loaded.model, ids), loaded.tokenizer, loaded.config, loaded.path)
+def scripted(lm: LoadedModel, ids: Sequence[int]) -> LoadedModel:
+    return LoadedModel(Scripted(lm.model, ids), lm.tokenizer, lm.config, lm.path)
 
 
 class Run:
     """One text; called, its tokens/s after the first token."""
 
-    def __init__(self, loaded: LoadedModel, speculation: Speculation | None, arguments: dict):
-        self._loaded, self._arguments = loaded, {**arguments, "speculation": speculation}
+    def __init__(self, lm: LoadedModel, speculation: SpeculativeDecoder | None, arguments: dict):
+        self._loaded, self._arguments = lm, {**arguments, "speculation": speculation}
         self.tokens = self.stats = None
 
     def __call__(self) -> float:

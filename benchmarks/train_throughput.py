@@ -57,7 +57,7 @@ def main() -> None:
     if options.serve:
         serve(*options.serve, options)
         return
-    B, T = options.batch_size, options.sequence_length
+    B, T = options.batch_size, options.max_seq_length
     rows, results = [("products by", load_blas().name)], {}
     for name in options.models.split(","):
         results[name] = measured(name, options, rows)
@@ -99,7 +99,7 @@ def measured(name: str, options: argparse.Namespace, rows: list[tuple[str, str]]
         server.stdin.close()
         server.wait()
     first, ratios = next(iter(found)), {}
-    flops = config.flops_per_token(options.sequence_length // 2, training=True)
+    flops = config.flops_per_token(options.max_seq_length // 2, training=True)
     for way, values in found.items():
         text = f"{spread(values)}, {flops * median(values) / 1e9:.0f} GFLOP/s"
         if way != first:
@@ -113,7 +113,7 @@ def measured(name: str, options: argparse.Namespace, rows: list[tuple[str, str]]
 
 def serve(way: str, name: str, options: argparse.Namespace) -> None:
     """Say that all is ready, then train and tell tokens/s at each line read. Ends at once where a way is missing."""
-    config, B, T = model_config(name), options.batch_size, options.sequence_length
+    config, B, T = model_config(name), options.batch_size, options.max_seq_length
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (B, T + 1)).astype(np.int32)
     makers = {
         "mlxlm": ours,
@@ -133,7 +133,7 @@ def serve(way: str, name: str, options: argparse.Namespace) -> None:
 def ours(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], float]:
     """A function that trains `steps` steps and returns tokens/s."""
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     settings = TrainSettings(steps=10_000, learning_rate=1e-3, batch_size=len(tokens))
     step = step_module.TrainStep(model, settings)
 
@@ -149,14 +149,14 @@ def ours(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], fl
 
 def whole(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], float] | None:
     """The same with the whole batch in one part; None where it is so anyway."""
-    parts_of = step_module.parts_of
-    if parts_of(len(tokens)) == 1:
+    num_batch_shards = step_module.num_batch_shards
+    if num_batch_shards(len(tokens)) == 1:
         return None
-    step_module.parts_of = lambda batch_size: 1
+    step_module.num_batch_shards = lambda batch_size: 1
     try:
         return ours(config, tokens, steps)
     finally:
-        step_module.parts_of = parts_of
+        step_module.num_batch_shards = num_batch_shards
 
 
 def plain(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], float]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from common import peak_memory, report
 
-WAYS = ("plain", "default", "recompute")
+WAYS = ("plain", "default", "grad_checkpoint")
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def step(way: str, length: int) -> dict[str, Any]:
     from mlxlm.data import Batch
     from mlxlm.model import Decoder
     from mlxlm.train import TrainSettings
-    from mlxlm.train.memory_limits import fit_cache, steady_memory
+    from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
     from mlxlm.train.step import TrainStep
 
     limit_memory(platform.total_memory())
@@ -76,14 +76,14 @@ def step(way: str, length: int) -> dict[str, Any]:
     if way == "plain":
         make_plain()
     model = Decoder(config)
-    model.initialize(0)
-    settings = TrainSettings(steps=10, learning_rate=1e-3, batch_size=1, recompute=way == "recompute")
+    model.init_weights(0)
+    settings = TrainSettings(steps=10, learning_rate=1e-3, batch_size=1, grad_checkpoint=way == "grad_checkpoint")
     train_step = TrainStep(model, settings)
     batch = [Batch(np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1)).astype(np.int32))]
-    with nullcontext() if way == "plain" else steady_memory():
+    with nullcontext() if way == "plain" else memory_limits():
         mx.eval(train_step(batch, 1e-3), train_step.state)
         if way != "plain":
-            fit_cache()
+            limit_buffer_cache()
         mx.reset_peak_memory()
         start = time.perf_counter()
         mx.eval(train_step(batch, 1e-3), train_step.state)

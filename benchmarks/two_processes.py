@@ -34,24 +34,28 @@ def work(name: str) -> None:
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
     from mlxlm.model import Decoder
-    from mlxlm.train import Ranks, TrainSettings
+    from mlxlm.train import ProcessGroup, TrainSettings
     from mlxlm.train.step import TrainStep
 
     config = ModelConfig(tie_word_embeddings=True, **SHAPES[name])
-    with Ranks.join(lambda _error: os._exit(1)) as ranks:
+    with ProcessGroup.join(lambda _error: os._exit(1)) as process_group:
         model = Decoder(config)
-        model.initialize(0)
-        shape = {"batch_size": BATCH, "sequence_length": LENGTH, "accumulate": BATCHES}
-        step = TrainStep(model, TrainSettings(steps=1000, learning_rate=1e-3, **shape), ranks)
-        random = np.random.default_rng(ranks.rank)
-        tokens = random.integers(0, config.vocab_size, (ranks.share_of(BATCHES), BATCH, LENGTH + 1), dtype=np.int32)
+        model.init_weights(0)
+        shape = {"batch_size": BATCH, "max_seq_length": LENGTH, "grad_accumulation_steps": BATCHES}
+        step = TrainStep(model, TrainSettings(steps=1000, learning_rate=1e-3, **shape), process_group)
+        random = np.random.default_rng(process_group.rank)
+        tokens = random.integers(
+            0, config.vocab_size, (process_group.batches_per_process(BATCHES), BATCH, LENGTH + 1), dtype=np.int32
+        )
         batches = [Batch(one) for one in tokens]
         mx.eval(step(batches, 1e-3), step.state)
-        while steps := ranks.share(int(sys.stdin.readline() or 0) if ranks.writes else None):
+        while steps := process_group.broadcast_object(
+            int(sys.stdin.readline() or 0) if process_group.is_main_process else None
+        ):
             start = time.perf_counter()
             for _ in range(steps):
                 mx.eval(step(batches, 1e-3), step.state)
-            if ranks.writes:
+            if process_group.is_main_process:
                 print(steps * BATCHES * BATCH * LENGTH / (time.perf_counter() - start), flush=True)
 
 

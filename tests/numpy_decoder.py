@@ -71,7 +71,7 @@ def slopes(heads):
     return slopes(power) + slopes(2 * power)[::2][: heads - power]
 
 
-def attention(x, weights, name, c, layer, positions, segments):
+def attention(x, weights, name, c, layer, positions, segment_ids):
     B, T, _ = x.shape
     H, K, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
     q, k, v = (linear(x, weights, f"{name}.{p}_proj") for p in "qkv")
@@ -94,7 +94,7 @@ def attention(x, weights, name, c, layer, positions, segments):
                 scores = c.attn_logit_softcapping * np.tanh(scores / c.attn_logit_softcapping)
             if c.positions == "alibi":
                 scores = scores - slopes(H)[h] * (scale if c.alibi_scaled else 1) * back
-            e = np.exp(np.where(seen & (segments[b][None] == segments[b][:, None]), scores, -np.inf))
+            e = np.exp(np.where(seen & (segment_ids[b][None] == segment_ids[b][:, None]), scores, -np.inf))
             out[b, h] = e / e.sum(-1, keepdims=True) @ v[b, group]
     return linear(out.transpose(0, 2, 1, 3).reshape(B, T, H * D), weights, f"{name}.o_proj")
 
@@ -125,11 +125,11 @@ def sinusoids(position, size):
     return [math.cos(a) if i % 2 else math.sin(a) for i, a in enumerate(angles)]
 
 
-def decoder(weights, c, tokens, segments=None):
+def decoder(weights, c, tokens, segment_ids=None):
     """Logits `[B, T, V]` of int `[B, T]`; `weights` by the decoder's own names."""
     B, T = tokens.shape
-    segments = np.zeros((B, T), int) if segments is None else segments
-    own = np.array([[t - list(row).index(row[t]) for t in range(T)] for row in segments])  # in each text
+    segment_ids = np.zeros((B, T), int) if segment_ids is None else segment_ids
+    own = np.array([[t - list(row).index(row[t]) for t in range(T)] for row in segment_ids])  # in each text
     x = weights["model.embed_tokens.weight"][tokens] * c.embedding_multiplier
     if c.positions == "learned":
         x = x + weights["model.embed_positions.weight"][own + c.position_offset]
@@ -142,7 +142,7 @@ def decoder(weights, c, tokens, segments=None):
         name = f"model.layers.{layer}"
 
         def attend(y, name=name, layer=layer):
-            return attention(y, weights, f"{name}.self_attn", c, layer, whole, segments)
+            return attention(y, weights, f"{name}.self_attn", c, layer, whole, segment_ids)
 
         def feed(y, name=name):
             return feed_forward(y, weights, f"{name}.mlp", c)

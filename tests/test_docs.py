@@ -31,7 +31,7 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
 
     folder = tmp_path_factory.mktemp("docs")
     model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=512))
-    model.initialize(seed=3)
+    model.init_weights(seed=3)
     (folder / "my-model").mkdir()
     write_json(folder / "my-model" / "config.json", config_to_hf(model.config))
     mx.save_safetensors(str(folder / "my-model" / "model.safetensors"), dict(tree_flatten(model.parameters())))

@@ -33,7 +33,7 @@ _MOST_FILE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Moved:
+class BytesPerToken:
     """Bytes that one decoded token reads: of the weights, and of the key-value caches at their mean length."""
 
     weights: int
@@ -44,13 +44,13 @@ class Moved:
         return self.weights + self.cache
 
 
-def moved_per_token(model: nn.Module, caches: Sequence, generated: int) -> Moved | None:
+def bytes_read_per_token(model: nn.Module, caches: Sequence, generated: int) -> BytesPerToken | None:
     """What each of the last `generated` tokens of one text read, its caches being as they are now.
 
     None for a mixture of experts, which reads only some of its weights for a token.
     """
     weights = weight_bytes(model)
-    return None if weights is None else Moved(weights, sum(_mean_bytes(cache, generated) for cache in caches))
+    return None if weights is None else BytesPerToken(weights, sum(_mean_bytes(cache, generated) for cache in caches))
 
 
 def weight_bytes(model: nn.Module) -> int | None:
@@ -85,15 +85,15 @@ def _mean_bytes(cache, generated: int) -> int:
     return round(held / size * sum(lengths) / generated)
 
 
-def recorded() -> float | None:
+def cached_bandwidth() -> float | None:
     """Bytes per second that were measured on this machine earlier; None if none were."""
     with suppress(MlxlmError):
         return _read().get(_machine())
     return None
 
 
-def measure() -> float:
-    """Bytes per second that this machine reads from its memory, in about half a second; kept for `recorded`.
+def measure_bandwidth() -> float:
+    """Bytes per second that this machine reads from its memory, in about half a second; kept for `cached_bandwidth`.
 
     The best of some reads of a buffer that no cache can hold: on a CPU by as many threads as it has cores, on a GPU
     by a sum over it. The best ever measured counts, since other work meanwhile can only make it less. Where it can't
@@ -102,7 +102,7 @@ def measure() -> float:
     size = min(_LARGEST, platform.total_memory() // 16)
     read = _cpu_reader(size) if ON_CPU else _gpu_reader(size)
     read()
-    best = max(size / min(_seconds(read) for _ in range(_ROUNDS)), recorded() or 0)
+    best = max(size / min(_seconds(read) for _ in range(_ROUNDS)), cached_bandwidth() or 0)
     with suppress(MlxlmError):
         file = _path()
         with os_errors_as(CheckpointError, "write", file):

@@ -48,16 +48,16 @@ INSTALL = "pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
 
 @dataclass(frozen=True)
 class Blas:
-    """What answers MLX's `cblas_sgemm`. `path` is None for the library MLX ships with. `lacks`: why numpy's OpenBLAS,
+    """What answers MLX's `cblas_sgemm`. `path` is None for the library MLX ships with. `unavailable_reason`: why numpy's OpenBLAS,
     which would be faster, could not be taken as well or instead."""
 
     name: str
     path: str | None
     _libraries: tuple[ctypes.CDLL, ...] = field(default=(), repr=False)
     _router: ctypes.CDLL | None = field(default=None, repr=False)
-    lacks: str | None = None
+    unavailable_reason: str | None = None
     _entering: Any = field(default_factory=threading.Lock, repr=False, compare=False)
-    _inside: list[None] = field(default_factory=list, repr=False)  # one for each that is in `one_thread`
+    _inside: list[None] = field(default_factory=list, repr=False)  # one for each that is in `single_threaded`
     _before: list[int] = field(default_factory=list, repr=False)  # the threads that the libraries had
 
     @cached_property
@@ -67,11 +67,11 @@ class Blas:
 
     @property
     def sets_threads(self) -> bool:
-        """Whether `one_thread` works."""
+        """Whether `single_threaded` works."""
         return bool(self._libraries) and len(self._threads) == len(self._libraries)
 
     @contextmanager
-    def one_thread(self) -> Iterator[None]:
+    def single_threaded(self) -> Iterator[None]:
         """Inside, a product runs on the thread that asks for it alone; several may at the same time.
 
         The libraries' numbers of threads are the process's: several threads may be inside, the last one puts them back.
@@ -123,11 +123,11 @@ def blas_warning() -> str | None:
     alone; else None."""
     blas = load_blas()
     if blas.name == "reference":
-        why = f" ({blas.lacks})" if blas.lacks else ""
+        why = f" ({blas.unavailable_reason})" if blas.unavailable_reason else ""
         return f"no fast BLAS found{why}: matrix products are about 25 times slower (try: {INSTALL})"
-    if blas.lacks:
+    if blas.unavailable_reason:
         lost = "training is slower on this processor and rounds in another way"
-        return f"{blas.name} works without numpy's OpenBLAS, {lost}: {blas.lacks} (try: {_SECOND})"
+        return f"{blas.name} works without numpy's OpenBLAS, {lost}: {blas.unavailable_reason} (try: {_SECOND})"
     return None
 
 
@@ -146,23 +146,23 @@ def _find() -> Blas:
             hint = 'the full path of a CBLAS library, or "numpy"'
             raise PlatformError(f"MLXLM_BLAS={chosen} can't be loaded: {error}", hint) from None
     for path in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*")):
-        lacks = None
+        unavailable_reason = None
         if _amd_with_avx512():
             try:
                 return _routed(str(path))
             except OSError as error:
-                lacks = str(error)
+                unavailable_reason = str(error)
             except _NotFaster:
                 pass
         with suppress(OSError):
-            return replace(_opened(str(path)), lacks=lacks)
+            return replace(_opened(str(path)), unavailable_reason=unavailable_reason)
     for path in _SYSTEM:
         with suppress(OSError):
             return _opened(path)
     try:
         return _routed(None)
     except OSError as error:
-        return Blas("reference", None, lacks=str(error))
+        return Blas("reference", None, unavailable_reason=str(error))
 
 
 def _opened(path: str) -> Blas:

@@ -17,14 +17,14 @@ from pathlib import Path
 _LINKING = 10.0  # seconds: a younger file may be in the work of another process
 
 
-def folder(version: str) -> Path:
+def kernel_folder(version: str) -> Path:
     """Where MLX of this version has its files (mlx/backend/cpu/compiled.cpp)."""
     names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # of std::filesystem::temp_directory_path
     temporary = next((os.environ[name] for name in names if os.environ.get(name)), "/tmp")
     return Path(temporary, "mlx", version, "cpu")
 
 
-def remove_broken(where: Path) -> None:
+def remove_corrupt_kernels(where: Path) -> None:
     """Remove the kernels in the folder `where` that may be broken; MLX makes them again.
 
     Those are all from before this machine started, since what a power cut spoils need not be seen, and those that are
@@ -43,15 +43,15 @@ def remove_broken(where: Path) -> None:
                     os.unlink(file.path)
 
 
-def unloaded(message: str) -> str | None:
+def failed_kernel_path(message: str) -> str | None:
     """The kernel that MLX says, in this error's message, that it could not load."""
     found = re.match(r"Could not load C\+\+ shared library (/.*?\.so):", message)
     return found and found[1]
 
 
-def remove_unloaded(message: str) -> None:
+def remove_failed_kernel(message: str) -> None:
     """Remove the kernel of this error's message if it is cut short, as by a linker that was killed."""
-    path = unloaded(message)
+    path = failed_kernel_path(message)
     with suppress(OSError):
         if path and not _whole(path):
             os.unlink(path)

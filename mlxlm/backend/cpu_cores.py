@@ -7,7 +7,7 @@ from mlxlm.backend.blas import load_blas
 from mlxlm.backend.mlx import ON_CPU
 
 
-def parts_of(batch_size: int) -> int:
+def num_batch_shards(batch_size: int) -> int:
     """Into how many parts the rows of a batch are cut here: one for each core of a CPU, or 1, which is not at all.
 
     Cores that have unequally many rows wait for each other: where a quarter of their time would be lost, the

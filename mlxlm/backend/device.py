@@ -8,7 +8,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 _processes = 1  # that train together on this machine
 
 
-def share_memory(processes: int) -> None:
+def split_memory_between(processes: int) -> None:
     """From now on `device_memory` is what each of so many processes may use; NVIDIA GPUs are each one's own."""
     global _processes
     _processes = processes

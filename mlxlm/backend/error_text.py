@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from mlxlm.backend.compiled_kernels import unloaded
+from mlxlm.backend.compiled_kernels import failed_kernel_path
 from mlxlm.utils.errors import MlxlmError
 
 
@@ -19,6 +19,6 @@ def describe_error(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
         return f"out of memory: {text} (try: a smaller model, batch or context)"
-    if isinstance(error, RuntimeError) and (broken := unloaded(text)):
+    if isinstance(error, RuntimeError) and (broken := failed_kernel_path(text)):
         return f"a kernel that MLX compiled can't be loaded: {text} (try: rm {shlex.quote(broken)})"
     return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

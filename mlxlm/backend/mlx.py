@@ -32,7 +32,7 @@ T = TypeVar("T")
 ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 if ON_CPU:
-    compiled_kernels.remove_broken(compiled_kernels.folder(mx.__version__))
+    compiled_kernels.remove_corrupt_kernels(compiled_kernels.kernel_folder(mx.__version__))
     # MLX's CPU allocator keeps only 32 MB of freed buffers by default. A training step frees and takes
     # gigabytes, and each fresh buffer costs page faults: a float32 add over 8M elements takes 17 ms
     # without and 2 ms with a large enough cache.
@@ -47,7 +47,7 @@ if ON_CPU:
 _KILLED = ("Could not load C++ shared library", "Failed to compile function")  # mlx/backend/cpu/compiled.cpp
 
 
-def compute(*graphs: Any) -> None:
+def eval_arrays(*graphs: Any) -> None:
     """`mx.eval`, also where a Ctrl-C kills the compiler.
 
     On a CPU an evaluation may start g++. A terminal's Ctrl-C reaches every process of the group: g++ dies of it, and
@@ -56,8 +56,8 @@ def compute(*graphs: Any) -> None:
     _compiled_again(mx.eval, graphs)
 
 
-def begin(*graphs: Any) -> None:
-    """`mx.async_eval`, as `compute`."""
+def async_eval_arrays(*graphs: Any) -> None:
+    """`mx.async_eval`, as `eval_arrays`."""
     _compiled_again(mx.async_eval, graphs)
 
 
@@ -67,12 +67,12 @@ def _compiled_again(evaluation: Callable[..., None], graphs: tuple[Any, ...]) ->
     except RuntimeError as error:
         if not any(words in str(error) for words in _KILLED):
             raise
-        compiled_kernels.remove_unloaded(str(error))
+        compiled_kernels.remove_failed_kernel(str(error))
         evaluation(*graphs)
 
 
 @contextmanager
-def small_cache() -> Iterator[None]:
+def limit_buffer_cache() -> Iterator[None]:
     """On a CPU, let MLX keep 256 MB of freed buffers: for work on one tensor after another, whose buffers hardly fit
     the next."""
     if not ON_CPU:
@@ -85,7 +85,7 @@ def small_cache() -> Iterator[None]:
         mx.set_cache_limit(before)
 
 
-def in_parallel(graphs: Iterable[Callable[[], T]]) -> Iterator[T]:
+def eval_in_parallel(graphs: Iterable[Callable[[], T]]) -> Iterator[T]:
     """What each function of `graphs` builds (an array, or a tuple of them), evaluated, in order.
 
     A few are in work at a time: on a CPU on two cores, where MLX otherwise takes one.
@@ -113,6 +113,6 @@ def _streams() -> list[mx.Stream]:
 _own = threading.local()
 
 __all__ = [
-    "ON_CPU", "begin", "compute", "in_parallel", "mx", "nn", "optim", "small_cache", "tree_flatten", "tree_map",
+    "ON_CPU", "async_eval_arrays", "eval_arrays", "eval_in_parallel", "mx", "nn", "optim", "limit_buffer_cache", "tree_flatten", "tree_map",
     "tree_unflatten",
 ]  # fmt: skip

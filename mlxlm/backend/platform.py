@@ -96,7 +96,7 @@ def _discharging(supplies: Path) -> bool | None:
     return "Discharging" in states or (None if states <= {"Unknown", ""} else False)
 
 
-def heat() -> str | None:
+def thermal_state() -> str | None:
     """ "hot" where the machine slows down or is about to, "cool" well below that, "warm" between; None: unknown.
 
     On macOS by the system's thermal pressure (`OSThermalNotification.h`): nominal is cool, moderate is warm, heavy and

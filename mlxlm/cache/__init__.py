@@ -4,6 +4,14 @@ from mlxlm.cache.factory import make_cache
 from mlxlm.cache.fingerprint import fingerprint
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.options import KVOptions
-from mlxlm.cache.prompt_cache_file import read_caches, read_identity, write_caches
+from mlxlm.cache.prompt_cache_file import load_prompt_cache, load_prompt_cache_identity, save_prompt_cache
 
-__all__ = ["KVCache", "KVOptions", "fingerprint", "make_cache", "read_caches", "read_identity", "write_caches"]
+__all__ = [
+    "KVCache",
+    "KVOptions",
+    "fingerprint",
+    "make_cache",
+    "load_prompt_cache",
+    "load_prompt_cache_identity",
+    "save_prompt_cache",
+]

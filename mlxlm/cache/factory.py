@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mlxlm.cache.kv_buffer import group_size
 from mlxlm.cache.kv_cache import KVCache
-from mlxlm.cache.mlx_lm_cache import ForeignCache
+from mlxlm.cache.mlx_lm_cache import MlxLmKVCache
 from mlxlm.cache.options import KVOptions
-from mlxlm.cache.rotation import Rotation, Window
+from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
@@ -24,9 +24,9 @@ def make_cache(model, options: KVOptions = ALL) -> list:
             raise GenerationError("this architecture has a cache of its own kind", "no size and no bits for the cache")
         return model.make_cache()
     if not isinstance(model, Decoder):
-        rotation = None if options.size is None else Rotation(options.size, options.keep)
+        rotation = None if options.size is None else RotationPolicy(options.size, options.keep)
         bits = {"key_bits": options.key_bits, "value_bits": options.value_bits}
-        return [ForeignCache(rotation=rotation, **bits) for _ in model.layers]
+        return [MlxLmKVCache(rotation=rotation, **bits) for _ in model.layers]
     return [_of_layer(model, layer, options) for layer in range(len(model.layers))]
 
 
@@ -37,12 +37,12 @@ def _of_layer(model: Decoder, layer: int, options: KVOptions) -> KVCache:
     rotation = None
     if size is not None and (window is None or size <= window):
         rope = model.layers[layer].self_attn.rope
-        if options.keep and rope is not None and not rope.can_move:
+        if options.keep and rope is not None and not rope.can_shift_keys:
             raise GenerationError(
-                f'first tokens can\'t be kept with "{rope.kind}" positions, which change with the length of a text',
+                f'first tokens can\'t be kept with "{rope.rope_type}" positions, which change with the length of a text',
                 "0 tokens to keep",
             )
-        rotation = Rotation(size, options.keep, None if rope is None else rope.moved)
+        rotation = RotationPolicy(size, options.keep, None if rope is None else rope.shift_keys)
         window = None
-    window = None if window is None else Window.of(window)
+    window = None if window is None else SlidingWindow.of(window)
     return KVCache(rotation=rotation, window=window, key_bits=options.key_bits, value_bits=options.value_bits)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels import Quantized
+from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.metal import FLOATS
 from mlxlm.utils.errors import GenerationError
 
-GROUPS = (64, 32)  # sizes of a group, the preferred one first
+GROUP_SIZES = (64, 32)  # sizes of a group, the preferred one first
 
 
 def group_size(*dims: int) -> int:
@@ -17,7 +17,7 @@ def group_size(*dims: int) -> int:
 
     Raises GenerationError where neither does.
     """
-    for size in GROUPS:
+    for size in GROUP_SIZES:
         if all(dim % size == 0 for dim in dims):
             return size
     found = " and ".join(str(dim) for dim in sorted(set(dims)))
@@ -26,7 +26,7 @@ def group_size(*dims: int) -> int:
     )
 
 
-class Store:
+class KVBuffer:
     """Positions of `[B, H, capacity, D]`, in arrays that share the first three axes: one, or the three of
     `mx.quantize`."""
 
@@ -36,7 +36,7 @@ class Store:
         self.arrays, self.bits, self.group = list(arrays), bits, group
 
     @classmethod
-    def like(cls, x: mx.array, bits: int | None, group: int | None) -> Store:
+    def like(cls, x: mx.array, bits: int | None, group: int | None) -> KVBuffer:
         """An empty one for positions as those of x `[B, H, T, D]`."""
         empty = x[:, :, :0]
         if bits is None:
@@ -68,47 +68,47 @@ class Store:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.arrays)
 
-    def encoded(self, x: mx.array) -> Sequence[mx.array]:
+    def quantize(self, x: mx.array) -> Sequence[mx.array]:
         """x `[B, H, T, D]` as the arrays hold it."""
-        return [x] if self.bits is None else Quantized.of(x, self.bits, self.group).arrays
+        return [x] if self.bits is None else QuantizedKV.of(x, self.bits, self.group).arrays
 
     def write(self, first: int, end: int, x: mx.array) -> None:
         """Put x `[B, H, end - first, D]` at these positions, in place unless someone else has the buffers."""
         if self.bits is None:
             self.arrays[0][..., first:end, :] = x
             return
-        for array, part in zip(self.arrays, self.encoded(x), strict=True):
-            array[..., first:end, :] = part
+        for array, slice_row in zip(self.arrays, self.quantize(x), strict=True):
+            array[..., first:end, :] = slice_row
 
-    def write_row(self, row: int, first: int, parts: Sequence[mx.array]) -> None:
+    def write_to_row(self, row: int, first: int, parts: Sequence[mx.array]) -> None:
         """Put encoded positions of one row there from `first` on."""
-        for array, part in zip(self.arrays, parts, strict=True):
-            array[row : row + 1, :, first : first + part.shape[2]] = part
+        for array, slice_row in zip(self.arrays, parts, strict=True):
+            array[row : row + 1, :, first : first + slice_row.shape[2]] = slice_row
 
-    def read(self, first: int, end: int) -> mx.array | Quantized:
+    def read(self, first: int, end: int) -> mx.array | QuantizedKV:
         if self.bits is None:
             return self.arrays[0][..., first:end, :]
-        return Quantized(*(x[..., first:end, :] for x in self.arrays), self.bits, self.group)
+        return QuantizedKV(*(x[..., first:end, :] for x in self.arrays), self.bits, self.group)
 
-    def plain(self) -> mx.array:
+    def dequantized(self) -> mx.array:
         """All positions in the dtype that they came in."""
         held = self.read(0, self.capacity)
         return held if self.bits is None else held.dequantized()
 
-    def part(self, row: int, first: int, end: int) -> Store:
+    def slice_row(self, row: int, first: int, end: int) -> KVBuffer:
         """Positions of one row in buffers of their own."""
-        return self.each(lambda x: mx.contiguous(x[row : row + 1, :, first:end]))
+        return self.map_arrays(lambda x: mx.contiguous(x[row : row + 1, :, first:end]))
 
-    def each(self, change: Callable[[mx.array], mx.array]) -> Store:
+    def map_arrays(self, change: Callable[[mx.array], mx.array]) -> KVBuffer:
         """Another one, of changed arrays."""
-        return Store([change(x) for x in self.arrays], self.bits, self.group)
+        return KVBuffer([change(x) for x in self.arrays], self.bits, self.group)
 
-    def resized(self, first: int, end: int, capacity: int) -> Store:
+    def resize(self, first: int, end: int, capacity: int) -> KVBuffer:
         """Another one, whose first positions are those from `first` to `end` here."""
-        return self.each(lambda x: padded(x[:, :, first:end], 0, capacity - (end - first)))
+        return self.map_arrays(lambda x: zero_pad(x[:, :, first:end], 0, capacity - (end - first)))
 
     @classmethod
-    def of(cls, arrays: Sequence[mx.array], bits: int | None) -> Store:
+    def of(cls, arrays: Sequence[mx.array], bits: int | None) -> KVBuffer:
         """One of these arrays. Raises ValueError for arrays that none can have."""
         whole = len({x.shape[:3] for x in arrays}) == 1 and all(x.ndim == 4 and x.shape[3] for x in arrays)
         whole = whole and all(x.dtype in FLOATS for x in (arrays if bits is None else arrays[1:]))
@@ -118,23 +118,23 @@ class Store:
             group = packed.shape[3] * 32 // bits // scales.shape[3]
             widths = packed.shape[3] * 32, biases.shape[3]
             whole = packed.dtype == mx.uint32 and scales.dtype == biases.dtype
-            whole = whole and group in GROUPS and widths == (scales.shape[3] * group * bits, scales.shape[3])
+            whole = whole and group in GROUP_SIZES and widths == (scales.shape[3] * group * bits, scales.shape[3])
         if not whole:
             found = ", ".join(f"{x.shape} {x.dtype}" for x in arrays)
             raise ValueError(f"no keys or values of {'their own dtype' if bits is None else f'{bits} bits'}: {found}")
         return cls(arrays, bits, group)
 
     @classmethod
-    def stacked(cls, stores: Sequence[Store]) -> Store:
+    def stack(cls, stores: Sequence[KVBuffer]) -> KVBuffer:
         """The rows of all these, aligned at the end."""
         longest = max(store.capacity for store in stores)
-        aligned = [store.each(lambda x: padded(x, longest - x.shape[2], 0)).arrays for store in stores]
+        aligned = [store.map_arrays(lambda x: zero_pad(x, longest - x.shape[2], 0)).arrays for store in stores]
         arrays = [mx.concatenate(parts, axis=0) for parts in zip(*aligned, strict=True)]
         return cls(arrays, stores[0].bits, stores[0].group)
 
 
-def padded(x: mx.array, before: int, after: int) -> mx.array:
+def zero_pad(x: mx.array, before: int, after: int) -> mx.array:
     """Zeros around the positions of x `[B, H, n, D]`."""
     parts = [mx.zeros((*x.shape[:2], count, x.shape[3]), x.dtype) for count in (before, after)]
-    parts = [part for part in (parts[0], x, parts[1]) if part.shape[2]]
+    parts = [slice_row for slice_row in (parts[0], x, parts[1]) if slice_row.shape[2]]
     return mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0] if parts else x

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from copy import copy
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache.kv_buffer import Store, group_size
-from mlxlm.cache.rotation import Rotation, Sink, Window
-from mlxlm.kernels import Quantized
+from mlxlm.cache.kv_buffer import KVBuffer, group_size
+from mlxlm.cache.rotation import RotationPolicy, Sink, SlidingWindow
+from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
 
 STEP = 256  # positions that the buffers grow by: a decoded token writes in place instead of copying the cache
 
-Held = mx.array | Quantized
+Held = mx.array | QuantizedKV
 
 
 class KVCache:
@@ -23,22 +23,22 @@ class KVCache:
     it is given. `rotation` bounds a text's tokens, `window` is what the layer's own attention sees; `key_bits` and
     `value_bits` (8, 4 or None) hold either of them quantized. The interface is that of mlx_lm's caches, and more.
 
-    `reach` is the length that the text will have, None while nobody knows: with "longrope", positions depend on it.
+    `expected_length` is the length that the text will have, None while nobody knows: with "longrope", positions depend on it.
     """
 
     def __init__(
         self,
         *,
-        rotation: Rotation | None = None,
-        window: Window | None = None,
+        rotation: RotationPolicy | None = None,
+        window: SlidingWindow | None = None,
         key_bits: int | None = None,
         value_bits: int | None = None,
     ) -> None:
         self.rotation, self.window = rotation, window
         self.key_bits, self.value_bits = key_bits, value_bits
-        self.reach: int | None = None
-        self._keys: Store | None = None
-        self._values: Store | None = None
+        self.expected_length: int | None = None
+        self._keys: KVBuffer | None = None
+        self._values: KVBuffer | None = None
         self._starts: list[int] = []  # of each row, the index of its first token
         self._dropped: list[int] = []  # and how many tokens it has dropped
         self._sinks: list[Sink | None] = []  # the kept tokens of rows that have dropped some
@@ -77,16 +77,19 @@ class KVCache:
         return mx.array([max(0, start - self._first) for start in self._starts], dtype=mx.int32)
 
     @property
-    def room(self) -> int | None:
+    def max_update_size(self) -> int | None:
         """How many positions the next update may have at most; None for any number. Never 0."""
         if self.rotation is None:
             return None
         pads = self._pads or [0] * len(self._starts)
-        rooms = [self.rotation.room(self._end - start) + pad for start, pad in zip(self._starts, pads, strict=True)]
+        rooms = [
+            self.rotation.max_update_size(self._end - start) + pad
+            for start, pad in zip(self._starts, pads, strict=True)
+        ]
         return min(rooms, default=self.rotation.size)
 
     @property
-    def most(self) -> int | None:
+    def max_size(self) -> int | None:
         """How many tokens of a text attention can see at once at most, None without a bound."""
         return None if self.rotation is None else self.rotation.size
 
@@ -110,7 +113,7 @@ class KVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
         """Append T positions; return those that the new ones can see, themselves last, `[B, H_kv, S, D]`.
 
-        A quantized side is given as `Quantized`. Raises GenerationError for more positions than `room`.
+        A quantized side is given as `QuantizedKV`. Raises GenerationError for more positions than `max_update_size`.
         """
         rows, _, count, _ = keys.shape
         if self._end + count > self._bound or self._pads is not None or rows != len(self._starts):
@@ -133,7 +136,7 @@ class KVCache:
         self._first = first
         return self._keys.read(first, end), self._values.read(first, end)
 
-    def pad_next(self, pads: Sequence[int]) -> None:
+    def set_left_padding(self, pads: Sequence[int]) -> None:
         """Of the next update's T positions, the first `pads[b]` of row b are padding.
 
         Only a row without tokens can have padding. Raises ValueError otherwise.
@@ -174,18 +177,18 @@ class KVCache:
     def _allocate(self, keys: mx.array, values: mx.array) -> None:
         quantized = [x.shape[3] for x, bits in ((keys, self.key_bits), (values, self.value_bits)) if bits]
         group = group_size(*quantized) if quantized else None
-        self._keys = Store.like(keys, self.key_bits, group)
-        self._values = Store.like(values, self.value_bits, group)
+        self._keys = KVBuffer.like(keys, self.key_bits, group)
+        self._values = KVBuffer.like(values, self.value_bits, group)
 
     def _rotate(self, count: int) -> None:
         """Drop the oldest tokens behind the kept ones in those rows that would hold too many."""
         rule, full = self.rotation, []
         for row, (start, pad) in enumerate(zip(self._starts, self._pads or [0] * self.rows, strict=True)):
             held, added = self._end - start, count - pad
-            if added > rule.room(held):
+            if added > rule.max_update_size(held):
                 raise GenerationError(
                     f"{added} tokens at once, and a rotating cache that holds {held} of {rule.size} has room for "
-                    f"{rule.room(held)} before it drops some",
+                    f"{rule.max_update_size(held)} before it drops some",
                     f"pieces of at most {rule.step}",
                 )
             if held + added > rule.size:
@@ -197,15 +200,15 @@ class KVCache:
         rule, start = self.rotation, self._starts[row]
         if rule.keep and self._sinks[row] is None:
             kept = start, start + rule.keep
-            self._sinks[row] = Sink(self._keys.part(row, *kept), self._values.part(row, *kept))
+            self._sinks[row] = Sink(self._keys.slice_row(row, *kept), self._values.slice_row(row, *kept))
         self._starts[row] += rule.step
         self._dropped[row] += rule.step
         if (sink := self._sinks[row]) is not None:
             keys = sink.keys.arrays
-            if rule.moved is not None:
-                keys = self._keys.encoded(rule.moved(sink.keys.plain(), self._dropped[row], self))
-            self._keys.write_row(row, self._starts[row], keys)
-            self._values.write_row(row, self._starts[row], sink.values.arrays)
+            if rule.shift_keys is not None:
+                keys = self._keys.quantize(rule.shift_keys(sink.keys.dequantized(), self._dropped[row], self))
+            self._keys.write_to_row(row, self._starts[row], keys)
+            self._values.write_to_row(row, self._starts[row], sink.values.arrays)
 
     def _move(self, count: int) -> None:
         """Larger buffers, or the same again with what is held at their front."""
@@ -218,10 +221,10 @@ class KVCache:
         needed = self._end - first + count
         capacity = -(-needed // STEP) * STEP
         if (bound := self.rotation or self.window) is not None:
-            capacity = -(-(needed + bound.spare) // STEP) * STEP
-            capacity = min(capacity, max(needed, bound.held) + bound.spare)
-        self._keys = self._keys.resized(first, self._end, capacity)
-        self._values = self._values.resized(first, self._end, capacity)
+            capacity = -(-(needed + bound.extra_capacity) // STEP) * STEP
+            capacity = min(capacity, max(needed, bound.held) + bound.extra_capacity)
+        self._keys = self._keys.resize(first, self._end, capacity)
+        self._values = self._values.resize(first, self._end, capacity)
         self._starts = [start - first for start in self._starts]
         self._end -= first
 
@@ -231,7 +234,7 @@ class KVCache:
         """Whether the last `n` tokens of every row can be forgotten; not where what came before them was dropped."""
         bound = self.rotation or self.window
         return all(
-            not lost or self._end - n - start >= bound.trimmable
+            not lost or self._end - n - start >= bound.min_tokens_to_trim
             for start, lost in zip(self._starts, self._dropped, strict=True)
         )
 
@@ -266,15 +269,15 @@ class KVCache:
         merged._end = longest
         for side in ("_keys", "_values"):
             if filled := [store for cache in rows if (store := getattr(cache, side)) is not None]:
-                setattr(merged, side, Store.stacked([cache._held(side, filled[0]) for cache in rows]))
+                setattr(merged, side, KVBuffer.stack([cache._held(side, filled[0]) for cache in rows]))
         return merged
 
-    def _held(self, side: str, like: Store) -> Store:
+    def _held(self, side: str, like: KVBuffer) -> KVBuffer:
         """The filled part of the keys or the values; none as those of `like` before the first token."""
         store, first = getattr(self, side), min(self._starts, default=0)
         if store is None:
-            return like.each(lambda x: mx.zeros((self.rows, x.shape[1], 0, x.shape[3]), x.dtype))
-        return store.each(lambda x: x[:, :, first : self._end])
+            return like.map_arrays(lambda x: mx.zeros((self.rows, x.shape[1], 0, x.shape[3]), x.dtype))
+        return store.map_arrays(lambda x: x[:, :, first : self._end])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; padding that all of them have goes."""
@@ -282,7 +285,7 @@ class KVCache:
         index = mx.array(rows)
         for name in ("_keys", "_values"):
             if (store := getattr(self, name)) is not None:
-                setattr(self, name, store.each(lambda x: mx.take(x[:, :, first : self._end], index, axis=0)))
+                setattr(self, name, store.map_arrays(lambda x: mx.take(x[:, :, first : self._end], index, axis=0)))
         self._starts = [self._starts[row] - first for row in rows]
         self._dropped = [self._dropped[row] for row in rows]
         self._sinks = [self._sinks[row] for row in rows]
@@ -294,7 +297,7 @@ class KVCache:
         other = copy(self)
         other._starts, other._dropped, other._sinks = list(self._starts), list(self._dropped), list(self._sinks)
         if self._keys is not None:
-            other._keys, other._values = self._keys.each(copy), self._values.each(copy)
+            other._keys, other._values = self._keys.map_arrays(copy), self._values.map_arrays(copy)
         return other
 
     def _alike(self) -> KVCache:
@@ -317,11 +320,14 @@ class KVCache:
     def state(self, value: tuple[mx.array, ...]) -> None:
         """Hold these keys and values, of texts that have dropped nothing and need no padding."""
         empty = self._alike()
-        empty.reach = self.reach
+        empty.expected_length = self.expected_length
         self.__dict__ = empty.__dict__
         if not value:
             return
         parts = 1 if self.key_bits is None else 3
-        self._keys, self._values = Store.of(value[:parts], self.key_bits), Store.of(value[parts:], self.value_bits)
+        self._keys, self._values = (
+            KVBuffer.of(value[:parts], self.key_bits),
+            KVBuffer.of(value[parts:], self.value_bits),
+        )
         self._begin(self._keys.rows)
         self._end = self._keys.capacity

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_cache import KVCache
-from mlxlm.kernels import Quantized
-from mlxlm.kernels.mask import visible
+from mlxlm.kernels import QuantizedKV
+from mlxlm.kernels.mask import causal_mask
 
 
-class ForeignCache(KVCache):
+class MlxLmKVCache(KVCache):
     """What is held quantized is given as plain arrays: of mlx_lm's architectures, not all take anything else."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -26,8 +26,8 @@ class ForeignCache(KVCache):
         if self.rotation is not None and before + n > self.rotation.size:
             before -= self.rotation.step  # the update will drop so many
         apart = mx.arange(before + n)[None] - mx.arange(before, before + n)[:, None]
-        return visible(apart, window_size)
+        return causal_mask(apart, window_size)
 
 
-def _plain(held: mx.array | Quantized) -> mx.array:
-    return held.dequantized() if isinstance(held, Quantized) else held
+def _plain(held: mx.array | QuantizedKV) -> mx.array:
+    return held.dequantized() if isinstance(held, QuantizedKV) else held

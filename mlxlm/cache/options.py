@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from mlxlm.utils.errors import GenerationError
 
-BITS = (8, 4)
-_WORDS = {"none": None, **{str(bits): bits for bits in BITS}}
-KEEP = 4  # attention sinks that Xiao et al. found to be enough
+KV_BITS = (8, 4)
+_WORDS = {"none": None, **{str(bits): bits for bits in KV_BITS}}
+NUM_SINK_TOKENS = 4  # attention sinks that Xiao et al. found to be enough
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class KVOptions:
     """
 
     size: int | None = None
-    keep: int = KEEP
+    keep: int = NUM_SINK_TOKENS
     key_bits: int | None = None
     value_bits: int | None = None
 
@@ -33,14 +33,14 @@ class KVOptions:
             raise GenerationError("these cache settings can't work: " + "; ".join(found))
 
     def _problems(self) -> Iterator[str]:
-        kept = is_whole(self.keep, 0)
+        kept = is_int_at_least(self.keep, 0)
         if not kept:
-            yield f"keep is {self.keep!r} (a whole number from 0, such as {KEEP})"
+            yield f"keep is {self.keep!r} (a whole number from 0, such as {NUM_SINK_TOKENS})"
         least = (self.keep if kept else 0) + 2  # a new token and the one before it
-        if self.size is not None and not is_whole(self.size, least):
+        if self.size is not None and not is_int_at_least(self.size, least):
             yield f"size is {self.size!r} (a whole number from {least}, such as 4096, or none)"
         for name, bits in (("key bits", self.key_bits), ("value bits", self.value_bits)):
-            if bits is not None and (isinstance(bits, bool) or bits not in BITS):
+            if bits is not None and (isinstance(bits, bool) or bits not in KV_BITS):
                 yield f"{name} are {bits!r} (8, 4 or none)"
 
     @classmethod
@@ -55,10 +55,10 @@ class KVOptions:
         Raises GenerationError naming every setting that can't work.
         """
         keys, values = _both(bits)
-        return cls(size, KEEP if keep is None else keep, keys, values)
+        return cls(size, NUM_SINK_TOKENS if keep is None else keep, keys, values)
 
 
-def is_whole(value: object, least: int) -> bool:
+def is_int_at_least(value: object, least: int) -> bool:
     """Whether it is an int, and no bool, from `least` on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_cache import KVCache
-from mlxlm.cache.state import restore, saved
-from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
+from mlxlm.cache.state import cache_arrays, set_cache_arrays
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.safetensors import file_header, write_tensors
 from mlxlm.utils.errors import CheckpointError, os_errors_as
-from mlxlm.utils.files import new_file, replaced_file
+from mlxlm.utils.files import atomic_new_file, atomic_write
 
 FORMAT = "mlxlm-cache-1"
 _IDS = "ids"
 _ANEW = "delete it and let it be written anew"
 
 
-def write_caches(
+def save_prompt_cache(
     path: Path | str,
     caches: Sequence[KVCache],
     ids: Sequence[int],
@@ -39,10 +39,10 @@ def write_caches(
     if not ids or not all(isinstance(cache, KVCache) for cache in caches):
         kind = "no tokens" if not ids else "a kind of its own"
         raise CheckpointError(f"a cache of {kind} can't be written", "a text that was read by a model of mlxlm")
-    tensors, dropped = {_IDS: of_array(mx.array(ids, dtype=mx.int32))}, []
+    tensors, dropped = {_IDS: lazy_tensor(mx.array(ids, dtype=mx.int32))}, []
     for layer, cache in enumerate(caches):
-        arrays, lost = saved(cache)
-        tensors.update((f"{layer}.{name}", of_array(array)) for name, array in arrays.items())
+        arrays, lost = cache_arrays(cache)
+        tensors.update((f"{layer}.{name}", lazy_tensor(array)) for name, array in arrays.items())
         dropped.append(lost)
     metadata = {"identity": json.dumps(dict(identity)), "dropped": json.dumps(dropped)}
     if replace:
@@ -51,17 +51,17 @@ def write_caches(
             _header(path)  # that of an earlier cache
         with os_errors_as(CheckpointError, "write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-    with (replaced_file if replace else new_file)(path) as file:
+    with (atomic_write if replace else atomic_new_file)(path) as file:
         write_tensors(file, path, tensors, format=FORMAT, metadata=metadata)
 
 
-def read_identity(path: Path | str) -> dict[str, str]:
-    """What the caches in a file belong to. Reads the header only; raises as `read_caches` does."""
+def load_prompt_cache_identity(path: Path | str) -> dict[str, str]:
+    """What the caches in a file belong to. Reads the header only; raises as `load_prompt_cache` does."""
     path = Path(path)
     return _identity(path, _header(path)[1])
 
 
-def read_caches(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int], dict[str, str]]:
+def load_prompt_cache(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int], dict[str, str]]:
     """Let `caches`, made with the settings that the file's had, hold what is in it; return its ids and identity.
 
     Raises CheckpointError, and changes no cache, for what is no such file, is not whole, or is of caches with other
@@ -76,7 +76,7 @@ def read_caches(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int],
     if dropped is None or len(dropped) != len(caches):
         found = "no layers" if dropped is None else f"the caches of {len(dropped)} layers"
         raise CheckpointError(f"{path} has {found}, the model has {len(caches)}", "the model that it was made with")
-    layers: dict[str, dict[str, Tensor]] = {str(layer): {} for layer in range(len(caches))}
+    layers: dict[str, dict[str, LazyTensor]] = {str(layer): {} for layer in range(len(caches))}
     for name, tensor in tensors.items():
         layer, _, part = name.partition(".")
         if layer not in layers:
@@ -87,7 +87,7 @@ def read_caches(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int],
         arrays = {name: tensor.read() for name, tensor in found.items()}
         try:
             restored = cache.copy()
-            restore(restored, arrays, lost)
+            set_cache_arrays(restored, arrays, lost)
         except ValueError as error:
             raise CheckpointError(f"{path}: layer {layer}: {error}", "the settings that it was made with") from None
         if restored.offset != ids.shape[0]:
@@ -104,7 +104,7 @@ def read_caches(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int],
     return found.tolist(), identity
 
 
-def _header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     tensors, metadata = file_header(path)
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a cache file of mlxlm", "another path")

@@ -6,26 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache.kv_buffer import Store
+from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.config import counts
 
-Moved = Callable[..., mx.array]  # (keys [B, H, n, D], by, cache) -> the keys, `by` positions later
+ShiftKeys = Callable[..., mx.array]  # (keys [B, H, n, D], by, cache) -> the keys, `by` positions later
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotationPolicy:
     """At most `size` tokens are held. A full cache drops the oldest `step` behind the first `keep` ones.
 
     What a token sees is therefore a function of its position p (from 0) alone: with d the multiple of `step` that is
     the least from p + 1 - size on (0 below size), the first `keep` tokens and those from keep + d on.
 
     Distances are compact, as in StreamingLLM (Xiao et al. 2023, section 3.2): kept tokens count as if they stood
-    directly before the oldest of the others, `moved` giving their keys there. None leaves keys as they are.
+    directly before the oldest of the others, `shift_keys` giving their keys there. None leaves keys as they are.
     """
 
     size: int
     keep: int
-    moved: Moved | None = None
+    shift_keys: ShiftKeys | None = None
 
     @property
     def step(self) -> int:
@@ -38,22 +38,22 @@ class Rotation:
         return self.size
 
     @property
-    def spare(self) -> int:
+    def extra_capacity(self) -> int:
         """Positions beside them, so that the tokens rarely move to the front of the buffers."""
         return self.step
 
     @property
-    def trimmable(self) -> int:
+    def min_tokens_to_trim(self) -> int:
         """Tokens that must be left once some were dropped: as many as the first token after that saw before it."""
         return self.size - self.step
 
-    def room(self, held: int) -> int:
+    def max_update_size(self, held: int) -> int:
         """How many tokens a text of which `held` are held can take at once, dropping at most before the first."""
         return self.size - held if held < self.size else self.step
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """A layer's own sliding window: a token sees itself and the `size` - 1 before it, the rest may go.
 
     It is dropped now and then, so that the last `slack` tokens at least can be trimmed away.
@@ -63,7 +63,7 @@ class Window:
     slack: int
 
     @classmethod
-    def of(cls, size: int) -> Window:
+    def of(cls, size: int) -> SlidingWindow:
         """With slack for an answer, which is taken back without reading the text again."""
         return cls(size, counts.window_slack(size))
 
@@ -78,12 +78,12 @@ class Window:
         return self.seen + self.slack
 
     @property
-    def spare(self) -> int:
+    def extra_capacity(self) -> int:
         """Positions beside them, so that the tokens rarely move to the front of the buffers."""
         return counts.window_spare(self.size)
 
     @property
-    def trimmable(self) -> int:
+    def min_tokens_to_trim(self) -> int:
         """Tokens that must be left once some were dropped."""
         return self.seen
 
@@ -92,8 +92,8 @@ class Window:
 class Sink:
     """The kept tokens of a row as they were before it dropped any: turned from here each time, no error adds up."""
 
-    keys: Store  # 1 row, `keep` positions
-    values: Store
+    keys: KVBuffer  # 1 row, `keep` positions
+    values: KVBuffer
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -9,8 +9,8 @@ from mlxlm.chat.chat_template import Message
 from mlxlm.generation import FinishReason
 from mlxlm.utils.errors import GenerationError
 
-MAIN = "main"
-MOST_BRANCHES = 100  # each can be a conversation of its own when a session file is read
+MAIN_BRANCH = "main"
+MAX_BRANCHES = 100  # each can be a conversation of its own when a session file is read
 _LONGEST_NAME = 40  # characters
 
 
@@ -42,10 +42,10 @@ class Conversation:
     dropped: int = 0
 
     @property
-    def seen(self) -> tuple[Turn, ...]:
+    def visible_turns(self) -> tuple[Turn, ...]:
         return self.turns[self.dropped :]
 
-    def before_last(self) -> Conversation:
+    def without_last_turn(self) -> Conversation:
         """Without the last turn. Raises GenerationError where there is none."""
         if not self.turns:
             raise GenerationError("there is no message yet", "a message first")
@@ -63,8 +63,8 @@ class Conversation:
 class Branches:
     """Conversations by name, one of them current. They share the turns that they have in common."""
 
-    def __init__(self, conversations: Mapping[str, Conversation] | None = None, name: str = MAIN):
-        self._all = dict(conversations or {MAIN: Conversation()})
+    def __init__(self, conversations: Mapping[str, Conversation] | None = None, name: str = MAIN_BRANCH):
+        self._all = dict(conversations or {MAIN_BRANCH: Conversation()})
         self.name = name
 
     @property
@@ -79,7 +79,7 @@ class Branches:
     def current(self, conversation: Conversation) -> None:
         self._all[self.name] = conversation
 
-    def keep_ids(self, good: Callable[[Turn], bool]) -> None:
+    def drop_ids_unless(self, good: Callable[[Turn], bool]) -> None:
         """Forget the ids of the turns that this doesn't hold for: they are text only."""
         for name, conversation in self._all.items():
             turns = tuple(turn if good(turn) else replace(turn, ids=()) for turn in conversation.turns)
@@ -91,13 +91,13 @@ class Branches:
         Raises GenerationError for a name that is taken or isn't one, and for more than MOST_BRANCHES.
         """
         if name is None:
-            numbers = range(2, MOST_BRANCHES + 2)
+            numbers = range(2, MAX_BRANCHES + 2)
             name = next(f"branch-{n}" for n in numbers if f"branch-{n}" not in self._all)
-        check_name(name)
+        check_branch_name(name)
         if name in self._all:
             raise GenerationError(f"there is a branch {name} already", "another name, or switch to it")
-        if len(self._all) == MOST_BRANCHES:
-            raise GenerationError(f"this chat has {MOST_BRANCHES} branches, and no more fit", "a new chat")
+        if len(self._all) == MAX_BRANCHES:
+            raise GenerationError(f"this chat has {MAX_BRANCHES} branches, and no more fit", "a new chat")
         self._all[name] = self.current
         self.name = name
         return name
@@ -109,7 +109,7 @@ class Branches:
         self.name = name
 
 
-def check_name(name: str) -> None:
+def check_branch_name(name: str) -> None:
     """Raise GenerationError for what can't be the name of a branch."""
     if not (0 < len(name) <= _LONGEST_NAME and name.isprintable() and not any(c.isspace() for c in name)):
         raise GenerationError(

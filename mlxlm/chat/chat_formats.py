@@ -8,37 +8,37 @@ from mlxlm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Format:
+class ChatFormat:
     """A jinja template and the special tokens that it is made of; the last of `tokens` ends a turn."""
 
     template: str
     tokens: tuple[str, ...]
 
-    def fits(self, tokenizer: Tokenizer) -> bool:
+    def has_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether the tokenizer has its tokens."""
         return all(token in tokenizer.special_tokens for token in self.tokens)
 
-    def ends(self, tokenizer: Tokenizer, end_ids: frozenset[int]) -> bool:
+    def ends(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> bool:
         """Whether a model with these end tokens was trained on it. A base model has the tokens of the chat model
         that was made of it, without having learned them, but ends its texts with another one."""
-        return self.fits(tokenizer) and tokenizer.special_tokens[self.tokens[-1]] in end_ids
+        return self.has_tokens(tokenizer) and tokenizer.special_tokens[self.tokens[-1]] in eos_token_ids
 
 
 # OpenAI's ChatML (Qwen, Yi, SmolLM and many others), and the formats in the model cards of Llama 3 and Gemma.
-FORMATS = {
-    "chatml": Format(
+CHAT_FORMATS = {
+    "chatml": ChatFormat(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         ("<|im_start|>", "<|im_end|>"),
     ),
-    "llama3": Format(
+    "llama3": ChatFormat(
         "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
         "{{ m.content }}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     ),
     # Gemma has no system role: Google puts such text in front of the first message.
-    "gemma": Format(
+    "gemma": ChatFormat(
         "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
         "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% else %}"
         "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"

@@ -14,17 +14,17 @@ from typing import NoReturn, Protocol
 import jinja2
 import jinja2.ext
 
-from mlxlm.chat.chat_formats import FORMATS
+from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.chat.jinja_sandbox import BoundedEnvironment
-from mlxlm.chat.placeholders import StandIns
-from mlxlm.chat.reasoning import opened_by
+from mlxlm.chat.placeholders import Placeholders
+from mlxlm.chat.reasoning import open_think_tag
 from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.utils.bounded_reads import decoded, read_bytes
+from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import TokenizerError
 
 PLAIN, MODEL = "plain", "model"
-NAMES = (MODEL, *FORMATS, PLAIN)
+NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
 _LARGEST_TEMPLATE = 1 << 20  # bytes; the longest in use have 20,000
 
 
@@ -37,24 +37,24 @@ class Message:
     ids: tuple[int, ...] = ()
 
 
-class Transcript(Protocol):
+class ChatEncoder(Protocol):
     """Turns messages into ids.
 
     name: the template in use: "model" for the model's own, a name of FORMATS, "plain", or a file.
-    end_ids: tokens that end an answer, besides the model's own.
-    opening: what it puts in front of every answer that is the model's to say ("<think>" and a line end), or "".
+    eos_token_ids: tokens that end an answer, besides the model's own.
+    generation_prefix: what it puts in front of every answer that is the model's to say ("<think>" and a line end), or "".
     """
 
     name: str
-    end_ids: frozenset[int]
-    opening: str
+    eos_token_ids: frozenset[int]
+    generation_prefix: str
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """The ids of the conversation, up to where the model's next answer begins."""
         ...
 
 
-def transcript(loaded: LoadedModel, template: str | None = None) -> Transcript:
+def chat_encoder(lm: LoadedModel, template: str | None = None) -> ChatEncoder:
     """The form of conversation that a model was trained for, or the one of `template`: "model", "plain", a name of
     FORMATS, or a jinja file.
 
@@ -62,26 +62,26 @@ def transcript(loaded: LoadedModel, template: str | None = None) -> Transcript:
     the model's end tokens; else plain text, which the model continues.
     Raises TokenizerError for a broken template, and for one that this tokenizer has no tokens for.
     """
-    return transcript_for(loaded.tokenizer, loaded.end_ids, template)
+    return chat_encoder_for(lm.tokenizer, lm.eos_token_ids, template)
 
 
-def transcript_for(tokenizer: Tokenizer, end_ids: frozenset[int], template: str | None = None) -> Transcript:
+def chat_encoder_for(tokenizer: Tokenizer, eos_token_ids: frozenset[int], template: str | None = None) -> ChatEncoder:
     """The same, of a model that need not be in memory: its tokenizer and the tokens that end its texts."""
     own = tokenizer.chat_template
     if template is None:
-        fitting = [name for name, format in FORMATS.items() if format.ends(tokenizer, end_ids)]
+        fitting = [name for name, format in CHAT_FORMATS.items() if format.ends(tokenizer, eos_token_ids)]
         template = MODEL if own is not None else next(iter(fitting), PLAIN)
     if template == PLAIN:
-        return PlainText(tokenizer)
+        return PlainTextEncoder(tokenizer)
     if template == MODEL:
         if own is None:
             raise TokenizerError("this model has no chat template", "one of " + ", ".join(NAMES[1:]))
         return ChatTemplate(tokenizer)
-    if template in FORMATS:
-        if not FORMATS[template].fits(tokenizer):
-            needed = ", ".join(FORMATS[template].tokens)
+    if template in CHAT_FORMATS:
+        if not CHAT_FORMATS[template].has_tokens(tokenizer):
+            needed = ", ".join(CHAT_FORMATS[template].tokens)
             raise TokenizerError(f"the template {template} takes the tokens {needed}, which this model lacks", PLAIN)
-        return ChatTemplate(tokenizer, FORMATS[template].template, template)
+        return ChatTemplate(tokenizer, CHAT_FORMATS[template].template, template)
     return ChatTemplate(tokenizer, _read_template(Path(template)), template)
 
 
@@ -89,18 +89,18 @@ def _read_template(path: Path) -> str:
     if not path.exists():
         raise TokenizerError(f"there is no chat template {path}", f"one of {', '.join(NAMES)}, or a jinja file")
     content = read_bytes(path, _LARGEST_TEMPLATE, TokenizerError)
-    return decoded(content, str(path), TokenizerError, "a text in UTF-8", "utf-8-sig")
+    return decode_utf8(content, str(path), TokenizerError, "a text in UTF-8", "utf-8-sig")
 
 
-class PlainText:
+class PlainTextEncoder:
     """For a model without a template: the text so far, which the model continues.
 
     A person's text is continued where it ends; after an answer the next text begins on a new line.
     """
 
     name = PLAIN
-    end_ids: frozenset[int] = frozenset()
-    opening = ""
+    eos_token_ids: frozenset[int] = frozenset()
+    generation_prefix = ""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -132,7 +132,7 @@ class ChatTemplate:
     others (models don't always choose the encoder's split), and the key-value cache holds the former. Where
     the template changes an answer (trims it, drops its reasoning), the template's text counts.
 
-    `end_ids`: the special token that the template puts behind an answer, if any. `source`: the template.
+    `eos_token_ids`: the special token that the template puts behind an answer, if any. `source`: the template.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None, name: str = MODEL):
@@ -153,12 +153,12 @@ class ChatTemplate:
             raise _broken(error, name) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-        self.end_ids = self._find_end_ids()
-        self.opening = opened_by(self.render([Message("user", "?")]))
+        self.eos_token_ids = self._find_eos_token_ids()
+        self.generation_prefix = open_think_tag(self.render([Message("user", "?")]))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The conversation as text. Raises TokenizerError where the template fails or refuses it."""
-        names = {f"{role}_token": name for role, name in self._tokenizer.names.items()}
+        names = {f"{role}_token": name for role, name in self._tokenizer.special_token_names.items()}
         try:
             return self._environment.render(
                 self._template,
@@ -169,8 +169,8 @@ class ChatTemplate:
             raise _broken(error, self.name) from error
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        stand_ins, plain = self.shielded(messages)
-        answers = {n: stand_ins.take(m.content, m.ids, answer=True) for n, m in enumerate(messages) if m.ids}
+        placeholders, plain = self.escape_special_tokens(messages)
+        answers = {n: placeholders.take(m.content, m.ids, answer=True) for n, m in enumerate(messages) if m.ids}
 
         @cache
         def rendered(spliced: tuple[int, ...]) -> str:
@@ -178,41 +178,41 @@ class ChatTemplate:
             return self.render(shown, add_generation_prompt=add_generation_prompt)
 
         text = rendered(())
-        wanted = stand_ins.restored(text)
+        wanted = placeholders.restore(text)
 
         def unchanged(group: tuple[int, ...]) -> tuple[int, ...]:
             """Those of these answers that the template leaves as they are; by halves, as most are or none is."""
-            if not group or stand_ins.restored(rendered(group)) == wanted:
+            if not group or placeholders.restore(rendered(group)) == wanted:
                 return group
             half = len(group) // 2
             return unchanged(group[:half]) + unchanged(group[half:]) if half else ()
 
         spliced = unchanged(tuple(n for n in answers if plain[n].content in text))
         spliced_text = rendered(spliced)
-        if stand_ins.restored(spliced_text) == wanted:
+        if placeholders.restore(spliced_text) == wanted:
             text = spliced_text
-        ids = self.encode_pieces(list(stand_ins.split(text)), stand_ins)
+        ids = self.encode_segments(list(placeholders.split(text)), placeholders)
         if add_generation_prompt and not ids:
             raise TokenizerError(f"{_called(self.name)} gives nothing for this conversation", _OTHERS)
         return ids
 
-    def shielded(self, messages: Sequence[Message]) -> tuple[StandIns, list[Message]]:
+    def escape_special_tokens(self, messages: Sequence[Message]) -> tuple[Placeholders, list[Message]]:
         """The messages, a stand-in for everything in them that looks like a special token."""
-        stand_ins = StandIns(self.source + "".join(m.content for m in messages))
+        placeholders = Placeholders(self.source + "".join(m.content for m in messages))
 
         def shield(match: re.Match) -> str:
-            return stand_ins.take(match[0], self._encode(match[0], parse_special=False, continues=True))
+            return placeholders.take(match[0], self._encode(match[0], parse_special=False, continues=True))
 
-        return stand_ins, [replace(m, content=self.special.sub(shield, m.content)) for m in messages]
+        return placeholders, [replace(m, content=self.special.sub(shield, m.content)) for m in messages]
 
-    def encode_pieces(self, pieces: Sequence[str], stand_ins: StandIns, continues: bool = False) -> list[int]:
-        """The ids of rendered text as `StandIns.split` cuts it; `continues`: other text comes before it."""
+    def encode_segments(self, pieces: Sequence[str], placeholders: Placeholders, continues: bool = False) -> list[int]:
+        """The ids of rendered text as `Placeholders.split` cuts it; `continues`: other text comes before it."""
         ids: list[int] = []
         for piece, following in zip_longest(pieces, pieces[1:], fillvalue=""):
-            if piece in stand_ins.ids:
-                ids += stand_ins.ids[piece]
+            if piece in placeholders.ids:
+                ids += placeholders.ids[piece]
                 continue
-            if following in stand_ins.answers and self._tokenizer.adds_first_space:
+            if following in placeholders.answers and self._tokenizer.adds_dummy_prefix:
                 piece = piece.removesuffix(" ")  # the answer's first token has that space in front
             ids += self._encode(piece, parse_special=True, continues=continues or bool(ids))
         return ids
@@ -220,8 +220,8 @@ class ChatTemplate:
     def _encode(self, text: str, *, parse_special: bool, continues: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special, continues=continues)
 
-    def _find_end_ids(self) -> frozenset[int]:
-        answer = StandIns(self.source).take("", ())
+    def _find_eos_token_ids(self) -> frozenset[int]:
+        answer = Placeholders(self.source).take("", ())
         exchange = [Message("user", "?"), Message("assistant", answer)]
         behind = self.render(exchange, add_generation_prompt=False).partition(answer)[2]
         match = self.special.match(behind.lstrip())
@@ -246,7 +246,7 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-_OTHERS = f"another template: {', '.join([*FORMATS, PLAIN])}, or a jinja file"
+_OTHERS = f"another template: {', '.join([*CHAT_FORMATS, PLAIN])}, or a jinja file"
 
 
 def _called(name: str) -> str:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.tokenizer.tokenizer import check_unicode
-from mlxlm.utils.bounded_reads import parsed_object
+from mlxlm.utils.bounded_reads import parse_json_object
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
 _ANY = object()
 
 
-class Line:
+class JsonLine:
     """The JSON object in a line, whose fields are checked as they are taken."""
 
     def __init__(self, where: str, values: Any):
@@ -23,14 +23,14 @@ class Line:
             raise self.error("is no JSON object")
 
     @classmethod
-    def parsed(cls, path: Path, number: int, text: bytes) -> Line:
+    def parsed(cls, path: Path, number: int, text: bytes) -> JsonLine:
         where = f"{path}: line {number}"
         hint = "a file that a chat was saved to" if number == 1 else "the file up to the line before"
-        return cls(where, parsed_object(text, where, GenerationError, hint))
+        return cls(where, parse_json_object(text, where, GenerationError, hint))
 
-    def inner(self, values: Any, name: str) -> Line:
+    def inner(self, values: Any, name: str) -> JsonLine:
         """An object inside this one."""
-        return Line(f"{self._where}: {name}", values)
+        return JsonLine(f"{self._where}: {name}", values)
 
     def error(self, what: str, hint: str | None = None) -> GenerationError:
         return GenerationError(f"{self._where} {what}", hint)
@@ -41,7 +41,7 @@ class Line:
         if value is None and default is not _ANY:
             return default
         if type(value) is not kind:
-            raise self.error(f"has the {name} {shown(value)}", f"a {_KINDS[kind]}")
+            raise self.error(f"has the {name} {describe_value(value)}", f"a {_KINDS[kind]}")
         return value
 
     def text(self, name: str, default: Any = _ANY) -> str | None:
@@ -65,5 +65,5 @@ class Line:
 _KINDS = {int: "whole number", str: "text", list: "list", dict: "JSON object"}
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     return "missing" if value is None else f"{value!r}"[:40]

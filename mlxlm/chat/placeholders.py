@@ -11,7 +11,7 @@ from mlxlm.utils.errors import TokenizerError
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
-class StandIns:
+class Placeholders:
     """The stand-ins of one conversation, and what each stands for."""
 
     def __init__(self, text: str):
@@ -37,7 +37,7 @@ class StandIns:
             self._taken[text] = character
         return character
 
-    def restored(self, text: str) -> str:
+    def restore(self, text: str) -> str:
         """`text` with every stand-in replaced by what it stands for."""
         return text.translate(str.maketrans(self._texts))
 

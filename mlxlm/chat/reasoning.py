@@ -9,7 +9,7 @@ OPEN, CLOSE = "<think>", "</think>"
 _OPENED = re.compile(rf"{OPEN}\s*\Z")
 
 
-def opened_by(prompt: str) -> str:
+def open_think_tag(prompt: str) -> str:
     """The tag at the end of `prompt`, with the space behind it, where a template opens the block itself; else ""."""
     match = _OPENED.search(prompt)
     return match[0] if match else ""
@@ -17,9 +17,9 @@ def opened_by(prompt: str) -> str:
 
 def split(text: str) -> tuple[str, str]:
     """The reasoning and the answer of a whole text."""
-    splitter = Splitter()
+    splitter = ReasoningParser()
     pieces = [*splitter.push(text), *splitter.finish()]
-    return "".join(t for t, thinking in pieces if thinking), "".join(t for t, thinking in pieces if not thinking)
+    return "".join(t for t, reasoning in pieces if reasoning), "".join(t for t, reasoning in pieces if not reasoning)
 
 
 class _At(Enum):
@@ -29,7 +29,7 @@ class _At(Enum):
     ANSWER = "the answer"
 
 
-class Splitter:
+class ReasoningParser:
     """Tells reasoning from answer in a streamed text, however the text is split up.
 
     What `push` and `finish` return are `(text, thinking)` pairs: the text without the tags and the space around
@@ -44,7 +44,7 @@ class Splitter:
         self._thought = False  # whether there is reasoning yet: the space before it goes
 
     @property
-    def thinking(self) -> bool:
+    def reasoning(self) -> bool:
         """Whether the block is open."""
         return self._at is _At.THINKING
 
@@ -66,8 +66,8 @@ class Splitter:
 
     def finish(self) -> list[tuple[str, bool]]:
         """What was held back, once no more text comes."""
-        text, self._held = self._held.rstrip() if self.thinking else self._held, ""
-        return [(text, self.thinking)] if text else []
+        text, self._held = self._held.rstrip() if self.reasoning else self._held, ""
+        return [(text, self.reasoning)] if text else []
 
     def _open(self) -> None:
         text = self._held.lstrip()

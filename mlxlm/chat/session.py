@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from mlxlm.cache import KVOptions
 from mlxlm.chat import session_files
-from mlxlm.chat.answer import Piece, Stats, pieces, turn_of
+from mlxlm.chat.answer import ChatChunk, ChatStats, chat_chunks, make_turn
 from mlxlm.chat.branches import Branches, Conversation, Turn
-from mlxlm.chat.chat_model import Reader
+from mlxlm.chat.chat_model import ChatModel
 from mlxlm.chat.chat_template import Message
-from mlxlm.chat.context_overflow import Overflow, check_overflow, fitted, shortened
-from mlxlm.chat.session_format import Session, not_default
-from mlxlm.generation import GenerationOptions, LoadedModel, Result, TextStream
-from mlxlm.generation.gumbel_noise import draw_seed
+from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow, drop_oldest_turns, fit_to_context
+from mlxlm.chat.session_format import Session, non_default_fields
+from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel, TextStream
+from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
-    from mlxlm.generation.speculative import Speculation
+    from mlxlm.generation.speculative import SpeculativeDecoder
 
 
 class Chat:
@@ -45,19 +45,19 @@ class Chat:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        lm: LoadedModel,
         *,
-        system: str | None = None,
-        template: str | None = None,
-        overflow: Overflow = "stop",
+        system_prompt: str | None = None,
+        chat_template: str | None = None,
+        context_overflow: ContextOverflow = "stop",
         kv: KVOptions | None = None,
-        speculation: Speculation | None = None,
+        speculation: SpeculativeDecoder | None = None,
         **options: Any,
     ):
-        """`template`: see `mlxlm.chat.chat_template.transcript`. `options` are the fields of GenerationOptions, with its
+        """`chat_template`: see `mlxlm.chat.chat_template.chat_encoder`. `options` are the fields of GenerationOptions, with its
         defaults but for `max_tokens`: see `defaults`.
 
-        overflow: what happens when the model's context has no room. "stop": `ask` raises ContextFull. "drop": the
+        context_overflow: what happens when the model's context has no room. "stop": `ask` raises ContextFull. "drop": the
         oldest turns go, whole ones, the system message never, until the conversation with the new message takes at
         most half of the context; this happens when less is left than the answer may have (`max_tokens`, but no more
         than a quarter of the context). A rotating cache (`kv`) bounds memory by itself and never overflows.
@@ -67,54 +67,54 @@ class Chat:
         can't work.
         """
         self._answering: Callable[[], Generator | None] = lambda: None  # weak: one that nobody reads has ended
-        self._reader = Reader(loaded, template, kv or KVOptions())
+        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions())
         self.options = GenerationOptions.of(**{"max_tokens": self.defaults.max_tokens, **options})
-        self.system = system
-        self.overflow = overflow
+        self.system_prompt = system_prompt
+        self.context_overflow = context_overflow
         self.speculation = speculation
         self.notes: list[str] = []  # what a person should know of how this chat was opened
         self._branches = Branches()
         if speculation is not None:
-            speculation.check(loaded)
+            speculation.check(lm)
         self._answers = self._generated = 0
         self.prompt_tokens = 0  # of the last answer, also while it is under way
-        self._last: Result | None = None
-        self._files = session_files.OwnFiles()
+        self._last: GenerationResult | None = None
+        self._files = session_files.SessionFiles()
 
     # What it consists of.
 
     @property
-    def loaded(self) -> LoadedModel:
+    def lm(self) -> LoadedModel:
         """The model. Another one reads the conversation as text, with its own template; it keeps the settings but a
         `logit_bias` of other tokens and a `max_tokens` that was the default of the one before. Raises as Chat does:
         the model stays then."""
-        return self._reader.loaded
+        return self._chat_model.lm
 
-    @loaded.setter
-    def loaded(self, loaded: LoadedModel) -> None:
+    @lm.setter
+    def lm(self, lm: LoadedModel) -> None:
         self._settle()
         if self.speculation is not None:
-            self.speculation.check(loaded)
-        reader = Reader(loaded, self._reader.asked_template, self.kv)
-        options, same_tokens = self._options, loaded.tokenizer.fingerprint == self.loaded.tokenizer.fingerprint
+            self.speculation.check(lm)
+        reader = ChatModel(lm, self._chat_model.requested_chat_template, self.kv)
+        options, same_tokens = self._options, lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
         if not same_tokens:  # the ids of another tokenizer mean nothing
             options = replace(options, logit_bias={})
         if options.max_tokens == self.defaults.max_tokens:
             options = replace(options, max_tokens=reader.defaults.max_tokens)
         reader.check(options)
-        self._reader, self._options = reader, options
+        self._chat_model, self._options = reader, options
         if not same_tokens:
-            self._branches.keep_ids(lambda turn: False)
+            self._branches.drop_ids_unless(lambda turn: False)
 
     @property
     def kv(self) -> KVOptions:
         """How keys and values are kept."""
-        return self._reader.context.kv
+        return self._chat_model.context.kv
 
     @property
-    def template(self) -> str:
+    def chat_template(self) -> str:
         """The template in use: "model" for the model's own, a name of `mlxlm.chat.chat_formats`, "plain", or a file."""
-        return self._reader.transcript.name
+        return self._chat_model.chat_encoder.name
 
     @property
     def options(self) -> GenerationOptions:
@@ -124,33 +124,33 @@ class Chat:
 
     @options.setter
     def options(self, options: GenerationOptions) -> None:
-        self._reader.check(options)
-        self._options = replace(options, seed=draw_seed()) if options.seed is None else options
+        self._chat_model.check(options)
+        self._options = replace(options, seed=random_seed()) if options.seed is None else options
 
     @property
     def defaults(self) -> GenerationOptions:
         """What the options are that nobody has set: GenerationOptions's, but a model with a chat template ends its
         answers itself (`max_tokens` is None)."""
-        return self._reader.defaults
+        return self._chat_model.defaults
 
     @property
-    def system(self) -> str | None:
+    def system_prompt(self) -> str | None:
         """The system prompt of the next turns. Raises TokenizerError for text with lone surrogates."""
         return self._system
 
-    @system.setter
-    def system(self, text: str | None) -> None:
+    @system_prompt.setter
+    def system_prompt(self, text: str | None) -> None:
         check_unicode(text or "")
         self._system = text or None
 
     @property
-    def overflow(self) -> Overflow:
+    def context_overflow(self) -> ContextOverflow:
         """What happens when the context is full: "stop" or "drop". Raises GenerationError for anything else."""
         return self._overflow
 
-    @overflow.setter
-    def overflow(self, policy: Overflow) -> None:
-        self._overflow = check_overflow(policy)
+    @context_overflow.setter
+    def context_overflow(self, policy: ContextOverflow) -> None:
+        self._overflow = check_context_overflow(policy)
 
     # What was said.
 
@@ -176,31 +176,31 @@ class Chat:
     @property
     def context_size(self) -> int:
         """Tokens that the model can see: its context, or what a rotating cache holds."""
-        return self._reader.size
+        return self._chat_model.size
 
     @property
     def context_used(self) -> int:
         """Tokens that the conversation takes of them; 0 before the first turn."""
-        seen = self._branches.current.seen
-        return self._reader.used(self._messages(seen)) if seen else 0
+        visible_turns = self._branches.current.visible_turns
+        return self._chat_model.count_tokens(self._messages(visible_turns)) if visible_turns else 0
 
     @property
     def caches(self) -> list:
         """The key-value caches, one per layer, of what the model has read."""
-        return self._reader.context.caches
+        return self._chat_model.context.caches
 
     def token_counts(self) -> list[int]:
         """Tokens of the text of each of `messages`, an answer's as generated; what the template adds isn't counted."""
-        encode = self.loaded.tokenizer.encode
+        encode = self.lm.tokenizer.encode
         return [len(m.ids or encode(m.content, add_special_tokens=False)) for m in self.messages]
 
     @property
-    def stats(self) -> Stats:
-        return Stats(self._answers, self._generated, self._reader.context.nbytes, self._last)
+    def stats(self) -> ChatStats:
+        return ChatStats(self._answers, self._generated, self._chat_model.context.nbytes, self._last)
 
     # What can be done.
 
-    def ask(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[Piece, None, None]:
+    def ask(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[ChatChunk, None, None]:
         """Answer a message. Closing the generator stops the answer: what was said stays in the conversation.
 
         A message whose answer is stopped before its first token is forgotten. `on_prefill` is that of
@@ -210,30 +210,30 @@ class Chat:
         self._settle()
         return self._ask(self._branches.current, text, on_prefill)
 
-    def retry(self, *, on_prefill: Callable[[int], None] | None = None) -> Generator[Piece, None, None]:
+    def retry(self, *, on_prefill: Callable[[int], None] | None = None) -> Generator[ChatChunk, None, None]:
         """Answer the last message again, with the next seed. The old answer goes with the new one's first token.
 
         Raises as `ask` does, and GenerationError where there is none.
         """
         self._settle()
-        base = self._branches.current.before_last()
+        base = self._branches.current.without_last_turn()
         return self._ask(base, self._branches.current.turns[-1].question, on_prefill)
 
-    def edit(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[Piece, None, None]:
+    def edit(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[ChatChunk, None, None]:
         """Say `text` instead of the last message, and answer it. Both old ones go with the new answer's first token.
 
         Raises as `ask` does, and GenerationError where there is no message.
         """
         self._settle()
-        return self._ask(self._branches.current.before_last(), text, on_prefill)
+        return self._ask(self._branches.current.without_last_turn(), text, on_prefill)
 
     def undo(self) -> Turn:
         """Forget the last message and its answer, and return them. Once the model sees none of those before, it sees
         all of them again, also what was dropped. Raises GenerationError where there is no message."""
         self._settle()
-        shorter = self._branches.current.before_last()
+        shorter = self._branches.current.without_last_turn()
         turn = self._branches.current.turns[-1]
-        self._branches.current = shorter if shorter.seen else Conversation(shorter.turns)
+        self._branches.current = shorter if shorter.visible_turns else Conversation(shorter.turns)
         return turn
 
     def branch(self, name: str | None = None) -> str:
@@ -263,8 +263,8 @@ class Chat:
         self._settle()
         before, conversation = self.dropped, self._branches.current
         if not for_message and conversation.turns:
-            for_message, conversation = conversation.turns[-1].question, conversation.before_last()
-        shorter, _ = shortened(conversation, self._prompt_with(for_message), self._reader.limit)
+            for_message, conversation = conversation.turns[-1].question, conversation.without_last_turn()
+        shorter, _ = drop_oldest_turns(conversation, self._prompt_with(for_message), self._chat_model.limit)
         self._see_only(shorter)
         return self.dropped - before
 
@@ -277,23 +277,23 @@ class Chat:
         that can't be written (of a model with caches of its own kind): the session is written by then.
         """
         self._settle()
-        weights, tokenizer = session_files.fingerprints(self.loaded)
+        weights, tokenizer = session_files.model_fingerprints(self.lm)
         session = Session(
-            str(self.loaded.path), weights, tokenizer, self._reader.asked_template, self._system, self._overflow,
-            not_default(self._options, self.defaults), self.kv, self._branches,
+            str(self.lm.path), weights, tokenizer, self._chat_model.requested_chat_template, self._system, self._overflow,
+            non_default_fields(self._options, self.defaults), self.kv, self._branches,
         )  # fmt: skip
-        self._files.write(Path(path), session, self._reader.context if cache else None, self.loaded)
+        self._files.write(Path(path), session, self._chat_model.context if cache else None, self.lm)
 
     @classmethod
     def open(
         cls,
         path: Path | str,
-        loaded: LoadedModel,
+        lm: LoadedModel,
         *,
-        template: str | None = None,
-        overflow: Overflow | None = None,
+        chat_template: str | None = None,
+        context_overflow: ContextOverflow | None = None,
         kv: KVOptions | None = None,
-        speculation: Speculation | None = None,
+        speculation: SpeculativeDecoder | None = None,
         **options: Any,
     ) -> Chat:
         """The chat in a session file, which goes on as if it had never been left; what is given here counts instead of
@@ -304,13 +304,13 @@ class Chat:
         another model than the file's, the chat goes on as text. `notes` tells whatever of this is so.
         Raises GenerationError naming path and line for a file that is no session, and as `Chat` does.
         """
-        path, files = Path(path), session_files.OwnFiles()
-        found = session_files.found(files.read(path), path, loaded, template)
-        given = {"template": template, "overflow": overflow, "kv": kv}
+        path, files = Path(path), session_files.SessionFiles()
+        found = session_files.found(files.read(path), path, lm, chat_template)
+        given = {"chat_template": chat_template, "context_overflow": context_overflow, "kv": kv}
         given = {name: value for name, value in given.items() if value is not None}
-        chat = cls(loaded, speculation=speculation, **{**found.settings, **options, **given})
+        chat = cls(lm, speculation=speculation, **{**found.settings, **options, **given})
         chat._files, chat._branches, chat.notes = files, found.branches, found.notes
-        if found.same_model and (problem := session_files.read_cache(path, chat._reader.context, loaded)):
+        if found.same_model and (problem := session_files.read_cache(path, chat._chat_model.context, lm)):
             chat.notes.append(problem)
         return chat
 
@@ -323,11 +323,11 @@ class Chat:
             answering.close()
 
     def _messages(self, turns: Sequence[Turn]) -> list[Message]:
-        system = [Message("system", self._system)] if self._system else []
-        return system + [message for turn in turns for message in turn.messages]
+        system_prompt = [Message("system", self._system)] if self._system else []
+        return system_prompt + [message for turn in turns for message in turn.messages]
 
     def _prompt_with(self, question: str) -> Callable[[Conversation], list[int]]:
-        return lambda conversation: self._reader.prompt(self._messages(conversation.seen), question)
+        return lambda conversation: self._chat_model.prompt(self._messages(conversation.visible_turns), question)
 
     def _see_only(self, shorter: Conversation) -> None:
         """The current conversation loses the turns that were dropped from this one."""
@@ -335,30 +335,30 @@ class Chat:
 
     def _ask(
         self, conversation: Conversation, question: str, on_prefill: Callable[[int], None] | None
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[ChatChunk, None, None]:
         if not question:
             raise GenerationError("the message is empty", "some text")
-        conversation, prompt = fitted(
-            conversation, self._prompt_with(question), self._reader.limit, self._overflow, self._options.max_tokens
+        conversation, prompt = fit_to_context(
+            conversation, self._prompt_with(question), self._chat_model.limit, self._overflow, self._options.max_tokens
         )
         self._see_only(conversation)
         self.prompt_tokens = len(prompt)
-        earlier = self._messages(conversation.seen)
-        answer = self._reader.answer(earlier, prompt, self._options, self.speculation, on_prefill)
+        earlier = self._messages(conversation.visible_turns)
+        answer = self._chat_model.answer(earlier, prompt, self._options, self.speculation, on_prefill)
         answering = self._answer(conversation, question, prompt, answer)
         self._answering = weakref.ref(answering)
         return answering
 
     def _answer(
         self, conversation: Conversation, question: str, prompt: list[int], answer: TextStream
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[ChatChunk, None, None]:
         try:
-            yield from pieces(answer, self._reader.transcript.opening)
+            yield from chat_chunks(answer, self._chat_model.chat_encoder.generation_prefix)
         finally:
             answer.close()
             result = answer.result
             if result.tokens:
-                self._branches.current = conversation.with_turn(turn_of(question, prompt, result, self._reader))
+                self._branches.current = conversation.with_turn(make_turn(question, prompt, result, self._chat_model))
                 if self._options.seed == result.seed:  # none was set meanwhile
                     self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
                 self._answers += 1

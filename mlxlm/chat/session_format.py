@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mlxlm.cache import KVOptions
-from mlxlm.chat.branches import MAIN, MOST_BRANCHES, Branches, Conversation, Turn, check_name
-from mlxlm.chat.context_overflow import Overflow, check_overflow
-from mlxlm.chat.json_line import Line, shown
+from mlxlm.chat.branches import MAIN_BRANCH, MAX_BRANCHES, Branches, Conversation, Turn, check_branch_name
+from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow
+from mlxlm.chat.json_line import JsonLine, describe_value
 from mlxlm.generation import FinishReason, GenerationOptions
 from mlxlm.utils.files import json_line
 
@@ -32,21 +32,21 @@ _MOST_TURNS = 1 << 20  # of all branches, which share lines: a small file could 
 
 @dataclass(frozen=True)
 class Session:
-    """What a session file holds. `model`: its name, for people; `weights`, `tokenizer`: fingerprints; `template`: as
+    """What a session file holds. `model`: its name, for people; `weights`, `tokenizer`: fingerprints; `chat_template`: as
     it was asked for; `options`: those of GenerationOptions that are not the chat's defaults."""
 
     model: str
     weights: str
     tokenizer: str
-    template: str | None
-    system: str | None
-    overflow: Overflow
+    chat_template: str | None
+    system_prompt: str | None
+    context_overflow: ContextOverflow
     options: dict[str, Any]
     kv: KVOptions
     branches: Branches
 
 
-def encoded(session: Session) -> bytes:
+def encode_session(session: Session) -> bytes:
     """The content of a session file. Turns that branches have in common are there once."""
     lines: list[dict[str, Any]] = []
     line_of: dict[tuple[int, Turn], int] = {}
@@ -66,13 +66,13 @@ def encoded(session: Session) -> bytes:
         "model": session.model,
         "weights": session.weights,
         "tokenizer": session.tokenizer,
-        "template": session.template,
-        "system": session.system,
-        "overflow": session.overflow,
+        "chat_template": session.chat_template,
+        "system_prompt": session.system_prompt,
+        "context_overflow": session.context_overflow,
         "options": session.options,
-        "kv": not_default(session.kv, KVOptions()),
+        "kv": non_default_fields(session.kv, KVOptions()),
     }
-    if list(ends) != [MAIN] or ends[MAIN]["dropped"]:
+    if list(ends) != [MAIN_BRANCH] or ends[MAIN_BRANCH]["dropped"]:
         header |= {"branch": session.branches.name, "branches": ends}
     return b"".join(json_line(value) for value in (header, *lines))
 
@@ -83,15 +83,15 @@ def _answer_line(turn: Turn) -> dict[str, Any]:
     return {name: value for name, value in line.items() if value is not None}
 
 
-def not_default(options: Any, defaults: Any) -> dict[str, Any]:
+def non_default_fields(options: Any, defaults: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from those of `defaults`."""
     return {name: value for name, value in vars(options).items() if value != getattr(defaults, name)}
 
 
-def decoded(content: bytes, path: Path) -> Session:
+def decode_session(content: bytes, path: Path) -> Session:
     """The session in a file's content; `path` is named in errors. Raises GenerationError naming the line."""
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    header = Line.parsed(path, 1, lines[0])
+    header = JsonLine.parsed(path, 1, lines[0])
     version = header.get(_MARK, int, None)
     if version is None:
         raise header.error("doesn't say that this is a chat", "a file that a chat was saved to")
@@ -101,7 +101,7 @@ def decoded(content: bytes, path: Path) -> Session:
     numbered = ((n, text) for n, text in enumerate(lines[1:], 2) if text.strip())
     last = 1
     for number, text in numbered:
-        question = Line.parsed(path, number, text)
+        question = JsonLine.parsed(path, number, text)
         after = question.get("after", int, last)
         if question.get("role", str) != "user":
             raise question.error("is not a message of the user, whose turn it is", 'one whose role is "user"')
@@ -110,7 +110,7 @@ def decoded(content: bytes, path: Path) -> Session:
         number, text = next(numbered, (number, None))
         if text is None:
             raise question.error("is a message without an answer", "the same file without it")
-        answer = Line.parsed(path, number, text)
+        answer = JsonLine.parsed(path, number, text)
         turns[number] = after, _turn(question, answer)
         last = number
     with header.named():
@@ -118,16 +118,16 @@ def decoded(content: bytes, path: Path) -> Session:
             model=header.get("model", str, "?"),
             weights=header.get("weights", str, ""),
             tokenizer=header.get("tokenizer", str, ""),
-            template=header.get("template", str, None),
-            system=header.text("system", None),
-            overflow=check_overflow(header.get("overflow", str, "stop")),
+            chat_template=header.get("chat_template", str, None),
+            system_prompt=header.text("system_prompt", None),
+            context_overflow=check_context_overflow(header.get("context_overflow", str, "stop")),
             options=_settings(header, "options", GenerationOptions),
             kv=KVOptions(**_settings(header, "kv", KVOptions)),
             branches=_branches(header, turns, last),
         )
 
 
-def _turn(question: Line, answer: Line) -> Turn:
+def _turn(question: JsonLine, answer: JsonLine) -> Turn:
     if answer.get("role", str) != "assistant":
         raise answer.error("is not the model's answer to the line above", 'one whose role is "assistant"')
     ids = answer.get("ids", list, [])
@@ -142,14 +142,14 @@ def _turn(question: Line, answer: Line) -> Turn:
     )  # fmt: skip
 
 
-def _count(line: Line, name: str) -> int:
+def _count(line: JsonLine, name: str) -> int:
     count = line.get(name, int, 0)
     if not 0 <= count < 2**63:
-        raise line.error(f"has the {name} {shown(count)}", "a whole number from 0")
+        raise line.error(f"has the {name} {describe_value(count)}", "a whole number from 0")
     return count
 
 
-def _settings(header: Line, name: str, kind: type) -> dict[str, Any]:
+def _settings(header: JsonLine, name: str, kind: type) -> dict[str, Any]:
     """The fields of a dataclass that the header has under this name, as the dataclass takes them."""
     values = header.get(name, dict, {})
     names = [field.name for field in fields(kind)]
@@ -159,15 +159,15 @@ def _settings(header: Line, name: str, kind: type) -> dict[str, Any]:
     return {name: getattr(checked, name) for name in values}
 
 
-def _branches(header: Line, turns: Mapping[int, tuple[int, Turn]], last: int) -> Branches:
-    ends = header.get("branches", dict, {MAIN: {"line": last}})
-    current = header.get("branch", str, next(iter(ends), MAIN))
-    if current not in ends or len(ends) > MOST_BRANCHES:
-        problem = f"more than {MOST_BRANCHES} branches" if current in ends else f"no branch {shown(current)}"
-        raise header.error(f"has {problem}", f"at most {MOST_BRANCHES} branches, its own among them")
+def _branches(header: JsonLine, turns: Mapping[int, tuple[int, Turn]], last: int) -> Branches:
+    ends = header.get("branches", dict, {MAIN_BRANCH: {"line": last}})
+    current = header.get("branch", str, next(iter(ends), MAIN_BRANCH))
+    if current not in ends or len(ends) > MAX_BRANCHES:
+        problem = f"more than {MAX_BRANCHES} branches" if current in ends else f"no branch {describe_value(current)}"
+        raise header.error(f"has {problem}", f"at most {MAX_BRANCHES} branches, its own among them")
     conversations, room = {}, _MOST_TURNS
     for name, end in ends.items():
-        check_name(name)
+        check_branch_name(name)
         place = header.inner(end, f"the branch {name}")
         line, dropped = place.get("line", int, 1), _count(place, "dropped")
         if line != 1 and line not in turns:

@@ -1,17 +1,17 @@
 """Read and write models of every format, quantized or not."""
 
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.load import float_weights, load_checkpoint, load_model, load_part
+from mlxlm.checkpoint.load import load_checkpoint, load_float32_weights, load_model, load_submodule
 from mlxlm.checkpoint.locations import locate
 from mlxlm.checkpoint.safetensors import load_weights, save_weights
 from mlxlm.checkpoint.source import open_checkpoint
 
 __all__ = [
     "Checkpoint",
-    "float_weights",
+    "load_float32_weights",
     "load_checkpoint",
     "load_model",
-    "load_part",
+    "load_submodule",
     "load_weights",
     "locate",
     "open_checkpoint",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.lazy_tensor import Tensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer
 
@@ -20,14 +20,14 @@ class Checkpoint:
     a module has MLX's packed `.weight` with `.scales` and, in affine mode, `.biases`. `values` is Hugging Face's
     configuration: the file's own, or made from another format's metadata.
 
-    `config` is None for an architecture that mlxlm leaves to mlx_lm; `foreign` says why, and `tensors` then have
+    `config` is None for an architecture that mlxlm leaves to mlx_lm; `unsupported_reason` says why, and `tensors` then have
     the file's names.
     """
 
     path: Path
     format: str  # "safetensors", "pytorch", "gguf" or "llama2.c"
-    values: Mapping[str, Any]
+    hf_config: Mapping[str, Any]
     config: ModelConfig | None
-    tensors: Tensors = field(repr=False)
+    tensors: LazyTensors = field(repr=False)
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)
-    foreign: str | None = None
+    unsupported_reason: str | None = None

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
-from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors
-from mlxlm.config.quantization import plan_of
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.config.quantization import module_quantization
 from mlxlm.utils.errors import CheckpointError
 
 
-def full_shapes(tensors: Tensors, quantization: Mapping[str, Any] | None, source: str) -> dict[str, tuple[int, ...]]:
+def unpacked_shapes(
+    tensors: LazyTensors, quantization: Mapping[str, Any] | None, source: str
+) -> dict[str, tuple[int, ...]]:
     """Shapes by name, those of quantized matrices unpacked, their scales and biases left out.
 
     Raises CheckpointError, naming `source` and the layer, for parts that don't belong together, and for values
@@ -29,11 +31,11 @@ def full_shapes(tensors: Tensors, quantization: Mapping[str, Any] | None, source
             shapes[name] = tensor.shape
         else:
             hint = None if quantization else "an unquantized checkpoint, or one that MLX quantized"
-            raise CheckpointError(f"{source}: {name} is of type {tensor.stored}, not floating-point", hint)
+            raise CheckpointError(f"{source}: {name} is of type {tensor.stored_dtype}, not floating-point", hint)
     return shapes
 
 
-def dequantized(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Tensor]:
+def dequantize_tensors(tensors: LazyTensors, quantization: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """The same tensors with every quantized matrix in float32, nothing rounded on the way."""
     result = {}
     for name, tensor in tensors.items():
@@ -42,23 +44,23 @@ def dequantized(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, 
             if part in ("scales", "biases"):
                 continue
             if part == "weight":
-                tensor = _in_float32(layer, tensors, plan_of(quantization, layer))
+                tensor = _in_float32(layer, tensors, module_quantization(quantization, layer))
         result[name] = tensor
     return result
 
 
-def quantize_modules(module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any]) -> None:
+def quantize_modules(module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any]) -> None:
     """Replace the layers of `module` that have scales in `tensors`, below `prefix`, by MLX's quantized ones."""
 
     def plan(name: str, _module: nn.Module):
-        return plan_of(quantization, prefix + name) if f"{prefix}{name}.scales" in tensors else False
+        return module_quantization(quantization, prefix + name) if f"{prefix}{name}.scales" in tensors else False
 
     nn.quantize(module, class_predicate=plan)
 
 
-def _unpacked(layer: str, tensors: Tensors, quantization: Mapping[str, Any], source: str) -> tuple[int, int]:
+def _unpacked(layer: str, tensors: LazyTensors, quantization: Mapping[str, Any], source: str) -> tuple[int, int]:
     """Shape of a quantized matrix before it was packed, after checking its parts against the plan."""
-    plan = plan_of(quantization, layer)
+    plan = module_quantization(quantization, layer)
     if plan is None:
         raise CheckpointError(f"{source}: {layer} has scales, and config.json says that it is not quantized")
     bits, group_size, mode = plan["bits"], plan["group_size"], plan["mode"]
@@ -87,7 +89,7 @@ def _unpacked(layer: str, tensors: Tensors, quantization: Mapping[str, Any], sou
     return rows, width
 
 
-def _in_float32(layer: str, tensors: Tensors, plan: dict[str, Any]) -> Tensor:
+def _in_float32(layer: str, tensors: LazyTensors, plan: dict[str, Any]) -> LazyTensor:
     packed, scales, biases = (tensors.get(f"{layer}.{part}") for part in ("weight", "scales", "biases"))
 
     def read() -> mx.array:
@@ -99,4 +101,4 @@ def _in_float32(layer: str, tensors: Tensors, plan: dict[str, Any]) -> Tensor:
 
     shape = (packed.shape[0], packed.shape[1] * 32 // plan["bits"])
     nbytes = sum(part.nbytes for part in (packed, scales, biases) if part is not None)
-    return Tensor(shape, mx.float32, packed.stored, nbytes, read)
+    return LazyTensor(shape, mx.float32, packed.stored_dtype, nbytes, read)

@@ -16,12 +16,12 @@ def bits_of(value: mx.array) -> np.ndarray:
     return np.array(mx.contiguous(value).view(_UNSIGNED[value.dtype.size]), copy=False)
 
 
-def same_bits(a: mx.array, b: mx.array) -> bool:
+def bitwise_equal(a: mx.array, b: mx.array) -> bool:
     """Whether two arrays of one shape and dtype are equal to the bit."""
     return np.array_equal(bits_of(a), bits_of(b))
 
 
-def largest(value: mx.array) -> float:
+def max_abs(value: mx.array) -> float:
     """The largest magnitude of float16, bfloat16 or float32 values; NaN if one is NaN.
 
     Without their sign, the bits of floats are in the order of the values, NaN above infinity.
@@ -40,4 +40,4 @@ def largest(value: mx.array) -> float:
 
 def fits_float16(value: mx.array) -> bool:
     """Whether float16 has room for all values; NaN and infinity, which it has too, are another matter."""
-    return value.dtype == mx.float16 or not _LARGEST < largest(value) < float("inf")
+    return value.dtype == mx.float16 or not _LARGEST < max_abs(value) < float("inf")

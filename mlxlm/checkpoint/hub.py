@@ -26,10 +26,10 @@ def download(id: str) -> Path:
     to the hub's own tools. Raises CheckpointError for a model that can't be had, with what would help.
     """
     folder = _snapshot(id, _FILES)
-    if safetensors.is_in(folder):
+    if safetensors.has_weights(folder):
         return folder
     folder = _snapshot(id, _PYTORCH)
-    if pytorch.is_in(folder):
+    if pytorch.has_weights(folder):
         return folder
     raise CheckpointError(
         f"{id} has no safetensors and no PyTorch weights here",

@@ -9,9 +9,9 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import Tensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.safetensors import SHARD_BYTES, write_shards
-from mlxlm.checkpoint.weight_mapping import as_stored
+from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf, resolve_model_type
 from mlxlm.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def write(
     folder: Path,
     values: Mapping[str, Any],
     config: ModelConfig,
-    tensors: Tensors,
+    tensors: LazyTensors,
     tokenizer: Tokenizer | None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -40,7 +40,7 @@ def write(
     set the quantized ones have `.scales` (and `.biases`), and the names are those of mlx_lm's modules. `tokenizer`
     None writes none: see `carry`, which keeps a source's own files.
 
-    `folder` exists; use it within `new_folder`, so that nothing is left of a write that failed. Raises
+    `folder` exists; use it within `atomic_new_folder`, so that nothing is left of a write that failed. Raises
     CheckpointError naming the tensor that can't be read or has values that are not finite, and the file if the
     disk refuses.
     """
@@ -48,7 +48,7 @@ def write(
     write_config(folder, values, config, _dtype(tensors))
     if tokenizer is not None:
         tokenizer.save(folder)
-    stored = as_stored(families.layout(config, for_mlx=quantized), tensors)
+    stored = to_file_weights(families.weight_mappings(config, for_mlx=quantized), tensors)
     write_shards(folder, stored, shard_bytes, finite=True, format="mlx" if quantized else "pt")
 
 
@@ -68,7 +68,7 @@ def write_config(folder: Path, values: Mapping[str, Any], config: ModelConfig, d
         write_json(folder / "generation_config.json", {"_from_model_config": True, **known})
 
 
-def _dtype(tensors: Tensors) -> str:
+def _dtype(tensors: LazyTensors) -> str:
     """The floating-point type of most values, in PyTorch's words."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():

@@ -9,7 +9,7 @@ from typing import TypeVar
 Value = TypeVar("Value", bound=Hashable)
 
 
-def by_value(layers: Mapping[str, Value]) -> dict[Value, str]:
+def group_by_value(layers: Mapping[str, Value]) -> dict[Value, str]:
     """The names of each value, with * for the numbers of layers: {4: "model.layers.*.mlp.up_proj, lm_head"}."""
     found: dict[Value, dict[str, None]] = {}
     for name, value in layers.items():

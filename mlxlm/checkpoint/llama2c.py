@@ -16,16 +16,16 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.llama2c_rope import rope_tables
 from mlxlm.checkpoint.llama2c_tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
-from mlxlm.checkpoint.weight_mapping import as_modules, as_stored
+from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
-from mlxlm.families.weight_mapping import Stored
+from mlxlm.families.weight_mapping import WeightMapping
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
-from mlxlm.utils.files import new_files
+from mlxlm.utils.files import atomic_new_files
 
 _MAGIC = b"24ka"  # the number 0x616b3432, "ak42", in little-endian order
 _NUMBERS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
@@ -63,7 +63,7 @@ def open_llama2c(path: Path | str) -> Checkpoint:
     header = _header(path, start)
     config = header.config
     _check_size(path, size, header)
-    stored: dict[str, Tensor] = {}
+    stored: dict[str, LazyTensor] = {}
     offset = header.start
     for name, shape in _order(config, header.version):
         nbytes = _nbytes(shape, header.group_size)
@@ -73,14 +73,14 @@ def open_llama2c(path: Path | str) -> Checkpoint:
     return Checkpoint(
         path=path,
         format="llama2.c",
-        values=config_to_hf(config),
+        hf_config=config_to_hf(config),
         config=config,
-        tensors=as_modules(_layout(config), stored, str(path)),
+        tensors=to_decoder_weights(_layout(config), stored, str(path)),
         load_tokenizer=lambda: read_tokenizer(find_tokenizer(path, config.vocab_size), config.vocab_size),
     )
 
 
-def check_place(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> bytes:
+def check_output_path(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> bytes:
     """Whether such a model can be at `path`: the content of its tokenizer.bin, or the errors of `write`."""
     words = tokenizer_bytes(tokenizer, config.vocab_size)
     _check_plain(config)
@@ -93,7 +93,7 @@ def check_place(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> bytes:
     return words
 
 
-def write(path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: Tokenizer) -> None:
+def write(path: Path | str, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer) -> None:
     """Write a version 0 file in float32 and `tokenizer.bin` beside it, one tensor in memory at a time.
 
     run.c computes Llama with rotary base 10000 and epsilon 1e-5, whatever a model wants: ConfigError names the
@@ -104,12 +104,12 @@ def write(path: Path | str, config: ModelConfig, tensors: Tensors, tokenizer: To
     appears last, so that where it is, all is there.
     """
     path = Path(path)
-    words = check_place(path, config, tokenizer)
-    stored = as_stored(_layout(config), tensors)
+    words = check_output_path(path, config, tokenizer)
+    stored = to_file_weights(_layout(config), tensors)
     extra = stored.keys() - {name for name, _ in _order(config, version=0)}
     if extra:
         raise CheckpointError(f"{min(extra)} has no place in a llama2.c file")
-    with new_files(path) as folder:
+    with atomic_new_files(path) as folder:
         (folder / _TOKENIZER).write_bytes(words)
         with (folder / path.name).open("wb") as file:
             file.write(_legacy_header(config))
@@ -209,11 +209,11 @@ def _order(config: ModelConfig, version: int) -> Iterator[tuple[str, tuple[int, 
         yield "lm_head.weight", (config.vocab_size, hidden)
 
 
-def _layout(config: ModelConfig) -> list[Stored]:
+def _layout(config: ModelConfig) -> list[WeightMapping]:
     """Queries and keys have rotary pairs in neighbouring rows."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return [
-        Stored(name, (name,), interleaved=n)
+        WeightMapping(name, (name,), interleaved=n)
         for i in range(config.num_hidden_layers)
         for name, n in ((f"model.layers.{i}.self_attn.{part}", n) for part, n in heads.items())
     ]
@@ -244,10 +244,10 @@ def _check_size(path: Path, size: int, header: _Header) -> None:
         raise CheckpointError(f"{path} is {size} bytes long, by its header it has {end}", "a llama2.c model")
 
 
-def _tensor(path: Path, name: str, offset: int, shape: tuple[int, ...], nbytes: int, group_size: int) -> Tensor:
+def _tensor(path: Path, name: str, offset: int, shape: tuple[int, ...], nbytes: int, group_size: int) -> LazyTensor:
     count = math.prod(shape)
     if not group_size or len(shape) == 1:
-        return Tensor(
+        return LazyTensor(
             shape, mx.float32, "F32", nbytes, lambda: mx.array(_mapped(path, name, np.float32, offset, shape))
         )
 
@@ -256,7 +256,7 @@ def _tensor(path: Path, name: str, offset: int, shape: tuple[int, ...], nbytes: 
         scales = mx.array(_mapped(path, name, np.float32, offset + count, (count // group_size, 1)))
         return (values * scales).reshape(shape)  # int8 · float32 is float32
 
-    return Tensor(shape, mx.float32, f"Q8 (groups of {group_size})", nbytes, read)
+    return LazyTensor(shape, mx.float32, f"Q8 (groups of {group_size})", nbytes, read)
 
 
 def _mapped(path: Path, name: str, dtype: type, offset: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -302,7 +302,7 @@ def _legacy_header(config: ModelConfig) -> bytes:
     )  # fmt: skip
 
 
-def _float32(name: str, shape: tuple[int, ...], tensors: Tensors) -> np.ndarray:
+def _float32(name: str, shape: tuple[int, ...], tensors: LazyTensors) -> np.ndarray:
     tensor = tensors.get(name)
     if tensor is None:
         raise CheckpointError(f"{name} is missing")

@@ -45,7 +45,7 @@ def read_tokenizer(path: Path | str, vocab_size: int) -> Tokenizer:
         raise TokenizerError(f"the model of {path} has {vocab_size} tokens", f"a vocabulary of at most {_LARGEST}")
     with os_errors_as(TokenizerError, "read", path):
         size = path.stat().st_size
-        if size > 4 + vocab_size * (8 + 4 * sentencepiece.LONGEST):
+        if size > 4 + vocab_size * (8 + 4 * sentencepiece.MAX_PIECE_LENGTH):
             raise TokenizerError(f"{path} has {size} bytes, too many for the {vocab_size} tokens of the model")
         data = path.read_bytes()
     pieces = _pieces(data, path, vocab_size)
@@ -64,7 +64,11 @@ def tokenizer_bytes(tokenizer: Tokenizer, vocab_size: int) -> bytes:
     """
     hint = "GGUF, or a folder as output"
     if tokenizer.sentencepiece_model is None:
-        what = "has no tokenizer.model" if tokenizer.kind == "sentencepiece" else f"is {tokenizer.kind}"
+        what = (
+            "has no tokenizer.model"
+            if tokenizer.tokenizer_type == "sentencepiece"
+            else f"is {tokenizer.tokenizer_type}"
+        )
         raise TokenizerError(f"llama2.c has SentencePiece tokenizers as Llama 2's, this one {what}", hint)
     model = sentencepiece.parse(tokenizer.sentencepiece_model, "tokenizer.model")
     _check_fixed([piece.piece for piece in model.pieces], "this tokenizer", hint)

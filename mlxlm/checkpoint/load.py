@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.backend import platform
-from mlxlm.backend.mlx import ON_CPU, in_parallel, mx, nn
+from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.dequantize import dequantized, quantize_modules
-from mlxlm.checkpoint.lazy_tensor import Tensors
-from mlxlm.checkpoint.mlx_lm_fallback import ForeignConfig, load_foreign
+from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules
+from mlxlm.checkpoint.lazy_tensor import LazyTensors
+from mlxlm.checkpoint.mlx_lm_fallback import MlxLmConfig, load_with_mlx_lm
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
@@ -22,7 +22,7 @@ from mlxlm.utils.errors import CheckpointError
 _MOST = 0.9  # of memory, for the weights
 
 
-def load_model(source: Path | str) -> tuple[nn.Module, ModelConfig | ForeignConfig]:
+def load_model(source: Path | str) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
     """A model in evaluation mode. `source`: see `open_checkpoint`.
 
     Raises CheckpointError or ConfigError naming the file and the field.
@@ -30,7 +30,7 @@ def load_model(source: Path | str) -> tuple[nn.Module, ModelConfig | ForeignConf
     return load_checkpoint(open_checkpoint(source))
 
 
-def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | ForeignConfig]:
+def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
     """The model of an open checkpoint.
 
     On a GPU the weights keep their dtype and quantization, and are read on first use. On the CPU they are read at
@@ -41,7 +41,7 @@ def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | Fo
     """
     config = checkpoint.config
     if config is None:
-        return load_foreign(checkpoint)
+        return load_with_mlx_lm(checkpoint)
     model = Decoder(config)
     _fill(model, checkpoint.tensors, "", config.quantization, not ON_CPU or _fits_float32(checkpoint))
     return model, config
@@ -68,13 +68,15 @@ def _fits_float32(checkpoint: Checkpoint) -> bool:
     return False
 
 
-def float_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
+def load_float32_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
     """All weights of a decoder by name, in float32 and dequantized: what training begins with."""
     quantization = checkpoint.config.quantization
-    return _in_float32(dequantized(checkpoint.tensors, quantization) if quantization else checkpoint.tensors)
+    return _in_float32(dequantize_tensors(checkpoint.tensors, quantization) if quantization else checkpoint.tensors)
 
 
-def load_part(module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None = None) -> None:
+def load_submodule(
+    module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any] | None = None
+) -> None:
     """Fill `module`, one part of a decoder, with the tensors below `prefix` ("model.layers.3", or "" for all).
 
     In float32 on a CPU, dequantized, whatever the whole model takes; elsewhere a quantized matrix becomes one of MLX's
@@ -83,11 +85,13 @@ def load_part(module: nn.Module, tensors: Tensors, prefix: str, quantization: Ma
     _fill(module, tensors, f"{prefix}." if prefix else "", quantization, fits=True)
 
 
-def _fill(module: nn.Module, tensors: Tensors, prefix: str, quantization: Mapping[str, Any] | None, fits: bool) -> None:
+def _fill(
+    module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any] | None, fits: bool
+) -> None:
     """`fits`: on a CPU, whether there is room for float32."""
     part = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if quantization and ON_CPU and fits:
-        part = dequantized(part, quantization)
+        part = dequantize_tensors(part, quantization)
     elif quantization:
         quantize_modules(module, part, prefix, quantization)
     if ON_CPU and (fits or quantization):  # with scales of 16 bits, quantized products are slower still
@@ -98,14 +102,14 @@ def _fill(module: nn.Module, tensors: Tensors, prefix: str, quantization: Mappin
     module.eval()
 
 
-def _in_float32(tensors: Tensors) -> dict[str, mx.array]:
+def _in_float32(tensors: LazyTensors) -> dict[str, mx.array]:
     """Floating-point values read and converted, few tensors at a time and on two processor cores.
 
     Left to the first use, all that is read would be in memory together with all that it is converted to: half as
     much again for 16-bit weights, and a third more time.
     """
     try:
-        values = in_parallel(lambda t=tensor: as_float32(t.read()) for tensor in tensors.values())
+        values = eval_in_parallel(lambda t=tensor: as_float32(t.read()) for tensor in tensors.values())
         return dict(zip(tensors, values, strict=True))
     except RuntimeError as error:
         raise CheckpointError(f"the weights can't be read: {error}", "a file that nobody writes meanwhile") from None

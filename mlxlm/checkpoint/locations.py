@@ -33,9 +33,9 @@ def locate(path: Path | str) -> Location:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"there is no model folder {path}", "a model folder, a run, a .gguf file, or a hub id")
-    if step_of(path) >= 0 and is_run(path.absolute().parents[1]):
+    if checkpoint_step(path) >= 0 and is_run_folder(path.absolute().parents[1]):
         return Location(path.absolute().parents[1], path)
-    if not is_run(path):
+    if not is_run_folder(path):
         return Location(path, path)
     best = best_checkpoint(path)
     if best is None and (path / MODEL_FILE).is_file():
@@ -45,27 +45,31 @@ def locate(path: Path | str) -> Location:
     return Location(path, best)
 
 
-def is_run(path: Path) -> bool:
+def is_run_folder(path: Path) -> bool:
     return (path / RUN_FILE).is_file()
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted((p for p in (run / "checkpoints").glob("step-*") if step_of(p) >= 0), key=step_of)
+    return sorted((p for p in (run / "checkpoints").glob("step-*") if checkpoint_step(p) >= 0), key=checkpoint_step)
 
 
 def best_checkpoint(run: Path) -> Path | None:
     """The one with the lowest validation loss, of equals the latest; None if there is no checkpoint."""
-    return min(list_checkpoints(run), key=lambda c: (validation_loss(state_of(c)), -step_of(c)), default=None)
+    return min(
+        list_checkpoints(run),
+        key=lambda c: (validation_loss(read_checkpoint_state(c)), -checkpoint_step(c)),
+        default=None,
+    )
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """The step of `.../step-N`, or -1 for another name."""
     prefix, _, number = checkpoint.name.partition("-")
     return int(number) if prefix == "step" and number.isascii() and number.isdigit() else -1
 
 
-def state_of(checkpoint: Path) -> dict[str, Any]:
+def read_checkpoint_state(checkpoint: Path) -> dict[str, Any]:
     """What `state.json` of a checkpoint says; {} where it can't be read."""
     try:
         state = json.loads(read_bytes(checkpoint / "state.json", _LARGEST_STATE, CheckpointError))

@@ -30,14 +30,14 @@ _OF_SOME = ("proportional", "telechat3-yarn")  # rope_types that some of mlx_lm'
 OWN_ROPE = ("deepseek_v41", "gear", "mimo_v2_flash", "muse_glimmer", "plamo3", "step3p5", "talkie")
 
 
-def for_mlx_lm(values: Mapping[str, Any]) -> dict[str, Any]:
+def to_mlx_lm_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same configuration in the names that mlx_lm's model of this `model_type` reads.
 
     Raises CheckpointError for fields that can't be said in them.
     """
     values = {name: _number(value) for name, value in values.items()}
     if isinstance(values.get("text_config"), Mapping):
-        values["text_config"] = for_mlx_lm(values["text_config"])
+        values["text_config"] = to_mlx_lm_config(values["text_config"])
         if values.get("vocab_size") is None and "vocab_size" in values["text_config"]:
             values["vocab_size"] = values["text_config"]["vocab_size"]  # some of mlx_lm's models look here alone
     if values.get("model_type") not in OWN_ROPE:
@@ -53,7 +53,7 @@ def for_mlx_lm(values: Mapping[str, Any]) -> dict[str, Any]:
     return values | derive(values) if derive else values
 
 
-def needs_whole_model(values: Mapping[str, Any]) -> bool:
+def needs_multimodal_model(values: Mapping[str, Any]) -> bool:
     """Whether this is a language model alone that mlx_lm only has as a part of the model with pictures."""
     kind = values.get("model_type")
     if kind == "llama4_text":  # mlx_lm has a model for the dense ones with a tied head

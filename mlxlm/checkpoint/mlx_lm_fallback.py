@@ -14,10 +14,10 @@ from typing import Any
 
 from mlxlm.backend.mlx import ON_CPU, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.mlx_lm_model import build
+from mlxlm.checkpoint.mlx_lm_model import build_model
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config.validation import is_count
-from mlxlm.families import quantization_of
+from mlxlm.families import get_quantization_config
 from mlxlm.utils.errors import CheckpointError
 
 _NO_LIMIT = 2**31 - 1
@@ -25,7 +25,7 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "s
 
 
 @dataclass(frozen=True)
-class ForeignConfig:
+class MlxLmConfig:
     """What generation asks of the configuration of a model that mlx_lm provides."""
 
     model_type: str
@@ -34,13 +34,13 @@ class ForeignConfig:
     eos_ids: frozenset[int]
 
 
-def load_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, ForeignConfig]:
+def load_with_mlx_lm(checkpoint: Checkpoint) -> tuple[nn.Module, MlxLmConfig]:
     """The model that mlx_lm makes of an open checkpoint's folder. Code inside the folder is never run.
 
     Raises CheckpointError for whatever mlx_lm can't load, and for what it would compute wrongly.
     """
-    folder, values = checkpoint.path, checkpoint.values
-    model, limit = build_foreign(checkpoint)
+    folder, values = checkpoint.path, checkpoint.hf_config
+    model, limit = build_with_mlx_lm(checkpoint)
     _load_weights(model, checkpoint)
     if ON_CPU:
         model.apply(as_float32)
@@ -52,7 +52,7 @@ def load_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, ForeignConfig]:
     if not all(type(id) is int for id in ends):
         raise CheckpointError(f"{folder}: eos_token_id is {eos!r}, it must be a token id or a list of them")
     longest = _count(values, model, *_CONTEXT)
-    return model, ForeignConfig(
+    return model, MlxLmConfig(
         model_type=str(values.get("model_type")),
         vocab_size=_count(values, model, "vocab_size"),
         max_position_embeddings=min(longest, limit[0]) if limit else longest,
@@ -60,22 +60,22 @@ def load_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, ForeignConfig]:
     )
 
 
-def build_foreign(checkpoint: Checkpoint) -> tuple[nn.Module, tuple[int, str] | None]:
+def build_with_mlx_lm(checkpoint: Checkpoint) -> tuple[nn.Module, tuple[int, str] | None]:
     """The model without its weights, and the longest text that it computes as config.json says, with the field that it
-    ignores beyond; None if it ignores nothing. Raises CheckpointError as `load_foreign` does."""
+    ignores beyond; None if it ignores nothing. Raises CheckpointError as `load_with_mlx_lm` does."""
     if checkpoint.format != "safetensors":
         problem = f"{checkpoint.path}: mlx_lm reads safetensors, not {checkpoint.format} files"
         raise CheckpointError(problem, "transformers: load it and save_pretrained() it")
     try:
-        return build(checkpoint.values)
+        return build_model(checkpoint.hf_config)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint) from error.__cause__
 
 
-def what_runs_it(checkpoint: Checkpoint) -> str | None:
+def unconvertible_hint(checkpoint: Checkpoint) -> str | None:
     """What to try with a model that can be run but not converted or quantized; None if it can't be run either."""
     try:
-        build_foreign(checkpoint)
+        build_with_mlx_lm(checkpoint)
     except CheckpointError:
         return None
     return "mlxlm chat or mlxlm generate, which run it as it is"
@@ -85,7 +85,7 @@ def _load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill a model of mlx_lm by mlx_lm's own loader, which knows the many forms of quantized folders."""
     from mlx_lm.utils import load_model
 
-    plan = quantization_of(checkpoint.values)
+    plan = get_quantization_config(checkpoint.hf_config)
     built = SimpleNamespace(from_dict=lambda config: model)
     try:
         load_model(
@@ -102,7 +102,7 @@ def _load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _unreadable(checkpoint: Checkpoint, error: Exception) -> str:
-    return f"mlx_lm can't load this {checkpoint.values.get('model_type')} model: {error}"
+    return f"mlx_lm can't load this {checkpoint.hf_config.get('model_type')} model: {error}"
 
 
 def _misfit(text: str) -> str | None:

@@ -18,12 +18,12 @@ from types import CodeType
 from typing import Any
 
 from mlxlm.backend.mlx import nn
-from mlxlm.checkpoint.mlx_lm_config import OWN_ROPE, for_mlx_lm, needs_whole_model
+from mlxlm.checkpoint.mlx_lm_config import OWN_ROPE, needs_multimodal_model, to_mlx_lm_config
 from mlxlm.checkpoint.mlx_lm_rope import install_rope
-from mlxlm.checkpoint.mlx_lm_unread_fields import check_ignored, longest_text
-from mlxlm.checkpoint.mlx_lm_weights import adapted
+from mlxlm.checkpoint.mlx_lm_unread_fields import check_unread_fields, supported_length
+from mlxlm.checkpoint.mlx_lm_weights import patched_model_class
 from mlxlm.config import quantization
-from mlxlm.families import quantization_of
+from mlxlm.families import get_quantization_config
 from mlxlm.utils.errors import CheckpointError
 
 _MOST = 10_000  # layers or experts; no model is near it, and each is a Python object
@@ -33,33 +33,33 @@ _ROTATES_SHARE = ("glm", "qwen3_5", "qwen3_5_moe", "recurrent_gemma")
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
 
 
-def build(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] | None]:
+def build_model(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] | None]:
     """A model with the architecture of config.json and without its weights, and how long its texts can be: see
-    `longest_text`.
+    `supported_length`.
 
     Raises CheckpointError, naming the field, for what mlx_lm has no model for or computes otherwise.
     """
     if values.get("model_file") is not None:
         problem = f"config.json asks for Python code in the model's folder (model_file is {values['model_file']!r})"
         raise CheckpointError(f"{problem}, and mlxlm runs none")
-    if text_only := needs_whole_model(values):
+    if text_only := needs_multimodal_model(values):
         values = {"model_type": values["model_type"].removesuffix("_text"), "text_config": values}
     name = _module_name(values)
     if name == "olmo" and "d_model" not in values:
         raise CheckpointError("mlx_lm's olmo has no model for a config.json of transformers, only for one with d_model")
-    if (plan := quantization_of(values)) is not None and (problems := [*quantization.problems(plan)]):
-        raise CheckpointError("; ".join(problems[:3]))
+    if (plan := get_quantization_config(values)) is not None and (config_errors := [*quantization.config_errors(plan)]):
+        raise CheckpointError("; ".join(config_errors[:3]))
     model_class, args_class = _classes(name)
     with _explained(name, {}, values):
-        config = for_mlx_lm(values)
+        config = to_mlx_lm_config(values)
     _check_counts(config)
     fields = {**inspect.signature(args_class).parameters, **(_text_fields(name) if "text_config" in config else {})}
-    check_ignored(name, fields, config)
+    check_unread_fields(name, fields, config)
     with _explained(name, fields, config):
-        model = adapted(name, model_class, text_only)(args_class.from_dict(config))
+        model = patched_model_class(name, model_class, text_only)(args_class.from_dict(config))
     if name not in OWN_ROPE:
         install_rope(model, values, name in _ROTATES_SHARE or not _SHARES.isdisjoint(fields))
-    return model, longest_text(name, fields, config)
+    return model, supported_length(name, fields, config)
 
 
 def _module_name(values: Mapping[str, Any]) -> str:

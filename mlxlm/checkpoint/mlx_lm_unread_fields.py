@@ -52,7 +52,7 @@ _READ_IT = ("gear", "kimi_k3", "muse_glimmer", "muse_spark", "nemotron-nas", "ph
 _SYNONYMS = {"swish": "silu", "sqrelu": "relu2", "relu_squared": "relu2"}
 
 
-def check_ignored(name: str, read: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def check_unread_fields(name: str, read: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise CheckpointError, naming the field, for a value without which mlx_lm's model `name` would run.
 
     read: the fields that the model reads.
@@ -72,7 +72,7 @@ def check_ignored(name: str, read: Mapping[str, Any], config: Mapping[str, Any])
             raise CheckpointError(f"{field} is {activation!r}, mlx_lm's {name} computes {own}")
 
 
-def longest_text(name: str, read: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, str] | None:
+def supported_length(name: str, read: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, str] | None:
     """The number of tokens up to which mlx_lm's model `name` computes what the configuration says, and the field that
     it ignores beyond; None without such a limit."""
     if isinstance(config.get("text_config"), Mapping):

@@ -10,7 +10,7 @@ from mlxlm.utils.errors import CheckpointError
 Weights = dict[str, mx.array]
 
 
-def adapted(name: str, model_class: type[nn.Module], text_only: bool) -> type[nn.Module]:
+def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool) -> type[nn.Module]:
     """mlx_lm's model `name`, reading the tensors that transformers 5 saves.
 
     text_only: the files are those of a language model alone, and mlx_lm's is the one with pictures.

@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import Tensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
-from mlxlm.checkpoint.unpickler import PickleError, View, read_pickle
-from mlxlm.utils.bounded_reads import opened
+from mlxlm.checkpoint.unpickler import PickleError, TensorView, read_pickle
+from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 
 _INDEX = "pytorch_model.bin.index.json"
@@ -46,17 +46,17 @@ _TYPES = {
 }
 
 
-def looks_like(start: bytes) -> bool:
+def is_pytorch_file(start: bytes) -> bool:
     """Whether a file that begins with these 4 bytes is one of PyTorch's."""
     return start[:4] in (_ZIP, _LEGACY)
 
 
-def is_in(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     """Whether a folder has a model in PyTorch's files."""
     return (folder / _INDEX).exists() or bool(_files(folder))
 
 
-def folder_tensors(folder: Path) -> dict[str, Tensor]:
+def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
     """All tensors of a folder: by `pytorch_model.bin.index.json`, else of `pytorch_model*.bin`, else of the only
     `.bin`, `.pt` or `.pth` file. Raises CheckpointError naming the file and the tensor."""
     if (folder / _INDEX).exists():
@@ -64,13 +64,13 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
     return joined_tensors(_files(folder), file_tensors)
 
 
-def file_tensors(path: Path) -> dict[str, Tensor]:
+def file_tensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of one file, described; every byte they claim is there.
 
     The tensors may lie under one of `_NESTED`. Raises CheckpointError naming the file and the tensor, or
     what the pickle in it asks for that no tensor needs.
     """
-    with opened(path, CheckpointError) as file:
+    with open_regular(path, CheckpointError) as file:
         start = file.read(4)
         if start == _LEGACY:
             raise CheckpointError(
@@ -154,20 +154,22 @@ def _start(path: Path, file: BinaryIO, records: _Records, name: str) -> int:
     return start
 
 
-def _state(content: Any) -> dict[str, View]:
+def _state(content: Any) -> dict[str, TensorView]:
     """The dictionary of tensors; numbers and texts beside them are left out."""
     for key in _NESTED:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
             break
     state = content if isinstance(content, dict) else {}
-    state = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, View)}
+    state = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, TensorView)}
     if not state:
         raise PickleError("it has no tensors by name")
     return state
 
 
-def _tensor(path: Path, file: BinaryIO, records: _Records, starts: dict[str, int], name: str, view: View) -> Tensor:
+def _tensor(
+    path: Path, file: BinaryIO, records: _Records, starts: dict[str, int], name: str, view: TensorView
+) -> LazyTensor:
     """A tensor of the file after checking that its view lies within its storage, and that within the file."""
     source, dtype, stored = _TYPES[view.storage.kind]
     itemsize = np.dtype(source).itemsize
@@ -198,7 +200,7 @@ def _tensor(path: Path, file: BinaryIO, records: _Records, starts: dict[str, int
             return mx.array(values).view(mx.bfloat16)
         return mx.array(values.astype(np.float32) if stored == "F64" else values)
 
-    return Tensor(shape, dtype, stored, size * itemsize, read)
+    return LazyTensor(shape, dtype, stored, size * itemsize, read)
 
 
 def _are_counts(values: Any) -> bool:

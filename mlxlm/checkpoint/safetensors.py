@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.float_bits import largest
-from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors, of_array
+from mlxlm.checkpoint.float_bits import max_abs
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, lazy_tensor
 from mlxlm.checkpoint.locations import MODEL_FILE
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_object
-from mlxlm.utils.bounded_reads import opened
+from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.digests import HashingWriter
-from mlxlm.utils.errors import CheckpointError, os_errors_as, shortened
+from mlxlm.utils.errors import CheckpointError, os_errors_as, short_repr
 from mlxlm.utils.files import write_json
 
 SHARD_BYTES = 5_000_000_000
@@ -54,14 +54,14 @@ def check_file(path: Path) -> list[str]:
     return list(file_tensors(path))
 
 
-def file_tensors(path: Path) -> dict[str, Tensor]:
+def file_tensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of one file, described; every byte they claim is there. Raises as `check_file` does."""
     return file_header(path)[0]
 
 
-def file_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """`file_tensors` and the metadata of one file. Raises as `check_file` does."""
-    with opened(path, CheckpointError) as file:
+    with open_regular(path, CheckpointError) as file:
         size = path.stat().st_size
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -86,7 +86,7 @@ def file_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             )
         if first < last:
             spans.append((first, last, name))
-        tensors[name] = Tensor(shape, DTYPES[dtype], dtype, last - first, reader.of(name))
+        tensors[name] = LazyTensor(shape, DTYPES[dtype], dtype, last - first, reader.of(name))
     spans.sort()
     for (_, end, name), (first, _, other) in pairwise(spans):
         if first < end:
@@ -94,12 +94,12 @@ def file_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def is_in(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     """Whether a folder has a model's safetensors, or their index."""
     return (folder / INDEX).exists() or any(folder.glob(_FILES))
 
 
-def folder_tensors(folder: Path) -> dict[str, Tensor]:
+def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
     """All tensors of a model folder: by `model.safetensors.index.json` where there is one, else of
     `model.safetensors`, else of every `model*.safetensors`. Raises CheckpointError naming the file and the tensor."""
     if (folder / INDEX).exists():
@@ -119,23 +119,23 @@ def load_weights(folder: Path) -> dict[str, mx.array]:
 
 def save_weights(folder: Path, weights: Mapping[str, mx.array], shard_bytes: int = SHARD_BYTES) -> None:
     """Write a model's arrays; see `write_shards`."""
-    write_shards(folder, {name: of_array(value) for name, value in weights.items()}, shard_bytes)
+    write_shards(folder, {name: lazy_tensor(value) for name, value in weights.items()}, shard_bytes)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, mx.array]) -> None:
     """One safetensors file of arrays; see `write_file`."""
-    write_file(path, {name: of_array(value) for name, value in tensors.items()})
+    write_file(path, {name: lazy_tensor(value) for name, value in tensors.items()})
 
 
 def write_shards(
-    folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES, finite: bool = False, format: str = "mlx"
+    folder: Path, tensors: LazyTensors, shard_bytes: int = SHARD_BYTES, finite: bool = False, format: str = "mlx"
 ) -> None:
     """Write `model.safetensors`, or shards of at most `shard_bytes` with an index as Hugging Face names them.
 
     A single tensor larger than that gets a shard of its own. One tensor is in memory at a time. Raises as
     `write_file` does.
     """
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, LazyTensor]] = [{}]
     filled = total = 0
     for name, tensor in tensors.items():
         nbytes = _nbytes(tensor)
@@ -156,7 +156,7 @@ def write_shards(
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str = "mlx") -> None:
+def write_file(path: Path, tensors: LazyTensors, finite: bool = False, format: str = "mlx") -> None:
     """One safetensors file, by `write_tensors`. It appears whole or not at all; one process may write it at a time.
 
     Raises as `write_tensors` does, and CheckpointError naming the file if the disk refuses.
@@ -165,7 +165,7 @@ def write_file(path: Path, tensors: Tensors, finite: bool = False, format: str =
         write_tensors(file, path, tensors, finite, format)
 
 
-def write_hashed(path: Path, tensors: Tensors, format: str = "mlx") -> str:
+def write_hashed(path: Path, tensors: LazyTensors, format: str = "mlx") -> str:
     """`write_file`; returns the file's SHA-256."""
     with _appearing(path) as file:
         hashing = HashingWriter(file)
@@ -189,7 +189,7 @@ def _appearing(path: Path) -> Iterator[BinaryIO]:
 def write_tensors(
     file: BinaryIO | HashingWriter,
     path: Path,
-    tensors: Tensors,
+    tensors: LazyTensors,
     finite: bool = False,
     format: str = "mlx",
     metadata: Mapping[str, str] | None = None,
@@ -216,7 +216,7 @@ def write_tensors(
         file.write(_bytes_of(tensors[name], name, path, finite))
 
 
-def _order(tensors: Tensors) -> list[str]:
+def _order(tensors: LazyTensors) -> list[str]:
     """The order of the data, in which each tensor begins at a multiple of its element's size.
 
     A quantized matrix's parts, which are made together, stay together where their bytes allow it: else all scales
@@ -281,7 +281,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         or len(shape) > _MAX_DIMENSIONS
         or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
     ):
-        raise CheckpointError(f"{path}: tensor {name} has no possible shape: {shortened(shape)}")
+        raise CheckpointError(f"{path}: tensor {name} has no possible shape: {short_repr(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
         raise CheckpointError(f"{path}: tensor {name} has no two offsets: {offsets}")
     first, last = offsets
@@ -291,11 +291,11 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     return dtype, tuple(shape), first, last
 
 
-def _nbytes(tensor: Tensor) -> int:
+def _nbytes(tensor: LazyTensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.size
 
 
-def _bytes_of(tensor: Tensor, name: str, path: Path, finite: bool) -> memoryview:
+def _bytes_of(tensor: LazyTensor, name: str, path: Path, finite: bool) -> memoryview:
     value = tensor.read()
     if tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype:
         raise CheckpointError(f"{path}: tensor {name} was read as {value.dtype} {list(value.shape)}")
@@ -305,6 +305,6 @@ def _bytes_of(tensor: Tensor, name: str, path: Path, finite: bool) -> memoryview
         raw = np.array(mx.contiguous(value).view(_BITS[value.dtype.size]), copy=False)
     except RuntimeError as error:
         raise CheckpointError(f"{path}: tensor {name} can't be read: {error}") from None
-    if finite and mx.issubdtype(value.dtype, mx.floating) and not largest(value) < math.inf:
+    if finite and mx.issubdtype(value.dtype, mx.floating) and not max_abs(value) < math.inf:
         raise CheckpointError(f"{path}: tensor {name} has values that are not finite")
     return memoryview(raw).cast("B")

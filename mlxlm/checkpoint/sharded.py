@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.lazy_tensor import Tensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 
@@ -17,10 +17,12 @@ _MAX_FILES = 1_000
 _MAX_TENSORS = 50_000  # of all files, and one more for each megabyte: DeepSeek-V3 has 92,000 in 690 GB
 
 
-def joined_tensors(files: Sequence[Path], read_file: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def joined_tensors(
+    files: Sequence[Path], read_file: Callable[[Path], Mapping[str, LazyTensor]]
+) -> dict[str, LazyTensor]:
     """The tensors of several files together, `read_file` reading one. Raises CheckpointError for a tensor that is in
     two of them."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for file, found in _each(files, read_file):
         for name, tensor in found.items():
             if name in tensors:
@@ -29,7 +31,7 @@ def joined_tensors(files: Sequence[Path], read_file: Callable[[Path], Mapping[st
     return tensors
 
 
-def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
     """The tensors that a Hugging Face index lists, each out of the file it names, `read_file` reading one.
 
     Raises CheckpointError for a file outside the index's folder or not there, and for a tensor that isn't in its file.
@@ -55,8 +57,8 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, Tensor
 
 
 def _each(
-    files: Sequence[Path], read_file: Callable[[Path], Mapping[str, Tensor]]
-) -> Iterator[tuple[Path, Mapping[str, Tensor]]]:
+    files: Sequence[Path], read_file: Callable[[Path], Mapping[str, LazyTensor]]
+) -> Iterator[tuple[Path, Mapping[str, LazyTensor]]]:
     """Each file with its tensors, as long as there aren't more of them than a model has."""
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{files[0].parent}: {len(files)} files of weights, more than any model has")

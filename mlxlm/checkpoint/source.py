@@ -12,17 +12,17 @@ from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import dequantize, hub, pytorch, safetensors
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.gguf import open_gguf
-from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.llama2c import open_llama2c
 from mlxlm.checkpoint.locations import locate
-from mlxlm.checkpoint.weight_mapping import as_modules
+from mlxlm.checkpoint.weight_mapping import to_decoder_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.validation import is_unused_id
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer import load as load_tokenizer
-from mlxlm.utils.bounded_reads import opened
+from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.utils.json_files import read_json
 
@@ -56,11 +56,11 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    with opened(path, CheckpointError) as file:
+    with open_regular(path, CheckpointError) as file:
         start = file.read(4)
     if start == b"GGUF" or path.suffix == ".gguf":
         return open_gguf(path)
-    if path.suffix == ".bin" and not pytorch.looks_like(start):
+    if path.suffix == ".bin" and not pytorch.is_pytorch_file(start):
         return open_llama2c(path)
     if path.suffix in _PARTS:
         raise CheckpointError(f"{path} is one file of a model", f"its folder, {path.parent}")
@@ -70,7 +70,7 @@ def _open_file(path: Path) -> Checkpoint:
 def _open_folder(path: Path) -> Checkpoint:
     location = locate(path)
     file = location.root / "config.json"
-    if not file.exists() or not (safetensors.is_in(location.weights) or pytorch.is_in(location.weights)):
+    if not file.exists() or not (safetensors.has_weights(location.weights) or pytorch.has_weights(location.weights)):
         found = list(path.glob("*.gguf"))  # on the hub, often beside the config.json of what they were made from
         if len(found) == 1:
             return _open_file(found[0])
@@ -116,25 +116,25 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [] if value is None else [value]
 
 
-def _folder_tensors(folder: Path) -> tuple[str, dict[str, Tensor]]:
-    if not safetensors.is_in(folder) and pytorch.is_in(folder):
+def _folder_tensors(folder: Path) -> tuple[str, dict[str, LazyTensor]]:
+    if not safetensors.has_weights(folder) and pytorch.has_weights(folder):
         return "pytorch", pytorch.folder_tensors(folder)
     return "safetensors", safetensors.folder_tensors(folder)
 
 
-def _decoder_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
+def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) -> dict[str, LazyTensor]:
+    named: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        own = families.own_name(config, name)
+        own = families.normalize_tensor_name(config, name)
         if own in named:
             raise CheckpointError(f"{folder}: {own} is there twice, with and without a prefix")
         if own is not None:
             named[own] = tensor
     for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
-    return as_modules(families.layout(config, for_mlx=for_mlx), named, str(folder))
+    return to_decoder_weights(families.weight_mappings(config, for_mlx=for_mlx), named, str(folder))
 
 
-def _check_fit(config: ModelConfig, tensors: Tensors, path: Path) -> None:
+def _check_fit(config: ModelConfig, tensors: LazyTensors, path: Path) -> None:
     """All weights there, none left over, every shape as the configuration says."""
     layers = {int(found[1]) for name in tensors if (found := _LAYER.match(name))}
     if config.num_hidden_layers > len(layers):  # said before a decoder of that many layers is built to compare with
@@ -143,7 +143,7 @@ def _check_fit(config: ModelConfig, tensors: Tensors, path: Path) -> None:
             f"{path}: the weights don't fit the configuration: model.layers.{missing} is missing"
             f" (num_hidden_layers is {config.num_hidden_layers})"
         )
-    shapes = dequantize.full_shapes(tensors, config.quantization, str(path))
+    shapes = dequantize.unpacked_shapes(tensors, config.quantization, str(path))
     wanted = {name: tuple(value.shape) for name, value in tree_flatten(Decoder(config).parameters())}
     problems = [f"{name} is missing" for name in wanted if name not in shapes]
     problems += [f"{name} is not part of this model" for name in shapes if name not in wanted]

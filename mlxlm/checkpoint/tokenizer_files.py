@@ -9,7 +9,7 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.locations import locate
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 
-FOLDERS = ("safetensors", "pytorch")  # formats whose files lie in one folder with those of the tokenizer
+FOLDER_FORMATS = ("safetensors", "pytorch")  # formats whose files lie in one folder with those of the tokenizer
 
 # Every file that a tokenizer, a chat template or generation settings can be in, as Hugging Face names them.
 FILES = (
@@ -18,14 +18,14 @@ FILES = (
 )  # fmt: skip
 
 
-def carry_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[str]:
+def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Give the model in `folder` the source's tokenizer files as they are, or a tokenizer rebuilt out of another
     format. Returns warnings: where the source has none.
 
     Raises TokenizerError for one that can't be read: see `check_tokenizer`.
     """
     warnings = check_tokenizer(checkpoint)
-    if checkpoint.format in FOLDERS:
+    if checkpoint.format in FOLDER_FORMATS:
         root = locate(checkpoint.path).root
         for name in FILES:
             if (root / name).is_file():

@@ -35,7 +35,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """A tensor: part of a storage. Sizes and strides count elements; nothing is checked yet."""
 
     storage: Storage
@@ -65,7 +65,7 @@ _MARK = object()
 
 
 def read_pickle(raw: bytes) -> Any:
-    """Dictionaries, lists, tuples, numbers and texts, with `View`s for tensors. Raises PickleError."""
+    """Dictionaries, lists, tuples, numbers and texts, with `TensorView`s for tensors. Raises PickleError."""
     machine = _Machine(raw)
     try:
         return machine.run()
@@ -181,8 +181,8 @@ class _Machine:
             marks = arguments[6] if len(arguments) > 6 else None
             if isinstance(marks, dict) and any(marks.values()):  # "conj" and "neg": the numbers mean others
                 raise PickleError(f"a tensor is marked {', '.join(map(str, marks))} (resolve_neg, resolve_conj)")
-            self.push(View(storage, offset, shape, strides))
-        elif type(arguments[0] if arguments else None) is {_PARAMETER: View, _SIZE: tuple}.get(name, object):
+            self.push(TensorView(storage, offset, shape, strides))
+        elif type(arguments[0] if arguments else None) is {_PARAMETER: TensorView, _SIZE: tuple}.get(name, object):
             self.push(arguments[0])
         elif name == _ORDERED and arguments == ():
             self.push({})

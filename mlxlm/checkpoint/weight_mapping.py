@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import Tensor, Tensors
-from mlxlm.families.weight_mapping import Stored
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.families.weight_mapping import WeightMapping
 from mlxlm.utils.errors import CheckpointError
 
 
-def as_modules(layout: Sequence[Stored], tensors: Tensors, source: str) -> dict[str, Tensor]:
-    """The decoder's tensors out of the file's. Names that `layout` doesn't know stay as they are.
+def to_decoder_weights(
+    weight_mappings: Sequence[WeightMapping], tensors: LazyTensors, source: str
+) -> dict[str, LazyTensor]:
+    """The decoder's tensors out of the file's. Names that `weight_mappings` doesn't know stay as they are.
 
     A fused tensor is read once for its parts: those that nobody has read yet stay in memory until they are, or until a
     part of another one is.
@@ -19,7 +21,7 @@ def as_modules(layout: Sequence[Stored], tensors: Tensors, source: str) -> dict[
     Rows of a quantized matrix are as separate as those of any other, so weights, scales and biases take the
     same way. Raises CheckpointError, naming `source`, for a tensor whose rows don't add up.
     """
-    known = {stored.name: stored for stored in layout}
+    known = {stored.name: stored for stored in weight_mappings}
     last: dict[str, list[mx.array]] = {}  # the parts of one fused tensor, so that three modules read it once
     result = {}
     for name, tensor in tensors.items():
@@ -33,7 +35,7 @@ def as_modules(layout: Sequence[Stored], tensors: Tensors, source: str) -> dict[
             if not whole.shape or whole.shape[0] % (2 * stored.interleaved):
                 problem = f"is {list(tensor.shape)}, which {stored.interleaved} heads of rotary pairs don't divide"
                 raise CheckpointError(f"{source}: {name} {problem}")
-            whole = whole.then(lambda value, heads=stored.interleaved: _halves(value, heads))
+            whole = whole.transform(lambda value, heads=stored.interleaved: _halves(value, heads))
         if len(stored.modules) == 1:
             result[f"{stored.modules[0]}.{parameter}"] = whole
             continue
@@ -43,18 +45,18 @@ def as_modules(layout: Sequence[Stored], tensors: Tensors, source: str) -> dict[
                 f" ({', '.join(m.rpartition('.')[2] for m in stored.modules)})"
             )
         for i, (part, rows) in enumerate(zip(stored.modules, stored.rows, strict=True)):
-            result[f"{part}.{parameter}"] = Tensor(
-                (rows, *whole.shape[1:]), whole.dtype, whole.stored, whole.nbytes * rows // whole.shape[0],
+            result[f"{part}.{parameter}"] = LazyTensor(
+                (rows, *whole.shape[1:]), whole.dtype, whole.stored_dtype, whole.nbytes * rows // whole.shape[0],
                 _part_reader(last, name, i, whole.read, stored),
             )  # fmt: skip
     return result
 
 
-def as_stored(layout: Sequence[Stored], tensors: Tensors) -> dict[str, Tensor]:
-    """The file's tensors out of the decoder's: the inverse of `as_modules`. Raises CheckpointError where a
+def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTensors) -> dict[str, LazyTensor]:
+    """The file's tensors out of the decoder's: the inverse of `to_decoder_weights`. Raises CheckpointError where a
     fused tensor lacks a part, or its parts are quantized differently."""
-    home = {module: stored for stored in layout for module in stored.modules}
-    result: dict[str, Tensor] = {}
+    home = {module: stored for stored in weight_mappings for module in stored.modules}
+    result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         stored = home.get(module)
@@ -71,19 +73,19 @@ def as_stored(layout: Sequence[Stored], tensors: Tensors) -> dict[str, Tensor]:
             raise CheckpointError(f"{target} joins {', '.join(stored.modules)}, which need {stored.rows} rows")
         whole = tensor if len(parts) == 1 else _joined(parts, stored)
         if stored.interleaved:
-            whole = whole.then(lambda value, heads=stored.interleaved: _pairs(value, heads))
+            whole = whole.transform(lambda value, heads=stored.interleaved: _pairs(value, heads))
         result[target] = _turned(whole, stored, parameter)
     return result
 
 
-def _turned(tensor: Tensor, stored: Stored, parameter: str) -> Tensor:
+def _turned(tensor: LazyTensor, stored: WeightMapping, parameter: str) -> LazyTensor:
     if not stored.transposed or parameter != "weight" or len(tensor.shape) != 2:
         return tensor
-    return tensor.then(mx.transpose, shape=tensor.shape[::-1])
+    return tensor.transform(mx.transpose, shape=tensor.shape[::-1])
 
 
 def _part_reader(
-    last: dict[str, list[mx.array]], name: str, index: int, read: Callable[[], mx.array], stored: Stored
+    last: dict[str, list[mx.array]], name: str, index: int, read: Callable[[], mx.array], stored: WeightMapping
 ) -> Callable[[], mx.array]:
     def part() -> mx.array:
         parts = last.get(name)
@@ -99,7 +101,7 @@ def _part_reader(
     return part
 
 
-def _split(whole: mx.array, stored: Stored) -> list[mx.array]:
+def _split(whole: mx.array, stored: WeightMapping) -> list[mx.array]:
     tail = whole.shape[1:]
     grouped = whole.reshape(stored.groups, -1, *tail)
     ends, end = [], 0
@@ -109,7 +111,7 @@ def _split(whole: mx.array, stored: Stored) -> list[mx.array]:
     return [part.reshape(-1, *tail) for part in mx.split(grouped, ends, axis=1)]
 
 
-def _joined(parts: Sequence[Tensor], stored: Stored) -> Tensor:
+def _joined(parts: Sequence[LazyTensor], stored: WeightMapping) -> LazyTensor:
     tail = parts[0].shape[1:]
 
     def read() -> mx.array:
@@ -117,7 +119,7 @@ def _joined(parts: Sequence[Tensor], stored: Stored) -> Tensor:
         return mx.concatenate(grouped, axis=1).reshape(-1, *tail)
 
     rows = sum(part.shape[0] for part in parts)
-    return Tensor((rows, *tail), parts[0].dtype, parts[0].stored, sum(part.nbytes for part in parts), read)
+    return LazyTensor((rows, *tail), parts[0].dtype, parts[0].stored_dtype, sum(part.nbytes for part in parts), read)
 
 
 def _halves(value: mx.array, heads: int) -> mx.array:

@@ -18,33 +18,37 @@ from mlxlm.cli.kv_options import kv_options
 from mlxlm.cli.sampling_options import sampling_options
 from mlxlm.cli.sections import SectionedCommand, option
 from mlxlm.cli.speculation_options import load_model, speculation_options
-from mlxlm.cli.stdin import read_standard_input, with_standard_input
+from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
     from mlxlm.chat.session import Chat
     from mlxlm.generation import GenerationOptions
-    from mlxlm.generation.speculative import Speculation
+    from mlxlm.generation.speculative import SpeculativeDecoder
 
 
 @click.command(cls=SectionedCommand)
 @click.argument("model", required=False)
-@click.option("--system", metavar="TEXT", help="The system prompt.")
+@click.option("--system-prompt", metavar="TEXT", help="The system prompt.")
 @click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit; - reads it from stdin.")
 @click.option("--session", metavar="FILE", help="Go on with the conversation in FILE, or begin it there.")
 @click.option("--cache", is_flag=True, help="With --session: keep what was computed as well, so that it opens at once.")
-@click.option("--continue", "go_on", is_flag=True, help="Go on with the last conversation that has no file of its own.")
-@click.option("--private", is_flag=True, help="Keep neither this conversation nor what is typed.")
-@click.option("--template", metavar="NAME", help="chatml, llama3, plain, ... or a jinja file.  [default: the model's]")
 @click.option(
-    "--overflow",
+    "--continue", "continue_last", is_flag=True, help="Go on with the last conversation that has no file of its own."
+)
+@click.option("--private", is_flag=True, help="Keep neither this conversation nor what is typed.")
+@click.option(
+    "--chat-template", metavar="NAME", help="chatml, llama3, plain, ... or a jinja file.  [default: the model's]"
+)
+@click.option(
+    "--context-overflow",
     type=click.Choice(["ask", "stop", "drop"]),
     help="With a full context ask, stop, or drop the oldest turns.  "
     "[default: drop where the session does; else ask; stop where nobody can be asked]",
 )
 @click.option(
-    "--think",
+    "--reasoning",
     type=click.Choice(["show", "dim", "hide"]),
     default="dim",
     show_default=True,
@@ -67,21 +71,21 @@ if TYPE_CHECKING:
 @speculation_options
 def chat(
     model: str | None,
-    system: str | None,
+    system_prompt: str | None,
     prompt: str | None,
     session: str | None,
     cache: bool,
-    go_on: bool,
+    continue_last: bool,
     private: bool,
-    template: str | None,
-    overflow: str | None,
-    think: str,
+    chat_template: str | None,
+    context_overflow: str | None,
+    reasoning: str,
     markdown: bool | None,
     verbose: bool,
     max_tokens: int | None,
     options: GenerationOptions,
     kv: KVOptions,
-    speculation: Callable[[], Speculation] | None,
+    speculation: Callable[[], SpeculativeDecoder] | None,
 ) -> None:
     """Chat with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
@@ -95,55 +99,55 @@ def chat(
     """
     if cache and session is None:
         raise click.UsageError("--cache needs --session")
-    if sum([session is not None, go_on, private]) > 1:
+    if sum([session is not None, continue_last, private]) > 1:
         raise click.UsageError("only one of --session, --continue and --private")
     typed = prompt is None and sys.stdin is not None and sys.stdin.isatty()
-    if overflow == "ask" and not typed:
+    if context_overflow == "ask" and not typed:
         raise click.UsageError("--overflow is ask, and nobody is there to be asked (try: stop or drop)")
     if markdown and not sys.stdout.isatty():
         raise click.UsageError("--markdown needs a terminal (try: without it)")
     from mlxlm.chat.session import Chat
     from mlxlm.chat.terminal import autosave
-    from mlxlm.chat.terminal.repl import Talk, announce
+    from mlxlm.chat.terminal.repl import Repl, print_notes
     from mlxlm.chat.terminal.settings import Settings
     from mlxlm.chat.terminal.statistics import memory_bandwidth
 
-    path = Path(session) if session is not None else autosave.latest() if go_on else None
+    path = Path(session) if session is not None else autosave.latest_session() if continue_last else None
     opened = path is not None and (path.exists() or path.is_symlink())
     if model is None and not opened:
         raise click.UsageError("which MODEL? (try: mlxlm chat MODEL, or --continue)")
     model = model or _model_of(path)
-    message = read_standard_input() if prompt == "-" else prompt
-    loaded = load_model(model)
+    message = read_stdin() if prompt == "-" else prompt
+    lm = load_model(model)
     given = {f.name: getattr(options, f.name) for f in fields(options) if _is_given(f.name)} | {
         "max_tokens": max_tokens,
-        "template": template,
-        "overflow": overflow and ("drop" if overflow == "drop" else "stop"),
-        "kv": kv if _is_given("kv_size", "kv_bits") else None,
+        "chat_template": chat_template,
+        "context_overflow": context_overflow and ("drop" if context_overflow == "drop" else "stop"),
+        "kv": kv if _is_given("max_kv_size", "kv_bits") else None,
         "speculation": speculation and speculation(),
     }
     given = {name: value for name, value in given.items() if value is not None}
-    chat = Chat.open(path, loaded, **given) if opened else Chat(loaded, **given)
-    chat.system = chat.system if system is None else system
-    announce(chat)
+    chat = Chat.open(path, lm, **given) if opened else Chat(lm, **given)
+    chat.system_prompt = chat.system_prompt if system_prompt is None else system_prompt
+    print_notes(chat)
     looks = "auto" if markdown is None else "on" if markdown else "off"
-    asks = typed if overflow is None else overflow == "ask"
+    ask_on_overflow = typed if context_overflow is None else context_overflow == "ask"
     keeper = autosave.Autosave(path, named=session is not None, cached=cache, unnamed=typed and not private)
-    talk = Talk(chat, Settings(think, looks, verbose, asks), keeper, load_model, given)
+    repl = Repl(chat, Settings(reasoning, looks, verbose, ask_on_overflow), keeper, load_model, given)
     if verbose:
         memory_bandwidth()
     if prompt is not None:
-        talk.once(message if prompt == "-" else with_standard_input(prompt))
+        repl.once(message if prompt == "-" else prepend_stdin(prompt))
     else:
-        sys.exit(talk.run(_greeting(model, chat), private))
+        sys.exit(repl.run(_greeting(model, chat), private))
 
 
 def _model_of(path: Path) -> str:
     """The model that a session file names, if it is on this machine: a file from elsewhere is no reason to download
     something."""
-    from mlxlm.chat.session_files import OwnFiles
+    from mlxlm.chat.session_files import SessionFiles
 
-    name = OwnFiles().read(path).model
+    name = SessionFiles().read(path).model
     repository, _, revision = name.partition("@")
     folder = platform.model_cache() / "--".join(["models", *repository.split("/")])
     cached = any((folder / kind / (revision or "main")).exists() for kind in ("refs", "snapshots"))
@@ -167,7 +171,7 @@ def _greeting(model: str, chat: Chat) -> list[str]:
     lines = [f"{model}: a context of {chat.context_size} tokens. /help lists the commands."]
     if messages := sum(message.role != "system" for message in chat.messages):
         lines.append(f"Going on after {messages} messages, /show messages shows them.")
-    if chat.template == PLAIN:
+    if chat.chat_template == PLAIN:
         limit = chat.options.max_tokens
         until = "it ends the text itself" + (f", or for {limit} tokens (--max-tokens)" if limit else "")
         lines.append(f"This model has no chat template: it continues your text until {until}.")

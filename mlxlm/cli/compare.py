@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mlxlm.convert.compare import Comparison
-    from mlxlm.convert.tensor_diff import Difference
+    from mlxlm.convert.tensor_diff import TensorDiff
     from mlxlm.data import Document
 
 _WORST = 5
@@ -35,33 +35,35 @@ def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> No
     """
     from mlxlm.checkpoint.source import open_checkpoint
     from mlxlm.convert.compare import compare as run_compare
-    from mlxlm.convert.compare import shared_tokens
-    from mlxlm.convert.tensor_diff import difference
+    from mlxlm.convert.compare import tokenize_for_both
+    from mlxlm.convert.tensor_diff import tensor_diff
     from mlxlm.utils.errors import one_line
 
     first, second = open_checkpoint(a), open_checkpoint(b)
-    ids, text_bytes = shared_tokens(first, second, lambda: _documents(text), tokens)
+    ids, text_bytes = tokenize_for_both(first, second, lambda: _documents(text), tokens)
     with render.counted_progress("comparing layers") as progress:
         said = run_compare(first, second, ids, text_bytes=text_bytes, progress=progress)
     with render.counted_progress("comparing weights") as progress:
-        stored = difference(first, second, progress)
+        stored = tensor_diff(first, second, progress)
     if as_json:
-        names = {"a": a, "b": b, "text": str(text or _BUILT_IN)}
+        names = {"a": a, "b": b, "eval_text": str(text or _BUILT_IN)}
         render.emit_json({**names, **said.to_dict(), "weights": stored.to_dict()})
         return
-    render.result(verdict(said, stored))
+    render.result(summarize(said, stored))
     render.print_result(render.table(_totals(said, stored), ("", "A", "B")))
-    render.result(f"measured on: {text or _BUILT_IN}, {said.tokens} tokens {render.windows(said.context, said.stride)}")
+    render.result(
+        f"measured on: {text or _BUILT_IN}, {said.tokens} tokens {render.windows(said.context_length, said.stride)}"
+    )
     for title, errors in (("hidden states", said.layers), ("weights", stored.tensors)):
-        worst = sorted((name for name in errors if errors[name]), key=errors.get, reverse=True)[:_WORST]
-        if worst:
-            rows = [(one_line(name), f"{errors[name]:.2e}") for name in worst]
+        worst_layers = sorted((name for name in errors if errors[name]), key=errors.get, reverse=True)[:_WORST]
+        if worst_layers:
+            rows = [(one_line(name), f"{errors[name]:.2e}") for name in worst_layers]
             render.print_result(render.table(rows, (f"largest errors, {title}", "relative")))
     for line in _apart(stored):
         render.result(one_line(line))
 
 
-def verdict(said: Comparison, stored: Difference | None = None) -> str:
+def summarize(said: Comparison, stored: TensorDiff | None = None) -> str:
     """One line: what the numbers mean."""
     if said.identical and (stored is None or stored.equal):
         return f"identical: equal logits to the bit over {said.tokens} tokens"
@@ -69,14 +71,14 @@ def verdict(said: Comparison, stored: Difference | None = None) -> str:
     if said.bits_per_byte_a is not None:
         change = round(said.bits_per_byte_b - said.bits_per_byte_a, 4) + 0.0  # no "-0.0000"
         change = f", {change:+.4f} bits per byte"
-    numbers = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1:.1f} %{change}"
+    numbers = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1_agreement:.1f} %{change}"
     if said.equal_to_rounding:
         return f"equal to rounding: {numbers}"
-    worst = said.worst()
-    return numbers + (f"; worst layers {', '.join(worst)}" if worst else "")
+    worst_layers = said.worst_layers()
+    return numbers + (f"; worst layers {', '.join(worst_layers)}" if worst_layers else "")
 
 
-def _totals(said: Comparison, stored: Difference) -> list[tuple[str, str, str]]:
+def _totals(said: Comparison, stored: TensorDiff) -> list[tuple[str, str, str]]:
     rows = [("loss, nats per token", f"{said.loss_a:.4f}", f"{said.loss_b:.4f}")]
     if said.bits_per_byte_a is not None:
         rows.append(("bits per byte", f"{said.bits_per_byte_a:.4f}", f"{said.bits_per_byte_b:.4f}"))
@@ -85,15 +87,15 @@ def _totals(said: Comparison, stored: Difference) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _apart(stored: Difference):
+def _apart(stored: TensorDiff):
     for side, names in (("A", stored.only_a), ("B", stored.only_b)):
         if names:
             more = f" and {len(names) - _WORST} more" if len(names) > _WORST else ""
             yield f"only in {side}: {', '.join(names[:_WORST])}{more}"
-    for name, (shape_a, shape_b) in list(stored.reshaped.items())[:_WORST]:
+    for name, (shape_a, shape_b) in list(stored.shape_mismatches.items())[:_WORST]:
         yield f"{name}: {list(shape_a)} in A, {list(shape_b)} in B"
-    if len(stored.reshaped) > _WORST:
-        yield f"and {len(stored.reshaped) - _WORST} more of other shapes"
+    if len(stored.shape_mismatches) > _WORST:
+        yield f"and {len(stored.shape_mismatches) - _WORST} more of other shapes"
     for name, (value_a, value_b) in stored.config.items():
         yield f"configuration: {name} is {value_a!r} in A, {value_b!r} in B"
 
@@ -101,10 +103,10 @@ def _apart(stored: Difference):
 def _documents(path: Path | None) -> Iterator[Document]:
     from mlxlm.data import Document, documents
     from mlxlm.data.builtin import python_reference
-    from mlxlm.data.text import pieces_of
-    from mlxlm.quantize.text import as_text
+    from mlxlm.data.text import split_pieces
+    from mlxlm.quantize.text import conversation_as_text
 
     if path is not None:
-        return map(as_text, documents([path]))
+        return map(conversation_as_text, documents([path]))
     text = "\n\n".join(message["content"] for messages in python_reference() for message in messages)
-    return iter([Document(_BUILT_IN, pieces_of(iter((text,))))])
+    return iter([Document(_BUILT_IN, split_pieces(iter((text,))))])

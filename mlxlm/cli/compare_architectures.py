@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.machine_options import machine_options, taken
+from mlxlm.cli.machine_options import machine_options, pop_machine_options
 from mlxlm.cli.run_options import (
-    LONGEST,
+    DEFAULT_MAX_SEQ_LENGTH,
     data_options,
-    data_rules,
-    describe_skipped,
-    given_of,
-    no_idle_options,
+    given_options,
+    given_settings,
+    print_skipped,
+    reject_unused_options,
     setting_options,
-    settings_of,
+    unused_data_rules,
 )
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
@@ -53,63 +53,63 @@ def compare_architectures(data, variants, out, as_json, **options: Any) -> None:
     Each is an ordinary run in a folder of its own. Ctrl-C finishes the step and saves; the same command, or --out
     alone, goes on with what is unfinished.
     """
-    how = taken(options)
-    comparison = _comparison(data, variants, out, options, how["power"].duty)
+    how = pop_machine_options(options)
+    comparison = _comparison(data, variants, out, options, how["power"].duty_cycle)
     failed = _train(comparison, how)
     found = comparison.results()
     notes = [*failed, *_notes(comparison, found)]
     if as_json:
         rows = [result.to_dict() for result in found]
-        render.emit_json({"path": str(out), "picture": str(comparison.draw()), "variants": rows, "notes": notes})
+        render.emit_json({"path": str(out), "plot": str(comparison.plot()), "variants": rows, "notes": notes})
     else:
         render.print_result(render.table([*map(_row, found)], _HEADER))
         for note in notes:
             render.say(note, style="yellow")
-        render.result(str(comparison.draw()))
+        render.result(str(comparison.plot()))
     if failed:
         raise click.exceptions.Exit(1)
 
 
 def _comparison(
-    data: tuple[str, ...], variants: tuple[str, ...], out: Path, options: dict[str, Any], duty: float
+    data: tuple[str, ...], variants: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float
 ) -> Comparison:
     from mlxlm.cli.training import phase
-    from mlxlm.data import Manifest, weighted
+    from mlxlm.data import Manifest, parse_weighted_sources
     from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
     from mlxlm.families import load_config, load_preset
 
     if not data:
-        if given := given_of(["variants", *options]):
+        if given := given_options(["variants", *options]):
             raise click.UsageError(f"without DATA --out goes on as it began, and {given[0]} would have no effect")
         return Comparison.open(out)
-    data, weights = weighted(data)
-    no_idle_options(
+    data, weights = parse_weighted_sources(data)
+    reject_unused_options(
         options,
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
-        *data_rules(options, data),
+        *unused_data_rules(options, data),
     )
     config = load_config(options["config"]) if options["config"] else load_preset(options["preset"] or "1m")
-    settings = settings_of(options)
-    settings.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
+    settings = given_settings(options)
+    settings.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
     same = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens")
-    names = ("kind", "validation_fraction", "on_bad_input")
+    names = ("tokenizer_type", "validation_fraction", "on_bad_input")
     given = {name: options[name] for name in names if options[name] is not None}
     comparison = start_comparison(
-        out, data, config, [Variant.read(text) for text in variants], weights=weights, settings=settings, duty=duty,
+        out, data, config, [Variant.read(text) for text in variants], weights=weights, settings=settings, duty_cycle=duty_cycle,
         phase=phase, **{name: options[name] for name in same}, **given,
     )  # fmt: skip
-    describe_skipped(Manifest.read(comparison.data).skipped)
+    print_skipped(Manifest.read(comparison.data).skipped)
     return comparison
 
 
 def _train(comparison: Comparison, how: dict[str, Any]) -> list[str]:
     """Train what is unfinished, until a stop is asked for; returns what went wrong, a line for each variant."""
-    from mlxlm.cli.sweep import train_all
+    from mlxlm.cli.sweep import train_sweep
     from mlxlm.cli.training import phase
 
     runs = [(variant.name, partial(comparison.run, variant, phase)) for variant in comparison.variants]
     command = f"mlxlm compare-architectures --out {shlex.quote(str(comparison.path))}"
-    return train_all(runs, comparison.tokenizer, command, **how)
+    return train_sweep(runs, comparison.tokenizer, command, **how)
 
 
 _HEADER = ("variant", "parameters", "tokens", "tokens/s", "time", "memory", "learning rate", "bits per byte")
@@ -131,7 +131,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 def _notes(comparison: Comparison, found: list[Result]) -> Iterator[str]:
     """What to keep in mind when reading the table."""
-    from mlxlm.families import caveat
+    from mlxlm.families import compatibility_warning
 
     sizes = sorted(found, key=lambda result: result.parameters)
     if sizes and sizes[-1].parameters > (1 + _APART) * sizes[0].parameters:
@@ -140,5 +140,5 @@ def _notes(comparison: Comparison, found: list[Result]) -> Iterator[str]:
     if not any("seed" in variant.settings for variant in comparison.variants):
         yield 'one seed each: how much is chance, another one says (--variant "again: seed=1")'
     for variant in comparison.variants:
-        if note := caveat(comparison.config_of(variant)):
+        if note := compatibility_warning(comparison.config_of(variant)):
             yield f"{variant.name}: {note}"

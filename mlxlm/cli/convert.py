@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of a folder's weights.  [default: SOURCE's]"
 )
 @click.option(
-    "--type", "kind", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
+    "--type", "outtype", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
     help="Of a GGUF file's matrices.  [default: SOURCE's]",
 )  # fmt: skip
 @click.option("--no-verify", is_flag=True, help="Don't read the output again to compare it with SOURCE.")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
-def convert(source: str, out: str, dtype: str | None, kind: str | None, no_verify: bool, as_json: bool) -> None:
+def convert(source: str, out: str, dtype: str | None, outtype: str | None, no_verify: bool, as_json: bool) -> None:
     """Write SOURCE in another format, with plain weights, and verify the result.
 
     SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), a .gguf or a llama2.c .bin file. The
@@ -36,21 +36,21 @@ def convert(source: str, out: str, dtype: str | None, kind: str | None, no_verif
     quantize` writes quantized ones.
     """
     from mlxlm.convert.conversion import convert as run_convert
-    from mlxlm.convert.conversion import format_of
+    from mlxlm.convert.conversion import output_format
     from mlxlm.utils.errors import one_line
 
     if not source or not out:
         raise click.UsageError("SOURCE and --out need a name")
-    target = format_of(Path(out))
+    target = output_format(Path(out))
     if out.endswith("/") and target != "huggingface":
         raise click.UsageError(f"{out} would be a file: without the / at its end, or a folder of another name")
     if dtype and target != "huggingface":
         raise click.UsageError(f"--dtype would have no effect on {out}: " + _INSTEAD[target])
-    if kind and target != "gguf":
+    if outtype and target != "gguf":
         raise click.UsageError("--type would have no effect: it is for an --out that ends in .gguf")
     with render.phases_progress() as progress:
-        kind = kind.upper() if kind else None
-        report = run_convert(source, out, dtype=dtype, kind=kind, verify_output=not no_verify, progress=progress)
+        outtype = outtype.upper() if outtype else None
+        report = run_convert(source, out, dtype=dtype, outtype=outtype, verify_output=not no_verify, progress=progress)
     if as_json:
         render.emit_json(report.to_dict())
         return

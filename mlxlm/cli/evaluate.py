@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
+from mlxlm.cli.run_options import ON_BAD_INPUT, print_skipped
 from mlxlm.cli.tokenizer import SOURCES_HELP
 from mlxlm.utils.formatting import human_seconds
 
@@ -25,7 +25,7 @@ from mlxlm.utils.formatting import human_seconds
 @click.option("--choices", type=click.Path(path_type=Path), metavar="FILE", help="Questions with choices: JSON lines.")
 @click.option("--out", type=click.Path(path_type=Path), help="New file for what is chosen: a JSON line per question.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def evaluate(model: str, texts: tuple[str, ...], choices: Path | None, as_json: bool, **options: Any) -> None:
+def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, as_json: bool, **options: Any) -> None:
     """Measure MODEL on raw text: loss, perplexity, bits per byte and bits per character; or with --choices the share
     of questions that it answers rightly.
 
@@ -36,14 +36,14 @@ def evaluate(model: str, texts: tuple[str, ...], choices: Path | None, as_json: 
     Lines of --choices are {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index begins at 0.
     """
     given = {f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None}
-    if bool(texts) == bool(choices):
+    if bool(texts) == bool(multiple_choice):
         raise click.UsageError("give TEXT files, or - for stdin, or --choices FILE")
-    idle = given - {"--out"} if choices else given & {"--out"}
+    idle = given - {"--out"} if multiple_choice else given & {"--out"}
     if idle:
-        reason = "with --choices no TEXT is read" if choices else "--choices is not given"
+        reason = "with --choices no TEXT is read" if multiple_choice else "--choices is not given"
         raise click.UsageError(f"{' and '.join(sorted(idle))} would have no effect: {reason}")
-    if choices:
-        _evaluate_choices(model, choices, options["out"], as_json)
+    if multiple_choice:
+        _evaluate_multiple_choice(model, multiple_choice, options["out"], as_json)
     else:
         _evaluate_texts(model, texts, options, as_json)
 
@@ -55,27 +55,31 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
     from mlxlm.generation import load
 
     total = total_bytes(texts)
-    loaded = load(model)
+    lm = load(model)
     stdin = sys.stdin.buffer
-    context, stride = window_lengths(loaded.config.max_position_embeddings, options["context"], options["stride"])
+    context_length, stride = window_lengths(
+        lm.config.max_position_embeddings, options["context_length"], options["stride"]
+    )
     found: dict[str, TextLoss] = {}
     bad = BadInput(options["on_bad_input"] or "stop")
     started = time.perf_counter()
     with render.bytes_progress("Evaluating", total) as advance:
         for text in dict.fromkeys(texts):
             source = documents([text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad)
-            found["stdin" if text == "-" else text] = evaluate_text(loaded, source, context=context, stride=stride)
-    describe_skipped(bad.skipped)
+            found["stdin" if text == "-" else text] = evaluate_text(
+                lm, source, context_length=context_length, stride=stride
+            )
+    print_skipped(bad.skipped)
     whole = sum(found.values(), TextLoss())
     if as_json:
         parts = {"texts": {name: loss.to_dict() for name, loss in found.items()}} if len(found) > 1 else {}
-        lengths = {"context": context, "stride": stride}
+        lengths = {"context_length": context_length, "stride": stride}
         render.emit_json({"model": model, **whole.to_dict(), **lengths, "skipped": bad.skipped, **parts})
         return
     shown = {**found, "all": whole} if len(found) > 1 else found
     header = ("text", "tokens", "loss", "perplexity", "bits per byte", "bits per character")
     render.print_result(render.table([(name, *_row(loss)) for name, loss in shown.items()], header))
-    render.result(render.windows(context, stride))
+    render.result(render.windows(context_length, stride))
     seconds = time.perf_counter() - started
     render.say(f"{whole.tokens} tokens in {human_seconds(seconds)}, {whole.tokens / seconds:.0f} tokens/s")
 
@@ -85,21 +89,21 @@ def _row(found) -> tuple[str, ...]:
     return (str(found.tokens), f"{found.loss:.4f}", *numbers)
 
 
-def _evaluate_choices(model: str, path: Path, out: Path | None, as_json: bool) -> None:
+def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json: bool) -> None:
     from contextlib import nullcontext
 
     from mlxlm.evaluate.multiple_choice import Accuracy, answer, read_questions
     from mlxlm.generation import load
     from mlxlm.utils.errors import DataError, os_errors_as
-    from mlxlm.utils.files import json_line, new_file
+    from mlxlm.utils.files import atomic_new_file, json_line
 
     with os_errors_as(DataError, "read", path):
         size = path.stat().st_size
-    loaded = load(model)
+    lm = load(model)
     answered = []
-    with nullcontext() if out is None else new_file(out, DataError) as file:
+    with nullcontext() if out is None else atomic_new_file(out, DataError) as file:
         with render.bytes_progress("Answering", size) as advance:
-            for one in answer(loaded, read_questions(path, advance)):
+            for one in answer(lm, read_questions(path, advance)):
                 answered.append(one)
                 if file is not None:
                     file.write(json_line(one.to_dict()))
@@ -108,8 +112,8 @@ def _evaluate_choices(model: str, path: Path, out: Path | None, as_json: bool) -
         render.emit_json({"model": model, **found.to_dict(), "results": [one.to_dict() for one in answered]})
         return
     rows = [
-        (name, f"{share:.1%}", f"± {found.error(share):.1%}")
+        (name, f"{share:.1%}", f"± {found.stderr(share):.1%}")
         for name, share in (("accuracy", found.accuracy), ("accuracy by bytes", found.accuracy_by_bytes))
     ]
-    rows.append(("chance", f"{found.chance:.1%}", ""))
+    rows.append(("chance", f"{found.random_accuracy:.1%}", ""))
     render.print_result(render.table(rows, (f"{found.questions} questions", "", "")))

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.machine_options import machine_options, taken
+from mlxlm.cli.machine_options import machine_options, pop_machine_options
 from mlxlm.cli.run_options import (
     ON_BAD_INPUT,
-    describe_skipped,
+    check_data_needs_resume,
+    check_resume_alone,
+    given_settings,
     moved_data_option,
-    no_idle_options,
-    only_resume,
-    only_with_resume,
-    resumed_run,
+    open_resumed_run,
+    print_skipped,
+    reject_unused_options,
     setting_options,
-    settings_of,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _WITHOUT = ("packing", "document_mask", "sample_every", "sample_prompt", "sample
 _SHORT = 1024  # tokens of a context that a chat is soon at the end of
 _TEXTS = {
     "batch_size": "Rows per forward pass (default: 16, fewer for few conversations).",
-    "sequence_length": "Tokens per row (default: the model's context, at most 512).",
+    "max_seq_length": "Tokens per row (default: the model's context, at most 512).",
     "learning_rate": "Peak learning rate (default: a fifth of pretraining's, by model size).",
     "eval_every": "Steps between validations; 0: at the end only (default: a tenth of all).",
     "seed": "Order of the data, dropout.",
@@ -43,7 +43,7 @@ _TEXTS = {
 @click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run, as it began.")
 @moved_data_option
-@click.option("--template", metavar="NAME|FILE", help="Chat template, for a model without one: see mlxlm chat.")
+@click.option("--chat-template", metavar="NAME|FILE", help="Chat template, for a model without one: see mlxlm chat.")
 @click.option("--validation", multiple=True, help="Conversations for validation (default: a part of DATA).")
 @click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
 @ON_BAD_INPUT
@@ -68,19 +68,19 @@ def finetune(model, data, out, resume, moved_data, **options: Any) -> None:
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
-    begun = click.get_current_context().meta["mlxlm.begun"]
-    from mlxlm.cli.training import describe_end, run_training
+    start_time = click.get_current_context().meta["mlxlm.start_time"]
+    from mlxlm.cli.training import print_summary, run_training
     from mlxlm.tokenizer import load
 
-    going = taken(options)
+    going = pop_machine_options(options)
     if resume is not None:
-        only_resume(model, data, out, options=options)
-        run = resumed_run(resume, moved_data)
+        check_resume_alone(model, data, out, options=options)
+        run = open_resumed_run(resume, moved_data)
     else:
-        only_with_resume(moved_data)
-        run = _new_run(model, data, out, options, going["power"].duty, begun)
+        check_data_needs_resume(moved_data)
+        run = _new_run(model, data, out, options, going["power"].duty_cycle, start_time)
     ending = run_training(run, load(run.path), resume=True, **going)
-    describe_end(ending, run)
+    print_summary(ending, run)
     if run.config.max_position_embeddings <= _SHORT:
         render.say(
             f"a chat with it holds {run.config.max_position_embeddings} tokens, its context: "
@@ -90,33 +90,40 @@ def finetune(model, data, out, resume, moved_data, **options: Any) -> None:
 
 
 def _new_run(
-    model: str | None, data: tuple[str, ...], out: Path | None, options: dict[str, Any], duty: float, begun: float
+    model: str | None,
+    data: tuple[str, ...],
+    out: Path | None,
+    options: dict[str, Any],
+    duty_cycle: float,
+    start_time: float,
 ) -> Run:
-    from mlxlm.chat.sft_encoder import Labels
+    from mlxlm.chat.sft_encoder import SFTEncoder
     from mlxlm.cli.training import phase
     from mlxlm.data import Manifest
-    from mlxlm.train import open_base, start_finetune
+    from mlxlm.train import open_base_model, start_finetune
 
     if model is None or not data or out is None:
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
-    no_idle_options(options, (options["validation"], ["validation_fraction"], "--validation says what is held out"))
-    base, tokenizer = open_base(model)
+    reject_unused_options(
+        options, (options["validation"], ["validation_fraction"], "--validation says what is held out")
+    )
+    base, tokenizer = open_base_model(model)
     given = {name: options[name] for name in ("validation_fraction", "on_bad_input") if options[name] is not None}
     run = start_finetune(
         out,
         base,
         tokenizer,
-        Labels(tokenizer, base.config.eos_ids | {tokenizer.eos_id}, options["template"]),
+        SFTEncoder(tokenizer, base.config.eos_ids | {tokenizer.eos_id}, options["chat_template"]),
         data,
         validation=options["validation"],
         epochs=options["epochs"],
         minutes=options["minutes"],
-        duty=duty,
-        begun=begun,
-        settings=settings_of(options),
+        duty_cycle=duty_cycle,
+        start_time=start_time,
+        settings=given_settings(options),
         stdin=sys.stdin.buffer,
         phase=phase,
         **given,
     )
-    describe_skipped(Manifest.read(run.data).skipped)
+    print_skipped(Manifest.read(run.data).skipped)
     return run

@@ -9,18 +9,18 @@ from dataclasses import replace
 from mlxlm.cache import KVOptions
 from mlxlm.chat.terminal import write
 from mlxlm.cli import render
-from mlxlm.cli.sampling_options import REMEDIES
-from mlxlm.cli.spinner import waiting
+from mlxlm.cli.sampling_options import CONSTRAINT_HINTS
+from mlxlm.cli.spinner import spinner
 from mlxlm.generation import LoadedModel, Request, run_batch
-from mlxlm.generation.batch import BATCH_SIZE, in_order
-from mlxlm.generation.gumbel_noise import draw_seed
-from mlxlm.generation.jsonl_results import whole_fields
+from mlxlm.generation.batch import BATCH_SIZE, ordered_results
+from mlxlm.generation.gumbel_noise import random_seed
+from mlxlm.generation.jsonl_results import full_result_fields
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
 
 
 def print_samples(
-    loaded: LoadedModel,
+    lm: LoadedModel,
     request: Request,
     count: int,
     *,
@@ -31,18 +31,18 @@ def print_samples(
 ) -> None:
     """Texts with an empty line between them, or a JSON object each; their seeds are those of `generation.batch`."""
     if request.options.seed is None:
-        request = replace(request, options=replace(request.options, seed=draw_seed()))
+        request = replace(request, options=replace(request.options, seed=random_seed()))
     wanted = (request.sample("1", number) for number in range(count))
     started, tokens, peak, broken = time.monotonic(), 0, 0, None
-    with closing(run_batch(loaded, wanted, kv=kv, batch_size=batch_size or BATCH_SIZE)) as batch:
-        results = in_order(batch)
+    with closing(run_batch(lm, wanted, kv=kv, batch_size=batch_size or BATCH_SIZE)) as batch:
+        results = ordered_results(batch)
         for number in range(count):
-            with waiting(f"{number} of {count} texts are printed"):
+            with spinner(f"{number} of {count} texts are printed"):
                 result = next(results)
             tokens, peak = tokens + len(result.tokens), max(peak, result.timings.peak_memory_bytes)
-            broken = broken or (result if result.complaint is not None else None)
+            broken = broken or (result if result.constraint_error is not None else None)
             if as_json:
-                render.emit_json({"sample": number} | whole_fields(result, loaded.tokenizer))
+                render.emit_json({"sample": number} | full_result_fields(result, lm.tokenizer))
             else:
                 write(("\n" if number else "") + result.text + "\n")
     if verbose:
@@ -53,4 +53,6 @@ def print_samples(
             style="dim",
         )
     if broken is not None:
-        raise GenerationError(f"not every text is complete: {broken.complaint}", REMEDIES.get(broken.finish_reason))
+        raise GenerationError(
+            f"not every text is complete: {broken.constraint_error}", CONSTRAINT_HINTS.get(broken.finish_reason)
+        )

@@ -29,13 +29,13 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
     checkpoint = open_checkpoint(source)
     found = describe(checkpoint)
     tensors = checkpoint.tensors.items()
-    rows = [(one_line(name), t.stored, "x".join(map(str, t.shape)), t.nbytes) for name, t in tensors]
+    rows = [(one_line(name), t.stored_dtype, "x".join(map(str, t.shape)), t.nbytes) for name, t in tensors]
     if as_json:
         listed = [dict(zip(("name", "type", "shape", "bytes"), row, strict=True)) for row in rows]
         render.emit_json(found.to_dict() | ({"tensor_list": listed} if list_tensors else {}))
         return
     for name, value in lines(found):
-        render.result(render.hanging(f"{name:<14} ", one_line(value)))  # much of it is text out of files
+        render.result(render.hanging_indent(f"{name:<14} ", one_line(value)))  # much of it is text out of files
     if list_tensors:
         render.print_result(render.table(rows, ("name", "type", "shape", "bytes")))
     for warning in found.warnings:
@@ -44,11 +44,11 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
 
 def lines(found: Description):
     """(heading, text) in the order in which a person reads them."""
-    from mlxlm.checkpoint.layer_names import by_value
+    from mlxlm.checkpoint.layer_names import group_by_value
 
     yield "path", found.path
     yield "format", found.format
-    run = f"run by {found.path_taken}" if found.problem is None else f"can't be run: {found.problem}"
+    run = f"run by {found.runtime}" if found.problem is None else f"can't be run: {found.problem}"
     yield "family", f"{found.family}, {run}"
     yield from found.architecture.items()
     yield "parameters", f"{human_count(found.parameters)} in {found.tensors} tensors"
@@ -57,7 +57,9 @@ def lines(found: Description):
     yield "types", "; ".join(types)
     if found.quantization:
         yield "quantization", _plan(found.quantization)
-        for plan, names in by_value({name: _plan(entry) for name, entry in found.exceptions.items()}).items():
+        for plan, names in group_by_value(
+            {name: _plan(entry) for name, entry in found.layer_overrides.items()}
+        ).items():
             yield f"  {plan}", names
     cache = found.cache_per_token
     per_token = "" if cache is None else f", and {human_bytes(1000 * cache)} for 1,000 tokens of context"
@@ -66,10 +68,10 @@ def lines(found: Description):
     if tokenizer is None:
         yield "tokenizer", "none that mlxlm reads"
         return
-    ends = f"begins {tokenizer.begin or '-'}, ends {tokenizer.end or '-'}"
+    ends = f"begins {tokenizer.bos_token or '-'}, ends {tokenizer.eos_token or '-'}"
     template = "with a chat template" if tokenizer.chat_template else "no chat template"
     counts = f"{tokenizer.vocab_size} tokens ({len(tokenizer.special_tokens)} special)"
-    yield "tokenizer", f"{tokenizer.kind}, {counts}, {ends}, {template}"
+    yield "tokenizer", f"{tokenizer.tokenizer_type}, {counts}, {ends}, {template}"
 
 
 def _plan(entry) -> str:

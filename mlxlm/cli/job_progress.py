@@ -15,11 +15,11 @@ from mlxlm.utils.formatting import human_bytes, human_seconds
 _SAY_EVERY = 60.0  # seconds between progress lines where stderr is not a terminal
 
 
-class Tally:
+class JobProgress:
     """Counts of a run so far. `expected` results in all, as far as is known yet; None for a pipe."""
 
-    def __init__(self, samples: int):
-        self.samples = samples
+    def __init__(self, num_samples: int):
+        self.num_samples = num_samples
         self.expected: int | None = None
         self.results = self.failed = self.skipped = self.tokens = self.peak_memory = 0
         self._began: float | None = None
@@ -27,12 +27,12 @@ class Tally:
     def begin(self, lines: int | None) -> None:
         """The clock runs from here; so many lines are to come."""
         self._began = time.monotonic()
-        self.expected = None if lines is None else lines * self.samples
+        self.expected = None if lines is None else lines * self.num_samples
 
     def expect(self, rows: int) -> None:
         """A line turned out to have so many results."""
         if self.expected is not None:
-            self.expected += rows - self.samples
+            self.expected += rows - self.num_samples
 
     @property
     def done(self) -> int:
@@ -61,10 +61,10 @@ class Tally:
 
 
 @contextmanager
-def progress(tally: Tally) -> Iterator[Callable[[], None]]:
+def progress(job_progress: JobProgress) -> Iterator[Callable[[], None]]:
     """A bar, if the terminal of stderr isn't that of the results, too; where there is none, a line a minute."""
     if not sys.stderr.isatty():
-        yield _rare_lines(tally)
+        yield _rare_lines(job_progress)
         return
     if sys.stdout.isatty():
         yield lambda: None
@@ -72,16 +72,18 @@ def progress(tally: Tally) -> Iterator[Callable[[], None]]:
     columns = BarColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=render.console, transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda: bar.update(task, completed=tally.done, total=tally.expected, description=tally.line())
+        yield lambda: bar.update(
+            task, completed=job_progress.done, total=job_progress.expected, description=job_progress.line()
+        )
 
 
-def _rare_lines(tally: Tally) -> Callable[[], None]:
+def _rare_lines(job_progress: JobProgress) -> Callable[[], None]:
     said = time.monotonic()
 
     def show() -> None:
         nonlocal said
         if time.monotonic() - said >= _SAY_EVERY:
             said = time.monotonic()
-            render.say(tally.line(), style="dim")
+            render.say(job_progress.line(), style="dim")
 
     return show

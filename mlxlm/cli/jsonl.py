@@ -13,11 +13,11 @@ import click
 
 from mlxlm.cache import KVOptions
 from mlxlm.cli import render
-from mlxlm.cli.job_progress import Tally, progress
-from mlxlm.cli.line_reader import Lines
+from mlxlm.cli.job_progress import JobProgress, progress
+from mlxlm.cli.line_reader import LineReader
 from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
 from mlxlm.generation.batch import BATCH_SIZE
-from mlxlm.generation.jsonl_requests import LONGEST_LINE, BadRequest, RequestReader, Sample
+from mlxlm.generation.jsonl_requests import MAX_LINE_BYTES, BadRequest, RequestReader, Sample
 from mlxlm.generation.jsonl_results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.files import json_line
@@ -36,8 +36,8 @@ def run(
     kv: KVOptions,
     *,
     chat: bool,
-    system: str | None,
-    samples: int,
+    system_prompt: str | None,
+    num_samples: int,
     batch_size: int | None,
     ordered: bool,
     resume: str | None,
@@ -48,46 +48,46 @@ def run(
 
     `conversations(loaded)`: what encodes the messages of a request. The others are what the command line asks for.
     """
-    tally = Tally(samples)
-    with _told(tally, resume, verbose), ExitStack() as stack:
+    job_progress = JobProgress(num_samples)
+    with _told(job_progress, resume, verbose), ExitStack() as stack:
         descriptor = stack.enter_context(_opened(source))
         file = None if resume is None else stack.enter_context(ResultFile(resume))
-        loaded = load()
+        lm = load()
         reader = RequestReader(
-            loaded,
+            lm,
             options,
-            conversations(loaded),
+            conversations(lm),
             kv=kv,
-            samples=samples,
-            as_messages=chat,
-            system=system,
+            num_samples=num_samples,
+            as_chat=chat,
+            system_prompt=system_prompt,
             **({"done": file.done} if file else {}),
         )
-        tally.begin(_count_lines(descriptor))
-        show = stack.enter_context(progress(tally))
+        job_progress.begin(_count_lines(descriptor))
+        show = stack.enter_context(progress(job_progress))
         write = render.write_line if file is None else file.write
-        lines = Lines(descriptor, LONGEST_LINE)
-        server = _Server(lines, reader, _ordered(write) if ordered else _plain(write), tally, show)
-        server.serve(loaded, kv, batch_size or BATCH_SIZE)
+        lines = LineReader(descriptor, MAX_LINE_BYTES)
+        server = _Server(lines, reader, _ordered(write) if ordered else _plain(write), job_progress, show)
+        server.serve(lm, kv, batch_size or BATCH_SIZE)
 
 
 @contextmanager
-def _told(tally: Tally, resume: str | None, verbose: bool) -> Iterator[None]:
+def _told(job_progress: JobProgress, resume: str | None, verbose: bool) -> Iterator[None]:
     """At the end the person is told what has come of it."""
     try:
         yield
     except MlxlmError:
         raise
     except BaseException:
-        if resume is not None and tally.results:
+        if resume is not None and job_progress.results:
             render.say(f"what is done is in {resume}; the same command goes on from there", style="dim")
         raise
     finally:
-        if verbose and tally.seconds:
-            render.say(tally.summary(), style="dim")
-    if tally.failed:
+        if verbose and job_progress.seconds:
+            render.say(job_progress.summary(), style="dim")
+    if job_progress.failed:
         raise GenerationError(
-            f"{tally.failed} of {tally.results} results failed; the reason is in their lines",
+            f"{job_progress.failed} of {job_progress.results} results failed; the reason is in their lines",
             "mend those requests, with a larger max_tokens or other stop strings where there is a complaint; "
             f"then the same with --resume {resume or 'FILE'}",
         )
@@ -96,24 +96,31 @@ def _told(tally: Tally, resume: str | None, verbose: bool) -> Iterator[None]:
 class _Server:
     """Hands requests to the batch as they arrive, and results on as they finish."""
 
-    def __init__(self, lines: Lines, reader: RequestReader, write: Write, tally: Tally, show: Callable[[], None]):
+    def __init__(
+        self,
+        lines: LineReader,
+        reader: RequestReader,
+        write: Write,
+        job_progress: JobProgress,
+        show: Callable[[], None],
+    ):
         self._lines = lines
         self._reader = reader
         self._write = write
-        self._tally = tally
+        self._tally = job_progress
         self._show = show
         self._running: dict[int, tuple[int, Sample]] = {}  # by their number in the batch
         self._places = 0
 
-    def serve(self, loaded: LoadedModel, kv: KVOptions, batch_size: int) -> None:
+    def serve(self, lm: LoadedModel, kv: KVOptions, batch_size: int) -> None:
         """Serve to the end of the lines."""
-        batch = run_batch(loaded, self._requests(), kv=kv, batch_size=batch_size, on_progress=self._note_progress)
+        batch = run_batch(lm, self._requests(), kv=kv, batch_size=batch_size, on_progress=self._note_progress)
         with closing(batch):
             for number, result in batch:
                 place, sample = self._running.pop(number)
                 if not isinstance(result, MlxlmError):
                     self._tally.peak_memory = max(self._tally.peak_memory, result.timings.peak_memory_bytes)
-                self._finish(place, sample_fields(sample, result, loaded.tokenizer))
+                self._finish(place, sample_fields(sample, result, lm.tokenizer))
 
     def _note_progress(self, tokens: int) -> None:
         self._tally.tokens = tokens
@@ -124,9 +131,9 @@ class _Server:
         patience, number = 0.0, 0
         while True:
             if not self._running:
-                taken, patience = self._lines.take(None), _GATHERING
+                taken, patience = self._lines.read_line(None), _GATHERING
             else:
-                taken = self._lines.take(patience)
+                taken = self._lines.read_line(patience)
             if taken is not None:
                 for sample in self._samples(*taken):
                     self._running[number] = self._place(), sample
@@ -148,8 +155,8 @@ class _Server:
             self._tally.expect(1)
             self._finish(self._place(), bad_request_fields(error))
             return
-        self._tally.expect(task.samples)
-        self._tally.skipped += task.samples - len(task.todo)
+        self._tally.expect(task.num_samples)
+        self._tally.skipped += task.num_samples - len(task.pending)
         yield from task.wanted()
 
     def _place(self) -> int:

@@ -42,9 +42,9 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
     choices = [(case, _choice(operation, case)) for operation, case in _cases(model, dtype)]
     if as_json:
         found = [{"case": str(case), "path": c.path, "why": c.why} for case, c in choices]
-        render.emit_json({"machine": measurements.machine(), "mode": dispatch.mode(), "operations": found})
+        render.emit_json({"machine": measurements.device_key(), "mode": dispatch.mode(), "operations": found})
         return
-    rows = [(case.operation, case.dtype, case.described, c.path or "-", c.why) for case, c in choices]
+    rows = [(case.operation, case.dtype, case.label, c.path or "-", c.why) for case, c in choices]
     render.print_result(render.table(rows, ("operation", "dtype", "case", "path", "why")))
 
 
@@ -53,34 +53,34 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
 @_DTYPE
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings per path.")
 @_JSON
-def bench(model: str, dtype: str | None, rounds: int, as_json: bool) -> None:
+def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
     """Time all paths of the operations of MODEL on this machine; the fastest ones are taken from then on.
 
     A run that is resumed after this may take other paths, whose sums round in another way.
     """
     from mlxlm.kernels import measurements
-    from mlxlm.kernels.bench import measure_all
+    from mlxlm.kernels.bench import benchmark_all
 
     cases, found, unkept = _cases(model, dtype), [], None
     with render.steps_progress("measuring", len(cases)) as advance:
         try:
-            for measurement in measure_all(cases, rounds):
+            for measurement in benchmark_all(cases, repeats):
                 found.append(measurement)
                 advance(str(measurement.case))
         except MlxlmError as problem:
             unkept = problem
     if as_json:
         measured = [m.to_dict() for m in found]
-        render.emit_json({"machine": measurements.machine(), "rounds": rounds, "cases": measured})
+        render.emit_json({"machine": measurements.device_key(), "repeats": repeats, "cases": measured})
     else:
         header = ("operation", "case", "path", "ms", "least to most", "error", "peak memory", "")
         render.print_result(render.table([row for m in found for row in _rows(m)], header))
-        for line in sorted({f"{path}: {reason}" for m in found for path, reason in m.refused.items()}):
+        for line in sorted({f"{path}: {reason}" for m in found for path, reason in m.skipped.items()}):
             render.say(f"not measured: {line}")
     if unkept:
         raise unkept
     if not as_json:
-        render.say(f"kept in {measurements.path()} for this device, MLX version and state of the kernels")
+        render.say(f"kept in {measurements.cache_path()} for this device, MLX version and state of the kernels")
 
 
 def _cases(model: str, dtype: str | None):
@@ -107,7 +107,7 @@ def _choice(operation, case):
     from mlxlm.kernels import dispatch
 
     try:
-        return dispatch.choose(operation, case)
+        return dispatch.choose_path(operation, case)
     except PlatformError as problem:
         return dispatch.Choice(None, problem.message)
 
@@ -117,7 +117,7 @@ def _rows(m):
         first, last = min(timing.seconds), max(timing.seconds)
         yield (
             f"{m.case.operation} {m.case.dtype}",
-            m.case.described,
+            m.case.label,
             path,
             f"{1e3 * timing.median:.3f}",
             f"{1e3 * first:.3f} to {1e3 * last:.3f}",

@@ -15,7 +15,7 @@ _memory = functools.partial(option, "Memory and speed")
 
 OPTIONS = (
     _memory(
-        "--kv-size",
+        "--max-kv-size",
         type=int,
         metavar="N",
         help="Hold at most N tokens of a text; the oldest are forgotten, so that memory is bounded.  [default: all]",
@@ -35,13 +35,13 @@ def kv_options(command: Callable) -> Callable:
     """Add the options to a command, which gets them as `kv`, a KVOptions."""
 
     @functools.wraps(command)
-    def with_options(*, kv_size: int | None, kv_keep: int | None, kv_bits: str | None, **values: Any):
-        if kv_keep is not None and kv_size is None:
+    def with_options(*, max_kv_size: int | None, kv_keep: int | None, kv_bits: str | None, **values: Any):
+        if kv_keep is not None and max_kv_size is None:
             raise click.UsageError("--kv-keep needs --kv-size")
         from mlxlm.cache import KVOptions
 
         try:
-            kv = KVOptions.of(size=kv_size, keep=kv_keep, bits=kv_bits)
+            kv = KVOptions.of(size=max_kv_size, keep=kv_keep, bits=kv_bits)
         except GenerationError as error:
             raise click.UsageError(str(error)) from error
         return command(kv=kv, **values)

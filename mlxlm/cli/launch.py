@@ -21,8 +21,8 @@ from typing import IO, Any
 
 from mlxlm.backend import platform
 from mlxlm.cli import render
-from mlxlm.cli.rank_process import SIGN
-from mlxlm.cli.stop_signals import on_stop
+from mlxlm.cli.rank_process import LAUNCHER_MARK
+from mlxlm.cli.stop_signals import on_stop_signal
 from mlxlm.utils import bounded_reads
 from mlxlm.utils.errors import ConfigError, PlatformError
 
@@ -35,15 +35,15 @@ _NOISE = (b"[ring]", b"closed by the peer", b"Too many send/recv", b"[WARN] Node
 _THREADS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
-def hostfile_of(hosts: str | None, ranks: int | None) -> dict[str, Any]:
-    """MLX's hostfile for `--hosts`, names or addresses or a hostfile's path, or for `ranks` processes on this machine.
+def make_hostfile(hosts: str | None, num_processes: int | None) -> dict[str, Any]:
+    """MLX's hostfile for `--hosts`, names or addresses or a hostfile's path, or for `num_processes` processes on this machine.
 
     This machine has to come first: it leads the run and has its folder. Raises ConfigError.
     """
     if hosts is None:
-        if ranks > max(2, cores := platform.cpu_cores()):
-            raise ConfigError(f"{ranks} processes for {cores} cores", f"--ranks {max(2, cores)} or fewer")
-        content: dict[str, Any] = {"hosts": [{"ssh": _LOCAL, "ips": [_LOCAL]}] * ranks}
+        if num_processes > max(2, cores := platform.cpu_cores()):
+            raise ConfigError(f"{num_processes} processes for {cores} cores", f"--ranks {max(2, cores)} or fewer")
+        content: dict[str, Any] = {"hosts": [{"ssh": _LOCAL, "ips": [_LOCAL]}] * num_processes}
     elif hosts.endswith(".json") and not Path(hosts).exists():
         raise ConfigError(f"--hosts: there is no file {hosts}", "the path of a hostfile, or names, a,b,c")
     elif Path(hosts).is_file():
@@ -91,10 +91,10 @@ def launch(content: dict[str, Any], args: list[str]) -> int:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # A session of its own: a terminal's Ctrl-C would reach all processes, and end mlx.launch before them.
         with subprocess.Popen(command, **pipes, start_new_session=True) as process:
-            return _Group(process, count, f"{SIGN}{secret} ".encode()).run()
+            return _Group(process, count, f"{LAUNCHER_MARK}{secret} ".encode()).run()
 
 
-def without(args: list[str], flags: tuple[str, ...]) -> list[str]:
+def strip_options(args: list[str], flags: tuple[str, ...]) -> list[str]:
     """A command line but for these options, which take a value each."""
     kept, rest = [], iter(args)
     for word in rest:
@@ -122,7 +122,7 @@ class _Group:
         ]
         for reader in readers:
             reader.start()
-        with on_stop(self._on_signal):
+        with on_stop_signal(self._on_signal):
             while self._process.poll() is None:
                 time.sleep(0.05)
                 patience = _AFTER_RANK_0 if 0 in self._codes else _AFTER_ANOTHER

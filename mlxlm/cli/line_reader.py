@@ -8,7 +8,7 @@ import select
 _BLOCK = 2**18  # bytes
 
 
-class Lines:
+class LineReader:
     """The lines of an open file, pipe or terminal, taken one by one and without a thread.
 
     Python's own readers wait until they have a whole block, or for ever: here the caller says how long.
@@ -23,7 +23,7 @@ class Lines:
         self._number = 0
         self.ended = False
 
-    def take(self, seconds: float | None) -> tuple[int, bytes] | None:
+    def read_line(self, seconds: float | None) -> tuple[int, bytes] | None:
         """The next line, as (its number from 1, its bytes without the line end).
 
         Waits up to `seconds` for it (None: as long as it takes). None if no line has come, or if none will:

@@ -23,8 +23,8 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-_POWER, _TRACKERS = ("on_battery", "on_heat", "duty"), ("tensorboard", "wandb")
-MACHINE = (*_POWER, *_TRACKERS)  # their names
+_POWER, _TRACKERS = ("on_battery", "on_heat", "duty_cycle"), ("tensorboard", "wandb")
+MACHINE_OPTIONS = (*_POWER, *_TRACKERS)  # their names
 
 
 def machine_options(command):
@@ -34,14 +34,14 @@ def machine_options(command):
     return command
 
 
-def taken(options: dict[str, Any]) -> dict[str, Any]:
+def pop_machine_options(options: dict[str, Any]) -> dict[str, Any]:
     """Take them out of a command's `options`: as arguments of `mlxlm.train.train`.
 
     Raises PlatformError where a library is missing: before the work that comes first.
     """
-    from mlxlm.train import Power, check_trackers
+    from mlxlm.train import PowerPolicy, check_trackers
 
-    power = Power(**{name: options.pop(name) for name in _POWER})
+    power = PowerPolicy(**{name: options.pop(name) for name in _POWER})
     trackers = {name: options.pop(name) for name in _TRACKERS}
     check_trackers(**trackers)
     return {"power": power, **trackers}

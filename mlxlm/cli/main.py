@@ -122,7 +122,7 @@ def _lenient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def _run(args: list[str] | None) -> int:
-    context, begun = None, time.monotonic()
+    context, start_time = None, time.monotonic()
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
     if sys.stderr is None:  # closed (2>&-): the result is none of what is said there
@@ -133,7 +133,7 @@ def _run(args: list[str] | None) -> int:
         if sys.stdout is None:
             raise MlxlmError("standard output is closed", "a file, or /dev/null")
         with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
-            context.meta["mlxlm.begun"] = begun  # for commands that end on time
+            context.meta["mlxlm.start_time"] = start_time  # for commands that end on time
             app.invoke(context)
         sys.stdout.flush()
         return 0

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from mlxlm.config import ModelConfig
 
 
-def set_option(command):
-    """Adds `--set`, the parameter `parts`."""
+def override_option(command):
+    """Adds `--set`, the parameter `overrides`."""
     text = "A part of the model, such as positions=alibi, norm=layer, feed_forward=geglu. Can be repeated."
-    return click.option("--set", "parts", multiple=True, metavar="NAME=VALUE", help=text)(command)
+    return click.option("--set", "overrides", multiple=True, metavar="NAME=VALUE", help=text)(command)
 
 
-def configured(
-    config: ModelConfig, parts: Sequence[str], decided: Mapping[str, str], context: int | None = None
+def with_overrides(
+    config: ModelConfig, overrides: Sequence[str], reserved: Mapping[str, str], context: int | None = None
 ) -> ModelConfig:
     """`config` with the parts that `--set` gave; says what other tools will make of such a model.
 
-    decided: parts that another option of the command decides, and which. context: tokens that the model will see,
+    reserved: parts that another option of the command decides, and which. context: tokens that the model will see,
     where that is decided, too; some parts go by it. Raises ConfigError.
     """
-    from mlxlm.config.overrides import parse, with_parts
-    from mlxlm.families import caveat, resolve_model_type
+    from mlxlm.config.overrides import apply_overrides, parse_overrides
+    from mlxlm.families import compatibility_warning, resolve_model_type
 
-    if parts and context is not None:
+    if overrides and context is not None:
         config = config.with_changes(max_position_embeddings=context)
-    config = resolve_model_type(with_parts(config, parse(parts), decided))
-    if parts and (note := caveat(config)):
+    config = resolve_model_type(apply_overrides(config, parse_overrides(overrides), reserved))
+    if overrides and (note := compatibility_warning(config)):
         render.say(note, style="yellow")
     return config

@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.overrides import configured, set_option
-from mlxlm.cli.run_options import FLAGS, LONGEST, setting_options
+from mlxlm.cli.overrides import override_option, with_overrides
+from mlxlm.cli.run_options import DEFAULT_MAX_SEQ_LENGTH, FLAGS, setting_options
 
 if TYPE_CHECKING:
     from mlxlm.config import ModelConfig
     from mlxlm.plan import Machine, Plan
 
-_TRAINING = ("batch_size", "sequence_length", "accumulate", "optimizer", "ema", "dtype", "recompute")
-_USE = ("bits", "group_size", "context", "texts", "kv_bits")
+_TRAINING = (
+    "batch_size",
+    "max_seq_length",
+    "grad_accumulation_steps",
+    "optimizer",
+    "ema_decay",
+    "dtype",
+    "grad_checkpoint",
+)
+_USE = ("bits", "group_size", "context_length", "num_sequences", "kv_bits")
 
 # The sizes of a model without a name, and the fields of ModelConfig that they are.
 _SIZES = (
@@ -40,10 +48,10 @@ def _size_options(command):
 @click.argument("model", required=False)
 @_size_options
 @click.option("--tied", is_flag=True, help="Embedding and head are one matrix; with --hidden.")
-@set_option
+@override_option
 @setting_options(
     without=set(FLAGS) - set(_TRAINING),
-    texts={"sequence_length": "Tokens per sequence (default: the model's context, at most 512)."},
+    help_texts={"max_seq_length": "Tokens per sequence (default: the model's context, at most 512)."},
 )
 @click.option("--attention", type=click.Choice(["plain", "blockwise", "fused"]), help="In training.")
 @click.option("--loss-chunk", type=click.IntRange(min=0), help="To compare: rows of logits at a time; 0: all.")
@@ -65,55 +73,57 @@ def _size_options(command):
 @click.option("--textbook", is_flag=True, help="Also what the literature's short formulas say of it.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw where the memory goes to this .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def plan(model: str | None, probed: bool, textbook: bool, picture: Path | None, as_json: bool, **options: Any) -> None:
+def plan(model: str | None, probed: bool, textbook: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Count parameters, operations, memory, time and disk of MODEL: a preset, a published model, a folder, a run, a
     config.json, a .gguf file or a hub id; or of the sizes that you give.
     """
     from mlxlm import plan as planner
-    from mlxlm.plan.inference import own_bits
+    from mlxlm.plan.inference import quantized_bits
 
-    _no_idle_options(model, probed, options)
+    _reject_unused_options(model, probed, options)
     config = _config(model, options)
-    if options["group_size"] is not None and (options["bits"] or own_bits(config) or 16) >= 16:
+    if options["group_size"] is not None and (options["bits"] or quantized_bits(config) or 16) >= 16:
         raise click.UsageError("--group-size would have no effect: the weights aren't quantized; give --bits")
-    given = {name: options[name] for name in (*_TRAINING, *_USE, "attention", "loss_chunk")}
+    given = {name: options[name] for name in (*_TRAINING, *_USE, "attention", "loss_chunk_size")}
     given = {name: value for name, value in given.items() if value is not None}
-    given.setdefault("sequence_length", min(LONGEST, config.max_position_embeddings))
+    given.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
     if probed:
-        from mlxlm.train.start import choose_dtype
+        from mlxlm.train.start import set_default_dtype
 
-        choose_dtype(dict(given))
+        set_default_dtype(dict(given))
     found = planner.plan(
         config,
         tokens=options["tokens"],
         data=options["data"],
         text_column=options["text_column"],
         machine=_machine(options),
-        devices=options["devices"] or 1,
-        utilisation=options["utilisation"],
+        num_devices=options["num_devices"] or 1,
+        mfu=options["mfu"],
         **given,
     )
     if probed:
         found = _probed(found)
-    if picture is not None:
+    if plot is not None:
         from mlxlm.plan.plot import draw
 
-        draw(found, picture)
+        draw(found, plot)
     if as_json:
         render.emit_json({**found.to_dict(), **({"textbook": found.textbook()} if textbook else {})})
     else:
         from mlxlm.cli.plan_tables import show
 
         show(found, textbook)
-    if (bits := given.get("bits") or own_bits(config) or found.serving.bits) != found.serving.bits:
+    if (bits := given.get("bits") or quantized_bits(config) or found.serving.bits) != found.serving.bits:
         render.say(f"a CPU turns {bits}-bit weights into {found.serving.bits}-bit ones as it loads them")
     if (bits := given.get("kv_bits", found.serving.kv_bits)) != found.serving.kv_bits:
         render.say(f"beside these weights a cache of {bits} bits has {found.serving.kv_bits} on a CPU")
 
 
-def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -> None:
+def _reject_unused_options(model: str | None, probed: bool, options: dict[str, Any]) -> None:
     """Raise a UsageError for options that would have no effect, and for a model that is not said, or said twice."""
-    sizes = [flag for flag, field, _ in _SIZES if options[field] is not None] + ["--tied"] * options["tied"]
+    sizes = [flag for flag, field, _ in _SIZES if options[field] is not None] + ["--tied"] * options[
+        "tie_word_embeddings"
+    ]
     if model is not None and sizes:
         raise click.UsageError(f"{' and '.join(sizes)} would have no effect: {model} has its own sizes")
     needed = [flag for flag, field, _ in _SIZES[:3] if options[field] is None]
@@ -124,9 +134,9 @@ def _no_idle_options(model: str | None, probed: bool, options: dict[str, Any]) -
     elsewhere = options["flops"] is not None or options["machine"] not in (None, "here")
     if options["flops"] is not None and options["machine"] is not None:
         raise click.UsageError("--flops and --machine each say what the machine is: give one")
-    if probed and (elsewhere or options["devices"] or options["utilisation"]):
+    if probed and (elsewhere or options["num_devices"] or options["mfu"]):
         raise click.UsageError("--probe measures this machine: give no other, no devices and no utilisation")
-    for name in ("attention", "loss_chunk"):
+    for name in ("attention", "loss_chunk_size"):
         if probed and options[name] is not None:
             flag = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} is for plans: a probe trains as mlxlm pretrain does")
@@ -140,18 +150,18 @@ def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
         hidden = options["hidden_size"]
         sizes = {field: options[field] for _, field, _ in _SIZES if options[field] is not None}
         usual = {"intermediate_size": -(-8 * hidden // 3 // 64) * 64, "vocab_size": 32000}
-        config = ModelConfig(**{**usual, **sizes}, tie_word_embeddings=options["tied"])
+        config = ModelConfig(**{**usual, **sizes}, tie_word_embeddings=options["tie_word_embeddings"])
     else:
         config = find_config(model)
-    return configured(config, options["parts"], {})
+    return with_overrides(config, options["overrides"], {})
 
 
 def _machine(options: dict[str, Any]) -> Machine | str:
-    from mlxlm.plan.machines import custom
+    from mlxlm.plan.machines import custom_machine
 
     if options["flops"] is None:
         return options["machine"] or "here"
-    return custom(options["flops"], options["dtype"] or "bfloat16")
+    return custom_machine(options["flops"], options["dtype"] or "bfloat16")
 
 
 def _probed(found: Plan) -> Plan:
@@ -159,13 +169,13 @@ def _probed(found: Plan) -> Plan:
     from mlxlm.cli.training import phase
     from mlxlm.train import TrainSettings, probe
     from mlxlm.train.start import check_memory
-    from mlxlm.train.step_benchmark import TRYING
+    from mlxlm.train.step_benchmark import BENCHMARK_LABEL
 
     names = {name: getattr(found.training, name) for name in _TRAINING}
-    settings = TrainSettings.draft(names)
-    length = found.training.sequence_length
+    settings = TrainSettings.provisional(names)
+    length = found.training.max_seq_length
     config = found.config.with_changes(max_position_embeddings=length, quantization=None)
     check_memory(config, settings, preset="preset")
-    with phase(TRYING, None):
+    with phase(BENCHMARK_LABEL, None):
         measured = probe(config, settings)
     return found.probed(measured.step, measured.memory)

@@ -31,8 +31,8 @@ def show(plan: Plan, formulas: bool = False) -> None:
     _table("disk", list(_disk(plan)))
     if formulas:
         _table("by the textbook", list(_textbook(plan)))
-    if plan.duration.known == "assumed" and plan.measured_duration is None:
-        share = f"{100 * plan.duration.utilisation:.0f} %"
+    if plan.duration.mfu_source == "assumed" and plan.measured_duration is None:
+        share = f"{100 * plan.duration.mfu:.0f} %"
         render.say(f"a utilisation of {share} is assumed (try: --utilisation, or --probe on this machine)")
     machine, dtype = plan.duration.machine, plan.training.dtype
     if dtype != machine.dtype and machine.kind != "metal":  # Apple's GPUs are about as fast in either
@@ -77,14 +77,16 @@ def _flops(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "backward", human_count(flops.backward), "twice the forward pass"
     if flops.recomputed:
         yield "recomputed", human_count(flops.recomputed), "the layers' forward pass"
-    yield "a token", human_count(flops.per_token), f"by the rule of thumb {human_count(flops.rule)}"
+    yield "a token", human_count(flops.per_token), f"by the rule of thumb {human_count(flops.rule_of_thumb)}"
     yield "a step", _operations(flops.per_step), f"{flops.tokens_per_step:,} tokens"
     yield "causal", human_count(flops.causal), "attention, were the hidden half of the scores left out"
 
 
 def _trend(plan: Plan) -> Iterator[tuple[str, ...]]:
-    trend = plan.trend
-    for length, shares, total in zip(trend.lengths, trend.shares, trend.total, strict=True):
+    flops_by_length = plan.flops_by_length
+    for length, shares, total in zip(
+        flops_by_length.lengths, flops_by_length.shares, flops_by_length.total, strict=True
+    ):
         if length in _SHOWN:
             yield str(length), *(f"{100 * share:.1f} %" for share in shares.values()), _operations(total)
 
@@ -103,9 +105,9 @@ def _bars(parts: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
 def _memory_title(plan: Plan) -> str:
     t = plan.training
     peak = "the update" if plan.memory.update > plan.memory.backward else "the backward pass"
-    how = f"{t.optimizer}, {t.path(plan.config)} attention{', recomputed' if t.recompute else ''}"
-    where = " on each device" if plan.duration.devices > 1 else ""
-    return f"memory of {t.batch_size} x {t.sequence_length} tokens{where}, {how}; peak in {peak}"
+    how = f"{t.optimizer}, {t.path(plan.config)} attention{', recomputed' if t.grad_checkpoint else ''}"
+    where = " on each device" if plan.duration.num_devices > 1 else ""
+    return f"memory of {t.batch_size} x {t.max_seq_length} tokens{where}, {how}; peak in {peak}"
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -122,7 +124,7 @@ def _off(predicted: float, measured: float) -> str:
 
 def _use_title(plan: Plan) -> str:
     s = plan.serving
-    return f"memory in use: {s.texts} x {s.context} tokens, {s.bits}-bit weights, {s.kv_bits}-bit cache"
+    return f"memory in use: {s.num_sequences} x {s.context_length} tokens, {s.bits}-bit weights, {s.kv_bits}-bit cache"
 
 
 def _use(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -137,9 +139,9 @@ def _use(plan: Plan) -> Iterator[tuple[str, str, str]]:
 def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
     d = plan.duration
     speed = f"{human_flops(d.machine.flops)} ({d.machine.dtype}, {d.machine.source})"
-    yield "machine", d.machine.name, speed if d.devices == 1 else f"{d.devices} x {speed}"
+    yield "machine", d.machine.name, speed if d.num_devices == 1 else f"{d.num_devices} x {speed}"
     kind = "measured" if d.machine.measured else "as given" if d.machine.source == "as given" else "its maker's peak"
-    yield "utilisation", f"{100 * d.utilisation:.1f} %", f"{d.known}, of what is {kind}"
+    yield "mfu", f"{100 * d.mfu:.1f} %", f"{d.mfu_source}, of what is {kind}"
     optimal = f"compute-optimal are {human_count(plan.optimal_tokens)} (20 a parameter)"
     yield "tokens", human_count(d.tokens), optimal
     if plan.corpus is not None:
@@ -150,11 +152,11 @@ def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if (m := plan.measured_duration) is not None:
         yield "a step", f"{m.seconds_per_step:.3g} s", f"measured: {_off(d.seconds_per_step, m.seconds_per_step)}"
         yield "training", long_time(m.seconds), f"by measured steps, {m.tokens_per_second:,.0f} tokens/s"
-        yield "utilisation", f"{100 * m.utilisation:.1f} %", _reached(m)
+        yield "mfu", f"{100 * m.mfu:.1f} %", _reached(m)
 
 
 def _reached(measured: Duration) -> str:
-    if measured.utilisation > 1:
+    if measured.mfu > 1:
         return "measured: other work slowed the machine when its speed was, so it says nothing"
     return "measured, of the operations that are done"
 
@@ -173,7 +175,7 @@ def _disk(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _textbook(plan: Plan) -> Iterator[tuple[str, str, str]]:
     found = plan.textbook()
-    training = "8ΦD" if plan.training.recompute else "6ΦD"
+    training = "8ΦD" if plan.training.grad_checkpoint else "6ΦD"
     yield "12lh²", human_count(found["dense_parameters"]), "parameters of a dense decoder's layers"
     yield "2Φ", human_bytes(found["inference_bytes"]), "16-bit weights, of Φ parameters"
     yield "20Φ", human_bytes(found["training_bytes"]), "AdamW in mixed precision"
@@ -201,9 +203,9 @@ def _fits(plan: Plan, fits: Fits) -> Iterator[str]:
     word = "fits" if fits.training else "does not fit"
     yield f"training {word} into the {here}: {human_bytes(plan.memory.total)}"
     yield _most_in_training(plan, fits)
-    if fits.context:
-        whole = ", all positions" if fits.context == plan.config.max_position_embeddings else ""
-        yield f"most in use: a text of {fits.context:,} tokens{whole}"
+    if fits.context_length:
+        whole = ", all positions" if fits.context_length == plan.config.max_position_embeddings else ""
+        yield f"most in use: a text of {fits.context_length:,} tokens{whole}"
         return
     s, bits = plan.serving, bits_that_fit(plan.config, plan.serving, fits.memory)
     size = human_bytes(plan.inference.weights)
@@ -216,12 +218,12 @@ def _most_in_training(plan: Plan, fits: Fits) -> str:
     if fits.batch_size:
         whole = replace(t, batch_size=fits.batch_size).parts < t.parts
         most.append(f"batch {fits.batch_size:,}{', which cores do not share,' if whole else ''}")
-    if fits.sequence_length:
+    if fits.max_seq_length:
         beside = "" if fits.batch_size else f" at batch {t.batch_size:,}"
-        most.append(f"{fits.sequence_length:,} tokens a sequence{beside}")
+        most.append(f"{fits.max_seq_length:,} tokens a sequence{beside}")
     if most:
         return f"most in training: {', or '.join([*most, *([f'preset {fits.preset}'] if fits.preset else [])])}"
     least = human_bytes(training_memory(plan.config, replace(t, batch_size=1)).total)
     instead = f"the largest preset that fits is {fits.preset}" if fits.preset else "no preset fits"
-    one = f"one sequence of {t.sequence_length:,} tokens takes {least}"
+    one = f"one sequence of {t.max_seq_length:,} tokens takes {least}"
     return f"most in training: nothing as planned, {one}; {instead}"

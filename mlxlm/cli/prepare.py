@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
+from mlxlm.cli.run_options import ON_BAD_INPUT, print_skipped
 from mlxlm.cli.tokenizer import SOURCES_HELP
 from mlxlm.utils.formatting import human_bytes, human_seconds
 
@@ -53,14 +53,14 @@ def prepare(
     Rows of .jsonl files and of tables are {"text": "..."}, or conversations {"messages": [{"role": "user", "content":
     "..."}, ...]}. Works in bounded memory; the folder appears complete or not at all.
     """
+    from mlxlm.data import parse_weighted_sources, total_bytes
     from mlxlm.data import prepare as prepare_data
-    from mlxlm.data import total_bytes, weighted
     from mlxlm.tokenizer import load
 
     drawn = {"--validation-fraction": validation_fraction, "--seed": seed}
     if validation and (idle := [flag for flag, value in drawn.items() if value is not None]):
         raise click.UsageError(f"{' and '.join(idle)} would have no effect: --validation says what is held out")
-    sources, weights = weighted(sources)
+    sources, weights = parse_weighted_sources(sources)
     tokenizer = load(tokenizer_path)
     started = time.perf_counter()
     with render.bytes_progress("Preparing", total_bytes([*sources, *validation])) as advance:
@@ -79,7 +79,7 @@ def prepare(
             stdin=sys.stdin.buffer,
         )
     seconds = time.perf_counter() - started
-    describe_skipped(manifest.skipped)
+    print_skipped(manifest.skipped)
     if manifest.duplicates is not None:
         found = manifest.duplicates
         counts = f"{found.exact} exact and {found.near} near duplicates of {found.documents} documents"

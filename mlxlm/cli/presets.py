@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from mlxlm.cli import render
-from mlxlm.families import load_preset, preset_names
+from mlxlm.families import config_to_hf, load_preset, preset_names
 from mlxlm.utils.formatting import human_bytes, human_count
 
 
@@ -15,7 +15,7 @@ def presets(as_json: bool) -> None:
     """List the model sizes that ship with mlxlm."""
     found = {name: load_preset(name) for name in preset_names()}
     if as_json:
-        counts = {name: {**c.to_dict(), "parameters": c.parameter_count()} for name, c in found.items()}
+        counts = {name: {**config_to_hf(c), "parameters": c.parameter_count()} for name, c in found.items()}
         render.emit_json(counts)
         return
     header = ("preset", "parameters", "hidden", "layers", "heads", "KV heads", "vocabulary", "context", "KV/token")

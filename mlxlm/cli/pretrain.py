@@ -9,22 +9,22 @@ from typing import Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.machine_options import machine_options, taken
-from mlxlm.cli.overrides import configured, set_option
+from mlxlm.cli.machine_options import machine_options, pop_machine_options
+from mlxlm.cli.overrides import override_option, with_overrides
 from mlxlm.cli.run_options import (
+    DEFAULT_MAX_SEQ_LENGTH,
     FLAGS,
-    LONGEST,
+    check_data_needs_resume,
+    check_resume_alone,
     data_options,
-    data_rules,
-    describe_skipped,
-    given_of,
+    given_options,
+    given_settings,
     moved_data_option,
-    no_idle_options,
-    only_resume,
-    only_with_resume,
-    resumed_run,
+    open_resumed_run,
+    print_skipped,
+    reject_unused_options,
     setting_options,
-    settings_of,
+    unused_data_rules,
 )
 
 
@@ -36,7 +36,7 @@ from mlxlm.cli.run_options import (
 @moved_data_option
 @click.option("--preset", default=None, help="Model size, see mlxlm presets.  [default: 1m, or by the time]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
-@set_option
+@override_option
 @data_options()
 @click.option("--steps", type=int, help="How long to train, in steps,")
 @click.option("--tokens", type=float, help="in tokens (such as 2e7; default: 20 per parameter),")
@@ -59,28 +59,28 @@ def pretrain(data, out, resume, repeat, moved_data, hosts, ranks, **options: Any
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
-    begun = click.get_current_context().meta["mlxlm.begun"]
+    start_time = click.get_current_context().meta["mlxlm.start_time"]
     if hosts is not None or ranks is not None:
         raise click.exceptions.Exit(_launched(hosts, ranks))
-    from mlxlm.cli.rank_process import joined
+    from mlxlm.cli.rank_process import join_ranks
     from mlxlm.cli.training import StopRequest
-    from mlxlm.train import follow
+    from mlxlm.train import run_worker
 
-    with joined() as here:
-        if here.writes:
-            _lead(here, data, out, resume, repeat, moved_data, options, begun)
+    with join_ranks() as here:
+        if here.is_main_process:
+            _lead(here, data, out, resume, repeat, moved_data, options, start_time)
         else:
-            with StopRequest(quiet=True).listening() as stop:
-                follow(here, stop)
+            with StopRequest(quiet=True).catch_signals() as stop:
+                run_worker(here, stop)
 
 
 def _launched(hosts: str | None, ranks: int | None) -> int:
     """Start this command on all hosts; returns the exit code."""
-    from mlxlm.cli.launch import hostfile_of, launch, without
+    from mlxlm.cli.launch import launch, make_hostfile, strip_options
 
     if hosts is not None and ranks is not None:
         raise click.UsageError("--ranks would have no effect: --hosts says what to start, localhost,localhost too")
-    return launch(hostfile_of(hosts, ranks), without(sys.argv[1:], ("--hosts", "--ranks")))
+    return launch(make_hostfile(hosts, ranks), strip_options(sys.argv[1:], ("--hosts", "--ranks")))
 
 
 def _lead(
@@ -91,53 +91,55 @@ def _lead(
     repeat: Path | None,
     moved_data: Path | None,
     options: dict[str, Any],
-    begun: float,
+    start_time: float,
 ) -> None:
-    from mlxlm.cli.training import describe_end, run_training
+    from mlxlm.cli.training import print_summary, run_training
     from mlxlm.tokenizer import load
     from mlxlm.train import Run, repeat_run
 
-    going = taken(options)
+    going = pop_machine_options(options)
     if resume is None:
-        only_with_resume(moved_data)
+        check_data_needs_resume(moved_data)
     if resume is not None:
-        only_resume(data, out, repeat, options=options)
-        run = resumed_run(resume, moved_data)
+        check_resume_alone(data, out, repeat, options=options)
+        run = open_resumed_run(resume, moved_data)
     elif repeat is not None:
-        if out is None or data or given_of(options):
+        if out is None or data or given_options(options):
             raise click.UsageError("--repeat takes --out RUN, and the data and settings of the run that it repeats")
         run = repeat_run(out, Run.open(repeat))
     else:
-        run = _new_run(data, out, options, ranks.size, going["power"].duty, begun)
+        run = _new_run(data, out, options, ranks.size, going["power"].duty_cycle, start_time)
     ending = run_training(run, load(run.path), resume=resume is not None, ranks=ranks, **going)
-    describe_end(ending, run)
+    print_summary(ending, run)
     render.result(str(run.path))
 
 
-def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int, duty: float, begun: float):
+def _new_run(
+    data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int, duty_cycle: float, start_time: float
+):
     from mlxlm.cli.training import phase
-    from mlxlm.data import Manifest, weighted
+    from mlxlm.data import Manifest, parse_weighted_sources
     from mlxlm.families import load_config, load_preset
     from mlxlm.train import start_run
-    from mlxlm.train.start import check_length
+    from mlxlm.train.start import check_duration
 
     if not data or out is None:
         raise click.UsageError("give DATA and --out RUN, or --resume RUN")
-    data, weights = weighted(data)
-    _no_idle_options(options, data)
+    data, weights = parse_weighted_sources(data)
+    _reject_unused_options(options, data)
     if ranks > 1 and "-" in data:
         raise click.UsageError("several processes can't read stdin: give DATA as files")
-    check_length(hours=options["hours"])
+    check_duration(hours=options["hours"])
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
-    settings, config = settings_of(options), None
+    settings, config = given_settings(options), None
     if not _chooses(options):
         file, preset = options["config"], options["preset"] or "1m"
         config = load_config(file) if file else load_preset(preset)
-        decided = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
-        length = settings.get("sequence_length", min(LONGEST, config.max_position_embeddings))
+        reserved = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
+        length = settings.get("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
         if minutes is None:  # else the time decides, too
-            settings["sequence_length"] = length
-        config = configured(config, options["parts"], decided, length)
+            settings["max_seq_length"] = length
+        config = with_overrides(config, options["overrides"], reserved, length)
     given = {name: options[name] for name in ("validation_fraction", "on_bad_input") if options[name] is not None}
     run = start_run(
         out,
@@ -146,13 +148,13 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], r
         weights=weights,
         text_column=options["text_column"],
         tokenizer=options["tokenizer"],
-        kind=options["kind"] or "byte-level",
+        tokenizer_type=options["tokenizer_type"] or "byte-level",
         vocab_size=options["vocab_size"],
         validation=options["validation"],
         minutes=minutes,
-        duty=duty,
-        begun=begun,
-        law=_law(options["scaling"]),
+        duty_cycle=duty_cycle,
+        start_time=start_time,
+        scaling_law=_law(options["scaling_law"]),
         tokens=options["tokens"],
         settings=settings,
         ranks=ranks,
@@ -160,7 +162,7 @@ def _new_run(data: tuple[str, ...], out: Path | None, options: dict[str, Any], r
         phase=phase,
         **given,
     )
-    describe_skipped(Manifest.read(run.data).skipped)
+    print_skipped(Manifest.read(run.data).skipped)
     return run
 
 
@@ -176,13 +178,17 @@ def _law(folder: Path | None):
     return None if folder is None else read_law(folder)
 
 
-def _no_idle_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
+def _reject_unused_options(options: dict[str, Any], data: tuple[str, ...]) -> None:
     """Raise a UsageError for an option that would have no effect beside the others."""
-    no_idle_options(
-        {**options, "set": options["parts"]},
+    reject_unused_options(
+        {**options, "set": options["overrides"]},
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
         (options["minutes"] is not None, ["hours"], "--minutes says how long"),
-        (not _chooses(options), ["scaling"], "the model's size is chosen only where --hours is given and no --preset"),
+        (
+            not _chooses(options),
+            ["scaling_law"],
+            "the model's size is chosen only where --hours is given and no --preset",
+        ),
         (_chooses(options), ["set"], "the model is chosen; give --preset to vary one"),
-        *data_rules(options, data),
+        *unused_data_rules(options, data),
     )

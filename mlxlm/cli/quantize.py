@@ -14,12 +14,12 @@ from mlxlm.cli import render
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
-    from mlxlm.quantize import Report
+    from mlxlm.quantize import QuantizationReport
 
 # Repeated here so that `--help` needn't import MLX; a test compares them with mlxlm.quantize's.
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
-METHODS = ("round", "gptq", "awq")
+METHODS = ("rtn", "gptq", "awq")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _WORST = 5
 
@@ -56,7 +56,7 @@ class _Bytes(click.ParamType):
 @click.option("--bits-per-weight", type=float, help="The same for a mean over all weights: 4.5.")
 @click.option("--max-kl", type=float, help="The same for the KL divergence from SOURCE, in nats per token: 0.02.")
 @click.option(
-    "--method", type=click.Choice(METHODS), default="round", show_default=True,
+    "--method", type=click.Choice(METHODS), default="rtn", show_default=True,
     help="round takes seconds. gptq takes about 5 minutes per 100M parameters on two CPU cores, and at equal size the"
     " result is closer to SOURCE. awq takes two thirds of that and mostly comes out between the two.",
 )  # fmt: skip
@@ -93,24 +93,24 @@ def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """The library's arguments. Options that would have no effect, or contradict each other, are wrong usage."""
-    deciding = [n for n in ("bits", "recipe", "budget", "bits_per_weight", "max_kl") if options[n] is not None]
+    deciding = [n for n in ("bits", "recipe", "max_size", "target_bpw", "max_kl") if options[n] is not None]
     if len(deciding) > 1:
         raise click.UsageError(f"{_flag(deciding[0])} and {_flag(deciding[1])} both decide the bits: one of them")
     mode, method = options["mode"], options["method"]
-    searches = any(options[name] is not None for name in ("budget", "bits_per_weight", "max_kl"))
+    searches = any(options[name] is not None for name in ("max_size", "target_bpw", "max_kl"))
     if mode != "affine":
         given = next((n for n in (*deciding, "group_size") if options[n] is not None), None)
         if given:
             raise click.UsageError(f"{_flag(given)} would have no effect: {mode} has bits and groups of its own")
         if method == "gptq":
             raise click.UsageError(f"--method gptq is for --mode affine, not {mode}: awq is for both")
-    if options["text"] and method == "round" and not searches:
+    if options["calibration_text"] and method == "rtn" and not searches:
         raise click.UsageError("--text would have no effect on plain rounding: --method gptq, or --eval-text")
-    if options["no_measure"]:
+    if options["no_evaluate"]:
         for name in ("eval_text", "max_kl"):
             if options[name] is not None:
                 raise click.UsageError(f"--no-measure excludes {_flag(name)}")
-    for name in ("bits_per_weight", "max_kl"):
+    for name in ("target_bpw", "max_kl"):
         if options[name] is not None and not 0 < options[name] < float("inf"):
             raise click.UsageError(f"{_flag(name)} is a positive number")
     return {
@@ -120,12 +120,12 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
         "mode": mode,
         "recipe": options["recipe"],
         "method": method,
-        "calibration": options["text"],
-        "evaluation": options["eval_text"],
-        "budget": options["budget"],
-        "bits_per_weight": options["bits_per_weight"],
+        "calibration_text": options["calibration_text"],
+        "eval_text": options["eval_text"],
+        "max_size": options["max_size"],
+        "target_bpw": options["target_bpw"],
         "max_kl": options["max_kl"],
-        "measure": not options["no_measure"],
+        "evaluate": not options["no_evaluate"],
     }
 
 
@@ -133,14 +133,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def show(report: Report) -> None:
+def show(report: QuantizationReport) -> None:
     """The report for people, on stdout."""
     size = f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
     render.result(f"{report.path}: {size}")
     render.print_result(render.table(list(_rows(report)), ("", "source", "quantized")))
-    worst = [(name, report.bits[name], f"{report.errors[name]:.4f}") for name in report.worst(_WORST)]
-    if worst:
-        render.print_result(render.table(worst, (f"largest errors of {report.error_of}", "bits", "relative")))
+    worst_layers = [(name, report.bits[name], f"{report.errors[name]:.4f}") for name in report.worst_layers(_WORST)]
+    if worst_layers:
+        render.print_result(render.table(worst_layers, (f"largest errors of {report.error_of}", "bits", "relative")))
     for check in report.checks:
         render.result(f"{check.name}: {check.result}, {check.detail}")
     if not report.checks:
@@ -149,40 +149,40 @@ def show(report: Report) -> None:
         render.result(line)
 
 
-def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
+def _rows(report: QuantizationReport) -> Iterator[tuple[str, str, str]]:
     yield (
         "weights",
         human_bytes(report.source_bits_per_weight * report.parameters / 8),
         human_bytes(report.bits_per_weight * report.parameters / 8),
     )
     yield "bits per weight", f"{report.source_bits_per_weight:.2f}", f"{report.bits_per_weight:.2f}"
-    said = report.measured
+    said = report.metrics
     if said is None:
         return
     after = f"{said.bits_per_byte_after:.4f} ({said.bits_per_byte_change:+.4f})"
     yield "bits per byte", f"{said.bits_per_byte_before:.4f}", after
     yield "KL divergence, nats per token", "0", f"{said.kl:.5f}"
-    yield "same most likely token", "100 %", f"{100 * said.top1:.1f} %"
+    yield "same most likely token", "100 %", f"{100 * said.top1_agreement:.1f} %"
     if said.speed_before and said.speed_after:
         yield "tokens per second", f"{said.speed_before:.0f}", f"{said.speed_after:.0f}"
 
 
-def notes(report: Report) -> Iterator[str]:
+def notes(report: QuantizationReport) -> Iterator[str]:
     """What differs from what was asked, and which texts were used."""
-    from mlxlm.checkpoint.layer_names import by_value
+    from mlxlm.checkpoint.layer_names import group_by_value
 
     mixed = Counter(16 if chosen is None else chosen["bits"] for chosen in report.formats.values())
     if len(mixed) > 1:
         counted = (f"{n} {'matrix' if n == 1 else 'matrices'} in {bits} bits" for bits, n in sorted(mixed.items()))
         yield "bits: " + ", ".join(counted)
-    for size, layers in by_value(report.regrouped).items():
+    for size, layers in group_by_value(report.reduced_group_sizes).items():
         yield f"groups of {size}, since the size asked for doesn't divide the width: {layers}"
-    for width, layers in by_value(report.skipped).items():
+    for width, layers in group_by_value(report.skipped).items():
         yield f"left in 16 bits, since no group size divides a width of {width}: {layers}"
-    if report.calibration:
-        yield f"calibrated on: {report.calibration}"
-    if report.measured:
-        said = report.measured
-        yield f"measured on: {said.text}, {said.tokens} tokens {render.windows(said.context, said.stride)}"
+    if report.calibration_text:
+        yield f"calibrated on: {report.calibration_text}"
+    if report.metrics:
+        said = report.metrics
+        yield f"measured on: {said.text}, {said.tokens} tokens {render.windows(said.context_length, said.stride)}"
         if said.speed_note:
             yield f"speed: {said.speed_note}"

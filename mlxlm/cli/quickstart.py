@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
+from mlxlm.cli.run_options import ON_BAD_INPUT, print_skipped
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
-    from mlxlm.chat.terminal.repl import Talk
+    from mlxlm.chat.terminal.repl import Repl
     from mlxlm.generation import LoadedModel
 
 # In two minutes on two CPU cores many small steps of the smallest model end lower than fewer of larger ones:
 # on a megabyte of plays, after 90 seconds, 2.20 bits per byte for 0.3m and 2.28 for 1m.
 # The length is the context of the chat: a few questions and answers.
 PRESET, VOCABULARY = "0.3m", 1024  # tokens at most: as many as the text supports
-SETTINGS = {"sequence_length": 512}
+SETTINGS = {"max_seq_length": 512}
 
 
 @click.command()
@@ -40,7 +40,7 @@ def quickstart(
 
     On DATA (text files), or on the language reference that every Python carries: no network is needed.
     """
-    from mlxlm.cli.training import StopRequest, describe_end, phase, run_training
+    from mlxlm.cli.training import StopRequest, phase, print_summary, run_training
     from mlxlm.data import Manifest
     from mlxlm.data.builtin import write_python_reference
     from mlxlm.families import load_preset
@@ -49,7 +49,7 @@ def quickstart(
     from mlxlm.tokenizer import load as load_tokenizer
     from mlxlm.train import start_run
     from mlxlm.train.optimizers import DEFAULTS
-    from mlxlm.train.start import TooFewTokens
+    from mlxlm.train.start import TooFewTokensError
 
     if on_bad_input and not data:
         raise click.UsageError("--on-bad-input would have no effect: there is no DATA")
@@ -69,25 +69,25 @@ def quickstart(
             run = start_run(
                 out, sources, config, minutes=minutes, on_bad_input=policy, settings={**SETTINGS, **own}, phase=phase
             )
-        except TooFewTokens as error:  # its hint is an option of pretrain
+        except TooFewTokensError as error:  # its hint is an option of pretrain
             raise DataError(error.message, "more text, or text that repeats itself less") from error
-    describe_skipped(Manifest.read(run.data).skipped)
+    print_skipped(Manifest.read(run.data).skipped)
     render.say(f"2. Training until {minutes:g} minutes are over (Ctrl-C saves and stops)")
     stop = StopRequest()
-    describe_end(run_training(run, load_tokenizer(run.path), stop=stop), run)
-    if stop.asked:
+    print_summary(run_training(run, load_tokenizer(run.path), stop=stop), run)
+    if stop.requested:
         return
     small = out / "4bit"
     render.say(f"3. Quantizing the best checkpoint to 4 bits, in {small}")
     report = quantize(run.path, small, bits=4)
-    change = report.measured.bits_per_byte_change
+    change = report.metrics.bits_per_byte_change
     size = f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
     render.say(f"{size}; {change:+.4f} bits per byte on the validation text by the smaller weights")
-    loaded = load(small)
+    lm = load(small)
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
-        _chat(loaded)
+        _chat(lm)
     else:
-        _continuation(loaded)
+        _continuation(lm)
     render.say(f"Chat with it again: mlxlm chat {shlex.quote(str(small))}")
 
 
@@ -112,29 +112,29 @@ def _free_name(path: Path) -> Path:
     return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
 
 
-def _chat(loaded: LoadedModel) -> None:
+def _chat(lm: LoadedModel) -> None:
     greeting = "4. Chat. A model of this size gets the form right, seldom the facts. /help lists the commands.\n"
-    greeting += "Ask it, for example: What is assert?" if _has_roles(loaded) else "Begin a text, and the model goes on."
-    if code := _talk(loaded, in_terminal=True).run(greeting.split("\n")):
+    greeting += "Ask it, for example: What is assert?" if _has_roles(lm) else "Begin a text, and the model goes on."
+    if code := _repl(lm, in_terminal=True).run(greeting.split("\n")):
         sys.exit(code)
 
 
-def _continuation(loaded: LoadedModel) -> None:
-    question = "What is assert?" if _has_roles(loaded) else "The"
+def _continuation(lm: LoadedModel) -> None:
+    question = "What is assert?" if _has_roles(lm) else "The"
     render.say(f"4. {question}")
-    _talk(loaded, in_terminal=False).once(question)
+    _repl(lm, in_terminal=False).once(question)
 
 
-def _talk(loaded: LoadedModel, in_terminal: bool) -> Talk:
+def _repl(lm: LoadedModel, in_terminal: bool) -> Repl:
     from mlxlm.chat.session import Chat
     from mlxlm.chat.terminal.autosave import Autosave
-    from mlxlm.chat.terminal.repl import Talk
+    from mlxlm.chat.terminal.repl import Repl
     from mlxlm.chat.terminal.settings import Settings
     from mlxlm.cli.speculation_options import load_model
 
-    return Talk(Chat(loaded), Settings(asks=in_terminal), Autosave(unnamed=in_terminal), load_model)
+    return Repl(Chat(lm), Settings(ask_on_overflow=in_terminal), Autosave(unnamed=in_terminal), load_model)
 
 
-def _has_roles(loaded: LoadedModel) -> bool:
+def _has_roles(lm: LoadedModel) -> bool:
     """Whether it was trained on conversations."""
-    return loaded.tokenizer.chat_template is not None
+    return lm.tokenizer.chat_template is not None

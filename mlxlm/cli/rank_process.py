@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING
 from mlxlm.backend import device
 
 if TYPE_CHECKING:
-    from mlxlm.train import Ranks
+    from mlxlm.train import ProcessGroup
 
-SIGN = "\x1e"  # begins the lines for the launcher: no text on stdout has ASCII's record separator
+LAUNCHER_MARK = "\x1e"  # begins the lines for the launcher: no text on stdout has ASCII's record separator
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def join_ranks() -> Iterator[ProcessGroup]:
     """This process among those that were started with it; where it can't get away from them, it ends with an error."""
     from mlxlm.cli.main import print_error
-    from mlxlm.train import Ranks
+    from mlxlm.train import ProcessGroup
 
     def end(error: Exception) -> None:
         print_error(error)
         os._exit(1)
 
-    with Ranks.join(when_stuck=end) as ranks:
+    with ProcessGroup.join(on_hang=end) as ranks:
         try:
             yield ranks
         except BaseException:
@@ -45,13 +45,13 @@ def joined() -> Iterator[Ranks]:
 def report(secret: str, *words: object) -> None:
     """A line for the launcher that started this process."""
     rank = os.environ.get("MLX_RANK", "0")
-    print(f"{SIGN}{secret}", rank, *words, file=sys.__stdout__, flush=True)
+    print(f"{LAUNCHER_MARK}{secret}", rank, *words, file=sys.__stdout__, flush=True)
 
 
-def take_share(rank: int, ranks: int) -> None:
+def limit_to_share(rank: int, ranks: int) -> None:
     """Leave this process its share of the memory and of the cores that it may use, where `ranks` processes have to
     share them; of the cores if the system knows such a limit."""
-    device.share_memory(max(1, ranks))
+    device.split_memory_between(max(1, ranks))
     if ranks > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         own = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
@@ -76,7 +76,7 @@ def _main() -> int:
 
     secret, hostfile, sharing, *args = sys.argv[1:]
     rank = int(os.environ.get("MLX_RANK", "0"))
-    take_share(rank, int(sharing))
+    limit_to_share(rank, int(sharing))
     if rank == 0:
         threading.Thread(target=_outlive, args=[hostfile], daemon=True).start()
     # mlx.launch looks without a pause whether it can write to stdin, which takes a core, until that fails.

@@ -42,7 +42,7 @@ def result(text: str) -> None:
     click.echo(text)
 
 
-def hanging(heading: str, text: str) -> str:
+def hanging_indent(heading: str, text: str) -> str:
     """`text` after its heading; on a terminal in lines that begin below each other."""
     if not sys.stdout.isatty():
         return heading + text
@@ -73,9 +73,9 @@ def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, ti
     return view
 
 
-def windows(context: int, stride: int) -> str:
+def windows(context_length: int, stride: int) -> str:
     """How a text was read, beside a loss measured on it."""
-    return f"in windows of {context} tokens, stride {stride}"
+    return f"in windows of {context_length} tokens, stride {stride}"
 
 
 def print_result(view: Table) -> None:

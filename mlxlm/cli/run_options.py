@@ -13,7 +13,9 @@ from mlxlm.cli import render
 if TYPE_CHECKING:
     from mlxlm.train import Run
 
-LONGEST = 512  # tokens of a sequence, unless asked for: longer ones cost more than a small model learns from them
+DEFAULT_MAX_SEQ_LENGTH = (
+    512  # tokens of a sequence, unless asked for: longer ones cost more than a small model learns from them
+)
 
 # Options that are fields of TrainSettings, left to its defaults where not given.
 SETTINGS = (
@@ -50,17 +52,17 @@ SETTINGS = (
 FLAGS = {flag.removeprefix("--").replace("-", "_"): flag for flag, _, _ in SETTINGS}  # by the setting's name
 
 
-def setting_options(without: Collection[str] = (), texts: Mapping[str, str] | None = None) -> Callable:
-    """Adds the options of SETTINGS to a command: those of names in `without` not, and those in `texts` with this help
+def setting_options(without: Collection[str] = (), help_texts: Mapping[str, str] | None = None) -> Callable:
+    """Adds the options of SETTINGS to a command: those of names in `without` not, and those in `help_texts` with this help
     instead of their own."""
-    texts = texts or {}
+    help_texts = help_texts or {}
 
     def added(command):
         for flag, kind, text in reversed(SETTINGS):
             name = flag.removeprefix("--").replace("-", "_")
             if name not in without:
                 form = {"is_flag": True} if kind is bool else {"type": kind}
-                command = click.option(flag, default=None, help=texts.get(name, text), **form)(command)
+                command = click.option(flag, default=None, help=help_texts.get(name, text), **form)(command)
         return command
 
     return added
@@ -97,42 +99,42 @@ def data_options(vocab_size: str = "the preset's") -> Callable:
     return added
 
 
-def data_rules(options: Mapping[str, Any], data: Iterable[str]) -> list[tuple[Any, Collection[str], str]]:
-    """The rules of `no_idle_options` for those of `data_options` beside this DATA."""
+def unused_data_rules(options: Mapping[str, Any], data: Iterable[str]) -> list[tuple[Any, Collection[str], str]]:
+    """The rules of `reject_unused_options` for those of `data_options` beside this DATA."""
     from mlxlm.data.manifest import is_prepared
 
     prepared = any(map(is_prepared, data))
     own = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     return [
-        (prepared or options["tokenizer"], ["vocab_size", "kind"], f"{own} has its own"),
+        (prepared or options["tokenizer"], ["vocab_size", "tokenizer_type"], f"{own} has its own"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
         (prepared, ["text_column", "on_bad_input"], "prepared data is read already"),
     ]
 
 
-def describe_skipped(count: int) -> None:
+def print_skipped(count: int) -> None:
     """Say how much bad input was skipped; nothing if there was none."""
     if count:
         lines = "line or row" if count == 1 else "lines or rows"
         render.say(f"skipped {count:,} bad {lines} of the input", style="yellow")
 
 
-def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of TrainSettings that were given, `steps` among them."""
     return {name: options[name] for name in ("steps", *FLAGS) if options.get(name) is not None}
 
 
-def given_of(names: Iterable[str]) -> list[str]:
+def given_options(names: Iterable[str]) -> list[str]:
     """Those of the options that the command line has, as they are written there."""
     context = click.get_current_context()
     there = {n for n in names if context.get_parameter_source(n) is click.core.ParameterSource.COMMANDLINE}
     return [p.opts[0] for p in context.command.params if p.name in there and isinstance(p, click.Option)]
 
 
-def only_resume(*arguments: Any, options: Iterable[str]) -> None:
+def check_resume_alone(*arguments: Any, options: Iterable[str]) -> None:
     """Raise a UsageError if any of the `arguments`, or one of these options, was given beside --resume."""
-    if any(arguments) or given_of(options):
+    if any(arguments) or given_options(options):
         raise click.UsageError("--resume takes the run's own data and settings: give nothing else")
 
 
@@ -142,13 +144,13 @@ moved_data_option = click.option(
 )  # fmt: skip
 
 
-def only_with_resume(moved_data: Path | None) -> None:
+def check_data_needs_resume(moved_data: Path | None) -> None:
     """Raise a UsageError for --data where there is nothing to resume."""
     if moved_data is not None:
         raise click.UsageError("--data says where the data of a run was moved to: give --resume RUN, too")
 
 
-def resumed_run(path: Path, moved_data: Path | None) -> Run:
+def open_resumed_run(path: Path, moved_data: Path | None) -> Run:
     """The run of --resume, with its data where --data says."""
     from mlxlm.train import Run
 
@@ -156,7 +158,7 @@ def resumed_run(path: Path, moved_data: Path | None) -> Run:
     return run if moved_data is None else run.with_data(moved_data)
 
 
-def no_idle_options(options: Mapping[str, Any], *rules: tuple[Any, Collection[str], str]) -> None:
+def reject_unused_options(options: Mapping[str, Any], *rules: tuple[Any, Collection[str], str]) -> None:
     """Raise a UsageError for an option that would have no effect beside the others.
 
     rules: where the first is true, the options of these names have none, for this reason; those of settings are known.
@@ -164,8 +166,8 @@ def no_idle_options(options: Mapping[str, Any], *rules: tuple[Any, Collection[st
     for idle, names, reason in (
         *rules,
         (not options.get("sample_every"), ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
-        (options["schedule"] != "wsd", ["decay_fraction"], "--schedule wsd is not given"),
-        (options["schedule"] == "constant", ["final_learning_rate"], "--schedule constant stays at the peak"),
+        (options["lr_schedule"] != "wsd", ["decay_fraction"], "--schedule wsd is not given"),
+        (options["lr_schedule"] == "constant", ["min_lr_ratio"], "--schedule constant stays at the peak"),
     ):
         given = [f"--{name.replace('_', '-')}" for name in names if options.get(name) not in (None, ())]
         if idle and given:

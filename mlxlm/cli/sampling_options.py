@@ -49,7 +49,7 @@ OPTIONS = (
         "--logit-bias", multiple=True, metavar="ID=BIAS", help="Add a number to a token's logit; may be given again."
     ),
     _repetition("--repetition-penalty", type=float, help="Above 1: fewer repetitions.  [default: 1.0]"),
-    _repetition("--repetition-window", type=int, help="Tokens that penalty looks back on.  [default: 64]"),
+    _repetition("--repetition-context-size", type=int, help="Tokens that penalty looks back on.  [default: 64]"),
     _repetition("--presence-penalty", type=float, help="Less of what was said at all; 0 is off.  [default: 0.0]"),
     _repetition(
         "--frequency-penalty", type=float, help="Less of it for each time it was said; 0 is off.  [default: 0.0]"
@@ -57,7 +57,7 @@ OPTIONS = (
     _repetition("--dry-multiplier", type=float, help="Above 0: fewer repeated phrases (DRY).  [default: 0.0]"),
     _repetition("--dry-base", type=float, help="DRY: growth with the length of the phrase.  [default: 1.75]"),
     _repetition("--dry-allowed-length", type=int, help="DRY: tokens of a phrase from which it acts.  [default: 2]"),
-    _repetition("--dry-window", type=int, help="DRY: tokens that it looks back on.  [default: 1024]"),
+    _repetition("--dry-penalty-last-n", type=int, help="DRY: tokens that it looks back on.  [default: 1024]"),
     _repetition(
         "--dry-breakers",
         multiple=True,
@@ -79,7 +79,7 @@ OPTIONS = (
 )
 
 # Of a constrained text that isn't complete, by its finish_reason.
-REMEDIES = {"length": "a larger --max-tokens", "stop": "a --stop that it can't contain, or none"}
+CONSTRAINT_HINTS = {"length": "a larger --max-tokens", "stop": "a --stop that it can't contain, or none"}
 
 
 def sampling_options(command: Callable | None = None, *, without: Collection[str] = ()) -> Callable:
@@ -113,10 +113,10 @@ def sampling_options(command: Callable | None = None, *, without: Collection[str
 
 def _schema_text(given: str) -> str:
     """JSON text, or the content of the file that has this name."""
-    from mlxlm.generation.options import LARGEST_SCHEMA
-    from mlxlm.utils.bounded_reads import decoded, read_bytes
+    from mlxlm.generation.options import MAX_SCHEMA_CHARS
+    from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 
     if given.lstrip().startswith("{") or given in ("true", "false"):
         return given
-    content = read_bytes(Path(given), LARGEST_SCHEMA, GenerationError)
-    return decoded(content, given, GenerationError, "a JSON file", "utf-8-sig")
+    content = read_bytes(Path(given), MAX_SCHEMA_CHARS, GenerationError)
+    return decode_utf8(content, given, GenerationError, "a JSON file", "utf-8-sig")

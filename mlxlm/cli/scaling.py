@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.machine_options import MACHINE, machine_options, taken
+from mlxlm.cli.machine_options import MACHINE_OPTIONS, machine_options, pop_machine_options
 from mlxlm.cli.run_options import (
     data_options,
-    data_rules,
-    describe_skipped,
-    given_of,
-    no_idle_options,
+    given_options,
+    given_settings,
+    print_skipped,
+    reject_unused_options,
     setting_options,
-    settings_of,
+    unused_data_rules,
 )
 from mlxlm.utils.formatting import human_count, human_seconds
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from mlxlm.experiments.scaling_analysis import Analysis, Prediction
     from mlxlm.experiments.scaling_grid import Grid
 
-PICTURE = "scaling.png"
+PLOT_FILE = "scaling.png"
 _HOURS = {"h": 1.0, "min": 1 / 60, "m": 1 / 60, "d": 24.0}
-_WITHOUT = ("eval_every", "sample_every", "sample_prompt", "sample_tokens", "keep", "decay_fraction")
+_WITHOUT = ("eval_every", "sample_every", "sample_prompt", "sample_tokens", "save_total_limit", "decay_fraction")
 
 
 @click.command()
@@ -47,7 +47,7 @@ _WITHOUT = ("eval_every", "sample_every", "sample_prompt", "sample_tokens", "kee
 @click.option("--predict", metavar="SIZE[:TOKENS]", help="The loss of a preset or size (default: 20 tokens each).")
 @click.option("--fit-only", is_flag=True, help="Train nothing: fit what is finished.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def scaling(data, out, budget, predict, fit_only, as_json, **options: Any) -> None:
+def scaling(data, out, compute_budget, predict, fit_only, as_json, **options: Any) -> None:
     """Train a grid of small models on DATA, fit how the loss falls with parameters and tokens, and plan by it.
 
     L = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022) with N all parameters, the embedding included: with small
@@ -57,15 +57,15 @@ def scaling(data, out, budget, predict, fit_only, as_json, **options: Any) -> No
     Each is an ordinary run in a folder of its own. Ctrl-C finishes the step and saves; the same command, or --out
     alone, goes on with what is unfinished. pretrain --hours --scaling FOLDER chooses a model by the result.
     """
-    _parse_budget(budget)  # before hours of training
+    _parse_compute_budget(compute_budget)  # before hours of training
     if predict:
         _parse_size(predict)
-    if fit_only and (idle := given_of(MACHINE)):
+    if fit_only and (idle := given_options(MACHINE_OPTIONS)):
         raise click.UsageError(f"{idle[0]} would have no effect: --fit-only trains nothing")
-    how = taken(options)
+    how = pop_machine_options(options)
     grid = _grid(data, out, options, fit_only)
     failed = [] if fit_only else _train(grid, how)
-    _report(grid, failed, budget, predict, as_json)
+    _report(grid, failed, compute_budget, predict, as_json)
     if failed:
         raise click.exceptions.Exit(1)
 
@@ -76,41 +76,41 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
     from mlxlm.experiments.scaling_grid import Grid, start_grid
 
     if not data or fit_only:
-        given = [*(["DATA"] if data else []), *given_of(options)]
+        given = [*(["DATA"] if data else []), *given_options(options)]
         if given:
             why = "--fit-only trains nothing" if fit_only else "without DATA --out goes on as it began"
             raise click.UsageError(f"{why}, and {given[0]} would have no effect")
         return Grid.open(out)
-    no_idle_options(
+    reject_unused_options(
         {**options, "sample_every": True, "decay_fraction": None},
         (options["sizes"], ["minutes", "hours"], "--sizes say what is trained"),
         (options["minutes"] is not None, ["hours"], "--minutes says how long"),
         (options["tokens"], ["tokens_per_parameter"], "--tokens says how long each is trained"),
-        *data_rules(options, data),
+        *unused_data_rules(options, data),
     )
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
     same = ("vocab_size", "tokenizer", "text_column", "validation")
-    names = ("kind", "validation_fraction", "on_bad_input")
+    names = ("tokenizer_type", "validation_fraction", "on_bad_input")
     given = {name: options[name] for name in names if options[name] is not None}
     given |= {} if minutes is None else {"minutes": minutes}
     grid = start_grid(
         out, data, sizes=[_parameters(text) for text in _list(options["sizes"])],
         ratios=_numbers(options["tokens_per_parameter"]), tokens=_numbers(options["tokens"]),
-        settings=settings_of(options), phase=phase, **{name: options[name] for name in same}, **given,
+        settings=given_settings(options), phase=phase, **{name: options[name] for name in same}, **given,
     )  # fmt: skip
-    describe_skipped(Manifest.read(grid.data).skipped)
+    print_skipped(Manifest.read(grid.data).skipped)
     return grid
 
 
 def _train(grid: Grid, how: dict[str, Any]) -> list[str]:
-    from mlxlm.cli.sweep import train_all
+    from mlxlm.cli.sweep import train_sweep
     from mlxlm.cli.training import phase
-    from mlxlm.plan.scaling_law import FEW_PASSES
+    from mlxlm.plan.scaling_law import FULL_VALUE_EPOCHS
 
-    most = max(cell.tokens for cell in grid.cells) / grid.unique
-    if most > 1.2 * FEW_PASSES:
+    most = max(cell.tokens for cell in grid.cells) / grid.unique_tokens
+    if most > 1.2 * FULL_VALUE_EPOCHS:
         render.say(
-            f"the text is short: the longest runs see it {most:.1f} times, and after {FEW_PASSES:g} passes it teaches "
+            f"the text is short: the longest runs see it {most:.1f} times, and after {FULL_VALUE_EPOCHS:g} passes it teaches "
             "less than new text would, which bends the law", style="yellow",
         )  # fmt: skip
     runs = []
@@ -120,46 +120,48 @@ def _train(grid: Grid, how: dict[str, Any]) -> list[str]:
     command = f"mlxlm scaling --out {shlex.quote(str(grid.path))}"
 
     def left(number: int) -> str:
-        return f", about {human_seconds(grid.seconds_left(number) * 100 / how['power'].duty)} left"
+        return f", about {human_seconds(grid.seconds_left(number) * 100 / how['power'].duty_cycle)} left"
 
-    return train_all(runs, grid.tokenizer, command, left, **how)
+    return train_sweep(runs, grid.tokenizer, command, left, **how)
 
 
-def _report(grid: Grid, failed: list[str], budget: str | None, predict: str | None, as_json: bool) -> None:
-    from mlxlm.experiments.scaling_analysis import FILE, analyse, notes
-    from mlxlm.experiments.scaling_plot import draw
+def _report(grid: Grid, failed: list[str], compute_budget: str | None, predict: str | None, as_json: bool) -> None:
+    from mlxlm.experiments.scaling_analysis import FILE, analyze, fit_warnings
+    from mlxlm.experiments.scaling_plot import plot_scaling_law
     from mlxlm.utils.files import write_json
 
     points = grid.points()
-    found = analyse(points, grid.by_ratio)
-    said, plans = [*failed, *notes(found)], {}
-    if found.joint is None and (predict or budget):
+    found = analyze(points, grid.by_ratio)
+    said, plans = [*failed, *fit_warnings(found)], {}
+    if found.joint is None and (predict or compute_budget):
         said.append("without a joint fit nothing can be predicted")
     elif predict:
         plans["predicted"] = found.predict(*_parse_size(predict, grid.vocab_size))
-    if budget and found.joint is not None:
-        flops, in_hours = _parse_budget(budget)
+    if compute_budget and found.joint is not None:
+        flops, in_hours = _parse_compute_budget(compute_budget)
         flops = grid.flops_per_second() * 3600 * flops if in_hours else flops
         plans["best"], around = found.best(flops)
-    picture = grid.path / PICTURE
-    values = {**found.to_dict(), "parameters": "all, embedding included", "tokens_in_text": grid.unique}
+    plot = grid.path / PLOT_FILE
+    values = {**found.to_dict(), "parameters": "all, embedding included", "tokens_in_text": grid.unique_tokens}
     if points:
-        draw(found, picture, grid.by_ratio)
+        plot_scaling_law(found, plot, grid.by_ratio)
         write_json(grid.path / FILE, values)
     for plan in plans.values():
         if plan.far:
             said.append(
                 f"{human_count(plan.parameters)} parameters on {human_count(plan.tokens)} tokens are "
-                f"{plan.beyond:.0f} times the operations of the largest run here: a guess more than a prediction"
+                f"{plan.extrapolation:.0f} times the operations of the largest run here: a guess more than a prediction"
             )
-        if plan.tokens > 4.8 * grid.unique:
-            said.append(f"{human_count(plan.tokens)} tokens are {plan.tokens / grid.unique:.1f} passes over this text")
+        if plan.tokens > 4.8 * grid.unique_tokens:
+            said.append(
+                f"{human_count(plan.tokens)} tokens are {plan.tokens / grid.unique_tokens:.1f} passes over this text"
+            )
     if as_json:
         shown = {name: {**vars(plan), "far": plan.far} for name, plan in plans.items()}
         if "best" in shown:
             shown["best"]["parameters_interval"] = list(around)
-        drawn = str(picture) if points else None
-        render.emit_json({"path": str(grid.path), "picture": drawn, **values, **shown, "notes": said})
+        drawn = str(plot) if points else None
+        render.emit_json({"path": str(grid.path), "plot": drawn, **values, **shown, "notes": said})
         return
     _tables(found)
     if "predicted" in plans:
@@ -170,7 +172,7 @@ def _report(grid: Grid, failed: list[str], budget: str | None, predict: str | No
     for note in said:
         render.say(note, style="yellow")
     if points:
-        render.result(str(picture))
+        render.result(str(plot))
 
 
 def _tables(found: Analysis) -> None:
@@ -245,7 +247,7 @@ def _parse_size(text: str, vocab_size: int | None = None) -> tuple[float, float]
     return parameters, count
 
 
-def _parse_budget(text: str | None) -> tuple[float, bool]:
+def _parse_compute_budget(text: str | None) -> tuple[float, bool]:
     """A number, and whether it is hours."""
     found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)(h|min|m|d)?", (text or "1").lower())
     try:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli.sections import option
-from mlxlm.cli.spinner import waiting
+from mlxlm.cli.spinner import spinner
 from mlxlm.utils.errors import one_line
 
 if TYPE_CHECKING:
     from mlxlm.generation import LoadedModel
-    from mlxlm.generation.speculative import Speculation
+    from mlxlm.generation.speculative import SpeculativeDecoder
 
 _memory = functools.partial(option, "Memory and speed")
 
@@ -30,17 +30,17 @@ def speculation_options(command: Callable) -> Callable:
     that makes the Speculation, and loads the draft model for it."""
 
     @functools.wraps(command)
-    def with_options(*, draft: str | None, lookup: bool, **values: Any):
-        if draft is not None and lookup:
+    def with_options(*, draft_model: str | None, prompt_lookup: bool, **values: Any):
+        if draft_model is not None and prompt_lookup:
             raise click.UsageError("either --draft or --lookup")
 
-        def make() -> Speculation:
-            from mlxlm.generation.drafters import DraftModel, NgramLookup
-            from mlxlm.generation.speculative import Speculation
+        def make() -> SpeculativeDecoder:
+            from mlxlm.generation.drafters import DraftModel, PromptLookup
+            from mlxlm.generation.speculative import SpeculativeDecoder
 
-            return Speculation(NgramLookup() if lookup else DraftModel(load_model(draft)))
+            return SpeculativeDecoder(PromptLookup() if prompt_lookup else DraftModel(load_model(draft_model)))
 
-        return command(speculation=make if draft is not None or lookup else None, **values)
+        return command(speculation=make if draft_model is not None or prompt_lookup else None, **values)
 
     for declared in reversed(OPTIONS):
         with_options = declared(with_options)
@@ -52,5 +52,5 @@ def load_model(model: str) -> LoadedModel:
     used from another folder."""
     from mlxlm.generation import load
 
-    with waiting(f"loading {one_line(model)}"):
+    with spinner(f"loading {one_line(model)}"):
         return load(os.path.abspath(model) if os.path.exists(model) else model)

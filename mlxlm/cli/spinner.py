@@ -13,7 +13,7 @@ _AFTER = 1.0  # seconds
 
 
 @contextmanager
-def waiting(label: str) -> Iterator[Callable[[str], None]]:
+def spinner(label: str) -> Iterator[Callable[[str], None]]:
     """Meanwhile a spinner on stderr, from the second second on; yields `update(label)`.
 
     Nothing else may be written to the terminal before the end. Where stderr is not a terminal: nothing.

@@ -8,8 +8,8 @@ import select
 import stat
 import sys
 
-from mlxlm.cli.spinner import waiting
-from mlxlm.utils.bounded_reads import decoded
+from mlxlm.cli.spinner import spinner
+from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import GenerationError
 
 # A program that starts this one may leave it a pipe in which nothing ever comes. Other programs of a pipeline may take
@@ -17,22 +17,22 @@ from mlxlm.utils.errors import GenerationError
 FIRST_BYTE_SECONDS = 10
 
 
-def read_standard_input() -> str:
+def read_stdin() -> str:
     """All of standard input, less a byte order mark and one line end at its end; "" where it is closed. Raises
     GenerationError for what is not UTF-8."""
     content = b"" if sys.stdin is None else sys.stdin.buffer.read()
-    text = decoded(content, "standard input", GenerationError, "a text file in UTF-8", "utf-8-sig")
+    text = decode_utf8(content, "standard input", GenerationError, "a text file in UTF-8", "utf-8-sig")
     return re.sub(r"\r?\n\Z", "", text)
 
 
-def with_standard_input(prompt: str) -> str:
+def prepend_stdin(prompt: str) -> str:
     """`prompt` below what is piped in, with an empty line between; `prompt` where nothing is.
 
-    Files, pipes and sockets are read, neither terminals nor other devices. Raises as `read_standard_input` does.
+    Files, pipes and sockets are read, neither terminals nor other devices. Raises as `read_stdin` does.
     """
     mode = os.fstat(0).st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-        with waiting("waiting for standard input"):
+        with spinner("waiting for standard input"):
             ready, _, _ = select.select([0], [], [], FIRST_BYTE_SECONDS)
         if not ready:
             print(
@@ -43,5 +43,5 @@ def with_standard_input(prompt: str) -> str:
             return prompt
     elif not stat.S_ISREG(mode):
         return prompt
-    piped = read_standard_input()
+    piped = read_stdin()
     return f"{piped}\n\n{prompt}" if piped and prompt else piped or prompt

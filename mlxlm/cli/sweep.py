@@ -12,7 +12,7 @@ from mlxlm.train import Finished, Run, Stopped
 from mlxlm.utils.errors import TrainingError
 
 
-def train_all(
+def train_sweep(
     runs: Sequence[tuple[str, Callable[[], Run]]],
     tokenizer,
     command: str,
@@ -39,7 +39,7 @@ def train_all(
             render.say(failed[-1], style="red")
         if isinstance(ending, Stopped):
             render.say(f"stopped after step {ending.step}, saved")
-        if stop.asked:
+        if stop.requested:
             if number + 1 < len(runs) or not isinstance(ending, Finished):
                 render.say("Continue with:")
                 render.say(command)

@@ -10,11 +10,11 @@ from typing import BinaryIO
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import ON_BAD_INPUT, describe_skipped
-from mlxlm.tokenizer import KINDS, load, report, train
-from mlxlm.utils.bounded_reads import decoded
+from mlxlm.cli.run_options import ON_BAD_INPUT, print_skipped
+from mlxlm.tokenizer import TOKENIZER_TYPES, load, tokenizer_stats, train
+from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import TokenizerError
-from mlxlm.utils.files import new_folder
+from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 SOURCES_HELP = (
@@ -35,12 +35,19 @@ def tokenizer() -> None:
 @tokenizer.command("train", epilog=SOURCES_HELP)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--vocab-size", type=click.IntRange(min=1), required=True, help="Tokens, special ones included.")
-@click.option("--kind", type=click.Choice(KINDS), default=KINDS[0], show_default=True, help="Kind of BPE.")
+@click.option(
+    "--kind", type=click.Choice(TOKENIZER_TYPES), default=TOKENIZER_TYPES[0], show_default=True, help="Kind of BPE."
+)
 @click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
 @ON_BAD_INPUT
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for its files.")
 def train_command(
-    files: tuple[str, ...], vocab_size: int, kind: str, text_column: str | None, on_bad_input: str | None, out: Path
+    files: tuple[str, ...],
+    vocab_size: int,
+    tokenizer_type: str,
+    text_column: str | None,
+    on_bad_input: str | None,
+    out: Path,
 ) -> None:
     """Learn a vocabulary from text.
 
@@ -50,14 +57,14 @@ def train_command(
 
     bad = BadInput(on_bad_input or "stop")
     started = time.perf_counter()
-    with new_folder(out, TokenizerError) as folder:
+    with atomic_new_folder(out, TokenizerError) as folder:
         with render.bytes_progress("Training", total_bytes(files)) as advance:
             source = texts(files, stdin=_stdin(), advance=advance, text_column=text_column, on_bad=bad)
-            trained = train(source, vocab_size, kind)
+            trained = train(source, vocab_size, tokenizer_type)
         trained.save(folder)
     seconds = human_seconds(time.perf_counter() - started)
-    describe_skipped(bad.skipped)
-    render.say(f"trained a {kind} tokenizer of {trained.vocab_size} tokens in {seconds}")
+    print_skipped(bad.skipped)
+    render.say(f"trained a {tokenizer_type} tokenizer of {trained.vocab_size} tokens in {seconds}")
     render.result(str(out))
 
 
@@ -70,7 +77,7 @@ def encode(path: str, text: str | None, as_json: bool, special: bool) -> None:
     """Print the token ids of a text."""
     loaded = load(path)
     if text is None:
-        text = decoded(_stdin().read(), "stdin", TokenizerError, "text as UTF-8")
+        text = decode_utf8(_stdin().read(), "stdin", TokenizerError, "text as UTF-8")
     ids = loaded.encode(text, add_special_tokens=special)
     if as_json:
         render.emit_json({"ids": ids, "count": len(ids)})
@@ -105,7 +112,7 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
     """Show what a tokenizer is, and how well it fits a text."""
     loaded = load(path)
     facts = {
-        "kind": loaded.kind,
+        "tokenizer_type": loaded.tokenizer_type,
         "vocab_size": loaded.vocab_size,
         "special_tokens": loaded.special_tokens,
         "bos_id": loaded.bos_id,
@@ -119,7 +126,7 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
         from mlxlm.data import texts, total_bytes
 
         with render.bytes_progress("Encoding", total_bytes([texts_path])) as advance:
-            measured = report(loaded, texts([texts_path], stdin=_stdin(), advance=advance))
+            measured = tokenizer_stats(loaded, texts([texts_path], stdin=_stdin(), advance=advance))
         facts["text"] = dataclasses.asdict(measured)
     if as_json:
         render.emit_json(facts)
@@ -127,7 +134,7 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
     special = ", ".join(f"{token} {i}" for token, i in list(loaded.special_tokens.items())[:12])
     more = len(loaded.special_tokens) - 12
     rows = [
-        ("kind", loaded.kind),
+        ("tokenizer_type", loaded.tokenizer_type),
         ("vocabulary", f"{loaded.vocab_size} tokens"),
         ("special tokens", (special or "none") + (f", and {more} more" if more > 0 else "")),
         ("chat template", "yes" if loaded.chat_template is not None else "no"),

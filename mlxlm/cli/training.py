@@ -17,26 +17,26 @@ from rich.text import Text
 from mlxlm.chat.terminal.output import printable
 from mlxlm.cli import render
 from mlxlm.cli.chart import line_chart
-from mlxlm.cli.spinner import waiting
-from mlxlm.cli.stop_signals import STOPS, on_stop
-from mlxlm.cli.training_metrics import Figures
+from mlxlm.cli.spinner import spinner
+from mlxlm.cli.stop_signals import STOP_SIGNALS, on_stop_signal
+from mlxlm.cli.training_metrics import TrainingMetrics
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.report import read_run
-from mlxlm.report.log_entries import announced, number
+from mlxlm.report.log_entries import entry_before_start, number
 from mlxlm.train import (
+    CheckpointNotSaved,
     Event,
     Finished,
-    NotSaved,
     Paused,
     Resumed,
     Run,
     Sample,
-    Slowed,
     Started,
     Step,
     Stopped,
+    Throttled,
+    TrainingWarning,
     Validation,
-    Warned,
     train,
 )
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
@@ -50,7 +50,7 @@ def phase(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
     if total is None:
         if not sys.stderr.isatty():
             render.say(label)
-        with waiting(label):
+        with spinner(label):
             yield lambda _n: None
     else:
         with render.bytes_progress(label, total) as advance:
@@ -62,24 +62,26 @@ class StopRequest:
     SIGTERM interrupts. The end of a terminal is told more than once: by the shell, the system, a session manager."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.asked, self._quiet = False, quiet
+        self.requested, self._quiet = False, quiet
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.requested
 
     @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        with on_stop(self._on_signal):
+    def catch_signals(self) -> Iterator[StopRequest]:
+        with on_stop_signal(self._on_signal):
             yield self
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        if self.asked and number == signal.SIGHUP:
+        if self.requested and number == signal.SIGHUP:
             return
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         if not self._quiet:
-            render.say(f"\n{STOPS[signal.Signals(number)]}: finishing this step and saving (again to stop at once)")
+            render.say(
+                f"\n{STOP_SIGNALS[signal.Signals(number)]}: finishing this step and saving (again to stop at once)"
+            )
 
 
 def run_training(
@@ -87,10 +89,10 @@ def run_training(
 ) -> Finished | Stopped:
     """Train and show it; `options` are those of `mlxlm.train.train`. Returns how it ended; `stop` knows whether a stop
     was asked for, which may have been too late for this run."""
-    describe_forecast(run)
+    print_forecast(run)
     ending: Finished | Stopped | None = None
     ranks = options["ranks"].size if "ranks" in options else 1
-    with (stop or StopRequest()).listening() as stop, _shown(ranks) as show:
+    with (stop or StopRequest()).catch_signals() as stop, _shown(ranks) as show:
         for event in train(run, tokenizer, resume=resume, should_stop=stop, **options):
             show(event)
             if isinstance(event, Finished | Stopped):
@@ -98,19 +100,19 @@ def run_training(
     return ending
 
 
-def describe_forecast(run: Run) -> None:
+def print_forecast(run: Run) -> None:
     """Which model was chosen, and what a probe said of the run, a line each; nothing where there was none."""
-    if found := announced(run.log_file, "chosen", ("parameters", "tokens", "epochs")):
+    if found := entry_before_start(run.log_file, "model_size_chosen", ("parameters", "tokens", "epochs")):
         passes = f"{found['epochs']:.1f} passes over the text"
         more = "; after 4 passes the same text teaches less and less: more of it would help" * (found["epochs"] > 4.5)
         render.say(
             f"chosen by {printable(str(found.get('by')))}: {human_count(found['parameters'])} parameters, about "
             f"{human_count(found['tokens'])} tokens, {passes}{more}"
         )
-    found = announced(run.log_file, "conversations", ("conversations", "sequence_length"))
+    found = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
     if found and all(number(found.get(name)) >= 0 for name in ("split", "cut")):
         render.say(_learned(found))
-    if found := announced(run.log_file, "forecast", _FORECAST):
+    if found := entry_before_start(run.log_file, "forecast", _FORECAST):
         render.say(
             f"predicted from three steps: {human_seconds(found['seconds'])} with validation, and "
             f"{human_bytes(found['memory'])} of memory at the peak"
@@ -129,15 +131,15 @@ def _learned(found: dict[str, Any]) -> str:
     if found["cut"]:
         told += f"; {found['cut']:,} are cut inside of an answer or its question, which goes on in the next row"
     told += "; each pass has every answer to its end"
-    if found["cut"] and (longer := found.get("longer")) is not None:
-        told += f" (try: --sequence-length {printable(str(longer))})"
+    if found["cut"] and (suggested_seq_length := found.get("suggested_seq_length")) is not None:
+        told += f" (try: --sequence-length {printable(str(suggested_seq_length))})"
     return told
 
 
 _FORECAST = ("seconds", "step_seconds", "memory")
 
 
-def describe_end(ending: Finished | Stopped, run: Run) -> None:
+def print_summary(ending: Finished | Stopped, run: Run) -> None:
     """The last lines of a run: the curve, the result, and what to do next."""
     if isinstance(ending, Stopped):
         render.say(f"stopped after step {ending.step}, saved. Continue with:")
@@ -158,7 +160,7 @@ def describe_end(ending: Finished | Stopped, run: Run) -> None:
             + (f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else "")
             + f"{human_seconds(ending.seconds)} of steps"
         )
-    if found := announced(run.log_file, "forecast", _FORECAST):
+    if found := entry_before_start(run.log_file, "forecast", _FORECAST):
         render.say(
             f"predicted were {human_seconds(found['step_seconds'])} of steps and {human_bytes(found['memory'])}, "
             f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"
@@ -174,7 +176,7 @@ def _shown(ranks: int) -> Iterator[Callable[[Event], None]]:
         yield _Plain().show
         return
     # What fewer seconds find is lower. The products are of random numbers: before the run sets its seed.
-    figures = Figures(peak=measure_matmul(seconds=0.1) * 1e9 * ranks)
+    figures = TrainingMetrics(peak=measure_matmul(seconds=0.1) * 1e9 * ranks)
 
     def view() -> Text:
         return Text("\n".join(figures.lines(render.console.width - 1)), no_wrap=True, overflow="crop")
@@ -182,7 +184,7 @@ def _shown(ranks: int) -> Iterator[Callable[[Event], None]]:
     with Live(get_renderable=view, console=render.console, refresh_per_second=4, transient=True):
 
         def show(event: Event) -> None:
-            figures.take(event)
+            figures.update(event)
             _tell(event)
 
         yield show
@@ -192,14 +194,14 @@ class _Plain:
     """Lines for a file or a pipe."""
 
     def __init__(self) -> None:
-        self._figures, self._last = Figures(), -math.inf
+        self._figures, self._last = TrainingMetrics(), -math.inf
 
     def show(self, event: Event) -> None:
-        self._figures.take(event)
+        self._figures.update(event)
         _tell(event)
         if isinstance(event, Step) and (time.monotonic() - self._last > _PLAIN_EVERY or event.step == event.steps):
             self._last = time.monotonic()
-            render.say(f"step {event.step}/{event.steps} {'  '.join(self._figures.facts())}")
+            render.say(f"step {event.step}/{event.steps} {'  '.join(self._figures.metrics())}")
 
 
 def _tell(event: Event) -> None:
@@ -217,22 +219,26 @@ def _tell(event: Event) -> None:
         )
     elif isinstance(event, Sample):
         render.say(f"{at}{printable(event.prompt + event.text)}", style="dim")
-    elif isinstance(event, NotSaved):
+    elif isinstance(event, CheckpointNotSaved):
         render.say(f"{at}not saved: {event.reason}; training goes on (try: {event.hint})", style="yellow")
     elif isinstance(event, Paused):
         render.say(f"{at}paused: {event.reason}", style="yellow")
-    elif isinstance(event, Slowed):
-        render.say(f"{at}working {event.duty:g}% of the time: {event.reason}", style="yellow")
+    elif isinstance(event, Throttled):
+        render.say(f"{at}working {event.duty_cycle:g}% of the time: {event.reason}", style="yellow")
     elif isinstance(event, Resumed):
         render.say(f"{at}going on after {human_seconds(event.seconds)}, as before")
-    elif isinstance(event, Warned):
+    elif isinstance(event, TrainingWarning):
         render.say(f"warning: {event.message}", style="yellow")
 
 
 def _passes(event: Started) -> str:
     """How often the text is seen, and how much of it isn't: more than the ends of windows, which are below 1%."""
-    more = f"; each leaves out {event.cropped:.0%}, which fits into no row" if event.cropped >= 0.01 else ""
+    more = (
+        f"; each leaves out {event.dropped_fraction:.0%}, which fits into no row"
+        if event.dropped_fraction >= 0.01
+        else ""
+    )
     more += f"; {event.padding:.0%} of the rows is padding" if event.padding >= 0.01 else ""
-    if len(event.epochs_of) == 1:
+    if len(event.epochs_by_source) == 1:
         return f"{event.epochs:.1f} passes over the training text{more}"
-    return "passes over " + ", ".join(f"{name} {n:.1f}" for name, n in event.epochs_of.items()) + more
+    return "passes over " + ", ".join(f"{name} {n:.1f}" for name, n in event.epochs_by_source.items()) + more

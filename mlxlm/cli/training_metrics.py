@@ -5,30 +5,40 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mlxlm.report.smoothing import Smoothed, span_of
-from mlxlm.train import Event, NotSaved, Paused, Resumed, Saved, Slowed, Started, Step, Validation
+from mlxlm.report.smoothing import ExponentialMovingAverage, smoothing_span
+from mlxlm.train import (
+    CheckpointNotSaved,
+    CheckpointSaved,
+    Event,
+    Paused,
+    Resumed,
+    Started,
+    Step,
+    Throttled,
+    Validation,
+)
 from mlxlm.utils.formatting import human_bytes, human_flops, human_seconds
 
 _MOST_LINES = 3  # of figures, below the bar
 _BAR = 30  # columns
 
 
-class Figures:
+class TrainingMetrics:
     """The state of a run as texts. `peak`: FLOP/s that this machine does at best, None where unknown."""
 
     def __init__(self, peak: float | None = None, now: Callable[[], float] = time.monotonic):
         self._peak, self._now = peak, now
         self._step, self._steps, self._flops = 0, 0, 0
         self._last: Step | None = None
-        self._loss, self._smooth = 0.0, Smoothed(1)
+        self._loss, self._smooth = 0.0, ExponentialMovingAverage(1)
         self._best: Validation | None = None
         self._rest: tuple[str, float] | None = None  # what the run waits for or is slowed by, and since when
         self._unsaved = False
 
-    def take(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         if isinstance(event, Started):
             self._step, self._steps, self._flops = event.step, event.steps, event.flops_per_token
-            self._smooth = Smoothed(span_of(event.steps))
+            self._smooth = ExponentialMovingAverage(smoothing_span(event.steps))
         elif isinstance(event, Step):
             self._last, self._step, self._steps = event, event.step, event.steps
             self._loss = self._smooth(event.loss)
@@ -36,14 +46,14 @@ class Figures:
             self._best = event
         elif isinstance(event, Paused):
             self._rest = f"paused: {event.reason}", self._now()
-        elif isinstance(event, Slowed):
-            self._rest = f"working {event.duty:g}% of the time: {event.reason}", self._now()
+        elif isinstance(event, Throttled):
+            self._rest = f"working {event.duty_cycle:g}% of the time: {event.reason}", self._now()
         elif isinstance(event, Resumed):
             self._rest = None
-        elif isinstance(event, NotSaved | Saved):
-            self._unsaved = isinstance(event, NotSaved)
+        elif isinstance(event, CheckpointNotSaved | CheckpointSaved):
+            self._unsaved = isinstance(event, CheckpointNotSaved)
 
-    def facts(self) -> list[str]:
+    def metrics(self) -> list[str]:
         """The figures, the most important first."""
         step = self._last
         if step is None:
@@ -58,13 +68,13 @@ class Figures:
             rate = step.tokens_per_second * self._flops
             share = f" ({rate / self._peak:.0%})" if self._peak else ""
             found.append(f"{human_flops(rate)}{share}")
-        return [*found, f"rate {step.learning_rate:.2g}", f"gradient {step.gradient_norm:.2g}"]
+        return [*found, f"rate {step.learning_rate:.2g}", f"gradient {step.grad_norm:.2g}"]
 
     def lines(self, width: int) -> list[str]:
         """The bar, the figures that fit, and what holds the run up: none longer than `width` columns."""
         if not self._steps:
             return []
-        lines = [self._bar(width), *_packed(self.facts(), width)[:_MOST_LINES]]
+        lines = [self._bar(width), *_packed(self.metrics(), width)[:_MOST_LINES]]
         if self._rest:
             text, since = self._rest
             lines += _packed([text, f"for {human_seconds(self._now() - since)}"], width)
@@ -82,10 +92,10 @@ class Figures:
         return f"{left}{'━' * filled}{'┄' * (room - filled)}{right}"
 
 
-def _packed(facts: list[str], width: int) -> list[str]:
+def _packed(metrics: list[str], width: int) -> list[str]:
     """Facts side by side as long as a line has room; one that is longer than a line is cut."""
     lines: list[str] = []
-    for fact in facts:
+    for fact in metrics:
         if lines and len(lines[-1]) + 2 + len(fact) <= width:
             lines[-1] += "  " + fact
         else:

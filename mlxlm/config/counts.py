@@ -13,11 +13,22 @@ if TYPE_CHECKING:
 
 # The parts of a decoder's parameters, in the order in which a token meets them. `head` is 0 where it is tied to the
 # embedding: no parameter is counted twice.
-PARTS = ("embedding", "positions", "query", "key", "value", "output", "feed_forward", "norms", "biases", "head")
+PARAMETER_GROUPS = (
+    "embedding",
+    "positions",
+    "query",
+    "key",
+    "value",
+    "output",
+    "feed_forward",
+    "norms",
+    "biases",
+    "head",
+)
 MATRICES = ("query", "key", "value", "output", "feed_forward")  # that every token is multiplied with, in each layer
 
 
-def parameters(c: ModelConfig) -> dict[str, int]:
+def count_parameters(c: ModelConfig) -> dict[str, int]:
     """The parameters of each of PARTS, over all layers."""
     h, d, layers = c.hidden_size, c.head_dim, c.num_hidden_layers
     queries, keys = d * c.num_attention_heads, d * c.num_key_value_heads
@@ -54,14 +65,14 @@ def _biases(c: ModelConfig) -> int:
     return attention + (c.hidden_size if out else 0) + feed_forward
 
 
-def forward_flops(c: ModelConfig, keys_seen: float) -> dict[str, float]:
+def forward_flops(c: ModelConfig, attended_keys: float) -> dict[str, float]:
     """Floating-point operations of the forward pass for one token, by part, 2 for each multiply-add.
 
-    keys_seen: keys that the token's rows of scores have, summed over the layers (see `keys_seen`). Products alone are
+    attended_keys: keys that the token's rows of scores have, summed over the layers (see `attended_keys`). Products alone are
     counted; norms, activations and the softmax are some tenths of a percent of them.
     """
-    found = parameters(c)
-    rows = 2 * c.num_attention_heads * c.head_dim * keys_seen
+    found = count_parameters(c)
+    rows = 2 * c.num_attention_heads * c.head_dim * attended_keys
     return {
         "projections": 2 * (found["query"] + found["key"] + found["value"]),
         "scores": rows,
@@ -72,14 +83,14 @@ def forward_flops(c: ModelConfig, keys_seen: float) -> dict[str, float]:
     }
 
 
-def keys_seen(c: ModelConfig, context: float) -> float:
-    """Keys that one token attends to with `context` before and at it, summed over the layers: no more than the window
+def attended_keys(c: ModelConfig, context_length: float) -> float:
+    """Keys that one token attends to with `context_length` before and at it, summed over the layers: no more than the window
     in those that have one."""
     windows = (c.window(layer) for layer in range(c.num_hidden_layers))
-    return sum(context if window is None else min(context, window) for window in windows)
+    return sum(context_length if window is None else min(context_length, window) for window in windows)
 
 
-def mean_keys_seen(c: ModelConfig, length: int) -> float:
+def mean_attended_keys(c: ModelConfig, length: int) -> float:
     """Keys that the tokens of a text of `length` attend to, its mean over them, summed over the layers: row i of a
     causal mask sees i keys, and no more than the window."""
 
@@ -90,11 +101,13 @@ def mean_keys_seen(c: ModelConfig, length: int) -> float:
     return sum(mean(c.window(layer)) for layer in range(c.num_hidden_layers))
 
 
-def cached_values(c: ModelConfig, context: int) -> int:
-    """Keys and values in the cache of one text of `context` tokens, as a count of numbers: a layer with a window has
+def kv_cache_values(c: ModelConfig, context_length: int) -> int:
+    """Keys and values in the cache of one text of `context_length` tokens, as a count of numbers: a layer with a window has
     room for no more tokens than that, its slack and its spare positions."""
     windows = (c.window(layer) for layer in range(c.num_hidden_layers))
-    tokens = sum(context if w is None else min(context, w + window_slack(w) + window_spare(w)) for w in windows)
+    tokens = sum(
+        context_length if w is None else min(context_length, w + window_slack(w) + window_spare(w)) for w in windows
+    )
     return 2 * c.num_key_value_heads * c.head_dim * tokens
 
 

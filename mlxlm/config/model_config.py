@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxlm.config import counts
 from mlxlm.config.numbers import is_count
-from mlxlm.config.validation import problems
+from mlxlm.config.validation import config_errors
 from mlxlm.utils.errors import ConfigError
 
 
@@ -89,7 +89,7 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if isinstance(self.layer_types, list):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        if found := list(problems(self, head_dim_given)):
+        if found := list(config_errors(self, head_dim_given)):
             raise ConfigError("this configuration can't work: " + "; ".join(found))
 
     def with_changes(self, **changes: Any) -> ModelConfig:
@@ -108,7 +108,7 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor) if self.positions == "rope" else 0
 
     @property
-    def positions_change(self) -> int | None:
+    def longrope_original_length(self) -> int | None:
         """The length beyond which all positions of a text are others ("longrope"); None where none is."""
         scaling = self.rope_scaling or {}
         return scaling["original_max_position_embeddings"] if scaling.get("rope_type") == "longrope" else None
@@ -121,19 +121,19 @@ class ModelConfig:
 
     def parameter_count(self) -> int:
         """All parameters, counted once where embedding and head are tied."""
-        return sum(counts.parameters(self).values())
+        return sum(counts.count_parameters(self).values())
 
-    def flops_per_token(self, context: int, training: bool = False) -> int:
-        """Floating-point operations for one token that attends to `context` keys, 2 per multiply-add.
+    def flops_per_token(self, context_length: int, training: bool = False) -> int:
+        """Floating-point operations for one token that attends to `context_length` keys, 2 per multiply-add.
 
         Forward: 2 per matrix parameter, and 4·H·D·context per layer for the scores and the weighted sum
         of values, where a layer with a sliding window sees no more keys than that. Training: 3 times that, the
         backward pass being twice the forward one (Kaplan et al. 2020, section 2.1). In training under a causal
         mask the mean context is half the sequence.
         """
-        forward = sum(counts.forward_flops(self, counts.keys_seen(self, context)).values())
+        forward = sum(counts.forward_flops(self, counts.attended_keys(self, context_length)).values())
         return 3 * forward if training else forward
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that a token adds to the key-value cache, over all layers; in those with a window until it is full."""
-        return counts.cached_values(self, 1) * bytes_per_value
+        return counts.kv_cache_values(self, 1) * bytes_per_value

@@ -58,10 +58,10 @@ _OF_POSITIONS = {
     "alibi_scaled": ("alibi",),
 }
 _SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")
-NAMES = tuple(sorted({*_TYPES, *_WORDS, *_ALIASES, "attention"} - _DECIDED.keys()))
+OVERRIDE_NAMES = tuple(sorted({*_TYPES, *_WORDS, *_ALIASES, "attention"} - _DECIDED.keys()))
 
 
-def parse(assignments: Iterable[str]) -> dict[str, str]:
+def parse_overrides(assignments: Iterable[str]) -> dict[str, str]:
     """`["norm=layer", "positions=alibi"]` -> `{"norm": "layer", "positions": "alibi"}`.
 
     Raises ConfigError for what has no "=" or names a part twice.
@@ -78,28 +78,30 @@ def parse(assignments: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[str, str] | None = None) -> ModelConfig:
+def apply_overrides(
+    config: ModelConfig, overrides: Mapping[str, str], reserved: Mapping[str, str] | None = None
+) -> ModelConfig:
     """`config` with these parts, as a model of the family that can say them.
 
-    parts: values by name, as text. Names are ModelConfig's fields, and
+    overrides: values by name, as text. Names are ModelConfig's fields, and
         feed_forward=relu|gelu|silu|glu|reglu|geglu|swiglu, attention=multi-head|grouped-query|multi-query,
         biases=all|none, head=tied|untied, kv_heads, window, softcap (of attention's scores), layer_types=all or
         alternating for the layers that have the window, and rope_scaling=KIND:FACTOR or KIND:FACTOR:LENGTH with KIND
         linear, ntk, dynamic, yarn or llama3, LENGTH being the context before (default: max_position_embeddings).
         "ntk" is a larger base, rope_theta · factor^(D / (D - 2)), and is written as that.
-    decided: names that something else decides here, and what; beside those that always are.
+    reserved: names that something else decides here, and what; beside those that always are.
 
     positions=sinusoidal also scales the embeddings by sqrt(hidden_size), unless embedding_multiplier is given.
     Heads fill the width where they did before, each with its own key head where it had one. Raises ConfigError for
     unknown names, for values that can't work and for parts that have no effect beside the others.
     """
-    reasons = {**_DECIDED, **(decided or {})}
-    for name in parts:
+    reasons = {**_DECIDED, **(reserved or {})}
+    for name in overrides:
         if name in reasons:
             raise ConfigError(f"{name} can't be set as a part", reasons[name])
-        if name not in NAMES:
-            near = get_close_matches(name, NAMES, 3, 0.6)
-            raise ConfigError(f"there is no part {name!r}", " or ".join(near) or f"one of {', '.join(NAMES)}")
+        if name not in OVERRIDE_NAMES:
+            near = get_close_matches(name, OVERRIDE_NAMES, 3, 0.6)
+            raise ConfigError(f"there is no part {name!r}", " or ".join(near) or f"one of {', '.join(OVERRIDE_NAMES)}")
     changes: Changes = {}
 
     def add(name: str, more: Changes) -> None:
@@ -111,12 +113,12 @@ def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[s
     def now(field: str) -> Any:
         return changes.get(field, getattr(config, field))
 
-    for name in (name for name in parts if name not in _LAST):
-        add(name, _word(name, parts[name]) if name in _WORDS else _field(name, parts[name]))
-    for field, value in _resized(config, changes, "attention" in parts).items():
+    for name in (name for name in overrides if name not in _LAST):
+        add(name, _word(name, overrides[name]) if name in _WORDS else _field(name, overrides[name]))
+    for field, value in _resized(config, changes, "attention" in overrides).items():
         changes.setdefault(field, value)
-    for name in (name for name in _LAST if name in parts):
-        add(name, _LAST[name](parts[name], now))
+    for name in (name for name in _LAST if name in overrides):
+        add(name, _LAST[name](overrides[name], now))
     if now("positions") == "sinusoidal" != config.positions:
         # The paper's scale of embeddings (Vaswani et al. 2017, 3.4), or they drown in values of size 1.
         changes.setdefault("embedding_multiplier", math.sqrt(now("hidden_size")))
@@ -132,7 +134,7 @@ def with_parts(config: ModelConfig, parts: Mapping[str, str], decided: Mapping[s
     return config.with_changes(**changes)
 
 
-def meaning(word: str) -> dict[str, str] | None:
+def infer_field(word: str) -> dict[str, str] | None:
     """The part that `word` alone is a value of, as `{"positions": "alibi"}`; None for what is of none or of several."""
     found = [name for name, values in _VALUES.items() if word in values]
     return {found[0]: word} if len(found) == 1 else None
@@ -151,10 +153,10 @@ def _word(name: str, text: str) -> Changes:
 def _field(name: str, text: str) -> Changes:
     """The value of one of ModelConfig's fields, by its type."""
     field = _ALIASES.get(name, name)
-    return {field: value_of(name, text, _TYPES[field])}
+    return {field: parse_value(name, text, _TYPES[field])}
 
 
-def value_of(name: str, text: str, kind: str) -> Any:
+def parse_value(name: str, text: str, kind: str) -> Any:
     """`text` as a value of a field of type `kind`, such as "int | None". Raises ConfigError, with `name`."""
     low, or_none = text.lower(), " or none" * ("None" in kind)
     if or_none and low in ("none", "null"):

@@ -14,7 +14,7 @@ MODES = {
 }
 
 
-def plan_of(quantization: Mapping[str, Any], module: str) -> dict[str, Any] | None:
+def module_quantization(quantization: Mapping[str, Any], module: str) -> dict[str, Any] | None:
     """`group_size`, `bits` and `mode` of one module: its own entry, or the default; None if it stays as it is.
 
     An own entry without a mode is affine, and sizes it lacks are those of its mode, as in MLX.
@@ -29,13 +29,13 @@ def plan_of(quantization: Mapping[str, Any], module: str) -> dict[str, Any] | No
 
 
 def packed_bytes(numbers: int, plan: Mapping[str, Any], float_bytes: int = 2) -> int:
-    """Of so many numbers, whole groups, in the format that `plan_of` gives: packed, with a scale and a bias of
+    """Of so many numbers, whole groups, in the format that `module_quantization` gives: packed, with a scale and a bias of
     `float_bytes` for each group, or one byte for both in a format of floats."""
     scales = 2 * float_bytes if plan["mode"] == "affine" else 1
     return numbers * plan["bits"] // 8 + numbers // plan["group_size"] * scales
 
 
-def problems(quantization: Any) -> Iterator[str]:
+def config_errors(quantization: Any) -> Iterator[str]:
     """What is wrong with a `quantization` object, each with values that would work."""
     if not isinstance(quantization, Mapping):
         yield f"quantization is {quantization!r}, it must be an object with bits and group_size"

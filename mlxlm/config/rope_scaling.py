@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.config.numbers import is_positive
-from mlxlm.utils.errors import shortened
+from mlxlm.utils.errors import short_repr
 
 if TYPE_CHECKING:
     from mlxlm.config.model_config import ModelConfig
@@ -43,7 +43,7 @@ def rope_problems(c: ModelConfig) -> Iterator[str]:
 def _scaling_problems(c: ModelConfig, scaling: Any, dims: int) -> Iterator[str]:
     kind = scaling.get("rope_type") if isinstance(scaling, Mapping) else None
     if not isinstance(kind, str) or kind not in SCALINGS:
-        yield f"rope_scaling is {shortened(scaling)}, it must be null or an object with rope_type {', '.join(SCALINGS)}"
+        yield f"rope_scaling is {short_repr(scaling)}, it must be null or an object with rope_type {', '.join(SCALINGS)}"
         return
     required = [name for name in SCALINGS[kind] if name not in (*_OPTIONAL_SCALING, "truncate")]
     if kind == "longrope":
@@ -53,7 +53,7 @@ def _scaling_problems(c: ModelConfig, scaling: Any, dims: int) -> Iterator[str]:
         value = scaling.get(name)
         if name not in ("truncate", "short_factor", "long_factor") and not _is_ratio(value):
             bounds = _BOUNDS * is_positive(value)
-            yield f"rope_scaling: {name} is {shortened(value)}, {kind} needs a positive number{bounds}"
+            yield f"rope_scaling: {name} is {short_repr(value)}, {kind} needs a positive number{bounds}"
     low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
     if kind == "llama3" and is_positive(low) and is_positive(high) and low >= high:
         yield f"rope_scaling: low_freq_factor {low} must be less than high_freq_factor {high}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mlxlm.config import quantization
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.rope_scaling import rope_problems
-from mlxlm.utils.errors import shortened
+from mlxlm.utils.errors import short_repr
 
 if TYPE_CHECKING:
     from mlxlm.config.model_config import ModelConfig
@@ -41,11 +41,11 @@ def is_unused_id(id: Any, vocab_size: Any) -> bool:
     return type(id) is int and is_count(vocab_size) and vocab_size <= id < _MOST_TOKENS
 
 
-def problems(c: ModelConfig, head_dim_given: bool) -> Iterator[str]:
+def config_errors(c: ModelConfig, head_dim_given: bool) -> Iterator[str]:
     """What keeps the ModelConfig `c` from working, one phrase each."""
     bad = [name for name in _COUNTS if not is_count(getattr(c, name))]
     for name in bad:
-        yield f"{name} is {shortened(getattr(c, name))}, it must be a positive whole number"
+        yield f"{name} is {short_repr(getattr(c, name))}, it must be a positive whole number"
     fields = [*_field_problems(c)]
     yield from fields
     if not bad:
@@ -55,7 +55,7 @@ def problems(c: ModelConfig, head_dim_given: bool) -> Iterator[str]:
             if c.parameter_count() > 10**13:
                 yield f"it has {c.parameter_count():.3g} parameters, check hidden_size and num_hidden_layers"
     if c.quantization is not None:
-        yield from quantization.problems(c.quantization)
+        yield from quantization.config_errors(c.quantization)
     yield from _token_problems(c)
 
 
@@ -65,37 +65,37 @@ def _token_problems(c: ModelConfig) -> Iterator[str]:
     size = c.vocab_size if is_count(c.vocab_size) else MAX_SIZE
     ends = c.eos_token_id if isinstance(c.eos_token_id, list) else [c.eos_token_id]
     if any(not (i is None or (is_int(i) and 0 <= i < size)) for i in ends):
-        yield f"eos_token_id is {shortened(c.eos_token_id)}, it must be a token id below {size} or a list of them"
+        yield f"eos_token_id is {short_repr(c.eos_token_id)}, it must be a token id below {size} or a list of them"
     for name, most in (("bos_token_id", size), ("pad_token_id", MAX_SIZE)):
         value = getattr(c, name)
         if value is not None and not (is_int(value) and -1 <= value < most):
-            yield f"{name} is {shortened(value)}, it must be a token id below {most} or null"
+            yield f"{name} is {short_repr(value)}, it must be a token id below {most} or null"
 
 
 def _field_problems(c: ModelConfig) -> Iterator[str]:
     """Fields that no other field can make right."""
     for name in _POSITIVE:
         if not is_positive(getattr(c, name)):
-            yield f"{name} is {shortened(getattr(c, name))}, it must be a positive number"
+            yield f"{name} is {short_repr(getattr(c, name))}, it must be a positive number"
     for name in _POSITIVE_OR_NONE:
         if getattr(c, name) is not None and not is_positive(getattr(c, name)):
-            yield f"{name} is {shortened(getattr(c, name))}, it must be a positive number or null"
+            yield f"{name} is {short_repr(getattr(c, name))}, it must be a positive number or null"
     for name in _SWITCHES:
         if not isinstance(getattr(c, name), bool):
-            yield f"{name} is {shortened(getattr(c, name))}, it must be true or false"
+            yield f"{name} is {short_repr(getattr(c, name))}, it must be true or false"
     if not isinstance(c.model_type, str):
-        yield f"model_type is {shortened(c.model_type)}, it must be a string (llama)"
+        yield f"model_type is {short_repr(c.model_type)}, it must be a string (llama)"
     if c.attention_out_bias not in (None, True, False):
-        yield f"attention_out_bias is {shortened(c.attention_out_bias)}, it must be true, false or null"
+        yield f"attention_out_bias is {short_repr(c.attention_out_bias)}, it must be true, false or null"
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
-            yield f"{name} is {shortened(getattr(c, name))}, it must be one of {', '.join(map(str, choices))}"
+            yield f"{name} is {short_repr(getattr(c, name))}, it must be one of {', '.join(map(str, choices))}"
     if is_positive(c.partial_rotary_factor) and c.partial_rotary_factor > 1:
-        yield f"partial_rotary_factor is {shortened(c.partial_rotary_factor)}, it must be at most 1"
+        yield f"partial_rotary_factor is {short_repr(c.partial_rotary_factor)}, it must be at most 1"
     if not is_count(c.position_offset) and c.position_offset != 0:
-        yield f"position_offset is {shortened(c.position_offset)}, it must be a whole number (0)"
+        yield f"position_offset is {short_repr(c.position_offset)}, it must be a whole number (0)"
     if c.sliding_window is not None and not is_count(c.sliding_window):
-        yield f"sliding_window is {shortened(c.sliding_window)}, it must be a positive whole number or null"
+        yield f"sliding_window is {short_repr(c.sliding_window)}, it must be a positive whole number or null"
 
 
 def _size_problems(c: ModelConfig, head_dim_given: bool) -> Iterator[str]:

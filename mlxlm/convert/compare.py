@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.layerwise import LAYERS, Stages, State
+from mlxlm.checkpoint.layerwise import LAYER_PREFIX, HiddenState, LayerwiseModel
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.data import Document
 from mlxlm.evaluate.windows import first_tokens, window_lengths, windows
@@ -24,40 +24,40 @@ _LOGITS = 1 << 22  # logits of each model in memory at once; some ten arrays of 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a model B says beside a model A, over `tokens` predicted tokens of one text, in windows of `context` tokens
+    """What a model B says beside a model A, over `tokens` predicted tokens of one text, in windows of `context_length` tokens
     that move on by `stride`.
 
     kl: mean KL(A || B) in nats per token. top1: share of tokens for which both have the same most likely next
     one. loss_a, loss_b in nats per token; bits_per_byte_a, _b None where the text's bytes aren't known.
-    logits_error: the largest absolute difference of two logits. layers: relative error |B - A| / |A| of the
+    max_logit_error: the largest absolute difference of two logits. layers: relative error |B - A| / |A| of the
     hidden states after the embedding and after each layer, by name; empty where the models have other sizes or
     run only whole. first_different: the first of these above `tolerance`.
     """
 
     tokens: int
-    context: int
+    context_length: int
     stride: int
     kl: float
-    top1: float
+    top1_agreement: float
     loss_a: float
     loss_b: float
     bits_per_byte_a: float | None
     bits_per_byte_b: float | None
-    logits_error: float
+    max_logit_error: float
     layers: dict[str, float] = field(repr=False)
-    first_different: str | None
+    first_different_layer: str | None
     tolerance: float
 
     @property
     def identical(self) -> bool:
-        return self.logits_error == 0 and not any(self.layers.values())
+        return self.max_logit_error == 0 and not any(self.layers.values())
 
     @property
     def equal_to_rounding(self) -> bool:
         """Whether the two differ by no more than sums in another order or weights in float16 do."""
         return self.kl < ROUNDING
 
-    def worst(self, n: int = 3) -> list[str]:
+    def worst_layers(self, n: int = 3) -> list[str]:
         """The layers that add most to the error, worst first: by the growth over the layer before."""
         before, growth = 0.0, {}
         for name, error in self.layers.items():
@@ -66,7 +66,7 @@ class Comparison:
         return [name for name in sorted(growth, key=growth.get, reverse=True)[:n] if growth[name] > 0]
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "identical": self.identical, "worst_layers": self.worst()}
+        return {**asdict(self), "identical": self.identical, "worst_layers": self.worst_layers()}
 
 
 def compare(
@@ -75,7 +75,7 @@ def compare(
     documents: Sequence[Sequence[int]],
     *,
     text_bytes: int | None = None,
-    context: int | None = None,
+    context_length: int | None = None,
     stride: int | None = None,
     tolerance: float = TOLERANCE,
     progress: Callable[[int, int], None] | None = None,
@@ -91,7 +91,7 @@ def compare(
     if a.config is None or b.config is None:
         models = [load_checkpoint(checkpoint) for checkpoint in (a, b)]
         configs = [config for _, config in models]
-        lengths = _lengths(a, b, documents, context, stride, *configs)
+        lengths = _lengths(a, b, documents, context_length, stride, *configs)
         batches = _batches(documents, *lengths)
         for done, (inputs, targets) in enumerate(batches):
             for row, target in zip(inputs, targets, strict=True):
@@ -99,7 +99,7 @@ def compare(
             _tell(progress, done + 1, len(batches))
         layers: dict[str, float] = {}
     else:
-        lengths = _lengths(a, b, documents, context, stride, a.config, b.config)
+        lengths = _lengths(a, b, documents, context_length, stride, a.config, b.config)
         layers = _lockstep(a, b, _batches(documents, *lengths), total, progress)
     if not math.isfinite(total.loss_b) or not math.isfinite(total.loss_a):
         broken = a if not math.isfinite(total.loss_a) else b
@@ -108,22 +108,22 @@ def compare(
     per_byte = None if not text_bytes else n / math.log(2) / text_bytes
     return Comparison(
         tokens=n,
-        context=lengths[0],
+        context_length=lengths[0],
         stride=lengths[1],
         kl=total.kl / n,
-        top1=total.agreed / n,
+        top1_agreement=total.agreed / n,
         loss_a=total.loss_a / n,
         loss_b=total.loss_b / n,
         bits_per_byte_a=None if per_byte is None else total.loss_a / n * per_byte,
         bits_per_byte_b=None if per_byte is None else total.loss_b / n * per_byte,
-        logits_error=total.largest,
+        max_logit_error=total.largest,
         layers=layers,
-        first_different=next((name for name, error in layers.items() if error > tolerance), None),
+        first_different_layer=next((name for name, error in layers.items() if error > tolerance), None),
         tolerance=tolerance,
     )
 
 
-def shared_tokens(
+def tokenize_for_both(
     a: Checkpoint, b: Checkpoint, documents: Callable[[], Iterable[Document]], count: int
 ) -> tuple[list[list[int]], int]:
     """The first `count` tokens of what `documents` gives, and the bytes of those that are predicted.
@@ -140,7 +140,7 @@ def shared_tokens(
 
 
 def _lengths(
-    a: Checkpoint, b: Checkpoint, documents, context: int | None, stride: int | None, config_a, config_b
+    a: Checkpoint, b: Checkpoint, documents, context_length: int | None, stride: int | None, config_a, config_b
 ) -> tuple[int, int]:
     """The windows' context and stride, for two models that can both read these documents."""
     if config_a.vocab_size != config_b.vocab_size:
@@ -156,14 +156,14 @@ def _lengths(
                 f"the text has ids that the models don't have (up to {max(tokens)})", "the models' own tokenizer"
             )
     most = min(config_a.max_position_embeddings, config_b.max_position_embeddings)
-    return window_lengths(most, context, stride)
+    return window_lengths(most, context_length, stride)
 
 
-def _batches(documents, context: int, stride: int) -> list[tuple[mx.array, mx.array]]:
+def _batches(documents, context_length: int, stride: int) -> list[tuple[mx.array, mx.array]]:
     """Batches of inputs, int `[B, T]`, and of the last targets in each row, int `[B, N]`, those to be predicted."""
     alike: dict[tuple[int, int], list[list[int]]] = {}
     for tokens in documents:
-        for window, new in windows([list(tokens)], context, stride):
+        for window, new in windows([list(tokens)], context_length, stride):
             alike.setdefault((len(window), new), []).append(window)
     batches = []
     for (length, new), rows in alike.items():
@@ -184,7 +184,7 @@ class _Total:
     def add(self, logits_a: mx.array, logits_b: mx.array, targets: mx.array) -> None:
         logits_a, logits_b = logits_a.astype(mx.float32), logits_b.astype(mx.float32)
         log_a, log_b = log_softmax(logits_a), log_softmax(logits_b)
-        kl = divergence(log_a, log_b).sum()
+        kl = kl_divergence(log_a, log_b).sum()
         loss_a, loss_b = (-mx.take_along_axis(log, targets[:, None], axis=-1).sum() for log in (log_a, log_b))
         agreed = (logits_a.argmax(axis=-1) == logits_b.argmax(axis=-1)).sum()
         largest = mx.abs(logits_a - logits_b).max()
@@ -197,7 +197,7 @@ class _Total:
         self.count += targets.size
 
 
-def divergence(log_p: mx.array, log_q: mx.array) -> mx.array:
+def kl_divergence(log_p: mx.array, log_q: mx.array) -> mx.array:
     """The terms of KL(p || q), p·log(p/q) - p + q, none of them negative; the last two add up to nothing.
 
     Without them positive and negative terms cancel, and of a small divergence only float32's rounding is left.
@@ -209,17 +209,17 @@ def divergence(log_p: mx.array, log_q: mx.array) -> mx.array:
 
 def _lockstep(a: Checkpoint, b: Checkpoint, batches, total: _Total, progress) -> dict[str, float]:
     """Both models over all batches, a layer at a time: adds to `total`, returns the error after each layer."""
-    both = [Stages(a), Stages(b)]
-    comparable = a.config.hidden_size == b.config.hidden_size and both[0].layers == both[1].layers
-    steps = max(stages.layers for stages in both)
+    both = [LayerwiseModel(a), LayerwiseModel(b)]
+    comparable = a.config.hidden_size == b.config.hidden_size and both[0].num_layers == both[1].num_layers
+    steps = max(stages.num_layers for stages in both)
     states = [list(stages.embeddings(inputs for inputs, _ in batches)) for stages in both]
-    names = ["model.embed_tokens", *(f"{LAYERS}.{index}" for index in range(steps))]
+    names = ["model.embed_tokens", *(f"{LAYER_PREFIX}.{index}" for index in range(steps))]
     errors = {}
     for step, name in enumerate(names):
         if step:
             for side, stages in enumerate(both):
-                if step <= stages.layers:
-                    states[side] = list(_through(stages.block(step - 1), states[side]))
+                if step <= stages.num_layers:
+                    states[side] = list(_through(stages.load_layer(step - 1), states[side]))
         if comparable:
             errors[name] = _relative_error(*states)
             if not math.isfinite(errors[name]):
@@ -239,28 +239,28 @@ def _lockstep(a: Checkpoint, b: Checkpoint, batches, total: _Total, progress) ->
     return errors
 
 
-def _through(block, states: list[State]) -> Iterator[State]:
+def _through(block, states: list[HiddenState]) -> Iterator[HiddenState]:
     for state in states:
         state = block(*state)
         mx.eval(state)
         yield state
 
 
-def _hidden(state: State) -> mx.array:
-    stream, update = state
-    return stream if update is None else stream + update
+def _hidden(state: HiddenState) -> mx.array:
+    residual, hidden_states = state
+    return residual if hidden_states is None else residual + hidden_states
 
 
-def _flat(state: State, new: int) -> State:
+def _flat(state: HiddenState, new: int) -> HiddenState:
     """The last `new` positions, `[B, T, hidden]` -> `[1, B·new, hidden]`: norm and head see each by itself."""
     return tuple(None if part is None else part[:, -new:].reshape(1, -1, part.shape[-1]) for part in state)
 
 
-def _cut(state: State, cut: slice) -> State:
+def _cut(state: HiddenState, cut: slice) -> HiddenState:
     return tuple(None if part is None else part[:, cut] for part in state)
 
 
-def _relative_error(states_a: list[State], states_b: list[State]) -> float:
+def _relative_error(states_a: list[HiddenState], states_b: list[HiddenState]) -> float:
     difference = size = 0.0
     for a, b in zip(map(_hidden, states_a), map(_hidden, states_b), strict=True):
         a = a.astype(mx.float32)
@@ -269,7 +269,7 @@ def _relative_error(states_a: list[State], states_b: list[State]) -> float:
     return math.sqrt(difference / size) if size else math.sqrt(difference)
 
 
-def _finite(state: State) -> bool:
+def _finite(state: HiddenState) -> bool:
     return mx.isfinite(_hidden(state)).all().item()
 
 

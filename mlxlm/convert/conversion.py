@@ -13,25 +13,25 @@ from typing import Any
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.float_bits import fits_float16, largest
-from mlxlm.checkpoint.layer_names import by_value
-from mlxlm.checkpoint.lazy_tensor import PLAIN, Tensor, Tensors, counted
-from mlxlm.checkpoint.mlx_lm_fallback import what_runs_it
+from mlxlm.checkpoint.float_bits import fits_float16, max_abs
+from mlxlm.checkpoint.layer_names import group_by_value
+from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors, with_read_progress
+from mlxlm.checkpoint.mlx_lm_fallback import unconvertible_hint
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tokenizer_files import FOLDERS, carry_tokenizer, check_tokenizer
+from mlxlm.checkpoint.tokenizer_files import FOLDER_FORMATS, check_tokenizer, copy_tokenizer
 from mlxlm.config import ModelConfig
 from mlxlm.convert.metadata import Check
-from mlxlm.convert.tensor_diff import plain
+from mlxlm.convert.tensor_diff import dequantized_tensors
 from mlxlm.convert.verify import Progress, verify
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError
-from mlxlm.utils.files import check_free, new_files, new_folder
+from mlxlm.utils.files import atomic_new_files, atomic_new_folder, check_not_exists
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-KINDS = gguf.KINDS
+OUTTYPES = gguf.OUTTYPES
 _KIND_OF = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 _FORMATS = {".gguf": "gguf", ".bin": "llama2.c"}
-_PEERS = {"huggingface": ("transformers", "mlx_lm"), "gguf": ("llama.cpp",), "llama2.c": ()}
+_BACKENDS = {"huggingface": ("transformers", "mlx_lm"), "gguf": ("llama.cpp",), "llama2.c": ()}
 _NOT_FOLDERS = (".safetensors", ".pt", ".pth", ".json", ".ggml", ".npz")  # of files that this doesn't write
 
 
@@ -63,7 +63,7 @@ def convert(
     out: Path | str,
     *,
     dtype: str | None = None,
-    kind: str | None = None,
+    outtype: str | None = None,
     verify_output: bool = True,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -73,7 +73,7 @@ def convert(
     dtype: of a folder's weights, one of `DTYPES`. Left out, each tensor keeps its own; quantized sources and GGUF
     files, which keep vectors in float32 whatever the model has, get the 16-bit type that most of their values
     or scales have, else float16.
-    kind: of a GGUF file's matrices, one of `KINDS`; left out, that of the source's weights.
+    outtype: of a GGUF file's matrices, one of `OUTTYPES`; left out, that of the source's weights.
     progress(phase, done, total): bytes while writing, then steps of each check.
 
     One tensor is in memory at a time. What is written is verified (see `verify`) before it gets its name.
@@ -83,37 +83,39 @@ def convert(
     """
     begun = time.monotonic()
     out = Path(out)
-    target = format_of(out)
-    _check_options(target, dtype, kind)
+    target = output_format(out)
+    _check_options(target, dtype, outtype)
     if out.name.startswith(".") and out.name.lower() in _FORMATS or out.suffix.lower() in _NOT_FOLDERS:
         raise ConfigError(f"{out.name} is not a name for what convert writes", "a folder, NAME.gguf or NAME.bin")
-    check_free(out, CheckpointError, "another name for the output")
+    check_not_exists(out, CheckpointError, "another name for the output")
     checkpoint = open_checkpoint(source)
     if checkpoint.config is None:
         raise CheckpointError(
-            f"{source} can't be converted: mlxlm's decoder has no {checkpoint.foreign}",
-            what_runs_it(checkpoint),
+            f"{source} can't be converted: mlxlm's decoder has no {checkpoint.unsupported_reason}",
+            unconvertible_hint(checkpoint),
         )
     tokenizer = None if target == "huggingface" else checkpoint.load_tokenizer()
     if tokenizer is None:
         check_tokenizer(checkpoint)  # before the weights are written
     if target == "llama2.c":
-        llama2c.check_place(out, _dequantized(checkpoint), tokenizer)
-    tensors = plain(checkpoint)
+        llama2c.check_output_path(out, _dequantized(checkpoint), tokenizer)
+    tensors = dequantized_tensors(checkpoint)
     chosen = DTYPES[dtype] if dtype else _own_dtype(checkpoint)
     if target == "gguf":
-        kind = kind or _KIND_OF[chosen]
-    elif target == "huggingface" and (dtype or checkpoint.config.quantization or checkpoint.format not in FOLDERS):
+        outtype = outtype or _KIND_OF[chosen]
+    elif target == "huggingface" and (
+        dtype or checkpoint.config.quantization or checkpoint.format not in FOLDER_FORMATS
+    ):
         tensors = {name: _cast(name, tensor, chosen) for name, tensor in tensors.items()}
-    told = tensors if progress is None else counted(tensors, partial(progress, "writing"))
-    place: AbstractContextManager[Path] = new_folder(out) if target == "huggingface" else new_files(out)
+    told = tensors if progress is None else with_read_progress(tensors, partial(progress, "writing"))
+    place: AbstractContextManager[Path] = atomic_new_folder(out) if target == "huggingface" else atomic_new_files(out)
     with place as folder:
         written = folder if target == "huggingface" else folder / out.name
-        warnings, notes, other_tokens = _write(target, written, checkpoint, told, tokenizer, kind)
+        warnings, notes, tokens_may_differ = _write(target, written, checkpoint, told, tokenizer, outtype)
         again = open_checkpoint(written)
         checks = []
         if verify_output:
-            checks = verify(checkpoint, again, str(out), _PEERS[target], progress, other_tokens)
+            checks = verify(checkpoint, again, str(out), _BACKENDS[target], progress, tokens_may_differ)
         bits = 8 * sum(tensor.nbytes for tensor in again.tensors.values())
         size = sum(file.stat().st_size for file in folder.iterdir())
     parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -122,7 +124,7 @@ def convert(
         source_format=checkpoint.format,
         path=str(out),
         format=target,
-        dtype=kind or _dtypes(again),
+        dtype=outtype or _dtypes(again),
         parameters=parameters,
         bytes=size,
         bits_per_weight=bits / parameters,
@@ -133,21 +135,21 @@ def convert(
     )
 
 
-def format_of(out: Path) -> str:
+def output_format(out: Path) -> str:
     """The format that a name asks for: "gguf", "llama2.c" or "huggingface"."""
     return _FORMATS.get(out.suffix.lower(), "huggingface")
 
 
-def _check_options(target: str, dtype: str | None, kind: str | None) -> None:
+def _check_options(target: str, dtype: str | None, outtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"{dtype!r} is not a dtype", f"one of {', '.join(DTYPES)}")
-    if kind is not None and kind not in KINDS:
-        raise ConfigError(f"{kind!r} is not a kind of GGUF file", f"one of {', '.join(KINDS)}")
+    if outtype is not None and outtype not in OUTTYPES:
+        raise ConfigError(f"{outtype!r} is not a kind of GGUF file", f"one of {', '.join(OUTTYPES)}")
     if dtype is not None and target != "huggingface":
         other = "its kind says it" if target == "gguf" else "llama2.c files are float32"
         raise ConfigError(f"a dtype has no effect on a {target} file: {other}", "leaving it out")
-    if kind is not None and target != "gguf":
-        raise ConfigError(f"the kind {kind} is of GGUF files only", "an output that ends in .gguf")
+    if outtype is not None and target != "gguf":
+        raise ConfigError(f"the kind {outtype} is of GGUF files only", "an output that ends in .gguf")
 
 
 def _dequantized(checkpoint: Checkpoint) -> ModelConfig:
@@ -156,19 +158,26 @@ def _dequantized(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _write(
-    target: str, path: Path, checkpoint: Checkpoint, tensors: Tensors, tokenizer: Tokenizer | None, kind: str | None
+    target: str,
+    path: Path,
+    checkpoint: Checkpoint,
+    tensors: LazyTensors,
+    tokenizer: Tokenizer | None,
+    outtype: str | None,
 ) -> tuple[list[str], list[str], bool]:
     """Write the files; warnings, notes, and whether the warnings say that others will cut text otherwise."""
     config = _dequantized(checkpoint)
     if target == "gguf":
-        written = gguf.write(path, config, tensors, tokenizer, kind)
-        kept = [f"kept in {kind}: {names} ({_WHY[kind]})" for kind, names in by_value(written.others).items()]
-        return list(written.notes), kept, written.other_tokens
+        written = gguf.write(path, config, tensors, tokenizer, outtype)
+        kept = [
+            f"kept in {outtype}: {names} ({_WHY[outtype]})" for outtype, names in group_by_value(written.others).items()
+        ]
+        return list(written.notes), kept, written.tokens_may_differ
     if target == "llama2.c":
         llama2c.write(path, config, tensors, tokenizer)
         return [], [], False
-    huggingface.write(path, checkpoint.values, config, tensors, None)
-    return carry_tokenizer(checkpoint, path), [], False
+    huggingface.write(path, checkpoint.hf_config, config, tensors, None)
+    return copy_tokenizer(checkpoint, path), [], False
 
 
 # Why a matrix of a quantized GGUF file is of another type.
@@ -196,7 +205,7 @@ def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:
     sizes = dict.fromkeys(DTYPES.values(), 0)
     packed = False
     for tensor in checkpoint.tensors.values():
-        if tensor.stored in PLAIN and tensor.dtype in sizes:
+        if tensor.stored_dtype in UNQUANTIZED_DTYPES and tensor.dtype in sizes:
             sizes[tensor.dtype] += tensor.nbytes
         else:
             packed = True
@@ -207,7 +216,7 @@ def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:
     return max(sizes, key=sizes.get)
 
 
-def _cast(name: str, tensor: Tensor, dtype: mx.Dtype) -> Tensor:
+def _cast(name: str, tensor: LazyTensor, dtype: mx.Dtype) -> LazyTensor:
     """The tensor in `dtype`; reading it raises CheckpointError where float16 can't hold its values."""
     if dtype == tensor.dtype or not mx.issubdtype(tensor.dtype, mx.floating):
         return tensor
@@ -217,8 +226,8 @@ def _cast(name: str, tensor: Tensor, dtype: mx.Dtype) -> Tensor:
     def checked(value: mx.array) -> mx.array:
         if not fits_float16(value):
             raise CheckpointError(
-                f"{name} has values up to {largest(value):.3g}, float16 ends at 65504", "bfloat16 or float32"
+                f"{name} has values up to {max_abs(value):.3g}, float16 ends at 65504", "bfloat16 or float32"
             )
         return value.astype(mx.float16)
 
-    return tensor.then(checked, dtype=mx.float16)
+    return tensor.transform(checked, dtype=mx.float16)

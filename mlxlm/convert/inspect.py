@@ -11,20 +11,20 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import fits_float32
-from mlxlm.checkpoint.mlx_lm_fallback import build_foreign
+from mlxlm.checkpoint.mlx_lm_fallback import build_with_mlx_lm
 from mlxlm.config import ModelConfig
-from mlxlm.convert.tensor_diff import plain
-from mlxlm.families import caveat, quantization_of
+from mlxlm.convert.tensor_diff import dequantized_tensors
+from mlxlm.families import compatibility_warning, get_quantization_config
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 
 @dataclass(frozen=True)
-class TokenizerFacts:
-    kind: str
+class TokenizerInfo:
+    tokenizer_type: str
     vocab_size: int
     special_tokens: dict[str, int]
-    begin: str | None
-    end: str | None
+    bos_token: str | None
+    eos_token: str | None
     chat_template: bool
 
 
@@ -40,7 +40,7 @@ class Description:
     path: str
     format: str
     family: str
-    path_taken: str
+    runtime: str
     problem: str | None
     architecture: dict[str, str]
     tensors: int
@@ -49,10 +49,10 @@ class Description:
     bits_per_weight: float
     types: dict[str, tuple[int, int]]
     quantization: dict[str, Any] | None
-    exceptions: dict[str, Any]
+    layer_overrides: dict[str, Any]
     memory: int
     cache_per_token: int | None
-    tokenizer: TokenizerFacts | None
+    tokenizer: TokenizerInfo | None
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,26 +65,26 @@ def describe(checkpoint: Checkpoint) -> Description:
     What makes a checkpoint unusable (missing tensors, shapes that aren't the configuration's) is an error of
     `open_checkpoint`; `warnings` are what is odd and does no harm.
     """
-    config, values = checkpoint.config, checkpoint.values
-    parameters = sum(math.prod(tensor.shape) for tensor in plain(checkpoint).values())
+    config, values = checkpoint.config, checkpoint.hf_config
+    parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     plan = dict(_quantization(checkpoint) or {})
-    exceptions = {name: entry for name, entry in plan.items() if isinstance(entry, Mapping | bool)}
-    default = {name: entry for name, entry in plan.items() if name not in exceptions}
+    layer_overrides = {name: entry for name, entry in plan.items() if isinstance(entry, Mapping | bool)}
+    default = {name: entry for name, entry in plan.items() if name not in layer_overrides}
     tokenizer, warnings = _tokenizer(checkpoint)
-    if config is not None and (own := caveat(config)):
+    if config is not None and (own := compatibility_warning(config)):
         warnings.append(own)
     problem, limits = (None, []) if config is not None else _of_mlx_lm(checkpoint)
     warnings += limits
     widened = ON_CPU and (config is None or fits_float32(config, platform.total_memory()))
-    unused = [name for name in exceptions if f"{name}.weight" not in checkpoint.tensors]
+    unused = [name for name in layer_overrides if f"{name}.weight" not in checkpoint.tensors]
     if unused:
         warnings.append(f"the quantization names {unused[0]}, which has no weight (and {len(unused) - 1} more)")
     return Description(
         path=str(checkpoint.path),
         format=checkpoint.format,
         family=str(values.get("model_type", "unnamed")),
-        path_taken=f"mlx_lm: mlxlm's has no {checkpoint.foreign}" if config is None else "mlxlm's own decoder",
+        runtime=f"mlx_lm: mlxlm's has no {checkpoint.unsupported_reason}" if config is None else "mlxlm's own decoder",
         problem=problem,
         architecture=_architecture(config) if config is not None else {},
         tensors=len(checkpoint.tensors),
@@ -93,7 +93,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         bits_per_weight=8 * size / max(parameters, 1),
         types=_types(checkpoint),
         quantization=default or None,
-        exceptions=exceptions,
+        layer_overrides=layer_overrides,
         memory=4 * parameters if widened else size,
         cache_per_token=None if config is None else config.kv_bytes_per_token(4 if ON_CPU else 2),
         tokenizer=tokenizer,
@@ -104,7 +104,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 def _of_mlx_lm(checkpoint: Checkpoint) -> tuple[str | None, list[str]]:
     """Why mlx_lm can't run a model, as far as its configuration says, and warnings about one that it can."""
     try:
-        _, limit = build_foreign(checkpoint)
+        _, limit = build_with_mlx_lm(checkpoint)
     except CheckpointError as error:
         return str(error), []
     return None, [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []
@@ -112,7 +112,7 @@ def _of_mlx_lm(checkpoint: Checkpoint) -> tuple[str | None, list[str]]:
 
 def _quantization(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     config = checkpoint.config
-    found = quantization_of(checkpoint.values) if config is None else config.quantization
+    found = get_quantization_config(checkpoint.hf_config) if config is None else config.quantization
     return found if isinstance(found, Mapping) else None
 
 
@@ -120,23 +120,23 @@ def _types(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     """The stored types, the one with most bytes first."""
     found: dict[str, tuple[int, int]] = {}
     for tensor in checkpoint.tensors.values():
-        count, size = found.get(tensor.stored, (0, 0))
-        found[tensor.stored] = (count + 1, size + tensor.nbytes)
+        count, size = found.get(tensor.stored_dtype, (0, 0))
+        found[tensor.stored_dtype] = (count + 1, size + tensor.nbytes)
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
-def _tokenizer(checkpoint: Checkpoint) -> tuple[TokenizerFacts | None, list[str]]:
+def _tokenizer(checkpoint: Checkpoint) -> tuple[TokenizerInfo | None, list[str]]:
     try:
         tokenizer = checkpoint.load_tokenizer()
     except TokenizerError as error:
         return None, [str(error)]
-    names = tokenizer.names
-    facts = TokenizerFacts(
-        kind=tokenizer.kind,
+    names = tokenizer.special_token_names
+    facts = TokenizerInfo(
+        tokenizer_type=tokenizer.tokenizer_type,
         vocab_size=tokenizer.vocab_size,
         special_tokens=tokenizer.special_tokens,
-        begin=names.get("bos"),
-        end=names.get("eos"),
+        bos_token=names.get("bos"),
+        eos_token=names.get("eos"),
         chat_template=tokenizer.chat_template is not None,
     )
     size = None if checkpoint.config is None else checkpoint.config.vocab_size

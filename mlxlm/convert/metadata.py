@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.convert.tensor_diff import config_changes
-from mlxlm.model.positions import Rotary
+from mlxlm.convert.tensor_diff import config_diff
+from mlxlm.model.positions import RotaryEmbedding
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
-TEXT = """The lighthouse keeper wrote down the weather every morning: the wind, the height of the waves, and whether
+SAMPLE_TEXT = """The lighthouse keeper wrote down the weather every morning: the wind, the height of the waves, and whether
 the mail boat could land. In March 1911 it could not for nineteen days. "We have flour," he noted, "and oil for the
 lamp, and two books that I know by heart." On the twentieth day he counted 3 ships and 1 whale.
 
@@ -24,7 +24,7 @@ def area(width, height):
 # Further texts: numbers, other scripts and signs, runs of spaces, what looks like a special token. None begins with
 # a space or is written decomposed, where tokenizers are known to differ between formats.
 _TEXTS = (
-    TEXT,
+    SAMPLE_TEXT,
     "naïve café, Straße; 東京都は日本の首都です。 Привет, мир! שלום 👩‍👩‍👧🎉 1,234.56 ½ ² …—“quotes”",
     "x\t=\t1\r\n\n\n\ny  =   2    # DON'T we'll <s> </s> <|endoftext|> <|im_start|>user [INST] <unk>",
 )
@@ -49,7 +49,7 @@ class Check:
     detail: str
 
 
-def check_carried(source: Checkpoint, written: Checkpoint, label: str) -> list[Check]:
+def check_metadata(source: Checkpoint, written: Checkpoint, label: str) -> list[Check]:
     """Compare tokenizer and configuration of `written`, called `label` in errors, with those of `source`.
 
     Raises CheckpointError naming the first thing that was lost though the format has a place for it.
@@ -86,7 +86,7 @@ class _Side:
 
 
 def _check_configuration(source: _Side, written: _Side, label: str) -> Check:
-    changes = config_changes(source.checkpoint, written.checkpoint)
+    changes = config_diff(source.checkpoint, written.checkpoint)
     for name in _same_meaning(source, written):
         changes.pop(name, None)
     format = written.checkpoint.format
@@ -173,10 +173,13 @@ def _turn_alike(a: ModelConfig, b: ModelConfig) -> bool:
         return a.positions == b.positions
     if a.rotary_dims != b.rotary_dims:
         return False
-    one, two = Rotary(a), Rotary(b)
-    if (one.kind == "dynamic" or two.kind == "dynamic") and (one.kind, one.growth) != (two.kind, two.growth):
+    one, two = RotaryEmbedding(a), RotaryEmbedding(b)
+    if (one.rope_type == "dynamic" or two.rope_type == "dynamic") and (one.rope_type, one.scaling_factor) != (
+        two.rope_type,
+        two.scaling_factor,
+    ):
         return False
-    if one.change != two.change or not math.isclose(one.base, two.base, rel_tol=_NEAR):
+    if one.longrope_threshold != two.longrope_threshold or not math.isclose(one.base, two.base, rel_tol=_NEAR):
         return False
     tables = ("wavelengths", "long_wavelengths", "query_scale")
     return all(_near(getattr(one, name), getattr(two, name)) for name in tables)

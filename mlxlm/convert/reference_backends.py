@@ -17,7 +17,7 @@ from typing import Any
 from mlxlm.utils.errors import CheckpointError
 
 # What each needs to be importable.
-NEEDS = {"mlx_lm": ("mlx_lm",), "transformers": ("torch", "transformers"), "llama.cpp": ("llama_cpp",)}
+REQUIRED_PACKAGES = {"mlx_lm": ("mlx_lm",), "transformers": ("torch", "transformers"), "llama.cpp": ("llama_cpp",)}
 _SECONDS = 900
 # Phrases by which a peer says that it has no such architecture, or lacks a library for it, not that something is
 # wrong with the file.
@@ -34,55 +34,55 @@ _CHILD = (
 
 
 @dataclass(frozen=True)
-class Opinion:
+class BackendOutput:
     """What a peer says at each position of a text: its most likely next token, and by how much the logit of
-    the text's own token is below that one's. `spread`: standard deviation of the logits over the vocabulary.
+    the text's own token is below that one's. `logit_std`: standard deviation of the logits over the vocabulary.
     hidden: the stream at the last position, after the embedding and each layer but the last, where asked for.
-    words: its own tokens of a text, where asked for."""
+    text_ids: its own tokens of a text, where asked for."""
 
     tokens: list[int]
-    gaps: list[float]
-    spread: float
+    logit_gaps: list[float]
+    logit_std: float
     hidden: list[list[float]] | None = None
-    words: list[int] | None = None
+    text_ids: list[int] | None = None
 
 
-class Unavailable(Exception):
+class BackendUnavailable(Exception):
     """The peer isn't installed, has no such architecture, or took too long: no opinion, no error."""
 
 
-class Refused(CheckpointError):
+class BackendRejected(CheckpointError):
     """The peer has the architecture and can't read the files."""
 
 
-def ask(
-    peer: str, path: Path, ids: Sequence[int], start: int, hidden: bool = False, text: str | None = None
-) -> Opinion:
-    """`peer` reads the tokens `ids` with the model in `path`; its opinion on `ids[start:]`, each token given those
+def run_backend(
+    backend: str, path: Path, ids: Sequence[int], start: int, hidden: bool = False, text: str | None = None
+) -> BackendOutput:
+    """`backend` reads the tokens `ids` with the model in `path`; its opinion on `ids[start:]`, each token given those
     before it, and on `text`, which llama.cpp cuts into tokens by what the file says. Raises Unavailable or Refused."""
-    missing = [name for name in NEEDS[peer] if importlib.util.find_spec(name) is None]
+    missing = [name for name in REQUIRED_PACKAGES[backend] if importlib.util.find_spec(name) is None]
     if missing:
-        raise Unavailable(f"{' and '.join(missing)} not installed")
-    request = {"peer": peer, "path": str(path), "ids": list(ids), "start": start, "hidden": hidden, "text": text}
+        raise BackendUnavailable(f"{' and '.join(missing)} not installed")
+    request = {"backend": backend, "path": str(path), "ids": list(ids), "start": start, "hidden": hidden, "text": text}
     command = [sys.executable, "-c", _CHILD, json.dumps([folder for folder in sys.path if folder])]
     try:
         done = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"it took longer than {_SECONDS} seconds") from None
+        raise BackendUnavailable(f"it took longer than {_SECONDS} seconds") from None
     if done.returncode:
-        reason = _reason(peer, done.stderr) or f"exit code {done.returncode}"
+        reason = _reason(backend, done.stderr) or f"exit code {done.returncode}"
         if any(phrase in reason.lower() for phrase in _UNKNOWN):
-            raise Unavailable(reason[:200])
-        raise Refused(f"{peer} can't read it: {reason[:300]}")
-    return Opinion(**json.loads(done.stdout.splitlines()[-1]))
+            raise BackendUnavailable(reason[:200])
+        raise BackendRejected(f"{backend} can't read it: {reason[:300]}")
+    return BackendOutput(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _reason(peer: str, stderr: str) -> str:
+def _reason(backend: str, stderr: str) -> str:
     """Why a process ended: its exception, or what llama.cpp's log says, whose exception says no more than that."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    if peer == "llama.cpp":
+    if backend == "llama.cpp":
         log = lines[: next((i for i, line in enumerate(lines) if line.startswith("Traceback")), len(lines))]
         # The first of them is the cause, and the others are of what then failed, too.
         lines = [line for line in log if "error" in line.lower()][:1] or lines
@@ -97,14 +97,14 @@ def main() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
-    run = {"mlx_lm": _mlx_lm, "transformers": _transformers, "llama.cpp": _llama_cpp}[request["peer"]]
+    run = {"mlx_lm": _mlx_lm, "transformers": _transformers, "llama.cpp": _llama_cpp}[request["backend"]]
     logits, found = run(request["path"], request["ids"][:-1], request)
     rows = np.asarray(logits[request["start"] - 1 :], dtype=np.float32)
     own = rows[np.arange(len(rows)), request["ids"][request["start"] :]]
     return {
         "tokens": rows.argmax(-1).tolist(),
-        "gaps": (rows.max(-1) - own).tolist(),
-        "spread": float(rows.std(-1).mean()),
+        "logit_gaps": (rows.max(-1) - own).tolist(),
+        "logit_std": float(rows.std(-1).mean()),
         **found,
     }
 
@@ -145,5 +145,5 @@ def _llama_cpp(path: str, ids: list[int], request: dict[str, Any]):
     )  # fmt: skip
     model.eval(ids)
     text = request["text"]
-    words = None if text is None else model.tokenize(text.encode(), add_bos=True, special=False)
-    return np.array(model.scores[: len(ids)]), {"words": words}
+    text_ids = None if text is None else model.tokenize(text.encode(), add_bos=True, special=False)
+    return np.array(model.scores[: len(ids)]), {"text_ids": text_ids}

@@ -9,20 +9,20 @@ import psutil
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.float_bits import same_bits
-from mlxlm.checkpoint.lazy_tensor import Tensor
+from mlxlm.checkpoint.float_bits import bitwise_equal
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import Comparison, compare
-from mlxlm.convert.cross_check import ask_others, greedy
-from mlxlm.convert.metadata import TEXT, Check, check_carried
-from mlxlm.convert.tensor_diff import in_float32, plain
+from mlxlm.convert.cross_check import cross_check, greedy_tokens
+from mlxlm.convert.metadata import SAMPLE_TEXT, Check, check_metadata
+from mlxlm.convert.tensor_diff import dequantized_tensors, to_float32
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
-GREEDY = 64  # tokens
+NUM_GREEDY_TOKENS = 64  # tokens
 
 # The largest KL divergence (nats per token) that rounding to a type may cost. They are bounds for what is wrong, not
 # for what is good: a matrix in another place or a wrong rotary base costs whole nats in a trained model.
-ALLOWED = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0}
+MAX_KL = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0}
 
 # llama.cpp's blocks of 32 weights with a scale in float16. A weight is off by at most this share of its block's largest
 # one: half a step of 1/127, or a whole one of 1/8 at the end that has no own value; 2^-11 is the scale's rounding.
@@ -38,35 +38,39 @@ def verify(
     source: Checkpoint,
     written: Checkpoint,
     label: str,
-    others: Sequence[str] = (),
+    backends: Sequence[str] = (),
     progress: Progress | None = None,
-    warned: bool = False,
+    tokens_may_differ: bool = False,
 ) -> list[Check]:
-    """Compare `written`, called `label` in errors, with `source` and with what the peers `others` make of it.
+    """Compare `written`, called `label` in errors, with `source` and with what the peers `backends` make of it.
 
-    `others` are names in `peers.NEEDS`. `progress(phase, done, total)` is told how far each phase is. `warned`: the
+    `backends` are names in `peers.REQUIRED_PACKAGES`. `progress(phase, done, total)` is told how far each phase is. `tokens_may_differ`: the
     writer has said that others may cut text into other tokens. Where every weight is equal to the bit, so must be
     the logits and the greedy tokens. Where weights were rounded, each must be its source rounded to its type, and
-    the logits within `ALLOWED` of that type. Configuration and tokenizer must say the same: see `check_carried`.
+    the logits within `MAX_KL` of that type. Configuration and tokenizer must say the same: see `check_metadata`.
     Raises CheckpointError naming the first tensor, field or layer that differs by more.
     """
-    tell = progress or (lambda phase, done, total: None)
-    rounded = _check_tensors(source, written, label, tell)
-    wide, written_wide = in_float32(source), in_float32(written)
+    on_progress = progress or (lambda phase, done, total: None)
+    rounded = _check_tensors(source, written, label, on_progress)
+    wide, written_wide = to_float32(source), to_float32(written)
     exact = not rounded
     checks = [Check("tensors", "equal" if exact else "within rounding", _rounding(rounded))]
-    checks += check_carried(source, written, label)
-    ids = prompt(source)
-    said = compare(wide, written_wide, [ids], progress=lambda done, total: tell("comparing logits", done, total))
+    checks += check_metadata(source, written, label)
+    ids = comparison_tokens(source)
+    said = compare(wide, written_wide, [ids], progress=lambda done, total: on_progress("comparing logits", done, total))
     checks.append(_judged(said, rounded, label))
     reason = _too_large(written)
     if reason:
-        return [*checks, *(Check(name, "skipped", reason) for name in ("greedy tokens", *others))]
+        return [*checks, *(Check(name, "skipped", reason) for name in ("greedy tokens", *backends))]
     room, window = _room(written.config), written.config.sliding_window
     start = max(1, min(16, room // 2, len(ids) // 2, (window or room) // 2))
-    count = min(GREEDY, room - start)
-    theirs = greedy(wide, ids[:start], count, lambda done: tell("comparing greedy tokens", done, 2 * count))
-    ours = greedy(written_wide, ids[:start], count, lambda n: tell("comparing greedy tokens", count + n, 2 * count))
+    count = min(NUM_GREEDY_TOKENS, room - start)
+    theirs = greedy_tokens(
+        wide, ids[:start], count, lambda done: on_progress("comparing greedy tokens", done, 2 * count)
+    )
+    ours = greedy_tokens(
+        written_wide, ids[:start], count, lambda n: on_progress("comparing greedy tokens", count + n, 2 * count)
+    )
     same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), count)
     if exact and same < count:
         raise CheckpointError(f"{label}: greedy token {same + 1} is {ours[same]} and was {theirs[same]}")
@@ -74,22 +78,22 @@ def verify(
     checks.append(Check("greedy tokens", "equal" if same == count else "within rounding", detail))
     # mlx_lm and llama.cpp run some families without their window: what they are asked about is no longer.
     text = [*ids[:start], *ours][: max(window or room, 2)]
-    return [*checks, *ask_others(source, written, label, others, text, start, tell, warned)]
+    return [*checks, *cross_check(source, written, label, backends, text, start, on_progress, tokens_may_differ)]
 
 
-def prompt(checkpoint: Checkpoint) -> list[int]:
-    """Tokens to compare logits on: of `TEXT`, or any where there is no tokenizer for it."""
+def comparison_tokens(checkpoint: Checkpoint) -> list[int]:
+    """Tokens to compare logits on: of `SAMPLE_TEXT`, or any where there is no tokenizer for it."""
     size = checkpoint.config.vocab_size
     try:
-        ids = checkpoint.load_tokenizer().encode(TEXT)
+        ids = checkpoint.load_tokenizer().encode(SAMPLE_TEXT)
     except TokenizerError:
         ids = [(7919 * i + 31) % size for i in range(128)]
     return [i for i in ids if i < size][: checkpoint.config.max_position_embeddings]
 
 
-def _check_tensors(source: Checkpoint, written: Checkpoint, label: str, tell: Progress) -> set[str]:
+def _check_tensors(source: Checkpoint, written: Checkpoint, label: str, on_progress: Progress) -> set[str]:
     """The types that weights were rounded to; empty if all are equal. Raises CheckpointError for any other change."""
-    before, after = plain(source), plain(written)
+    before, after = dequantized_tensors(source), dequantized_tensors(written)
     if source.config.tie_word_embeddings and not written.config.tie_word_embeddings:  # as a format may want it
         before = {**before, "lm_head.weight": before["model.embed_tokens.weight"]}
     apart = [name for name in before if name not in after] + [name for name in after if name not in before]
@@ -106,7 +110,7 @@ def _check_tensors(source: Checkpoint, written: Checkpoint, label: str, tell: Pr
             raise CheckpointError(f"{label}: {name} differs from {source.path}")
         if result:
             rounded.add(result)
-        tell("comparing tensors", done, len(before))
+        on_progress("comparing tensors", done, len(before))
     return rounded
 
 
@@ -116,32 +120,32 @@ def _rounding(rounded: set[str]) -> str:
     return "; ".join([*parts, _SUMS] if _SUMS in rounded else parts) or "to the bit"
 
 
-def _changed(source: Tensor, written: Tensor) -> str | None:
+def _changed(source: LazyTensor, written: LazyTensor) -> str | None:
     """The type to which rounding changed values, or `_SUMS`; "" where none changed, None for any other change."""
     a, b = source.read(), written.read()
-    if a.dtype == b.dtype and same_bits(a, b):
+    if a.dtype == b.dtype and bitwise_equal(a, b):
         return ""
     x, y = a.astype(mx.float32), b.astype(mx.float32)
     if mx.array_equal(x, y).item():
         return ""
-    if written.stored in _STEP:
+    if written.stored_dtype in _STEP:
         blocks, error = mx.abs(x).reshape(-1, _BLOCK), mx.abs(y - x).reshape(-1, _BLOCK)
-        limit = blocks.max(axis=-1, keepdims=True) * _STEP[written.stored] + _SUBNORMAL[written.stored]
-        return written.stored if (error <= limit).all().item() else None
+        limit = blocks.max(axis=-1, keepdims=True) * _STEP[written.stored_dtype] + _SUBNORMAL[written.stored_dtype]
+        return written.stored_dtype if (error <= limit).all().item() else None
     if mx.array_equal(a.astype(b.dtype).astype(mx.float32), y).item():
-        return written.stored
+        return written.stored_dtype
     near = b.dtype == mx.float32 and x.ndim == 1 and (mx.abs(y - x) <= 2**-22 * mx.maximum(1, mx.abs(x))).all().item()
     return _SUMS if near else None
 
 
 def _judged(said: Comparison, rounded: set[str], label: str) -> Check:
-    limit = max((ALLOWED.get(kind, ALLOWED["F32"]) for kind in rounded), default=ALLOWED["F32"])
-    detail = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1:.1f} %"
+    limit = max((MAX_KL.get(kind, MAX_KL["F32"]) for kind in rounded), default=MAX_KL["F32"])
+    detail = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1_agreement:.1f} %"
     if said.identical:
         return Check("logits", "equal", f"to the bit over {said.tokens} tokens")
-    if said.kl > limit or (not rounded and said.first_different):
+    if said.kl > limit or (not rounded and said.first_different_layer):
         # Without rounding, sums are in the same order: what differs is the configuration.
-        first = said.first_different or next(iter(said.worst(1)), "the output head")
+        first = said.first_different_layer or next(iter(said.worst_layers(1)), "the output head")
         raise CheckpointError(f"{label}: its logits differ from the source's, from {first} on ({detail})")
     return Check("logits", "within rounding", detail)
 
@@ -157,4 +161,4 @@ def _too_large(checkpoint: Checkpoint) -> str | None:
 
 def _room(config: ModelConfig) -> int:
     """How many tokens a text may have that is generated step by step: its context, or where its positions change."""
-    return min(config.max_position_embeddings, config.positions_change or config.max_position_embeddings)
+    return min(config.max_position_embeddings, config.longrope_original_length or config.max_position_embeddings)

@@ -3,10 +3,10 @@
 from mlxlm.data.bad_input import BadInput
 from mlxlm.data.batches import PACKINGS, Batch, TrainBatches, validation_batches
 from mlxlm.data.dataset import TokenDataset
-from mlxlm.data.manifest import Manifest, Split
-from mlxlm.data.prefetch import read_ahead
+from mlxlm.data.manifest import Manifest, SplitInfo
+from mlxlm.data.prefetch import prefetch
 from mlxlm.data.prepare import prepare, training_texts
-from mlxlm.data.source_weights import weighted
+from mlxlm.data.source_weights import parse_weighted_sources
 from mlxlm.data.sources import documents, texts, total_bytes
 from mlxlm.data.text import Document
 from mlxlm.data.tokenize import CHAT_TEMPLATE, ROLES, Chunk, check_role
@@ -20,16 +20,16 @@ __all__ = [
     "Chunk",
     "Document",
     "Manifest",
-    "Split",
+    "SplitInfo",
     "TokenDataset",
     "TrainBatches",
     "check_role",
     "documents",
     "prepare",
-    "read_ahead",
+    "prefetch",
     "texts",
     "total_bytes",
     "training_texts",
     "validation_batches",
-    "weighted",
+    "parse_weighted_sources",
 ]

@@ -36,6 +36,6 @@ class BadInput:
         self.skipped += 1
 
 
-def refuse(error: DataError) -> None:
+def raise_error(error: DataError) -> None:
     """For readers without a choice: raise `error` as it is."""
     raise error

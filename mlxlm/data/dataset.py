@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from mlxlm.data.manifest import DTYPES, SPLITS, Manifest, Shard
-from mlxlm.data.manifest import Split as Counts
+from mlxlm.data.manifest import SplitInfo as Counts
 from mlxlm.utils.errors import DataError, os_errors_as
 
 _CHECKED = 1 << 20  # document starts looked at together: 8 MB
 
 
-class Part(NamedTuple):
+class WeightedPart(NamedTuple):
     """Text that is drawn from by one weight."""
 
     name: str
@@ -59,13 +59,15 @@ class TokenDataset:
         return cls(manifest, split, Path(folder), getattr(manifest, split))
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[WeightedPart]:
         """What the training text consists of, with the weights; one part of weight 1 where no source has its own."""
         manifest = self.manifest
         if self.split != "train" or len(manifest.parts) == 1:
-            return [Part(self.split, 1.0, self)]
+            return [WeightedPart(self.split, 1.0, self)]
         return [
-            Part(part.name, part.weight, TokenDataset(manifest, self.split, self._folder, part.train, part.name))
+            WeightedPart(
+                part.name, part.weight, TokenDataset(manifest, self.split, self._folder, part.train, part.name)
+            )
             for part in manifest.parts
         ]
 
@@ -85,17 +87,17 @@ class TokenDataset:
             parts.append(part)
         return _joined(parts, np.dtype(self.manifest.dtype))
 
-    def learned(self, start: int, stop: int) -> np.ndarray:
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
         """Whether each of the tokens [start, stop) is to be learned as a target, uint8: 1, or 0 for what in a
         conversation is only read."""
-        return _joined([s.learned(first, last) for s, first, last in self._within(start, stop)], np.dtype(np.uint8))
+        return _joined([s.loss_mask(first, last) for s, first, last in self._within(start, stop)], np.dtype(np.uint8))
 
     def targets(self) -> int:
         """How many of all tokens are to be learned."""
         spans = [(start, min(start + _CHECKED, len(self))) for start in range(0, len(self), _CHECKED)]
-        return sum(int(np.count_nonzero(self.learned(*span))) for span in spans)
+        return sum(int(np.count_nonzero(self.loss_mask(*span))) for span in spans)
 
-    def segments(self, start: int, stop: int) -> np.ndarray:
+    def segment_ids(self, start: int, stop: int) -> np.ndarray:
         """The document that each of the tokens [start, stop) is of, int32, the first one's number being 0."""
         begins = np.zeros(stop - start, np.int32)
         before = 0
@@ -108,9 +110,9 @@ class TokenDataset:
         return np.cumsum(begins, dtype=np.int32)
 
     @cached_property
-    def starts(self) -> Starts:
+    def starts(self) -> DocumentStarts:
         """Where documents start."""
-        return Starts([shard.starts for shard in self._shards], self._ends)
+        return DocumentStarts([shard.starts for shard in self._shards], self._ends)
 
     def _within(self, start: int, stop: int):
         """Each shard that has some of the tokens [start, stop), with the range of them in it."""
@@ -125,7 +127,7 @@ class TokenDataset:
             shard += 1
 
 
-class Starts:
+class DocumentStarts:
     """Where the documents of a dataset start, read from the files when asked. `len` is the number of documents."""
 
     def __init__(self, starts: list[np.ndarray], ends: list[int]):
@@ -173,7 +175,7 @@ class _Shard:
             raise DataError(f"{path}: {problem}, this is {starts.dtype} {starts.shape}", "preparing the data again")
         return starts
 
-    def learned(self, start: int, stop: int) -> np.ndarray:
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
         return np.ones(stop - start, np.uint8) if self._mask is None else self._mask[start:stop]
 
     @cached_property

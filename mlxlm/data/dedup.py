@@ -9,8 +9,8 @@ from dataclasses import replace
 from tempfile import TemporaryFile
 from typing import IO
 
-from mlxlm.data.manifest import Duplicates
-from mlxlm.data.minhash import Index, Shingles
+from mlxlm.data.manifest import DedupStats
+from mlxlm.data.minhash import MinHash, MinHashLSH
 from mlxlm.data.text import Document
 from mlxlm.utils.errors import DataError, os_errors_as
 
@@ -34,13 +34,13 @@ class DuplicateFilter:
         and at most 1."""
         if not 0 < threshold <= 1:
             raise DataError(f"a similarity of {threshold} can't be a threshold", "a number above 0, at most 1: 0.8")
-        self.found = Duplicates(threshold)
-        self._index = Index(threshold)
+        self.found = DedupStats(threshold)
+        self._index = MinHashLSH(threshold)
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
         for document in documents:
             with ExitStack() as stack:
-                shingles, digest, size = Shingles(), hashlib.blake2b(digest_size=8), 0
+                shingles, digest, size = MinHash(), hashlib.blake2b(digest_size=8), 0
                 held = _Held(stack)
                 for piece in document.pieces:
                     held.add(piece)
@@ -50,7 +50,7 @@ class DuplicateFilter:
                     digest.update(f"{len(role)},{len(content)},{role}".encode())
                     size += _read(content, shingles, digest)
                     shingles.add(" ")
-                same = self._index.add(shingles.minima(digest.digest()), digest.digest())
+                same = self._index.add(shingles.min_hashes(digest.digest()), digest.digest())
                 self.found.documents += 1
                 if same is None:
                     yield replace(document, pieces=held.pieces())
@@ -60,7 +60,7 @@ class DuplicateFilter:
                 self.found.bytes += size
 
 
-def _read(text: str, shingles: Shingles, digest) -> int:
+def _read(text: str, shingles: MinHash, digest) -> int:
     """Takes in a part of a document; returns its size in bytes."""
     content = text.encode("utf-8")
     digest.update(content)

@@ -11,13 +11,13 @@ from typing import IO
 
 from mlxlm.data.bad_input import OnBad
 from mlxlm.data.sources import STDIN, documents
-from mlxlm.data.text import READ, Advance, Document
+from mlxlm.data.text import READ_BYTES, Advance, Document
 from mlxlm.data.tokenize import check_role
 from mlxlm.utils.errors import DataError
 
 
-class Reader:
-    """Reads the documents of sources; stdin and pipes again only after `copied`."""
+class DocumentReader:
+    """Reads the documents of sources; stdin and pipes again only after `spool_streams`."""
 
     def __init__(self, stdin: IO[bytes] | None, text_column: str | None):
         self._stdin, self._text_column = stdin, text_column
@@ -34,24 +34,24 @@ class Reader:
         ):
             try:
                 for role, _ in document.messages or ():
-                    check_role(role, document.where)
+                    check_role(role, document.location)
             except DataError as error:
                 on_bad(error)
             else:
                 yield document
 
-    def copied(self, paths: Sequence[str | Path], folder: Path, stack: ExitStack) -> list[str | Path]:
+    def spool_streams(self, paths: Sequence[str | Path], folder: Path, stack: ExitStack) -> list[str | Path]:
         """`paths`, what can be read only once being copied into `folder` until `stack` is closed."""
         found: list[str | Path] = []
         for path in paths:
             if str(path) == STDIN and self._stdin is not None and not self._is_copy:
                 copy = stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
-                shutil.copyfileobj(self._stdin, copy, READ)
+                shutil.copyfileobj(self._stdin, copy, READ_BYTES)
                 self._stdin, self._is_copy = copy, True
             elif Path(path).is_fifo():
                 copy = Path(stack.enter_context(TemporaryDirectory(dir=folder)), Path(path).name)
                 with open(path, "rb") as pipe, open(copy, "wb") as file:
-                    shutil.copyfileobj(pipe, file, READ)
+                    shutil.copyfileobj(pipe, file, READ_BYTES)
                 path = copy
             found.append(path)
         return found

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlxlm.utils.bounded_reads import parsed_object, read_bytes
+from mlxlm.utils.bounded_reads import parse_json_object, read_bytes
 from mlxlm.utils.errors import DataError
 
 _LARGEST = 1 << 26  # bytes of state.json, which names the files of data
 _AGAIN = "dataset.flatten_indices().save_to_disk(...)"
 
 
-def saved_files(folder: Path) -> list[Path] | None:
+def hf_dataset_files(folder: Path) -> list[Path] | None:
     """The arrow files with the rows of a saved dataset, in order; None if `folder` is none.
 
     Raises DataError, naming the file, for a damaged folder and for one of several splits: which of them to train on
@@ -41,7 +41,7 @@ def _only_split(folder: Path) -> list[Path]:
         hint = f"one of them, such as {folder / splits[0]}"
         raise DataError(f"{folder} has the splits {', '.join(splits)}", hint)
     nested = (folder / splits[0] / "dataset_dict.json").exists()  # a split is never divided again
-    files = None if nested else saved_files(folder / splits[0])
+    files = None if nested else hf_dataset_files(folder / splits[0])
     if files is None:
         raise DataError(f"{folder / splits[0]} is no saved dataset: it has no state.json", "saving the dataset again")
     return files
@@ -60,4 +60,4 @@ def _is_name(value: Any) -> bool:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    return parsed_object(read_bytes(path, _LARGEST, DataError), str(path), DataError, "saving the dataset again")
+    return parse_json_object(read_bytes(path, _LARGEST, DataError), str(path), DataError, "saving the dataset again")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.utils.bounded_reads import parsed_object, read_bytes
+from mlxlm.utils.bounded_reads import parse_json_object, read_bytes
 from mlxlm.utils.errors import DataError
 
 VERSION = 2
@@ -55,7 +55,7 @@ class Shard:
 
 
 @dataclass
-class Split:
+class SplitInfo:
     """bytes: UTF-8 bytes of the text; special tokens are counted in `tokens` only."""
 
     tokens: int = 0
@@ -65,7 +65,7 @@ class Split:
 
 
 @dataclass
-class Part:
+class WeightedPart:
     """Training text that is drawn from by one weight: a source with its own, or all sources together.
 
     weight: the share of the training tokens that are drawn from it; those of all parts sum to 1.
@@ -73,11 +73,11 @@ class Part:
 
     name: str
     weight: float
-    train: Split
+    train: SplitInfo
 
 
 @dataclass
-class Duplicates:
+class DedupStats:
     """What was left out because it had been there before.
 
     threshold: the least Jaccard similarity of a near-duplicate.
@@ -109,20 +109,20 @@ class Manifest:
     vocab_size: int
     dtype: str
     split: str
-    chat_documents: int
+    num_conversations: int
     sources: list[str]
-    parts: list[Part]
-    validation: Split
-    duplicates: Duplicates | None = None
+    parts: list[WeightedPart]
+    validation: SplitInfo
+    duplicates: DedupStats | None = None
     skipped: int = 0
     version: int = VERSION
 
     @property
-    def train(self) -> Split:
+    def train(self) -> SplitInfo:
         """All parts together, their shards in order."""
         splits = [part.train for part in self.parts]
         tokens, documents, size = (sum(getattr(s, name) for s in splits) for name in ("tokens", "documents", "bytes"))
-        return Split(tokens, documents, size, [shard for split in splits for shard in split.shards])
+        return SplitInfo(tokens, documents, size, [shard for split in splits for shard in split.shards])
 
     def to_dict(self) -> dict[str, Any]:
         """The fields; "train" and the duplicates' "share" are for readers of the file: `read` reckons them itself."""
@@ -139,7 +139,7 @@ class Manifest:
         if not is_prepared(folder):
             raise DataError(f"{folder} is not a prepared dataset: it has no {FILE}", "mlxlm prepare")
         content = read_bytes(path, _LARGEST, DataError)
-        fields = parsed_object(content, str(path), DataError, "preparing the data again")
+        fields = parse_json_object(content, str(path), DataError, "preparing the data again")
         reader = _Fields(path, fields)
         if reader.get("version", int) != VERSION:
             raise DataError(f"{path}: version {fields['version']} is not known", "preparing the data again")
@@ -150,7 +150,7 @@ class Manifest:
             vocab_size=reader.count("vocab_size"),
             dtype=fields["dtype"],
             split=reader.get("split", str),
-            chat_documents=reader.count("chat_documents"),
+            num_conversations=reader.count("num_conversations"),
             sources=reader.get("sources", list),
             parts=reader.parts(),
             validation=reader.inner("validation").split(),
@@ -159,7 +159,7 @@ class Manifest:
         )
 
 
-def shares(weights: list[float]) -> list[float]:
+def normalize_weights(weights: list[float]) -> list[float]:
     """The weights divided by their sum. Raises ValueError where one of them is not a positive number, and for a share
     below a thousandth, which is what rows are drawn by (`mlxlm.data.mixture`)."""
     for weight in weights:
@@ -205,29 +205,29 @@ class _Fields:
         rows = enumerate(self.get(name, list))
         return [_Fields(self._path, row, f"{self._prefix}{name}[{i}].") for i, row in rows]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[WeightedPart]:
         rows = self.rows("parts")
         try:
-            weights = shares([row.number("weight") for row in rows])
+            weights = normalize_weights([row.number("weight") for row in rows])
         except ValueError as error:
             raise self.error("parts", f"can't be weighted: {error}") from None
         if not rows:
             raise self.error("parts", "is empty")
         return [
-            Part(row.get("name", str), weight, row.inner("train").split())
+            WeightedPart(row.get("name", str), weight, row.inner("train").split())
             for row, weight in zip(rows, weights, strict=True)
         ]
 
-    def duplicates(self) -> Duplicates | None:
+    def duplicates(self) -> DedupStats | None:
         if self._fields.get("duplicates") is None:
             return None
         found = self.inner("duplicates")
         counts = (found.count(name) for name in ("documents", "exact", "near", "bytes"))
-        return Duplicates(found.number("threshold"), *counts)
+        return DedupStats(found.number("threshold"), *counts)
 
-    def split(self) -> Split:
+    def split(self) -> SplitInfo:
         shards = [row.shard() for row in self.rows("shards")]
-        split = Split(self.count("tokens"), self.count("documents"), self.count("bytes"), shards)
+        split = SplitInfo(self.count("tokens"), self.count("documents"), self.count("bytes"), shards)
         if sum(shard.tokens for shard in shards) != split.tokens:
             raise self.error("tokens", "is not the sum of the shards' tokens")
         return split

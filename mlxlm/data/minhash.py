@@ -15,7 +15,7 @@ import zlib
 
 import numpy as np
 
-MINIMA = 128
+NUM_HASHES = 128
 _WORDS = 5  # of a shingle: GPT-3's and The Pile's filters take 5 to 13; the shorter, the more survives an edit
 _ONE_WORD = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(f"[{_ONE_WORD}]|[^\\W_{_ONE_WORD}]+")
@@ -26,17 +26,17 @@ _MISSED = 0.02  # of pairs just as similar as the threshold, the largest share t
 _DEEPEST = 64  # texts of one bucket that are looked at, the latest: a bucket of thousands would be read for each text
 
 _random = np.random.default_rng(0x5EED)
-_FACTORS = _random.integers(0, 1 << 64, (2, MINIMA), np.uint64) | np.uint64(1)
+_FACTORS = _random.integers(0, 1 << 64, (2, NUM_HASHES), np.uint64) | np.uint64(1)
 _ORDER = _random.integers(0, 1 << 64, _WORDS, np.uint64) | np.uint64(1)
 
 
-class Shingles:
+class MinHash:
     """The minima over one text, which is given in any number of pieces."""
 
     def __init__(self) -> None:
         self._rest = ""  # of a word that may go on
         self._words = np.empty(0, np.uint64)  # hashes of the last words, which are part of shingles to come
-        self._least = np.full(MINIMA, np.iinfo(np.uint64).max, np.uint64)
+        self._least = np.full(NUM_HASHES, np.iinfo(np.uint64).max, np.uint64)
         self._any = False
 
     def add(self, piece: str) -> None:
@@ -46,7 +46,7 @@ class Shingles:
         self._rest = text[at:]
         self._take(text[:at])
 
-    def minima(self, otherwise: bytes) -> np.ndarray:
+    def min_hashes(self, otherwise: bytes) -> np.ndarray:
         """uint64 `[128]`. A text of fewer than five words is one shingle; one without words is told apart by the 8
         bytes of `otherwise` alone."""
         self._take(self._rest)
@@ -77,7 +77,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-class Index:
+class MinHashLSH:
     """Texts that are less similar to each other than `threshold`.
 
     A threshold of 1 compares digests alone. Memory: a text takes about 100 bytes of its digest, 256 of its signature
@@ -88,25 +88,25 @@ class Index:
     def __init__(self, threshold: float):
         self._threshold = threshold
         # As many rows a band as find all but a few pairs of the threshold's similarity: the fewer false candidates.
-        self._rows = max((r for r in range(1, 33) if (1 - threshold**r) ** (MINIMA // r) <= _MISSED), default=1)
-        self._bands = MINIMA // self._rows
+        self._rows = max((r for r in range(1, 33) if (1 - threshold**r) ** (NUM_HASHES // r) <= _MISSED), default=1)
+        self._bands = NUM_HASHES // self._rows
         self._count = 0
         self._seen: set[bytes] = set()
         self._allocate(1024)
 
-    def add(self, minima: np.ndarray, digest: bytes) -> bool | None:
+    def add(self, min_hashes: np.ndarray, digest: bytes) -> bool | None:
         """Add a text if no other is like it: None. Otherwise whether another has the same `digest`."""
         if digest in self._seen:
             return True
-        if self._threshold < 1 and self._is_near(minima):
+        if self._threshold < 1 and self._is_near(min_hashes):
             return False
         self._seen.add(digest)
         return None
 
-    def _is_near(self, minima: np.ndarray) -> bool:
+    def _is_near(self, min_hashes: np.ndarray) -> bool:
         """Whether the minima are those of a text much like one before; if not, they are added."""
         # The upper bits of a minimum are small for all long texts; the lowest of a product depend on few others.
-        signature = (minima >> np.uint64(24)).astype(np.uint16)
+        signature = (min_hashes >> np.uint64(24)).astype(np.uint16)
         buckets = self._buckets(signature[None])[0]
         candidates = self._candidates(buckets)
         if len(candidates) and (self._signatures[candidates] == signature).mean(axis=1).max() >= self._threshold:
@@ -120,7 +120,7 @@ class Index:
         return False
 
     def _allocate(self, capacity: int) -> None:
-        signatures = np.empty((capacity, MINIMA), np.uint16)
+        signatures = np.empty((capacity, NUM_HASHES), np.uint16)
         if self._count:
             signatures[: self._count] = self._signatures
         self._signatures = signatures

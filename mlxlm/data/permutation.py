@@ -7,13 +7,13 @@ import numpy as np
 _ROUNDS = 4
 
 
-def keys_of(*seed: int) -> tuple[np.ndarray, int]:
+def permutation_keys(*seed: int) -> tuple[np.ndarray, int]:
     """The keys of a permutation, and one more random number of 64 bits, as functions of `seed` alone."""
     state = np.random.SeedSequence(seed).generate_state(_ROUNDS + 1, np.uint64)
     return state[:_ROUNDS], int(state[-1])
 
 
-def permuted(places: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+def permute(places: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     """A keyed pseudo-random permutation of range(n), evaluated at `places` only: uint64, of their shape.
 
     A balanced Feistel network over the next even power of two, applied again to values that fall outside

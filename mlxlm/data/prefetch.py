@@ -11,18 +11,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def read_ahead(read: Callable[[int], T], numbers: Iterable[int], ahead: int = 2) -> Iterator[T]:
-    """`read(n)` for each of `numbers`, in order, up to `ahead` of them before they are asked for.
+def prefetch(read: Callable[[int], T], numbers: Iterable[int], prefetch_factor: int = 2) -> Iterator[T]:
+    """`read(n)` for each of `numbers`, in order, up to `prefetch_factor` of them before they are asked for.
 
     `read` runs in one thread of its own, one call after another. What it raises is raised where its result would have
-    come, and nothing after it is read; an error of `numbers` itself comes up to `ahead` results early. When the
+    come, and nothing after it is read; an error of `numbers` itself comes up to `prefetch_factor` results early. When the
     iterator ends or is closed, the thread has ended: close it where it may be left early.
     """
     rest = iter(numbers)
     pending: deque[Future[T]] = deque()
     with ThreadPoolExecutor(1, "read ahead") as pool:
         try:
-            pending.extend(pool.submit(read, n) for n in islice(rest, ahead))
+            pending.extend(pool.submit(read, n) for n in islice(rest, prefetch_factor))
             while pending:
                 found = pending.popleft().result()
                 pending.extend(pool.submit(read, n) for n in islice(rest, 1))

@@ -15,16 +15,16 @@ import numpy as np
 
 from mlxlm.data.bad_input import BadInput
 from mlxlm.data.dedup import DuplicateFilter
-from mlxlm.data.document_reader import Reader
-from mlxlm.data.manifest import FILE, Manifest, Part, shares
+from mlxlm.data.document_reader import DocumentReader
+from mlxlm.data.manifest import FILE, Manifest, WeightedPart, normalize_weights
 from mlxlm.data.shards import ShardWriter
 from mlxlm.data.sources import STDIN
-from mlxlm.data.split import Split, check_fraction, drawn, few_documents
+from mlxlm.data.split import ValidationSplit, check_fraction, min_documents_to_split, validation_draws
 from mlxlm.data.text import Advance, Document
 from mlxlm.data.tokenize import Chunk, tokenize
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError
-from mlxlm.utils.files import new_folder, write_json
+from mlxlm.utils.files import atomic_new_folder, write_json
 
 Encode = Callable[[Document], Iterable[Chunk]]
 
@@ -60,7 +60,7 @@ def prepare(
     dedup: leave out documents that are as similar to an earlier one as this (Jaccard similarity, above 0 and at most
         1), or the same; see `mlxlm.data.dedup`, which also states the memory that it takes.
 
-    Validation is `validation_paths` if given. Otherwise it is of each part what `Split` holds out: one document out of
+    Validation is `validation_paths` if given. Otherwise it is of each part what `ValidationSplit` holds out: one document out of
     each 1/`validation_fraction`, drawn by `seed`; with too few documents for that (20, or 1/fraction) the last
     `validation_fraction` of the text, from the start of a line. To decide that, the first few documents are read twice;
     stdin and named pipes are copied to disk before.
@@ -79,10 +79,10 @@ def prepare(
     groups = _groups(paths, weights)
     fraction = None if validation_paths else validation_fraction
     bad = BadInput(on_bad_input)
-    with new_folder(out, DataError) as folder, ExitStack() as stack:
-        reader = Reader(stdin, text_column)
+    with atomic_new_folder(out, DataError) as folder, ExitStack() as stack:
+        reader = DocumentReader(stdin, text_column)
         if fraction and encode is None:
-            groups = [(name, weight, reader.copied(group, folder, stack)) for name, weight, group in groups]
+            groups = [(name, weight, reader.spool_streams(group, folder, stack)) for name, weight, group in groups]
         builder = _Builder(tokenizer, folder, shard_tokens, stack, reader, bad, dedup, encode, progress)
         for name, weight, group in groups:
             builder.add_part(name, weight, group, fraction, seed)
@@ -104,12 +104,12 @@ def training_texts(
     progress: Advance | None = None,
 ) -> Iterator[str]:
     """The text that `prepare` trains on with the same arguments, in pieces, without what it holds out; for training a
-    tokenizer. Sources are read twice, as far as `Split` needs it: they can't be stdin or pipes."""
+    tokenizer. Sources are read twice, as far as `ValidationSplit` needs it: they can't be stdin or pipes."""
     check_fraction(validation_fraction)
-    reader = Reader(None, text_column)
+    reader = DocumentReader(None, text_column)
     fraction = 0 if validation_paths else validation_fraction
     for _, _, group in _groups(list(paths), weights):
-        split = Split(lambda group=group: reader(group, BadInput(on_bad_input)), fraction, seed)
+        split = ValidationSplit(lambda group=group: reader(group, BadInput(on_bad_input)), fraction, seed)
         for held_out, document in split(reader(group, BadInput(on_bad_input), progress)):
             said = (content for _, content in document.messages or ())
             for piece in itertools.chain(document.pieces, said):
@@ -126,7 +126,7 @@ def _weighted_groups(paths: list[str | Path], weights: Sequence[float]) -> list[
     if len(weights) != len(paths):
         raise DataError(f"{len(paths)} sources have {len(weights)} weights", "one weight for each source")
     try:
-        weights = shares(list(weights))
+        weights = normalize_weights(list(weights))
     except ValueError as error:
         raise DataError(str(error), "weights such as 0.7 and 0.3") from None
     names: list[str] = []
@@ -151,7 +151,7 @@ class _Builder:
         folder: Path,
         shard_tokens: int,
         stack: ExitStack,
-        reader: Reader,
+        reader: DocumentReader,
         bad: BadInput,
         dedup: float | None,
         encode: Encode | None,
@@ -170,7 +170,7 @@ class _Builder:
         self._dtype_name = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._dtype = np.dtype(self._dtype_name).newbyteorder("<")
         self._chat_documents = 0
-        self._parts: list[Part] = []
+        self._parts: list[WeightedPart] = []
         self._splits: set[str] = set()
         self.validation = self._writer("validation", 0)
 
@@ -186,10 +186,10 @@ class _Builder:
             self._encode_and_split(paths, train, fraction, seed)
             self._splits.add("document")
         else:
-            split = Split(lambda: self._read_before(paths), fraction, seed)
+            split = ValidationSplit(lambda: self._read_before(paths), fraction, seed)
             self._tokenize_and_split(split, paths, train)
             self._splits.add(split.kind)
-        self._parts.append(Part(name, weight, train.finish()))
+        self._parts.append(WeightedPart(name, weight, train.finish()))
         if not self._parts[-1].train.tokens:
             raise DataError(f"nothing of {name} is left to train on", "a source with more text")
 
@@ -205,7 +205,7 @@ class _Builder:
         for chunk in chunks:
             writer.add(*chunk)
 
-    def _tokenize_and_split(self, split: Split, paths: Sequence[str | Path], train: ShardWriter) -> None:
+    def _tokenize_and_split(self, split: ValidationSplit, paths: Sequence[str | Path], train: ShardWriter) -> None:
         held_out: deque[bool] = deque()  # of the documents that are being tokenized
 
         def noted() -> Iterator[Document]:
@@ -220,8 +220,8 @@ class _Builder:
             target.add(*chunk)
 
     def _encode_and_split(self, paths: Sequence[str | Path], train: ShardWriter, fraction: float, seed: int) -> None:
-        writers = (self.validation if held else train for held in drawn(fraction, seed))
-        few, waiting = few_documents(fraction), []  # documents until there are enough to draw from
+        writers = (self.validation if held else train for held in validation_draws(fraction, seed))
+        few, waiting = min_documents_to_split(fraction), []  # documents until there are enough to draw from
         for chunks in self._encoded(paths):
             waiting.append(chunks)
             if few <= len(waiting):
@@ -250,7 +250,7 @@ class _Builder:
             vocab_size=self._tokenizer.vocab_size,
             dtype=self._dtype_name,
             split=self._splits.pop() if len(self._splits) == 1 else "mixed",
-            chat_documents=self._chat_documents,
+            num_conversations=self._chat_documents,
             sources=sources,
             parts=self._parts,
             validation=self.validation.finish(),

@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 
-from mlxlm.data.manifest import Shard, Split
+from mlxlm.data.manifest import Shard, SplitInfo
 from mlxlm.utils.digests import HashingWriter
 
 
@@ -25,7 +25,7 @@ class ShardWriter:
         self._dtype = dtype
         self._shard_tokens = shard_tokens
         self._first = first
-        self._result = Split()
+        self._result = SplitInfo()
         self._file: IO[bytes] | None = None
         self._hash = hashlib.sha256()
         self._starts = array("q")
@@ -33,10 +33,10 @@ class ShardWriter:
         self._starting = False  # a document whose first ids are still to come
         self._mask: _Mask | None = None
 
-    def add(self, ids: np.ndarray, text_bytes: int, starts_document: bool, learned: np.ndarray | None = None) -> None:
+    def add(self, ids: np.ndarray, text_bytes: int, starts_document: bool, loss_mask: np.ndarray | None = None) -> None:
         """Append `ids` (1-D), which stand for `text_bytes` bytes of text.
 
-        learned: uint8, for each whether it is to be learned as a target (1) or not (0); None: all are.
+        loss_mask: uint8, for each whether it is to be learned as a target (1) or not (0); None: all are.
         """
         self._result.bytes += text_bytes
         self._result.documents += starts_document
@@ -50,17 +50,17 @@ class ShardWriter:
             part = np.ascontiguousarray(ids[: self._shard_tokens - self._tokens], self._dtype)
             self._file.write(part.data)
             self._hash.update(part.data)
-            if learned is not None:
+            if loss_mask is not None:
                 if self._mask is None:
                     self._mask = _Mask(self._folder / self._result.shards[-1].mask_file)
-                self._mask.add(self._tokens, learned[: len(part)])
-                learned = learned[len(part) :]
+                self._mask.add(self._tokens, loss_mask[: len(part)])
+                loss_mask = loss_mask[len(part) :]
             self._tokens += len(part)
             ids = ids[len(part) :]
             if self._tokens == self._shard_tokens:
                 self._close_shard()
 
-    def finish(self) -> Split:
+    def finish(self) -> SplitInfo:
         """Complete the last shard; returns what was written."""
         if self._file is not None:
             self._close_shard()
@@ -106,10 +106,10 @@ class _Mask:
         self._hash = hashlib.sha256()
         self._tokens = 0
 
-    def add(self, start: int, learned: np.ndarray) -> None:
+    def add(self, start: int, loss_mask: np.ndarray) -> None:
         """The tokens from `start` on: those between them and the ones before are to be learned."""
         self.fill(start)
-        self._write(np.ascontiguousarray(learned, np.uint8))
+        self._write(np.ascontiguousarray(loss_mask, np.uint8))
 
     def fill(self, stop: int) -> None:
         while self._tokens < stop:
@@ -126,7 +126,7 @@ class _Mask:
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, learned: np.ndarray) -> None:
-        self._file.write(learned.data)
-        self._hash.update(learned.data)
-        self._tokens += len(learned)
+    def _write(self, loss_mask: np.ndarray) -> None:
+        self._file.write(loss_mask.data)
+        self._hash.update(loss_mask.data)
+        self._tokens += len(loss_mask)

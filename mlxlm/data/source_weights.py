@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxlm.data.manifest import shares
+from mlxlm.data.manifest import normalize_weights
 from mlxlm.utils.errors import DataError
 
 _HINT = "wiki.txt=0.7 books=0.3: all sources with a weight, or none"
 
 
-def weighted(sources: Sequence[str | Path]) -> tuple[list[str | Path], list[float] | None]:
+def parse_weighted_sources(sources: Sequence[str | Path]) -> tuple[list[str | Path], list[float] | None]:
     """The paths in `sources`, and the weights of those written as PATH=WEIGHT, divided by their sum; None without any.
 
     What exists as it is written is a path. Raises DataError if only some sources have weights, and for weights that
@@ -25,7 +25,7 @@ def weighted(sources: Sequence[str | Path]) -> tuple[list[str | Path], list[floa
         without = next(path for path, weight in split if weight is None)
         raise DataError(f"{without} has no weight, and other sources have one", _HINT)
     try:
-        return paths, shares(weights)
+        return paths, normalize_weights(weights)
     except ValueError as error:
         raise DataError(str(error), _HINT) from None
 

@@ -11,17 +11,17 @@ from typing import IO, Any
 
 import zstandard
 
-from mlxlm.data.bad_input import OnBad, refuse
-from mlxlm.data.hf_datasets import saved_files
+from mlxlm.data.bad_input import OnBad, raise_error
+from mlxlm.data.hf_datasets import hf_dataset_files
 from mlxlm.data.rows import json_documents
-from mlxlm.data.tables import TABLES, table_documents
-from mlxlm.data.text import READ, Advance, Document, reading, text_document
+from mlxlm.data.tables import TABLE_SUFFIXES, table_documents
+from mlxlm.data.text import READ_BYTES, Advance, Document, reading, text_document
 from mlxlm.utils.errors import DataError, os_errors_as
 
 STDIN = "-"
 COMPRESSED = (".gz", ".zst")
 _COMPRESSIBLE = (".txt", ".md", ".jsonl")
-FOLDER_SUFFIXES = (*_COMPRESSIBLE, *TABLES)  # what is taken from a folder
+FOLDER_SUFFIXES = (*_COMPRESSIBLE, *TABLE_SUFFIXES)  # what is taken from a folder
 
 
 def documents(
@@ -30,7 +30,7 @@ def documents(
     stdin: IO[bytes] | None = None,
     advance: Advance | None = None,
     text_column: str | None = None,
-    on_bad: OnBad = refuse,
+    on_bad: OnBad = raise_error,
 ) -> Iterator[Document]:
     """The documents of `paths`, in order; each must be read to its end before the next is asked for.
 
@@ -49,23 +49,23 @@ def documents(
     UTF-8 text or damaged, and for rows that are not as above.
     """
     advance = advance or (lambda _: None)
-    for path, named in _files(paths):
+    for path, explicit in _files(paths):
         if path == STDIN:
             if stdin is None:
                 raise DataError("stdin was asked for, but there is none", "a file")
-            yield from text_document(stdin, "stdin", advance, named, on_bad)
+            yield from text_document(stdin, "stdin", advance, explicit, on_bad)
             continue
-        if path.suffix.lower() in TABLES:
-            yield from table_documents(path, advance, text_column, named, on_bad)
+        if path.suffix.lower() in TABLE_SUFFIXES:
+            yield from table_documents(path, advance, text_column, explicit, on_bad)
             continue
         name = str(path)
         with reading(name), open(path, "rb", buffering=0) as raw:
-            counted = io.BufferedReader(_Counted(raw, advance), READ)
+            counted = io.BufferedReader(_Counted(raw, advance), READ_BYTES)
             stream = _decompressed(counted, path)
             if _plain_suffix(path) == ".jsonl":
-                yield from json_documents(stream, name, named, text_column, on_bad)
+                yield from json_documents(stream, name, explicit, text_column, on_bad)
             else:
-                yield from text_document(stream, name, lambda _: None, named, on_bad)
+                yield from text_document(stream, name, lambda _: None, explicit, on_bad)
 
 
 def texts(
@@ -74,7 +74,7 @@ def texts(
     stdin: IO[bytes] | None = None,
     advance: Advance | None = None,
     text_column: str | None = None,
-    on_bad: OnBad = refuse,
+    on_bad: OnBad = raise_error,
 ) -> Iterator[str]:
     """All text of `documents(...)` in pieces, contents of conversations included: for training tokenizers."""
     for document in documents(paths, stdin=stdin, advance=advance, text_column=text_column, on_bad=on_bad):
@@ -83,7 +83,7 @@ def texts(
             yield content
 
 
-def read_once(paths: Sequence[str | Path]) -> str | None:
+def unseekable_source(paths: Sequence[str | Path]) -> str | None:
     """The first of `paths` that can't be read a second time: "stdin", or a named pipe; None where all can."""
     once = next((path for path in paths if str(path) == STDIN or Path(path).is_fifo()), None)
     return "stdin" if str(once) == STDIN else None if once is None else str(once)
@@ -110,11 +110,11 @@ def _files(paths: Sequence[str | Path]) -> Iterator[tuple[str | Path, bool]]:
             yield STDIN, True
         elif (path := Path(path)).is_dir():
             found = False
-            for file, named in _folder(path):
+            for file, explicit in _folder(path):
                 found = True
-                yield file, named
+                yield file, explicit
             if not found:
-                kinds = f"{', '.join(_COMPRESSIBLE)} (also as .gz or .zst), {' or '.join(TABLES)} files"
+                kinds = f"{', '.join(_COMPRESSIBLE)} (also as .gz or .zst), {' or '.join(TABLE_SUFFIXES)} files"
                 raise DataError(f"no text in {path}", f"a folder with {kinds}")
         elif path.exists():
             yield path, True
@@ -124,7 +124,7 @@ def _files(paths: Sequence[str | Path]) -> Iterator[tuple[str | Path, bool]]:
 
 def _folder(path: Path) -> Iterator[tuple[Path, bool]]:
     for folder, subfolders, names in os.walk(path):
-        saved = saved_files(Path(folder))
+        saved = hf_dataset_files(Path(folder))
         if saved is not None:
             yield from ((file, True) for file in saved)
             subfolders.clear()
@@ -143,7 +143,7 @@ def _plain_suffix(path: Path) -> str:
     if suffix not in COMPRESSED:
         return suffix
     inner = Path(path.stem).suffix.lower()
-    return inner if inner not in TABLES else suffix
+    return inner if inner not in TABLE_SUFFIXES else suffix
 
 
 class _Counted(io.RawIOBase):
@@ -168,5 +168,5 @@ def _decompressed(stream: IO[bytes], path: Path) -> IO[bytes]:
         return gzip.GzipFile(fileobj=stream)
     if suffix == ".zst":
         reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-        return io.BufferedReader(reader, READ)
+        return io.BufferedReader(reader, READ_BYTES)
     return stream

@@ -16,7 +16,7 @@ from mlxlm.utils.errors import DataError
 FEW_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 
 
-class Split:
+class ValidationSplit:
     """Divides documents into those to train on and those for validation, always in the same way.
 
     One document out of each 1/`fraction` is held out, drawn by `seed`. Of fewer than 20 documents (or 1/`fraction`)
@@ -31,7 +31,7 @@ class Split:
 
     def __init__(self, read: Callable[[], Iterator[Document]], fraction: float, seed: int):
         self._fraction, self._seed = fraction, seed
-        few = few_documents(fraction)
+        few = min_documents_to_split(fraction)
         with closing(read()) as documents:
             self._sizes = [_bytes(document) for document in itertools.islice(documents, few)]
         self.kind = "document" if len(self._sizes) == few else "tail"
@@ -41,14 +41,14 @@ class Split:
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[bool, Document]]:
         """The same documents as `read` gives, each with whether it is held out; the one that is cut as two."""
         if self.kind == "document":
-            yield from zip(drawn(self._fraction, self._seed), documents, strict=False)
+            yield from zip(validation_draws(self._fraction, self._seed), documents, strict=False)
             return
         start = 0
         for size, document in zip(self._sizes, documents, strict=True):
             if start < self._cut < start + size and document.messages is None:
                 first, rest = _divided(document.pieces, self._cut - start)
-                yield False, replace(document, pieces=first, ends=False)
-                yield True, replace(document, pieces=rest, begins=False)
+                yield False, replace(document, pieces=first, add_eos=False)
+                yield True, replace(document, pieces=rest, add_bos=False)
             else:
                 yield start > 0 and start + size > self._cut, document
             start += size
@@ -60,12 +60,12 @@ def check_fraction(fraction: float) -> None:
         raise DataError(f"validation fraction {fraction} is neither 0 nor from 1e-9 to 1", "0.05")
 
 
-def few_documents(fraction: float) -> int:
+def min_documents_to_split(fraction: float) -> int:
     """The fewest documents of which whole ones are drawn."""
     return max(FEW_DOCUMENTS, math.ceil(1 / fraction)) if fraction else 0
 
 
-def drawn(fraction: float, seed: int) -> Iterator[bool]:
+def validation_draws(fraction: float, seed: int) -> Iterator[bool]:
     """For document 0, 1, ...: whether it is drawn for validation. One document, at a random place, out of each
     1/`fraction` (stratified sampling), so that no split is empty by bad luck."""
     if not fraction:

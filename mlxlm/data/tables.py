@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.data.bad_input import OnBad
-from mlxlm.data.rows import COLUMNS, document_of
+from mlxlm.data.rows import TEXT_COLUMNS, document_from_cell
 from mlxlm.data.text import Advance, Document, reading
 from mlxlm.utils.errors import DataError
 
-TABLES = (".parquet", ".arrow")
+TABLE_SUFFIXES = (".parquet", ".arrow")
 _ROWS = 64  # that are Python objects at a time: documents can be long
 _BUFFER = 1 << 20  # bytes of a parquet column that are read at once
 
 
 def table_documents(
-    path: Path, advance: Advance, text_column: str | None, named: bool, on_bad: OnBad
+    path: Path, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
 ) -> Iterator[Document]:
     """A document for each row; rows whose cell is null or empty are left out, and those that `on_bad` is told of. See
     `documents` of data.sources.
@@ -27,7 +27,7 @@ def table_documents(
     """
     with reading(str(path)):
         size = path.stat().st_size
-    if size == 0 and not named:
+    if size == 0 and not explicit:
         return
     told = 0
     number = 0
@@ -35,7 +35,7 @@ def table_documents(
         for value in values:
             number += 1
             try:
-                document = None if value is None else document_of(value, column, f"{path}, row {number}")
+                document = None if value is None else document_from_cell(value, column, f"{path}, row {number}")
             except DataError as error:
                 on_bad(error)
                 continue
@@ -45,7 +45,7 @@ def table_documents(
         advance(done - told)
         told = done
     advance(size - told)
-    if number == 0 and named:
+    if number == 0 and explicit:
         raise DataError(f"{path} has no rows", "a file with some text")
 
 
@@ -101,7 +101,7 @@ def _cells(values: Any) -> list[Any]:
 def _column(schema: Any, path: Path, text_column: str | None) -> str:
     """The name of the column with text. Raises DataError, with the names there are, if it isn't exactly one."""
     names = list(schema.names)
-    found = [name for name in names if name in ((text_column,) if text_column else COLUMNS)]
+    found = [name for name in names if name in ((text_column,) if text_column else TEXT_COLUMNS)]
     if len(found) != 1:
         wanted = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
         there = ", ".join(f"'{name}'" for name in names[:20]) or "none"

@@ -15,8 +15,8 @@ import zstandard
 from mlxlm.data.bad_input import OnBad
 from mlxlm.utils.errors import DataError, os_errors_as
 
-PIECE = 1 << 14  # characters: small enough to bound memory, large enough for the tokenizer's threads
-READ = 1 << 16  # bytes
+PIECE_CHARS = 1 << 14  # characters: small enough to bound memory, large enough for the tokenizer's threads
+READ_BYTES = 1 << 16  # bytes
 
 Advance = Callable[[int], None]
 
@@ -27,15 +27,15 @@ class Document:
 
     pieces: text of about PIECE characters each, cut after a line end where there is one. Empty for a conversation.
     messages: (role, content) pairs, or None for a text.
-    where: the file, with the line for JSON lines, for messages about it.
+    location: the file, with the line for JSON lines, for messages about it.
     begins, ends: False where the document was cut there: no token says that it begins or ends.
     """
 
-    where: str
+    location: str
     pieces: Iterator[str]
     messages: list[tuple[str, str]] | None = None
-    begins: bool = True
-    ends: bool = True
+    add_bos: bool = True
+    add_eos: bool = True
 
 
 @contextmanager
@@ -48,12 +48,12 @@ def reading(name: str) -> Iterator[None]:
         raise DataError(f"{name} is damaged: {error}", "a complete copy of the file") from error
 
 
-def text_document(stream: IO[bytes], name: str, advance: Advance, named: bool, on_bad: OnBad) -> Iterator[Document]:
-    pieces = pieces_of(_decoded(stream, name, advance, on_bad))
+def text_document(stream: IO[bytes], name: str, advance: Advance, explicit: bool, on_bad: OnBad) -> Iterator[Document]:
+    pieces = split_pieces(_decoded(stream, name, advance, on_bad))
     first = next(pieces, None)
     if first is not None:
         yield Document(name, _chain(first, pieces))
-    elif named:
+    elif explicit:
         raise DataError(f"{name} is empty", "a file with some text")
 
 
@@ -69,14 +69,14 @@ def _decoded(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> I
     held = b""
     with reading(name):
         while True:
-            chunk = stream.read(READ)
+            chunk = stream.read(READ_BYTES)
             advance(len(chunk))
             held += chunk
             if done == 0 and held[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 hint = f"iconv -f UTF-16 -t UTF-8 {name}"
                 raise DataError(f"{name} is UTF-16, not UTF-8 text", hint)
             end = held.rfind(b"\n") + 1
-            if not chunk or (not end and len(held) >= READ):
+            if not chunk or (not end and len(held) >= READ_BYTES):
                 end = len(held) if not chunk else _character_end(held)
             block, held = held[:end], held[end:]
             text = "".join(_lines(block, name, done, number, on_bad))
@@ -111,28 +111,28 @@ def _lines(block: bytes, name: str, done: int, number: int, on_bad: OnBad) -> It
     for line in io.BytesIO(block):
         try:
             if b"\0" in line:
-                raise not_text(name, done + line.index(b"\0"), "a zero byte", number)
+                raise invalid_utf8(name, done + line.index(b"\0"), "a zero byte", number)
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            on_bad(not_text(name, done + error.start, f"0x{line[error.start]:02X}", number))
+            on_bad(invalid_utf8(name, done + error.start, f"0x{line[error.start]:02X}", number))
         except DataError as error:
             on_bad(error)
         done += len(line)
         number += 1
 
 
-def not_text(name: str, offset: int, what: str, line: int | None = None) -> DataError:
+def invalid_utf8(name: str, offset: int, what: str, line: int | None = None) -> DataError:
     message = f"{name} is not UTF-8 text: {what} at byte {offset}" + (f", in line {line}" if line else "")
     return DataError(message, "text files, or .jsonl; other encodings can be converted with iconv")
 
 
-def pieces_of(chunks: Iterator[str]) -> Iterator[str]:
+def split_pieces(chunks: Iterator[str]) -> Iterator[str]:
     """Cut a text into pieces of about PIECE characters, where tokens rarely cross: see `_cut`."""
     buffer = ""
     for chunk in chunks:
         buffer += chunk
         start = 0
-        while len(buffer) - start > PIECE:
+        while len(buffer) - start > PIECE_CHARS:
             end = _cut(buffer, start)
             yield buffer[start:end]
             start = end
@@ -144,7 +144,7 @@ def pieces_of(chunks: Iterator[str]) -> Iterator[str]:
 def _cut(text: str, start: int) -> int:
     """Where the piece from `start` ends: after a single line end between visible text, else after any line end
     before visible text, else before a lone space, else after PIECE characters."""
-    stop = start + PIECE
+    stop = start + PIECE_CHARS
     fallback = end = text.rfind("\n", start, stop) + 1
     while end > start and (text[end].isspace() or text[end - 2 : end - 1].isspace()):
         if fallback > start and text[fallback].isspace():

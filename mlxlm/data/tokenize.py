@@ -19,20 +19,20 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 ROLES = ("system", "user", "assistant")
-BATCH = 1 << 18  # characters tokenized at once: some 50 ms of work of two cores, and 15 MB of encodings
+BATCH_CHARS = 1 << 18  # characters tokenized at once: some 50 ms of work of two cores, and 15 MB of encodings
 
 
 class Chunk(NamedTuple):
     """Ids of a part of a document, special tokens included; `text_bytes` are the text's UTF-8 bytes only.
 
-    learned: for each id whether a model is to learn it (uint8), in a conversation the assistant's words with their
+    loss_mask: for each id whether a model is to learn it (uint8), in a conversation the assistant's words with their
     <|end|>; None: all are, it is a text.
     """
 
     ids: np.ndarray
     text_bytes: int
     starts_document: bool
-    learned: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
 
 
 class _Part(NamedTuple):
@@ -41,7 +41,7 @@ class _Part(NamedTuple):
     after: list[int]
     starts_document: bool = False
     continues: bool = False  # the text goes on where the part before stopped
-    learned: bool | None = None  # of text and `after`; None: not of a conversation
+    loss_mask: bool | None = None  # of text and `after`; None: not of a conversation
 
 
 def tokenize(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
@@ -71,7 +71,7 @@ def _batches(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[
         for part in _parts(document, tokenizer):
             batch.append(part)
             size += len(part.text) + 16  # 16: a bound on the number of parts without text
-            if size >= BATCH:
+            if size >= BATCH_CHARS:
                 yield batch
                 batch, size = [], 0
     if batch:
@@ -83,38 +83,38 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
     # Where one token serves as both (GPT-2's <|endoftext|>), once between two texts is enough.
     bos = [] if tokenizer.bos_id in (None, tokenizer.eos_id) else [tokenizer.bos_id]
     if document.messages is None:
-        before, first = bos if document.begins else [], True
+        before, first = bos if document.add_bos else [], True
         for piece in document.pieces:
-            yield _Part(before if first else [], piece, [], first, continues=not (first and document.begins))
+            yield _Part(before if first else [], piece, [], first, continues=not (first and document.add_bos))
             first = False
         if first:  # the end of a text that was cut can have no text
             yield _Part(before, "", [], starts_document=True)
     else:
-        yield _Part(bos, "", [], starts_document=True, learned=False)
+        yield _Part(bos, "", [], starts_document=True, loss_mask=False)
         for role, content in document.messages:
-            end = _control_id(tokenizer, "end", document.where)
-            role_id = _role_id(tokenizer, role, document.where)
-            yield _Part([role_id], content, [end], learned=role == "assistant")
-    if document.ends:
-        yield _Part([], "", eos, learned=None if document.messages is None else False)
+            end = _control_id(tokenizer, "end", document.location)
+            role_id = _role_id(tokenizer, role, document.location)
+            yield _Part([role_id], content, [end], loss_mask=role == "assistant")
+    if document.add_eos:
+        yield _Part([], "", eos, loss_mask=None if document.messages is None else False)
 
 
-def check_role(role: str, where: str, known: Collection[str] = ROLES) -> None:
-    """Raise DataError for the role of a message, `where`, that isn't one of those known."""
+def check_role(role: str, location: str, known: Collection[str] = ROLES) -> None:
+    """Raise DataError for the role of a message, `location`, that isn't one of those known."""
     if role not in known:
-        raise DataError(f"{where}: role '{role}' is not known", f"one of {', '.join(known)}")
+        raise DataError(f"{location}: role '{role}' is not known", f"one of {', '.join(known)}")
 
 
-def _role_id(tokenizer: Tokenizer, role: str, where: str) -> int:
-    check_role(role, where)
-    return _control_id(tokenizer, role, where)
+def _role_id(tokenizer: Tokenizer, role: str, location: str) -> int:
+    check_role(role, location)
+    return _control_id(tokenizer, role, location)
 
 
-def _control_id(tokenizer: Tokenizer, name: str, where: str) -> int:
+def _control_id(tokenizer: Tokenizer, name: str, location: str) -> int:
     token = tokenizer.special_tokens.get(f"<|{name}|>")
     if token is None:
         hint = "a tokenizer from mlxlm tokenizer train"
-        raise DataError(f"{where} is a conversation, but the tokenizer has no <|{name}|>", hint)
+        raise DataError(f"{location} is a conversation, but the tokenizer has no <|{name}|>", hint)
     return token
 
 
@@ -125,8 +125,8 @@ def _encode(batch: list[_Part], tokenizer: Tokenizer) -> list[Chunk]:
 
 def _chunk(part: _Part, text_ids: list[int]) -> Chunk:
     ids = np.array([*part.before, *text_ids, *part.after], np.uint32)
-    learned = None
-    if part.learned is not None:
-        learned = np.full(len(ids), part.learned, np.uint8)
-        learned[: len(part.before)] = 0
-    return Chunk(ids, len(part.text.encode("utf-8")), part.starts_document, learned)
+    loss_mask = None
+    if part.loss_mask is not None:
+        loss_mask = np.full(len(ids), part.loss_mask, np.uint8)
+        loss_mask[: len(part.before)] = 0
+    return Chunk(ids, len(part.text.encode("utf-8")), part.starts_document, loss_mask)

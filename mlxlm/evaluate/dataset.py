@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mlxlm.data import TokenDataset, validation_batches
-from mlxlm.evaluate.losses import perplexity, summed
+from mlxlm.evaluate.losses import perplexity, sum_nll
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Evaluation:
 def evaluate(
     model,
     data: TokenDataset,
-    sequence_length: int,
+    max_seq_length: int,
     batch_size: int = 8,
     max_tokens: int | None = None,
     *,
     document_mask: bool = False,
-    answers_only: bool = False,
+    mask_prompt: bool = False,
 ) -> Evaluation:
-    """Predict each token of `data` once, in windows of `sequence_length`; or `max_tokens` of them, in windows
-    spread evenly over it. `document_mask` and `answers_only`: see `mlxlm.data.validation_batches`.
+    """Predict each token of `data` once, in windows of `max_seq_length`; or `max_tokens` of them, in windows
+    spread evenly over it. `document_mask` and `mask_prompt`: see `mlxlm.data.validation_batches`.
 
     Bits per byte = loss / ln 2 · (tokens / bytes of all of `data`): unlike a loss per token it can be compared
     between tokenizers. Special tokens count as tokens and have no bytes; of conversations only the answers count. The
@@ -42,13 +42,13 @@ def evaluate(
     training = model.training
     model.eval()
     total, count = 0.0, 0.0
-    form = {"document_mask": document_mask, "answers_only": answers_only}
+    form = {"document_mask": document_mask, "mask_prompt": mask_prompt}
     try:
-        for tokens, segments, weights in validation_batches(data, batch_size, sequence_length, max_tokens, **form):
-            total += summed(model, tokens, weights, segments)
+        for tokens, segment_ids, weights in validation_batches(data, batch_size, max_seq_length, max_tokens, **form):
+            total += sum_nll(model, tokens, weights, segment_ids)
             count += float(weights.sum())
     finally:
         model.train(training)
     loss = total / count
-    tokens = data.targets() if answers_only else len(data)
+    tokens = data.targets() if mask_prompt else len(data)
     return Evaluation(loss, loss / math.log(2) * tokens / data.bytes, int(count))

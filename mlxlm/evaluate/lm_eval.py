@@ -28,7 +28,7 @@ except ImportError as error:
     raise PlatformError(f"the lm-evaluation-harness can't be used: {error}", "pip install 'mlxlm[lm-eval]'") from error
 
 from mlxlm.chat.chat_template import ChatTemplate, Message
-from mlxlm.evaluate.loglikelihood import Continuations
+from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
 from mlxlm.generation import GenerationOptions, Request, load, run_batch
 
 _LONGEST = 2048  # tokens of a text, unless asked for: a task's prompts rarely are longer
@@ -61,13 +61,13 @@ class MlxlmModel(TemplateLM):
         if not 2 <= self.max_length <= most:
             raise ConfigError(f"max_length is {self.max_length}, and the model reads {most}", f"from 2 to {most}")
         self.batch_size = 32 if batch_size == "auto" else int(batch_size)
-        self._continuations = Continuations(self._loaded)
+        self._continuations = LoglikelihoodScorer(self._loaded)
         self._chat: ChatTemplate | None = None
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        ids = self.tokenizer.eos_id, self.tokenizer.bos_id, *sorted(self._loaded.end_ids)
+        ids = self.tokenizer.eos_id, self.tokenizer.bos_id, *sorted(self._loaded.eos_token_ids)
         found = next((id for id in ids if id is not None), None)
         if found is None:
             raise ConfigError("the tokenizer has no token that begins or ends a text", "another model")

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from mlxlm.backend.mlx import compute, mx
+from mlxlm.backend.mlx import eval_arrays, mx
 from mlxlm.kernels import cross_entropy, linear_cross_entropy
 from mlxlm.model import Decoder
 
@@ -18,8 +18,8 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def summed(
-    model, tokens: np.ndarray, weights: np.ndarray, segments: np.ndarray | None = None, *, start: int = 0
+def sum_nll(
+    model, tokens: np.ndarray, weights: np.ndarray, segment_ids: np.ndarray | None = None, *, start: int = 0
 ) -> float:
     """Nats over the targets of a batch, each counted by its weight.
 
@@ -28,7 +28,7 @@ def summed(
     makes those of one row at a time.
     """
     inputs, targets, counts = (mx.array(x) for x in (tokens[:, :-1], tokens[:, start + 1 :], weights[:, start:]))
-    within = {} if segments is None else {"segments": mx.array(segments)}
+    within = {} if segment_ids is None else {"segment_ids": mx.array(segment_ids)}
     if isinstance(model, Decoder):
         hidden = model.model(inputs, **within)[:, start:].flatten(0, 1)
         return _of_hidden(model, hidden, targets.flatten(), counts.flatten())
@@ -41,11 +41,13 @@ def _of_hidden(model: Decoder, hidden: mx.array, targets: mx.array, weights: mx.
     """hidden `[N, hidden]`, targets and weights `[N]`"""
     head = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
     if "scales" not in head:
-        return _value(linear_cross_entropy(hidden, model.head_weight, targets, weights, softcap=model.cap))
+        return _value(
+            linear_cross_entropy(hidden, model.head_weight, targets, weights, softcap=model.final_logit_softcap)
+        )
     cuts = (slice(first, first + _ROWS) for first in range(0, len(hidden), _ROWS))
     return math.fsum(_value((cross_entropy(model.head(hidden[c]), targets[c]) * weights[c]).sum()) for c in cuts)
 
 
 def _value(sum_: mx.array) -> float:
-    compute(sum_)
+    eval_arrays(sum_)
     return sum_.item()

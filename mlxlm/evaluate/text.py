@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlxlm.data import Document
-from mlxlm.evaluate.losses import perplexity, summed
+from mlxlm.evaluate.losses import perplexity, sum_nll
 from mlxlm.evaluate.windows import DocumentTokens, window_lengths, windows
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.utils.errors import CheckpointError, DataError
@@ -65,12 +65,12 @@ class TextLoss:
 
 
 def evaluate_text(
-    loaded: LoadedModel, documents: Iterable[Document], *, context: int | None = None, stride: int | None = None
+    lm: LoadedModel, documents: Iterable[Document], *, context_length: int | None = None, stride: int | None = None
 ) -> TextLoss:
     """Predict each token of each document once, of every document by itself.
 
-    A window of `context` tokens (default: the model's, at most 2048) moves on by `stride` (default: half of it), and
-    what it reads anew is predicted: every token has `context` - `stride` tokens before it or more, or all there are.
+    A window of `context_length` tokens (default: the model's, at most 2048) moves on by `stride` (default: half of it), and
+    what it reads anew is predicted: every token has `context_length` - `stride` tokens before it or more, or all there are.
     A smaller stride takes longer and mostly gives a lower loss, since tokens have more before them (Hugging Face,
     "Perplexity of fixed-length models"); not where a model uses distant tokens badly. A document begins with what the
     tokenizer puts in front of a text; where that is nothing, its first token is not predicted, and its bytes don't
@@ -79,19 +79,19 @@ def evaluate_text(
     Raises ConfigError for a context or stride that can't work, DataError for conversations, and where there is no token
     to predict, CheckpointError where the loss is not a number.
     """
-    context, stride = window_lengths(loaded.config.max_position_embeddings, context, stride)
-    waiting = _Waiting(loaded.model)
+    context_length, stride = window_lengths(lm.config.max_position_embeddings, context_length, stride)
+    waiting = _Waiting(lm.model)
     size, characters, count = 0, 0, 0
     for document in documents:
-        text = DocumentTokens(loaded.tokenizer, document)
-        for window, new in windows(text.chunks(), context, stride):
+        text = DocumentTokens(lm.tokenizer, document)
+        for window, new in windows(text.chunks(), context_length, stride):
             waiting.add(window, new)
         size, characters, count = size + text.bytes, characters + text.characters, count + 1
     waiting.flush()
     if not waiting.tokens:
         raise DataError("the text has no token to predict", "a longer text")
     if not math.isfinite(waiting.nats):
-        raise CheckpointError(f"{loaded.path}: the model's loss is not a number", "a checkpoint without NaN")
+        raise CheckpointError(f"{lm.path}: the model's loss is not a number", "a checkpoint without NaN")
     return TextLoss(waiting.nats, waiting.tokens, size, characters, count)
 
 
@@ -125,4 +125,4 @@ class _Waiting:
             tokens[row, : len(window)] = window
             weights[row, len(window) - 1 - new : len(window) - 1] = 1
             self.tokens += new
-        self.nats += summed(self._model, tokens, weights, start=min(len(window) - 1 - new for window, new in rows))
+        self.nats += sum_nll(self._model, tokens, weights, start=min(len(window) - 1 - new for window, new in rows))

@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from mlxlm.data import Document
-from mlxlm.generation.score import first_bytes
+from mlxlm.generation.score import first_token_bytes
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import ConfigError, DataError
 
-LONGEST = 2048  # tokens of a window, unless asked for: models that read 128k would need memory and hours for it
+MAX_WINDOW = 2048  # tokens of a window, unless asked for: models that read 128k would need memory and hours for it
 _PIECES = 16  # of text that are tokenized together
 
 
-def window_lengths(most: int, context: int | None = None, stride: int | None = None) -> tuple[int, int]:
+def window_lengths(most: int, context_length: int | None = None, stride: int | None = None) -> tuple[int, int]:
     """Tokens of a window (default: `most`, the model's context, at most 2048), and tokens from the start of one window
     to the start of the next (default: half of a window).
 
     Raises ConfigError for a context or stride that can't work.
     """
-    context = min(most, LONGEST) if context is None else context
-    if not 1 <= context <= most:
-        raise ConfigError(f"a context of {context} tokens, and the model reads {most}", f"from 1 to {most}")
-    stride = max(1, context // 2) if stride is None else stride
-    if not 1 <= stride <= context:
-        raise ConfigError(f"a stride of {stride} would leave out tokens of a context of {context}", f"1 to {context}")
-    return context, stride
+    context_length = min(most, MAX_WINDOW) if context_length is None else context_length
+    if not 1 <= context_length <= most:
+        raise ConfigError(f"a context of {context_length} tokens, and the model reads {most}", f"from 1 to {most}")
+    stride = max(1, context_length // 2) if stride is None else stride
+    if not 1 <= stride <= context_length:
+        raise ConfigError(
+            f"a stride of {stride} would leave out tokens of a context of {context_length}", f"1 to {context_length}"
+        )
+    return context_length, stride
 
 
-def windows(chunks: Iterable[list[int]], context: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Up to `context` + 1 tokens, and how many of the last are to be predicted; of one document, given in chunks.
+def windows(chunks: Iterable[list[int]], context_length: int, stride: int) -> Iterator[tuple[list[int], int]]:
+    """Up to `context_length` + 1 tokens, and how many of the last are to be predicted; of one document, given in chunks.
 
     The first window's tokens are predicted from its start on, and of each later window the last `stride`, so that every
     token is predicted once.
@@ -39,10 +41,10 @@ def windows(chunks: Iterable[list[int]], context: int, stride: int) -> Iterator[
     for ids in chunks:
         held += ids
         at = 0
-        while len(held) - at > context:
-            yield held[at : at + context + 1], context + 1 - done
+        while len(held) - at > context_length:
+            yield held[at : at + context_length + 1], context_length + 1 - done
             at += stride
-            done = context + 1 - stride
+            done = context_length + 1 - stride
         held = held[at:]
     if len(held) > done:
         yield held, len(held) - done
@@ -58,12 +60,14 @@ class DocumentTokens:
 
     def __init__(self, tokenizer: Tokenizer, document: Document):
         if document.messages is not None:
-            raise DataError(f"{document.where} is a conversation", "texts; of conversations, mlxlm prepare and a run")
+            raise DataError(
+                f"{document.location} is a conversation", "texts; of conversations, mlxlm prepare and a run"
+            )
         self._tokenizer, self._document = tokenizer, document
         self.bytes = self.characters = 0
 
     def chunks(self) -> Iterator[list[int]]:
-        start = self._tokenizer.start_ids
+        start = self._tokenizer.prefix_token_ids
         yield start
         first, pieces = True, []
         for piece in self._document.pieces:
@@ -74,7 +78,7 @@ class DocumentTokens:
         if pieces:
             yield self._encoded(pieces, first, bool(start))
 
-    def leave_out(self, ids: list[int], count: int) -> None:
+    def exclude_after(self, ids: list[int], count: int) -> None:
         """Don't count the bytes and characters of `ids`, all that were given, behind the first `count`."""
         if self._tokenizer.has_byte_tokens:
             self._subtract(b"".join(map(self._tokenizer.token_bytes, ids[count:])))
@@ -93,7 +97,7 @@ class DocumentTokens:
         parts = self._tokenizer.encode_batch(pieces, continues=[not first or i > 0 for i in range(len(pieces))])
         ids = [id for part in parts for id in part]
         if first and ids and not predicted:
-            self._subtract(first_bytes(self._tokenizer, ids[0]))
+            self._subtract(first_token_bytes(self._tokenizer, ids[0]))
         return ids
 
 
@@ -107,7 +111,7 @@ def first_tokens(tokenizer: Tokenizer, documents: Iterable[Document], count: int
             ids += chunk
             if len(ids) >= count:
                 break
-        text.leave_out(ids, count)
+        text.exclude_after(ids, count)
         found.append(ids[:count])
         size += text.bytes
         count -= len(ids)

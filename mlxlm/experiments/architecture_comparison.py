@@ -11,29 +11,36 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.locations import is_run
+from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
-from mlxlm.config.overrides import meaning, parse, value_of, with_parts
+from mlxlm.config.overrides import apply_overrides, infer_field, parse_overrides, parse_value
 from mlxlm.data import TokenDataset
-from mlxlm.experiments.curves import draw_runs
-from mlxlm.experiments.sweep import asked, check_asked, is_finished, one_of, recorded, shared_data
+from mlxlm.experiments.curves import plot_runs
+from mlxlm.experiments.sweep import (
+    check_saved_args,
+    is_finished,
+    open_or_start_run,
+    prepare_shared_data,
+    relative_data_path,
+    saved_args,
+)
 from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.report import read_run
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, steps_for
+from mlxlm.train.start import Phase, check_duration, check_memory, no_phase, set_default_dtype, steps_for
 from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
-from mlxlm.utils.files import new_folder, write_json
+from mlxlm.utils.files import atomic_new_folder, write_json
 from mlxlm.utils.json_files import read_json
 
 FILE = "comparison.json"
-PICTURE = "comparison.png"
+PLOT_FILE = "comparison.png"
 BASE = "base"  # the variant that changes nothing
 # What the variants have in common, and what says so.
-_BUDGET = ("batch_size", "sequence_length", "accumulate", "steps", "time_limit")
-_READING = ("eval_every", "eval_tokens", "packing", "document_mask", "answers_only")
+_BUDGET = ("batch_size", "max_seq_length", "grad_accumulation_steps", "steps", "time_limit")
+_READING = ("eval_every", "eval_tokens", "packing", "document_mask", "mask_prompt")
 _SHARED = {
     **dict.fromkeys(_BUDGET, "one budget for all variants"),
     **dict.fromkeys(_READING, "the same for all variants"),
@@ -63,15 +70,15 @@ class Variant:
         if not name or bool(colon) != bool(rest) and colon:
             raise ConfigError(f"{text!r} is no variant", '"alibi: positions=alibi"')
         if not rest:
-            found = {} if name == BASE else meaning(name)
+            found = {} if name == BASE else infer_field(name)
             if found is None:
                 raise ConfigError(f"variant {name!r} says nothing", f'"{name}: NAME=VALUE", or {BASE}')
             return cls(name, found, {})
         with _about(name):
-            values = parse(_pieces(rest))
+            values = parse_overrides(_pieces(rest))
             for key in (key for key in values if key in _SHARED):
                 raise ConfigError(f"{key} can't be a variant's own", _SHARED[key])
-            own = {key: value_of(key, value, _SETTINGS[key]) for key, value in values.items() if key in _SETTINGS}
+            own = {key: parse_value(key, value, _SETTINGS[key]) for key, value in values.items() if key in _SETTINGS}
         return cls(name, {key: value for key, value in values.items() if key not in own}, own)
 
     @property
@@ -137,7 +144,7 @@ class Comparison:
     settings: dict[str, Any]
     variants: tuple[Variant, ...]
     data: Path
-    asked: dict[str, Any]
+    saved_args: dict[str, Any]
 
     @classmethod
     def open(cls, path: Path | str) -> Comparison:
@@ -153,7 +160,7 @@ class Comparison:
             settings = [values["settings"], *(variant.settings for variant in variants)]
             if not all(isinstance(text, str) for text in texts) or any(own.keys() - _SETTINGS for own in settings):
                 raise ValueError
-            found = cls(path, config, settings[0], variants, path / values["data"], dict(values["asked"]))
+            found = cls(path, config, settings[0], variants, path / values["data"], dict(values["saved_args"]))
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ConfigError(f"{path / FILE} lacks config, settings, variants, data or asked, or is damaged") from None
         _check(variants)
@@ -169,19 +176,19 @@ class Comparison:
     def run(self, variant: Variant, phase: Phase = no_phase) -> Run:
         """The variant's run, made if it isn't there yet."""
         settings = {**self.settings, **variant.settings}
-        return one_of(self.path / variant.folder, self.data, self.config_of(variant), settings, phase)
+        return open_or_start_run(self.path / variant.folder, self.data, self.config_of(variant), settings, phase)
 
-    def draw(self) -> Path:
+    def plot(self) -> Path:
         """Write a picture of the curves so far, as PNG; its path."""
-        draw_runs({v.name: read_run(self.path / v.folder) for v in self._begun()}, self.path / PICTURE)
-        return self.path / PICTURE
+        plot_runs({v.name: read_run(self.path / v.folder) for v in self._begun()}, self.path / PLOT_FILE)
+        return self.path / PLOT_FILE
 
     def results(self) -> list[Result]:
         """Of the variants whose runs have begun, in their order."""
         return [_result(variant, Run.open(self.path / variant.folder)) for variant in self._begun()]
 
     def _begun(self) -> list[Variant]:
-        return [variant for variant in self.variants if is_run(self.path / variant.folder)]
+        return [variant for variant in self.variants if is_run_folder(self.path / variant.folder)]
 
 
 def start_comparison(
@@ -193,14 +200,14 @@ def start_comparison(
     weights: Sequence[float] | None = None,
     text_column: str | None = None,
     tokenizer: str | Path | None = None,
-    kind: str = "byte-level",
+    tokenizer_type: str = "byte-level",
     vocab_size: int | None = None,
     validation: Sequence[str | Path] = (),
     validation_fraction: float = 0.05,
     on_bad_input: str = "stop",
     minutes: float | None = None,
     tokens: float | None = None,
-    duty: float = 100.0,
+    duty_cycle: float = 100.0,
     settings: dict[str, Any] | None = None,
     phase: Phase = no_phase,
 ) -> Comparison:
@@ -209,49 +216,56 @@ def start_comparison(
 
     Arguments are those of `start_run`. All variants see the same tokens in the same order (but for a `seed` of their
     own): as many as `tokens` or `settings["steps"]` say, as the slowest of them is trained on here in `minutes`, of
-    which `duty` percent are worked, or by default as many as are compute-optimal for the first one.
+    which `duty_cycle` percent are worked, or by default as many as are compute-optimal for the first one.
 
     Raises ConfigError for less than two variants, for variants that can't work, and for an `out` of something else;
     DataError and TokenizerError as `start_run`.
     """
     out, settings = Path(out), dict(settings or {})
     _check(variants)
-    shared = TrainSettings.draft(settings)
-    config = config.with_changes(max_position_embeddings=shared.sequence_length)  # which some parts go by
+    shared = TrainSettings.provisional(settings)
+    config = config.with_changes(max_position_embeddings=shared.max_seq_length)  # which some parts go by
     configs = [_configured(config, variant) for variant in variants]
-    question = asked(
-        sources, weights=weights and list(weights), text_column=text_column, tokenizer=tokenizer, kind=kind,
+    question = saved_args(
+        sources, weights=weights and list(weights), text_column=text_column, tokenizer=tokenizer, tokenizer_type=tokenizer_type,
         vocab_size=vocab_size, validation=validation, validation_fraction=validation_fraction, minutes=minutes,
         tokens=tokens, settings=settings, config=config_to_hf(config),
         variants=[asdict(variant) for variant in variants],
     )  # fmt: skip
     if (out / FILE).is_file():
         there = Comparison.open(out)
-        check_asked(out, there.asked, question, "comparison", "mlxlm compare-architectures")
+        check_saved_args(out, there.saved_args, question, "comparison", "mlxlm compare-architectures")
         return there
-    check_length(minutes=minutes, tokens=tokens, steps=settings.get("steps"))
+    check_duration(minutes=minutes, tokens=tokens, steps=settings.get("steps"))
     drafts = _drafts(variants, configs, settings)
-    with new_folder(out) as folder:
-        words, data = shared_data(
+    with atomic_new_folder(out) as folder:
+        loaded_tokenizer, data = prepare_shared_data(
             folder, sources, vocab_size or config.vocab_size, exact=vocab_size is not None, tokenizer=tokenizer,
-            kind=kind, text_column=text_column, weights=weights, validation=validation,
+            tokenizer_type=tokenizer_type, text_column=text_column, weights=weights, validation=validation,
             validation_fraction=validation_fraction, on_bad_input=on_bad_input, seed=shared.seed, phase=phase,
         )  # fmt: skip
-        ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
-        configs = [variant.with_changes(vocab_size=words.vocab_size, **ids) for variant in configs]
+        ids = {
+            "bos_token_id": loaded_tokenizer.bos_id,
+            "eos_token_id": loaded_tokenizer.eos_id,
+            "pad_token_id": loaded_tokenizer.pad_id,
+        }
+        configs = [variant.with_changes(vocab_size=loaded_tokenizer.vocab_size, **ids) for variant in configs]
         if minutes:
             held_out = TokenDataset.open(data, "validation")
             with phase("trying three training steps of each variant", None):
                 timed = [(probe(c, d, held_out), d) for c, d in zip(configs, drafts, strict=True)]
             tokens_held_out = held_out.manifest.validation.tokens
-            steps = min(found.steps_in(60 * minutes * duty / 100, draft, tokens_held_out) for found, draft in timed)
+            steps = min(
+                found.steps_in(60 * minutes * duty_cycle / 100, provisional, tokens_held_out)
+                for found, provisional in timed
+            )
         else:
             steps = settings.get("steps") or steps_for(tokens, configs[0], drafts[0])
         _drafts(variants, configs, {**settings, "steps": steps})  # of all, before the first is trained
         values = {
             "config": config_to_hf(config), "settings": {**settings, "steps": steps},
-            "variants": question["variants"], "data": recorded(data, folder),
-            "asked": question,
+            "variants": question["variants"], "data": relative_data_path(data, folder),
+            "saved_args": question,
         }  # fmt: skip
         write_json(folder / FILE, values)
     return Comparison.open(out)
@@ -265,7 +279,7 @@ def _check(variants: Sequence[Variant]) -> None:
     for variant, folder in zip(variants, folders, strict=True):
         if folders.count(folder) > 1:
             raise ConfigError(f"two variants are called {variant.folder}", '"another name: ..."')
-        if folder in ("data", FILE, PICTURE):
+        if folder in ("data", FILE, PLOT_FILE):
             raise ConfigError(f"a variant can't be called {variant.folder}", '"another name: ..."')
         if not variant.name.isprintable() or len(folder.encode()) > _LONGEST_NAME:
             what = f"{ascii(variant.name[:20])} can't be the name of a variant, which has a folder of that name"
@@ -274,7 +288,7 @@ def _check(variants: Sequence[Variant]) -> None:
 
 def _configured(config: ModelConfig, variant: Variant) -> ModelConfig:
     with _about(variant.name):
-        return resolve_model_type(with_parts(config, variant.parts, _SHARED))
+        return resolve_model_type(apply_overrides(config, variant.parts, _SHARED))
 
 
 def _drafts(
@@ -285,24 +299,24 @@ def _drafts(
     for variant, config in zip(variants, configs, strict=True):
         values = {**settings, **variant.settings}
         with _about(variant.name):
-            choose_dtype(values)
-            found.append(TrainSettings.draft(values))
+            set_default_dtype(values)
+            found.append(TrainSettings.provisional(values))
             check_memory(config, found[-1])
     return found
 
 
 def _result(variant: Variant, run: Run) -> Result:
-    facts = read_run(run.path)
+    history = read_run(run.path)
 
     def last(figure: str) -> float:
-        value = facts.last(figure)
+        value = history.last(figure)
         return 0.0 if math.isnan(value) else value
 
-    first = {name: facts.steps[name][0] for name in ("tokens", "seconds") if facts.steps[name]}
+    first = {name: history.steps[name][0] for name in ("tokens", "seconds") if history.steps[name]}
     seconds = last("seconds") - first.get("seconds", 0.0)
     rate = (last("tokens") - first.get("tokens", 0.0)) / seconds if seconds > 0 else 0.0
-    _, loss, bits = facts.best or (None, None, None)
-    ends = [entry for entry in facts.events if entry["event"] == "finished"]
+    _, loss, bits = history.best or (None, None, None)
+    ends = [entry for entry in history.events if entry["event"] == "finished"]
     return Result(
         variant.name, str(run.path), run.config.model_type, run.config.parameter_count(), run.settings.learning_rate,
         int(last("step")), run.settings.steps, int(last("tokens")), last("seconds"), rate,

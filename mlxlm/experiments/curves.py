@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlxlm.report import RunFacts
+from mlxlm.report import RunHistory
 from mlxlm.utils.files import write_figure
 
 _POINTS = 100  # of a training curve, each the mean of the steps around it
 
 
-def draw_runs(runs: Mapping[str, RunFacts], path: Path) -> None:
+def plot_runs(runs: Mapping[str, RunHistory], path: Path) -> None:
     """Draw training loss and validation over tokens, a colour for each run of these names, as a PNG at `path`.
 
     Raises CheckpointError if the disk refuses.
@@ -23,15 +23,15 @@ def draw_runs(runs: Mapping[str, RunFacts], path: Path) -> None:
     training, validation = figure.subplots(1, 2)
     ends: list[float] = []  # of what is drawn after the first tenth, which would leave no room for the differences
     for number, (name, run) in enumerate(runs.items()):
-        colour = f"C{number % 10}"
+        color = f"C{number % 10}"
         steps = list(zip(run.steps["tokens"], run.steps["loss"], strict=True))
         points = _means(steps, max(1, -(-len(steps) // _POINTS)))
-        training.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, lw=1.3)
+        training.plot(*zip(*points, strict=True) if points else ((), ()), color=color, lw=1.3)
         ends += [loss for _, loss in points[len(points) // 10 :]]
-        checks = [(run.place("tokens", step), bits) for step, _, bits in run.validations]
+        checks = [(run.x_at_step("tokens", step), bits) for step, _, bits in run.validations]
         label = name.replace("$", r"\$")  # which would begin a formula
         label += f": {run.best[2]:.4f}" if run.best else ""
-        validation.plot(*zip(*checks, strict=True) if checks else ((), ()), "o-", ms=3, color=colour, label=label)
+        validation.plot(*zip(*checks, strict=True) if checks else ((), ()), "o-", ms=3, color=color, label=label)
     if ends:
         ends.sort()
         low, high = ends[0], ends[int(0.98 * (len(ends) - 1))]  # a spike leaves the picture

@@ -7,38 +7,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.experiments.scaling_fit import EXPONENTS, Fit, Point, fit_joint, fit_power, held_out
-from mlxlm.plan.scaling_law import OPERATIONS, Law
+from mlxlm.experiments.scaling_fit import EXPONENT_BOUNDS, Fit, ScalingPoint, fit_joint, fit_power, fit_without_largest
+from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, ScalingLaw
 from mlxlm.utils.errors import ConfigError, DataError
 from mlxlm.utils.json_files import read_json
 
 FILE = "scaling.json"
-FAR = 10.0  # times as many operations as the largest run: from there on a prediction is a guess
+MAX_EXTRAPOLATION = 10.0  # times as many operations as the largest run: from there on a prediction is a guess
 
 
 @dataclass(frozen=True)
-class Check:
+class HoldoutCheck:
     """The largest run, predicted from all others."""
 
-    point: Point
+    point: ScalingPoint
     predicted: float
     interval: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The loss of a run that wasn't made, in nats per token. `beyond`: its operations, by those of the largest run that
+    """The loss of a run that wasn't made, in nats per token. `extrapolation`: its operations, by those of the largest run that
     was."""
 
     parameters: float
     tokens: float
     loss: float
     interval: tuple[float, float]
-    beyond: float
+    extrapolation: float
 
     @property
     def far(self) -> bool:
-        return self.beyond > FAR
+        return self.extrapolation > MAX_EXTRAPOLATION
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Analysis:
     """`by_parameters` is fitted to the runs of the most tokens (or the most tokens per parameter) of each size,
     `by_tokens` to those of the largest size. What can't be fitted is None, and `missing` says why."""
 
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     by_parameters: Fit | None
     by_tokens: Fit | None
     joint: Fit | None
-    check: Check | None
+    check: HoldoutCheck | None
     missing: tuple[str, ...]
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
@@ -63,8 +63,8 @@ class Analysis:
     def best(self, flops: float) -> tuple[Prediction, tuple[float, float]]:
         """The compute-optimal run of so many operations, and the interval of its parameters."""
         fit = self._joint()
-        parameters, tokens = fit.law.optimum(flops)
-        return self.predict(parameters, tokens), fit.interval(lambda law: law.optimum(flops)[0])
+        parameters, tokens = fit.law.compute_optimal(flops)
+        return self.predict(parameters, tokens), fit.interval(lambda law: law.compute_optimal(flops)[0])
 
     def to_dict(self) -> dict[str, Any]:
         check = self.check and {
@@ -84,7 +84,7 @@ class Analysis:
         return self.joint
 
 
-def analyse(points: Sequence[Point], by_ratio: bool = False) -> Analysis:
+def analyze(points: Sequence[ScalingPoint], by_ratio: bool = False) -> Analysis:
     """All fits of these runs. `by_ratio`: their token counts are multiples of their parameters, so that the longest
     runs of each size share the ratio, not the count."""
     missing = []
@@ -103,28 +103,28 @@ def analyse(points: Sequence[Point], by_ratio: bool = False) -> Analysis:
     by_parameters = tried("L(N)", fit_power, [p.parameters for p in row], [p.loss for p in row])
     by_tokens = tried("L(D)", fit_power, [p.tokens for p in column], [p.loss for p in column])
     joint = tried("L(N, D)", fit_joint, points)
-    check = held_out(points) if joint else None
+    check = fit_without_largest(points) if joint else None
     if check:
         point, fit = check
         interval = fit.interval(lambda law: law.loss(point.parameters, point.tokens))
-        check = Check(point, fit.law.loss(point.parameters, point.tokens), interval)
+        check = HoldoutCheck(point, fit.law.loss(point.parameters, point.tokens), interval)
     return Analysis(tuple(points), by_parameters, by_tokens, joint, check, tuple(missing))
 
 
-def notes(analysis: Analysis) -> list[str]:
+def fit_warnings(analysis: Analysis) -> list[str]:
     """What to keep in mind when reading the fits."""
     said = list(analysis.missing)
     joint = analysis.joint
     if joint:
-        said += [f"{name} is at the end of what is allowed: these runs don't tell it" for name in joint.bounded]
-        most = OPERATIONS * max(p.parameters * p.tokens for p in analysis.points)
-        wide = joint.interval(lambda law: law.optimum(most)[0])
+        said += [f"{name} is at the end of what is allowed: these runs don't tell it" for name in joint.at_bounds]
+        most = FLOPS_PER_PARAM_TOKEN * max(p.parameters * p.tokens for p in analysis.points)
+        wide = joint.interval(lambda law: law.compute_optimal(most)[0])
         if wide[1] > 4 * wide[0]:
             said.append("the intervals are wide: more runs, or a wider range of sizes and tokens, would narrow them")
     return said
 
 
-def read_law(folder: Path | str) -> Law:
+def read_law(folder: Path | str) -> ScalingLaw:
     """The joint law in a folder of `mlxlm scaling`. Raises ConfigError where there is none."""
     path = Path(folder, FILE)
     if not path.is_file():
@@ -134,10 +134,10 @@ def read_law(folder: Path | str) -> Law:
     if not joint:
         raise ConfigError(f"{path} has no joint fit", "the folder of mlxlm scaling, with enough runs for one")
     try:
-        law = Law(*(float(joint[name]) for name in ("E", "A", "alpha", "B", "beta")))
+        law = ScalingLaw(*(float(joint[name]) for name in ("E", "A", "alpha", "B", "beta")))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{path}: its joint fit needs E, A, alpha, B and beta") from None
-    least, most = EXPONENTS
+    least, most = EXPONENT_BOUNDS
     scales, exponents = (law.E, law.A, law.B), (law.alpha, law.beta)
     if not all(0 <= x < 1e300 for x in scales) or not all(least <= x <= most for x in exponents):
         raise ConfigError(f"{path}: its joint fit has numbers that no fit gives", "the folder as mlxlm scaling left it")

@@ -8,21 +8,21 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from mlxlm.plan.scaling_law import Law, PowerLaw
+from mlxlm.plan.scaling_law import PowerLaw, ScalingLaw
 from mlxlm.utils.errors import DataError
 
-DELTA = 1e-3  # of the Huber loss of log losses (Hoffmann et al. 2022, D.3)
-LEVEL = 0.9  # of intervals
-RESAMPLES = 200
-LEAST = 8  # points of a joint fit, which has five numbers to find
-LEAST_OF_ONE = 4  # points of L(N) or L(D), which have three
-EXPONENTS = (0.02, 2.0)  # nothing outside was ever measured; without bounds a straight line has no best exponent
+HUBER_DELTA = 1e-3  # of the Huber loss of log losses (Hoffmann et al. 2022, D.3)
+CONFIDENCE = 0.9  # of intervals
+BOOTSTRAP_SAMPLES = 200
+MIN_POINTS = 8  # points of a joint fit, which has five numbers to find
+MIN_POINTS_POWER_LAW = 4  # points of L(N) or L(D), which have three
+EXPONENT_BOUNDS = (0.02, 2.0)  # nothing outside was ever measured; without bounds a straight line has no best exponent
 _STARTS = (0.2, 0.7)  # exponents to begin from, in every combination
 _FLOOR = 0.5  # and the irreducible loss, as a share of the lowest one
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """A run: `parameters` trained on `tokens` came to `loss`, in nats per token of held-out text."""
 
     parameters: float
@@ -35,18 +35,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """`law` fits the `points`, whose losses are exp(`residuals`) times what it says; `others` are the laws of the
-    bootstrap. `bounded`: exponents that ended at the end of what is allowed, so that the points don't tell them."""
+    """`law` fits the `points`, whose losses are exp(`residuals`) times what it says; `bootstrap` are the laws of the
+    bootstrap. `at_bounds`: exponents that ended at the end of what is allowed, so that the points don't tell them."""
 
-    law: Law | PowerLaw
-    others: tuple[Law | PowerLaw, ...]
+    law: ScalingLaw | PowerLaw
+    bootstrap: tuple[ScalingLaw | PowerLaw, ...]
     residuals: tuple[float, ...]
-    bounded: tuple[str, ...]
+    at_bounds: tuple[str, ...]
 
-    def interval(self, figure: Callable[[Law | PowerLaw], float]) -> tuple[float, float]:
+    def interval(self, figure: Callable[[ScalingLaw | PowerLaw], float]) -> tuple[float, float]:
         """Within which `figure` of the law is, by the bootstrap, in 9 of 10 cases."""
-        found = np.array([figure(law) for law in self.others])
-        low, high = np.quantile(found[np.isfinite(found)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        found = np.array([figure(law) for law in self.bootstrap])
+        low, high = np.quantile(found[np.isfinite(found)], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         return float(low), float(high)
 
     def to_dict(self) -> dict:
@@ -54,36 +54,36 @@ class Fit:
         intervals = {name: list(self.interval(lambda law, name=name: getattr(law, name))) for name in names}
         return {
             **self.law.to_dict(), "intervals": intervals, "residuals": list(self.residuals),
-            "at_bounds": list(self.bounded),
+            "at_bounds": list(self.at_bounds),
         }  # fmt: skip
 
 
-def fit_joint(points: Sequence[Point], resamples: int = RESAMPLES, seed: int = 0) -> Fit:
+def fit_joint(points: Sequence[ScalingPoint], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit:
     """L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3): the Huber loss of the log losses, by
     trust regions from several beginnings.
 
     Raises DataError for less than 8 points, 3 sizes or 3 token counts.
     """
     sizes, lengths = {p.parameters for p in points}, {p.tokens for p in points}
-    if len(points) < LEAST or len(sizes) < 3 or len(lengths) < 3:
+    if len(points) < MIN_POINTS or len(sizes) < 3 or len(lengths) < 3:
         raise DataError(
             f"{len(points)} runs of {len(sizes)} sizes and {len(lengths)} token counts are too few for a joint fit",
-            f"{LEAST} runs or more, of 3 sizes and 3 token counts or more",
+            f"{MIN_POINTS} runs or more, of 3 sizes and 3 token counts or more",
         )
     where = np.log([[p.parameters, p.tokens] for p in points])
 
-    def law(found: np.ndarray) -> Law:
+    def law(found: np.ndarray) -> ScalingLaw:
         e, a, alpha, b, beta = found
-        return Law(float(np.exp(e)), float(np.exp(a)), float(alpha), float(np.exp(b)), float(beta))
+        return ScalingLaw(float(np.exp(e)), float(np.exp(a)), float(alpha), float(np.exp(b)), float(beta))
 
     return _fit(where, points, law, ("alpha", "beta"), resamples, seed)
 
 
-def fit_power(xs: Sequence[float], losses: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Fit:
+def fit_power(xs: Sequence[float], losses: Sequence[float], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit:
     """L(x) = floor + scale / x^exponent, as `fit_joint`. Raises DataError for less than 4 different x."""
-    if len(set(xs)) < LEAST_OF_ONE:
-        raise DataError(f"{len(set(xs))} different runs are too few for a power law", f"{LEAST_OF_ONE} or more")
-    points = [Point(x, x, loss) for x, loss in zip(xs, losses, strict=True)]
+    if len(set(xs)) < MIN_POINTS_POWER_LAW:
+        raise DataError(f"{len(set(xs))} different runs are too few for a power law", f"{MIN_POINTS_POWER_LAW} or more")
+    points = [ScalingPoint(x, x, loss) for x, loss in zip(xs, losses, strict=True)]
 
     def law(found: np.ndarray) -> PowerLaw:
         return PowerLaw(float(np.exp(found[0])), float(np.exp(found[1])), float(found[2]))
@@ -91,7 +91,7 @@ def fit_power(xs: Sequence[float], losses: Sequence[float], resamples: int = RES
     return _fit(np.log(xs)[:, None], points, law, ("exponent",), resamples, seed)
 
 
-def held_out(points: Sequence[Point]) -> tuple[Point, Fit] | None:
+def fit_without_largest(points: Sequence[ScalingPoint]) -> tuple[ScalingPoint, Fit] | None:
     """The run of the most operations, and the joint fit of all the others; None where those are too few."""
     last = max(points, key=lambda p: p.parameters * p.tokens)
     rest = [p for p in points if p is not last]
@@ -101,7 +101,9 @@ def held_out(points: Sequence[Point]) -> tuple[Point, Fit] | None:
         return None
 
 
-def _fit(where: np.ndarray, points: Sequence[Point], law, names: tuple[str, ...], resamples: int, seed: int) -> Fit:
+def _fit(
+    where: np.ndarray, points: Sequence[ScalingPoint], law, names: tuple[str, ...], resamples: int, seed: int
+) -> Fit:
     """where: log x of each point, a column for each term."""
     losses = np.array([p.loss for p in points])
     if not (np.isfinite(losses).all() and (losses > 0).all()):
@@ -121,12 +123,12 @@ def _fit(where: np.ndarray, points: Sequence[Point], law, names: tuple[str, ...]
     # What was fitted leaves residuals smaller than the noise: by as much as it has numbers.
     spread = residuals * np.sqrt(len(points) / max(1, len(points) - len(best)))
     draw = np.random.default_rng(seed)
-    others = [_descended(best, centred, predicted + draw.choice(spread, len(points)))[0] for _ in range(resamples)]
+    bootstrap = [_descended(best, centred, predicted + draw.choice(spread, len(points)))[0] for _ in range(resamples)]
     exponents = best[2::2]
-    ended = [min(abs(x - bound) for bound in EXPONENTS) < 1e-4 for x in exponents]
-    bounded = tuple(itertools.compress(names, ended))
-    laws = [law(_uncentred(found, centre)) for found in (best, *others)]
-    return Fit(laws[0], tuple(laws[1:]), tuple(float(r) for r in residuals), bounded)
+    ended = [min(abs(x - bound) for bound in EXPONENT_BOUNDS) < 1e-4 for x in exponents]
+    at_bounds = tuple(itertools.compress(names, ended))
+    laws = [law(_uncentred(found, centre)) for found in (best, *bootstrap)]
+    return Fit(laws[0], tuple(laws[1:]), tuple(float(r) for r in residuals), at_bounds)
 
 
 def _uncentred(found: np.ndarray, centre: np.ndarray) -> np.ndarray:
@@ -154,12 +156,12 @@ def _descended(start: np.ndarray, where: np.ndarray, logs: np.ndarray) -> tuple[
         table[:, 0], table[:, 1::2], table[:, 2::2] = shares[:, 0], shares[:, 1:], -shares[:, 1:] * where
         return table
 
-    least, most = EXPONENTS
+    least, most = EXPONENT_BOUNDS
     terms = where.shape[1]
     low, high = np.array([-np.inf, *[-np.inf, least] * terms]), np.array([logs.max(), *[np.inf, most] * terms])
     inside = np.clip(start, low + 1e-9, high - 1e-9)  # where it must begin
     result = least_squares(
-        lambda found: _terms(found, where)[0] - logs, inside, slopes, (low, high), loss="huber", f_scale=DELTA,
+        lambda found: _terms(found, where)[0] - logs, inside, slopes, (low, high), loss="huber", f_scale=HUBER_DELTA,
         max_nfev=300, ftol=1e-12, xtol=1e-10, gtol=1e-12,
     )  # fmt: skip
     return result.x, float(result.cost)

@@ -8,23 +8,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.locations import is_run
+from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import Manifest
-from mlxlm.experiments.scaling_fit import Point
-from mlxlm.experiments.sweep import asked, check_asked, is_finished, one_of, recorded, shared_data
-from mlxlm.plan.model_sizes import family, of_width, vocabulary
-from mlxlm.plan.scaling_law import FEW_PASSES, OPERATIONS
+from mlxlm.experiments.scaling_fit import ScalingPoint
+from mlxlm.experiments.sweep import (
+    check_saved_args,
+    is_finished,
+    open_or_start_run,
+    prepare_shared_data,
+    relative_data_path,
+    saved_args,
+)
+from mlxlm.plan.model_sizes import model_family, model_of_width, vocab_size_for
+from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
 from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
 from mlxlm.report import read_run
 from mlxlm.tokenizer import Tokenizer, load
-from mlxlm.train.auto_size import guessed_vocabulary, nearest_members, pace_of
+from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size, nearest_models
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import Phase, check_memory, choose_dtype, no_phase, prepared_source
-from mlxlm.train.time_budget import rows_for
+from mlxlm.train.start import Phase, check_memory, no_phase, prepared_source, set_default_dtype
+from mlxlm.train.time_budget import num_rows
 from mlxlm.utils.errors import ConfigError
-from mlxlm.utils.files import new_folder, write_json
+from mlxlm.utils.files import atomic_new_folder, write_json
 from mlxlm.utils.json_files import read_json
 
 FILE = "grid.json"
@@ -37,10 +44,10 @@ _TRAINING = 0.85  # of the minutes: the rest validates, saves and draws
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridRun:
     """A run of the grid. `seconds`: that its steps take, as was reckoned from probes before it began."""
 
-    hidden: int
+    hidden_size: int
     parameters: int
     tokens: int
     steps: int
@@ -55,17 +62,17 @@ class Cell:
 class Grid:
     """A folder of runs: `grid.json`, `data/` unless it was prepared before, and a run for each cell.
 
-    `by_ratio`: token counts are multiples of parameters. `unique`: tokens of the text.
+    `by_ratio`: token counts are multiples of parameters. `unique_tokens`: tokens of the text.
     """
 
     path: Path
-    cells: tuple[Cell, ...]
+    cells: tuple[GridRun, ...]
     vocab_size: int
     settings: dict[str, Any]
     data: Path
     by_ratio: bool
-    unique: int
-    asked: dict[str, Any]
+    unique_tokens: int
+    saved_args: dict[str, Any]
 
     @classmethod
     def open(cls, path: Path | str) -> Grid:
@@ -75,17 +82,19 @@ class Grid:
             raise ConfigError(f"{path} is no grid of runs: it has no {FILE}", "the --out of mlxlm scaling")
         values = read_json(path / FILE)
         try:
-            cells = tuple(Cell(**cell) for cell in values["cells"])
-            whole = [n for cell in cells for n in (cell.hidden, cell.parameters, cell.tokens, cell.steps)]
-            if not cells or not all(type(n) is int and n > 0 for n in (values["unique"], values["vocab_size"], *whole)):
+            cells = tuple(GridRun(**cell) for cell in values["cells"])
+            whole = [n for cell in cells for n in (cell.hidden_size, cell.parameters, cell.tokens, cell.steps)]
+            if not cells or not all(
+                type(n) is int and n > 0 for n in (values["unique_tokens"], values["vocab_size"], *whole)
+            ):
                 raise ValueError
             if not all(0 <= float(cell.seconds) < math.inf for cell in cells):
                 raise ValueError
             settings = dict(values["settings"])
-            TrainSettings.draft(settings)
+            TrainSettings.provisional(settings)
             return cls(
                 path, cells, values["vocab_size"], settings, path / values["data"], bool(values["by_ratio"]),
-                values["unique"], dict(values["asked"]),
+                values["unique_tokens"], dict(values["saved_args"]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError):
             problem = f"{path / FILE} lacks or spoils cells, vocab_size, settings, data, by_ratio, unique or asked"
@@ -97,22 +106,24 @@ class Grid:
     def tokenizer(self) -> Tokenizer:
         return load(self.data / "tokenizer")
 
-    def run(self, cell: Cell, phase: Phase = no_phase) -> Run:
+    def run(self, cell: GridRun, phase: Phase = no_phase) -> Run:
         """The cell's run, made if it isn't there yet."""
         settings = {**self.settings, "steps": cell.steps}
-        return one_of(self.path / cell.name, self.data, of_width(cell.hidden, self.vocab_size), settings, phase)
+        return open_or_start_run(
+            self.path / cell.name, self.data, model_of_width(cell.hidden_size, self.vocab_size), settings, phase
+        )
 
-    def begun(self) -> list[tuple[Cell, Run]]:
+    def started_runs(self) -> list[tuple[GridRun, Run]]:
         paths = [(cell, self.path / cell.name) for cell in self.cells]
-        return [(cell, Run.open(path)) for cell, path in paths if is_run(path)]
+        return [(cell, Run.open(path)) for cell, path in paths if is_run_folder(path)]
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[ScalingPoint]:
         """Of the runs that are finished: the loss of the whole validation at their ends."""
         found = []
-        for cell, run in self.begun():
+        for cell, run in self.started_runs():
             ends = read_run(run.path).validations
             if ends and is_finished(run):
-                found.append(Point(cell.parameters, cell.tokens, ends[-1][1]))
+                found.append(ScalingPoint(cell.parameters, cell.tokens, ends[-1][1]))
         return found
 
     def seconds_left(self, number: int) -> float:
@@ -131,11 +142,11 @@ class Grid:
         if not found:
             raise ConfigError(f"no run of {self.path} is finished", "the same command without --fit-only")
         cell = max(found, key=lambda cell: cell.parameters * cell.tokens)
-        return OPERATIONS * cell.parameters * cell.tokens / found[cell]
+        return FLOPS_PER_PARAM_TOKEN * cell.parameters * cell.tokens / found[cell]
 
-    def _timed(self) -> dict[Cell, float]:
+    def _timed(self) -> dict[GridRun, float]:
         """The runs that are finished, and the seconds of their steps."""
-        timed = {cell: read_run(run.path).last("seconds") for cell, run in self.begun() if is_finished(run)}
+        timed = {cell: read_run(run.path).last("seconds") for cell, run in self.started_runs() if is_finished(run)}
         return {cell: seconds for cell, seconds in timed.items() if seconds > 0}
 
 
@@ -149,7 +160,7 @@ def start_grid(
     minutes: float = MINUTES,
     vocab_size: int | None = None,
     tokenizer: str | Path | None = None,
-    kind: str = "byte-level",
+    tokenizer_type: str = "byte-level",
     text_column: str | None = None,
     validation: Sequence[str | Path] = (),
     validation_fraction: float = 0.05,
@@ -173,36 +184,40 @@ def start_grid(
     out = Path(out)
     if ratios and tokens:
         raise ConfigError("tokens and tokens per parameter each say how long to train", "only one of them")
-    question = asked(
+    question = saved_args(
         sources, sizes=list(sizes), ratios=list(ratios), tokens=list(tokens), minutes=minutes, vocab_size=vocab_size,
-        tokenizer=tokenizer, kind=kind, text_column=text_column, validation=validation,
+        tokenizer=tokenizer, tokenizer_type=tokenizer_type, text_column=text_column, validation=validation,
         validation_fraction=validation_fraction, settings=settings or {},
     )  # fmt: skip
     if (out / FILE).is_file():
         there = Grid.open(out)
-        check_asked(out, there.asked, question, "grid of runs", "mlxlm scaling")
+        check_saved_args(out, there.saved_args, question, "grid of runs", "mlxlm scaling")
         return there
     if not 0 < minutes < float("inf") or not all(0 < x < 1e18 for x in (*sizes, *ratios, *tokens)):
         raise ConfigError("sizes, tokens and minutes must be positive numbers")
-    values = {"eval_every": 0, "sequence_length": _LENGTH, **(settings or {})}
-    choose_dtype(values)
-    draft = TrainSettings.draft({"batch_size": 4, **values})
+    values = {"eval_every": 0, "max_seq_length": _LENGTH, **(settings or {})}
+    set_default_dtype(values)
+    provisional = TrainSettings.provisional({"batch_size": 4, **values})
     exact = vocab_size is not None
     if vocab_size is None and tokenizer is None and not prepared_source(sources):
         if sizes:
-            vocab_size = vocabulary(max(sizes))
+            vocab_size = vocab_size_for(max(sizes))
         else:
-            vocab_size = guessed_vocabulary(15 * minutes, sources, text_column, on_bad_input)
-    with new_folder(out) as folder:
-        words, data = shared_data(
-            folder, sources, vocab_size, exact=exact, tokenizer=tokenizer, kind=kind, text_column=text_column,
+            vocab_size = guess_vocab_size(15 * minutes, sources, text_column, on_bad_input)
+    with atomic_new_folder(out) as folder:
+        loaded_tokenizer, data = prepare_shared_data(
+            folder, sources, vocab_size, exact=exact, tokenizer=tokenizer, tokenizer_type=tokenizer_type, text_column=text_column,
             weights=None, validation=validation, validation_fraction=validation_fraction, on_bad_input=on_bad_input,
             seed=values.get("seed", 0), phase=phase,
         )  # fmt: skip
-        unique = Manifest.read(data).train.tokens
-        members = nearest_members(list(sizes), words.vocab_size) if sizes else family(words.vocab_size)
+        unique_tokens = Manifest.read(data).train.tokens
+        members = (
+            nearest_models(list(sizes), loaded_tokenizer.vocab_size)
+            if sizes
+            else model_family(loaded_tokenizer.vocab_size)
+        )
         with phase("trying training steps of two sizes", None):
-            pace = pace_of(members, 60 * minutes / 4, lambda config: draft)
+            token_seconds = fit_token_seconds(members, 60 * minutes / 4, lambda config: provisional)
         if sizes:
             chosen = [
                 (config, int(n))
@@ -210,29 +225,36 @@ def start_grid(
                 for n in (tokens or [ratio * config.parameter_count() for ratio in ratios or RATIOS])
             ]
         else:
-            chosen = _fitting(members, pace, 60 * minutes * _TRAINING, FEW_PASSES * unique, ratios, tokens)
-        row = draft.sequence_length * draft.accumulate
-        values.setdefault("batch_size", rows_for(min(n for _, n in chosen) / _LEAST_STEPS, row))
-        each = TrainSettings.draft(values).tokens_per_step
+            chosen = _fitting(
+                members, token_seconds, 60 * minutes * _TRAINING, FULL_VALUE_EPOCHS * unique_tokens, ratios, tokens
+            )
+        row = provisional.max_seq_length * provisional.grad_accumulation_steps
+        values.setdefault("batch_size", num_rows(min(n for _, n in chosen) / _LEAST_STEPS, row))
+        each = TrainSettings.provisional(values).tokens_per_step
         cells = {}
         for config, n in chosen:
             steps = max(1, round(n / each))
-            check_memory(config, TrainSettings.draft({**values, "steps": steps}), preset="")
-            seconds = pace(config) * steps * each
-            cell = Cell(config.hidden_size, config.parameter_count(), steps * each, steps, seconds)
+            check_memory(config, TrainSettings.provisional({**values, "steps": steps}), preset="")
+            seconds = token_seconds(config) * steps * each
+            cell = GridRun(config.hidden_size, config.parameter_count(), steps * each, steps, seconds)
             cells[cell.name] = cell  # lengths that differ by less than a step are one
         in_order = sorted(cells.values(), key=lambda cell: cell.parameters * cell.tokens)
         content = {
-            "cells": [asdict(cell) for cell in in_order], "vocab_size": words.vocab_size, "settings": values,
-            "data": recorded(data, folder), "by_ratio": not tokens and bool(sizes or ratios),
-            "unique": unique, "asked": question,
+            "cells": [asdict(cell) for cell in in_order], "vocab_size": loaded_tokenizer.vocab_size, "settings": values,
+            "data": relative_data_path(data, folder), "by_ratio": not tokens and bool(sizes or ratios),
+            "unique_tokens": unique_tokens, "saved_args": question,
         }  # fmt: skip
         write_json(folder / FILE, content)
     return Grid.open(out)
 
 
 def _fitting(
-    members: list[ModelConfig], pace, seconds: float, most: float, ratios: Sequence[float], tokens: Sequence[float]
+    members: list[ModelConfig],
+    token_seconds,
+    seconds: float,
+    most: float,
+    ratios: Sequence[float],
+    tokens: Sequence[float],
 ) -> list[tuple[ModelConfig, int]]:
     """The grid of the largest models that `seconds` are enough for, with no more than `most` tokens in a run; where
     they aren't enough for any, the smallest, trained on less. Raises ConfigError where the lengths are given, and the
@@ -240,7 +262,7 @@ def _fitting(
     found = None
     for top in range(len(_HALVINGS) - 1, len(members)):
         largest = members[top].parameter_count()
-        wanted = nearest_members([largest / n for n in _HALVINGS], members[0].vocab_size)
+        wanted = nearest_models([largest / n for n in _HALVINGS], members[0].vocab_size)
         sizes = wanted if len(wanted) == len(_HALVINGS) else members[top + 1 - len(_HALVINGS) : top + 1]
         longest = min(most, TOKENS_PER_PARAMETER * largest)
         lengths = [min(most, n) for n in tokens] or [longest / n for n in _HALVINGS]
@@ -249,7 +271,7 @@ def _fitting(
             for config in sizes
             for n in sorted({min(most, ratio * config.parameter_count()) for ratio in ratios} or set(lengths))
         ]
-        if (total := sum(pace(config) * n for config, n in grid)) <= seconds:
+        if (total := sum(token_seconds(config) * n for config, n in grid)) <= seconds:
             found = grid
         elif found is not None:
             return found

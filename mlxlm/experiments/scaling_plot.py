@@ -8,14 +8,14 @@ import numpy as np
 
 from mlxlm.experiments.scaling_analysis import Analysis
 from mlxlm.experiments.scaling_fit import Fit
-from mlxlm.plan.scaling_law import OPERATIONS
+from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN
 from mlxlm.utils.files import write_figure
 from mlxlm.utils.formatting import human_count
 
 _LINE, _DOT = "#c33", "#246"
 
 
-def draw(analysis: Analysis, path: Path, by_ratio: bool = False) -> None:
+def plot_scaling_law(analysis: Analysis, path: Path, by_ratio: bool = False) -> None:
     """Write a PNG: loss over parameters, loss over tokens, and both, each with its fit where there is one.
 
     Raises CheckpointError if the disk refuses.
@@ -43,10 +43,10 @@ def _row(axes, analysis: Analysis, over: str, other: str, fit: Fit | None, title
     if fit is not None:
         xs = [getattr(p, over) for p in analysis.points]
         line = np.geomspace(min(xs), 3 * max(xs), 60)
-        low, high = np.quantile([law.loss(line) for law in fit.others], [0.05, 0.95], axis=0)
+        low, high = np.quantile([law.loss(line) for law in fit.bootstrap], [0.05, 0.95], axis=0)
         axes.fill_between(line, low, high, color=_LINE, alpha=0.15, lw=0)
         law = fit.law
-        label = f"{law.floor:.2f} + {human_count(law.scale)} / x^{law.exponent:.2f}"
+        label = f"{law.irreducible_loss:.2f} + {human_count(law.scale)} / x^{law.exponent:.2f}"
         axes.plot(line, law.loss(line), color=_LINE, lw=1.4, label=label)
     axes.set_xscale("log")
     _counted(axes.xaxis)
@@ -76,12 +76,12 @@ def _plane(figure, axes, analysis: Analysis) -> None:
         losses = law.loss(*np.meshgrid(x, y))
         lines = axes.contour(x, y, losses, levels=12, cmap="viridis_r", linewidths=0.9)
         axes.clabel(lines, fontsize=7, fmt="%.2f")
-        budgets = np.geomspace(OPERATIONS * x[0] * y[0], OPERATIONS * x[-1] * y[-1], 60)
-        best = np.array([law.optimum(budget) for budget in budgets])
+        budgets = np.geomspace(FLOPS_PER_PARAM_TOKEN * x[0] * y[0], FLOPS_PER_PARAM_TOKEN * x[-1] * y[-1], 60)
+        best = np.array([law.compute_optimal(budget) for budget in budgets])
         axes.plot(best[:, 0], best[:, 1], color=_LINE, lw=1.6, label="best size for a budget")
         for power in range(int(np.ceil(np.log10(budgets[0]))), int(np.log10(budgets[-1])) + 1):
             label = "equal operations" if power == int(np.log10(budgets[-1])) else None
-            axes.plot(x, 10.0**power / OPERATIONS / x, ":", color="#999", lw=0.8, label=label)
+            axes.plot(x, 10.0**power / FLOPS_PER_PARAM_TOKEN / x, ":", color="#999", lw=0.8, label=label)
         axes.set_xlim(x[0], x[-1])
         axes.set_ylim(y[0], y[-1])
     axes.plot(n, d, "o", ms=5, color=_DOT, label="runs")

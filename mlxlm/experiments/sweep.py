@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.locations import is_run, step_of
+from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import Manifest, prepare, total_bytes
-from mlxlm.data.sources import read_once
+from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.run import Run
-from mlxlm.train.start import Phase, check_tokenizer, no_phase, prepared_source, start_run, tokenizer_for
+from mlxlm.train.start import Phase, check_tokenizer, get_tokenizer, no_phase, prepared_source, start_run
 from mlxlm.utils.errors import ConfigError, DataError
 
 
-def asked(sources: Sequence[str | Path], **arguments: Any) -> dict[str, Any]:
+def saved_args(sources: Sequence[str | Path], **arguments: Any) -> dict[str, Any]:
     """What was asked for, as JSON will have it when it is read back; paths are absolute.
 
     Raises DataError for stdin and pipes, which can't be read again.
     """
-    if (once := read_once(sources)) is not None:
+    if (once := unseekable_source(sources)) is not None:
         raise DataError(f"{once} can be read only once, and a folder of runs can be continued", "a file")
     lists = {"sources": sources, "validation": arguments.get("validation", ())}
     if arguments.get("tokenizer") is not None:
@@ -34,21 +34,21 @@ def asked(sources: Sequence[str | Path], **arguments: Any) -> dict[str, Any]:
     return json.loads(json.dumps({**arguments, **paths}))
 
 
-def check_asked(out: Path, there: Mapping[str, Any], now: Mapping[str, Any], what: str, command: str) -> None:
+def check_saved_args(out: Path, there: Mapping[str, Any], now: Mapping[str, Any], what: str, command: str) -> None:
     """Raise ConfigError where `out` was begun with other arguments."""
     if changed := [name for name, value in now.items() if there.get(name) != value]:
         hint = f"{command} --out {shlex.quote(str(out))} to go on with it, or another --out"
         raise ConfigError(f"{out} is a {what} with other {', '.join(changed)}", hint)
 
 
-def shared_data(
+def prepare_shared_data(
     folder: Path,
     sources: Sequence[str | Path],
     vocab_size: int | None,
     *,
     exact: bool,
     tokenizer: str | Path | None,
-    kind: str,
+    tokenizer_type: str,
     text_column: str | None,
     weights: Sequence[float] | None,
     validation: Sequence[str | Path],
@@ -64,28 +64,30 @@ def shared_data(
         "weights": weights, "text_column": text_column, "validation_paths": validation,
         "validation_fraction": validation_fraction, "seed": seed, "on_bad_input": on_bad_input,
     }  # fmt: skip
-    words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
+    loaded_tokenizer = get_tokenizer(prepared or sources, tokenizer, tokenizer_type, vocab_size, reading, phase, exact)
     if prepared:
-        check_tokenizer(Manifest.read(prepared), words, prepared)
-        return words, prepared.resolve()
+        check_tokenizer(Manifest.read(prepared), loaded_tokenizer, prepared)
+        return loaded_tokenizer, prepared.resolve()
     with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
-        prepare(sources, words, folder / "data", progress=advance, **reading)
-    return words, folder / "data"
+        prepare(sources, loaded_tokenizer, folder / "data", progress=advance, **reading)
+    return loaded_tokenizer, folder / "data"
 
 
-def recorded(data: Path, folder: Path) -> str:
+def relative_data_path(data: Path, folder: Path) -> str:
     """Where the shards are, as a file in `folder` says it: what lies inside goes with the folder."""
     return data.name if data.parent == folder else str(data)
 
 
-def one_of(path: Path, data: Path, config: ModelConfig, settings: dict[str, Any], phase: Phase = no_phase) -> Run:
+def open_or_start_run(
+    path: Path, data: Path, config: ModelConfig, settings: dict[str, Any], phase: Phase = no_phase
+) -> Run:
     """The run at `path`, made if it isn't there yet."""
     gc.collect()  # the run before is held by cycles: its bytes would count as this one's
     mx.clear_cache()
-    return Run.open(path) if is_run(path) else start_run(path, [data], config, settings=settings, phase=phase)
+    return Run.open(path) if is_run_folder(path) else start_run(path, [data], config, settings=settings, phase=phase)
 
 
 def is_finished(run: Run) -> bool:
     """Whether its last step is saved."""
     checkpoints = run.checkpoints()
-    return bool(checkpoints) and step_of(checkpoints[-1]) == run.settings.steps
+    return bool(checkpoints) and checkpoint_step(checkpoints[-1]) == run.settings.steps

@@ -1,30 +1,36 @@
 """Families of decoders: tables between Hugging Face's names and the one decoder's. No family has code of its own
 in the model: it is a configuration of the same parts. Pure data, without MLX."""
 
-from mlxlm.families.activations import misread
-from mlxlm.families.config_conversion import caveat, quantization_of, resolve_model_type, unsaid, unsupported
+from mlxlm.families.activations import mlx_lm_activation_mismatch
+from mlxlm.families.config_conversion import (
+    compatibility_warning,
+    get_quantization_config,
+    resolve_model_type,
+    unrepresentable_fields,
+    unsupported,
+)
 from mlxlm.families.load import config_from_hf, config_to_hf, load_config, load_preset, preset_names
-from mlxlm.families.mlxlm import OWN
+from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES
-from mlxlm.families.tensor_names import is_mlx_layout, layout, own_name
-from mlxlm.families.weight_mapping import Stored
+from mlxlm.families.tensor_names import is_mlx_layout, normalize_tensor_name, weight_mappings
+from mlxlm.families.weight_mapping import WeightMapping
 
 __all__ = [
     "FAMILIES",
-    "OWN",
-    "Stored",
-    "caveat",
+    "MLXLM_MODEL_TYPE",
+    "WeightMapping",
+    "compatibility_warning",
     "config_from_hf",
     "config_to_hf",
     "is_mlx_layout",
-    "layout",
+    "weight_mappings",
     "load_config",
     "load_preset",
-    "misread",
-    "own_name",
+    "mlx_lm_activation_mismatch",
+    "normalize_tensor_name",
     "preset_names",
-    "quantization_of",
+    "get_quantization_config",
     "resolve_model_type",
-    "unsaid",
+    "unrepresentable_fields",
     "unsupported",
 ]

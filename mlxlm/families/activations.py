@@ -21,7 +21,7 @@ _IN_MLX_LM = {
 }
 
 
-def misread(config: ModelConfig) -> str | None:
+def mlx_lm_activation_mismatch(config: ModelConfig) -> str | None:
     """That mlx_lm opens a ModelConfig's files and computes another activation; None where it has the same, or another
     form of gelu."""
     theirs = _IN_MLX_LM.get(config.model_type)
@@ -30,6 +30,6 @@ def misread(config: ModelConfig) -> str | None:
     return f"its {config.model_type} has {theirs} for the activation, this model has {config.hidden_act}"
 
 
-def own_activation(name: str) -> str:
+def normalize_activation(name: str) -> str:
     """The name in ACTIVATIONS, or `name` itself where the decoder lacks it."""
     return _SYNONYMS.get(name, name)

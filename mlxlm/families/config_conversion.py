@@ -9,12 +9,12 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.validation import ACTIVATIONS
-from mlxlm.families.activations import misread, own_activation
+from mlxlm.families.activations import mlx_lm_activation_mismatch, normalize_activation
 from mlxlm.families.family import Family
-from mlxlm.families.mlxlm import OWN
+from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES, family_of
-from mlxlm.families.rope import lacks_rotary, read_rotary, write_rotary
-from mlxlm.families.tensor_names import layout, modules_of
+from mlxlm.families.rope import read_rope, unsupported_rope, write_rope
+from mlxlm.families.tensor_names import modules_of, weight_mappings
 from mlxlm.utils.errors import ConfigError
 
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -32,12 +32,12 @@ def unsupported(values: Mapping[str, Any]) -> str | None:
     if not values.get("quantization") and isinstance(foreign, Mapping) and foreign.get("quant_method"):
         return f"quantization by {foreign['quant_method']!r}"
     types = values.get("layer_types")
-    if isinstance(types, list) and "sliding_attention" in types and not family.names_of("sliding_window"):
+    if isinstance(types, list) and "sliding_attention" in types and not family.hf_names("sliding_window"):
         return f"layer_types with sliding_attention in a {kind} model"
     activation = _activation(values, family)
     if isinstance(activation, str) and activation not in ACTIVATIONS:
-        return f"{family.names_of('hidden_act')[0]} {activation!r}"
-    return family.lacks(values) or lacks_rotary(values, family)
+        return f"{family.hf_names('hidden_act')[0]} {activation!r}"
+    return family.unsupported_reason(values) or unsupported_rope(values, family)
 
 
 def _model_type(values: Mapping[str, Any]) -> Any:
@@ -51,9 +51,9 @@ def _model_type(values: Mapping[str, Any]) -> Any:
 
 def _activation(values: Mapping[str, Any], family: Family) -> Any:
     """The activation in the decoder's words; None where the file doesn't say or the family has only one."""
-    given = (values[name] for name in family.names_of("hidden_act") if values.get(name) is not None)
+    given = (values[name] for name in family.hf_names("hidden_act") if values.get(name) is not None)
     name = family.read(values).get("hidden_act", next(given, None))
-    return own_activation(name) if isinstance(name, str) else name
+    return normalize_activation(name) if isinstance(name, str) else name
 
 
 def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     family = FAMILIES[_model_type(values)]
     result = {"model_type": family.model_type, **family.defaults}
     for name in family.fields:
-        present = [values[theirs] for theirs in family.names_of(name) if theirs in values]
+        present = [values[theirs] for theirs in family.hf_names(name) if theirs in values]
         given = next((value for value in present if value is not None), None)
         if given is not None:
             result[name] = given
@@ -79,21 +79,21 @@ def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     result |= family.read(values)
     if (activation := _activation(values, family)) is not None:
         result["hidden_act"] = activation
-    result |= family.always
+    result |= family.fixed_values
     if result.get("positions", "rope") == "rope":
         try:
-            result |= read_rotary(values)
+            result |= read_rope(values)
         except TypeError as error:
             raise ConfigError(f"{source}: {error}", '{"rope_type": "default"}') from None
-    missing = [(family.names_of(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
+    missing = [(family.hf_names(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")
-    if (quantization := quantization_of(values)) is not None:
+    if (quantization := get_quantization_config(values)) is not None:
         result["quantization"] = _read_quantization(quantization, family)
     return result
 
 
-def quantization_of(values: Mapping[str, Any]) -> Any:
+def get_quantization_config(values: Mapping[str, Any]) -> Any:
     """MLX's plan lies under "quantization", in some folders under Hugging Face's name alone."""
     own, theirs = values.get("quantization"), values.get("quantization_config")
     if own is None and isinstance(theirs, Mapping) and "quant_method" not in theirs:
@@ -112,39 +112,39 @@ def huggingface(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def unsaid(config: ModelConfig) -> list[str]:
+def unrepresentable_fields(config: ModelConfig) -> list[str]:
     """What the family of a ModelConfig has no word for, a phrase each: "positions 'sinusoidal'"."""
     return _said(config)[1]
 
 
 def resolve_model_type(config: ModelConfig) -> ModelConfig:
     """The same ModelConfig as a model of a family that can say all of it: its own if that can, else the first of
-    FAMILIES, and if none can `OWN`, which has our own words for everything."""
-    others = [kind for kind in FAMILIES if kind not in (config.model_type, OWN)]
-    if config.model_type != OWN and not unsaid(config):
+    FAMILIES, and if none can `MLXLM_MODEL_TYPE`, which has our own words for everything."""
+    others = [kind for kind in FAMILIES if kind not in (config.model_type, MLXLM_MODEL_TYPE)]
+    if config.model_type != MLXLM_MODEL_TYPE and not unrepresentable_fields(config):
         return config
     for kind in others:
         candidate = config.with_changes(model_type=kind)
         with suppress(ConfigError):  # of a family that can't even be written so
-            if not unsaid(candidate):
+            if not unrepresentable_fields(candidate):
                 return candidate
-    return config.with_changes(model_type=OWN)
+    return config.with_changes(model_type=MLXLM_MODEL_TYPE)
 
 
-def caveat(config: ModelConfig) -> str | None:
+def compatibility_warning(config: ModelConfig) -> str | None:
     """What to know before other tools are given a ModelConfig's files: that none but mlxlm opens them, and for want of
     which words, or that mlx_lm computes something else; None where all is well."""
     config = resolve_model_type(config)
-    if config.model_type != OWN:
-        reason = misread(config)
+    if config.model_type != MLXLM_MODEL_TYPE:
+        reason = mlx_lm_activation_mismatch(config)
         return reason and f"mlx_lm opens this model and computes something else: {reason}"
-    lacks: dict[str, list[str]] = {}
+    unsupported_reason: dict[str, list[str]] = {}
     for kind in FAMILIES:
         with suppress(ConfigError):
-            lacks[kind] = unsaid(config.with_changes(model_type=kind))
-    del lacks[OWN]
-    nearest = min(lacks, key=lambda kind: len(lacks[kind]))
-    return f"only mlxlm opens this model: the nearest family, {nearest}, has no {', no '.join(lacks[nearest])}"
+            unsupported_reason[kind] = unrepresentable_fields(config.with_changes(model_type=kind))
+    del unsupported_reason[MLXLM_MODEL_TYPE]
+    nearest = min(unsupported_reason, key=lambda kind: len(unsupported_reason[kind]))
+    return f"only mlxlm opens this model: the nearest family, {nearest}, has no {', no '.join(unsupported_reason[nearest])}"
 
 
 def _said(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
@@ -152,9 +152,9 @@ def _said(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     family = family_of(config)
     values = {"architectures": [family.architecture], "model_type": family.model_type}
     for name in family.fields:
-        values[family.names_of(name)[0]] = getattr(config, name)
+        values[family.hf_names(name)[0]] = getattr(config, name)
     if config.positions == "rope":
-        values |= write_rotary(config)
+        values |= write_rope(config)
     values |= {**family.write(config), "torch_dtype": "float32"}
     if config.quantization is not None:
         # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".
@@ -185,7 +185,7 @@ def _read_quantization(quantization: Any, family: Family) -> Any:
 
 
 def _write_quantization(config: ModelConfig) -> dict[str, Any]:
-    homes = {module: stored for stored in layout(config, for_mlx=True) for module in stored.modules}
+    homes = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
     plan = {}
     for name, own in config.quantization.items():
         stored = homes.get(name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.families.family import COMMON, QKV, Family, flag, lacks_any, same
+from mlxlm.families.family import COMMON, QKV, Family, first_unsupported, flag, same_names
 
 _PLAIN = {"norm": "layer", "mlp_gated": False}
 _BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -28,7 +28,9 @@ def _read_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lacks_gpt2(values: Mapping[str, Any]) -> str | None:
-    return lacks_any(values, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    return first_unsupported(
+        values, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+    )
 
 
 GPT2 = Family(
@@ -45,14 +47,14 @@ GPT2 = Family(
         "hidden_act": "activation_function",
     },
     defaults={"max_position_embeddings": 1024, "hidden_act": "gelu_new", "tie_word_embeddings": True},
-    always={**_PLAIN, **_BIASED, "positions": "learned"},
+    fixed_values={**_PLAIN, **_BIASED, "positions": "learned"},
     read=_read_gpt2,
     write=lambda config: {"n_ctx": config.max_position_embeddings},  # mlx_lm asks for it
-    lacks=_lacks_gpt2,
-    base="",  # as in the hub's own files: transformers opens both, mlx_lm only this
-    other_bases=("transformer.",),
+    unsupported_reason=_lacks_gpt2,
+    prefix="",  # as in the hub's own files: transformers opens both, mlx_lm only this
+    other_prefixes=("transformer.",),
     layers="h",
-    top={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
+    top_modules={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
     layer={
         "ln_1": "input_layernorm",
         "attn.c_attn": QKV,
@@ -63,7 +65,7 @@ GPT2 = Family(
     },
     transposed=frozenset({"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
     mlx_names=tuple((name, f"model.{name}") for name in ("wte", "wpe", "h.", "ln_f")),
-    left_out=(".attn.bias", ".attn.masked_bias"),
+    ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
 )
 
 
@@ -71,7 +73,7 @@ GPT_NEOX = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
     COMMON
-    | same("hidden_act", "attention_bias")
+    | same_names("hidden_act", "attention_bias")
     | {
         "rms_norm_eps": "layer_norm_eps",
         "parallel_residual": "use_parallel_residual",
@@ -84,19 +86,19 @@ GPT_NEOX = Family(
         "parallel_residual": True,
         "partial_rotary_factor": 0.25,
     },
-    always={**_PLAIN, "mlp_bias": True},
-    base="gpt_neox.",
+    fixed_values={**_PLAIN, "mlp_bias": True},
+    prefix="gpt_neox.",
     head="embed_out",
-    top={"embed_in": "embed_tokens", "final_layer_norm": "norm"},
+    top_modules={"embed_in": "embed_tokens", "final_layer_norm": "norm"},
     layer={
-        **same("input_layernorm", "post_attention_layernorm"),
+        **same_names("input_layernorm", "post_attention_layernorm"),
         "attention.query_key_value": QKV,
         "attention.dense": "self_attn.o_proj",
         **_MEGATRON_MLP,
     },
-    grouped=True,
+    qkv_interleaved=True,
     mlx_names=(("gpt_neox.layers.", "model.h."), ("embed_out", "model.embed_out"), ("gpt_neox.", "model.")),
-    left_out=_MASKS,
+    ignored_suffixes=_MASKS,
 )
 
 
@@ -108,7 +110,7 @@ def _read_opt(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lacks_opt(values: Mapping[str, Any]) -> str | None:
     width = values.get("hidden_size")
-    return lacks_any(
+    return first_unsupported(
         values,
         _remove_final_layer_norm=False,
         layer_norm_elementwise_affine=True,
@@ -121,26 +123,26 @@ OPT = Family(
     "OPTForCausalLM",
     COMMON | {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
     defaults={"hidden_act": "relu", "tie_word_embeddings": True},
-    always={**_PLAIN, "positions": "learned", "position_offset": 2, "rms_norm_eps": 1e-5},
+    fixed_values={**_PLAIN, "positions": "learned", "position_offset": 2, "rms_norm_eps": 1e-5},
     read=_read_opt,
     write=lambda config: {
         "enable_bias": config.attention_bias,
         "do_layer_norm_before": config.norm_placement == "pre",
         "word_embed_proj_dim": config.hidden_size,
     },
-    lacks=_lacks_opt,
-    base="model.decoder.",
-    other_bases=("decoder.", ""),
-    top={"embed_tokens": "embed_tokens", "embed_positions": "embed_positions", "final_layer_norm": "norm"},
+    unsupported_reason=_lacks_opt,
+    prefix="model.decoder.",
+    other_prefixes=("decoder.", ""),
+    top_modules={"embed_tokens": "embed_tokens", "embed_positions": "embed_positions", "final_layer_norm": "norm"},
     layer={
         "self_attn_layer_norm": "input_layernorm",
-        **same("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        **same_names("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "self_attn.out_proj": "self_attn.o_proj",
         "final_layer_norm": "post_attention_layernorm",
         "fc1": "mlp.up_proj",
         "fc2": "mlp.down_proj",
     },
-    layer_of=lambda config: (
+    extra_layer_modules=lambda config: (
         {"self_attn_layer_norm": "post_attention_layernorm", "final_layer_norm": "post_feedforward_layernorm"}
         if config.norm_placement == "post"
         else {}
@@ -199,23 +201,23 @@ FALCON = Family(
         "rope_theta": "rope_theta",
     },
     defaults={"hidden_act": "gelu", "tie_word_embeddings": True},
-    always=_PLAIN,
+    fixed_values=_PLAIN,
     read=_read_falcon,
     write=_write_falcon,
-    base="transformer.",
+    prefix="transformer.",
     layers="h",
-    top={"word_embeddings": "embed_tokens", "ln_f": "norm"},
+    top_modules={"word_embeddings": "embed_tokens", "ln_f": "norm"},
     layer={
         "self_attention.query_key_value": QKV,
         "self_attention.dense": "self_attn.o_proj",
         **_MEGATRON_MLP,
     },
-    layer_of=lambda config: (
+    extra_layer_modules=lambda config: (
         {"ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm"}
         if config.parallel_residual and not config.shared_norm
-        else same("input_layernorm", "post_attention_layernorm")
+        else same_names("input_layernorm", "post_attention_layernorm")
     ),
-    grouped=True,
+    qkv_interleaved=True,
 )
 
 
@@ -235,19 +237,19 @@ BLOOM = Family(
         "rms_norm_eps": "layer_norm_epsilon",
     },
     defaults={"tie_word_embeddings": True},
-    always={**_PLAIN, **_BIASED, "positions": "alibi", "embedding_norm": True, "hidden_act": "gelu_pytorch_tanh"},
+    fixed_values={**_PLAIN, **_BIASED, "positions": "alibi", "embedding_norm": True, "hidden_act": "gelu_pytorch_tanh"},
     read=_read_bloom,
-    lacks=lambda values: lacks_any(values, apply_residual_connection_post_layernorm=False),
-    base="transformer.",
+    unsupported_reason=lambda values: first_unsupported(values, apply_residual_connection_post_layernorm=False),
+    prefix="transformer.",
     layers="h",
-    top={"word_embeddings": "embed_tokens", "word_embeddings_layernorm": "embed_layernorm", "ln_f": "norm"},
+    top_modules={"word_embeddings": "embed_tokens", "word_embeddings_layernorm": "embed_layernorm", "ln_f": "norm"},
     layer={
-        **same("input_layernorm", "post_attention_layernorm"),
+        **same_names("input_layernorm", "post_attention_layernorm"),
         "self_attention.query_key_value": QKV,
         "self_attention.dense": "self_attn.o_proj",
         **_MEGATRON_MLP,
     },
-    grouped=True,
+    qkv_interleaved=True,
 )
 
 GPTS = (GPT2, GPT_NEOX, OPT, FALCON, BLOOM)

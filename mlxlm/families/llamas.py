@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.families.family import COMMON, QKV, Family, flag, lacks_any, same
-from mlxlm.families.sliding_window import read_windows, write_windows
+from mlxlm.families.family import COMMON, QKV, Family, first_unsupported, flag, same_names
+from mlxlm.families.sliding_window import read_sliding_window, write_sliding_window
 
-_LLAMA = COMMON | same("num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta")
+_LLAMA = COMMON | same_names("num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta")
 
 
 def _read_qwen(values: Mapping[str, Any]) -> dict[str, Any]:
     window = values.get("sliding_window", 4096) if flag(values, "use_sliding_window", False) else None
     first = values.get("max_window_layers", 28)
-    return read_windows(values, window, lambda layer: isinstance(first, int) and layer >= first)
+    return read_sliding_window(values, window, lambda layer: isinstance(first, int) and layer >= first)
 
 
 def _write_qwen(config: ModelConfig) -> dict[str, Any]:
-    windows = write_windows(config)
+    windows = write_sliding_window(config)
     full = [kind == "full_attention" for kind in windows["layer_types"]]
     first = full.index(False) if False in full else len(full)
     return {**windows, "use_sliding_window": config.sliding_window is not None, "max_window_layers": first}
@@ -39,18 +39,18 @@ def _write_gemma(config: ModelConfig) -> dict[str, Any]:
 
 def _read_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
     window = values.get("sliding_window", 4096)
-    return _read_gemma(values) | read_windows(values, window, lambda layer: layer % 2 == 0)
+    return _read_gemma(values) | read_sliding_window(values, window, lambda layer: layer % 2 == 0)
 
 
 def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     """transformers takes a whole number for the scalar, and no null."""
     scalar = config.query_pre_attn_scalar or config.head_dim
     whole = int(scalar) if float(scalar).is_integer() else scalar
-    return {**_write_gemma(config), **write_windows(config), "query_pre_attn_scalar": whole}
+    return {**_write_gemma(config), **write_sliding_window(config), "query_pre_attn_scalar": whole}
 
 
 def _lacks_gemma(values: Mapping[str, Any]) -> str | None:
-    return lacks_any(values, use_bidirectional_attention=False)
+    return first_unsupported(values, use_bidirectional_attention=False)
 
 
 def _write_phi3(config: ModelConfig) -> dict[str, Any]:
@@ -62,13 +62,13 @@ LLAMAS = (
     Family(
         "llama",
         "LlamaForCausalLM",
-        _LLAMA | same("head_dim", "attention_bias", "mlp_bias"),
+        _LLAMA | same_names("head_dim", "attention_bias", "mlp_bias"),
         defaults={"rms_norm_eps": 1e-6},
     ),
     Family(
         "mistral",
         "MistralForCausalLM",
-        _LLAMA | same("head_dim", "sliding_window"),
+        _LLAMA | same_names("head_dim", "sliding_window"),
         defaults={
             "num_key_value_heads": 8,
             "sliding_window": 4096,
@@ -79,31 +79,31 @@ LLAMAS = (
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        _LLAMA | same("head_dim", "sliding_window"),
+        _LLAMA | same_names("head_dim", "sliding_window"),
         defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32},
-        always={"attention_bias": True, "attention_out_bias": False},
+        fixed_values={"attention_bias": True, "attention_out_bias": False},
         read=_read_qwen,
         write=_write_qwen,
-        lacks=lambda values: lacks_any(values, use_mrope=False),
+        unsupported_reason=lambda values: first_unsupported(values, use_mrope=False),
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        _LLAMA | same("head_dim", "sliding_window", "attention_bias"),
+        _LLAMA | same_names("head_dim", "sliding_window", "attention_bias"),
         defaults={
             "rms_norm_eps": 1e-6,
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
             "head_dim": 128,
         },
-        always={"qk_norm": "head"},
+        fixed_values={"qk_norm": "head"},
         read=_read_qwen,
         write=_write_qwen,
     ),
     Family(
         "gemma",
         "GemmaForCausalLM",
-        _LLAMA | same("head_dim", "attention_bias"),
+        _LLAMA | same_names("head_dim", "attention_bias"),
         defaults={
             "rms_norm_eps": 1e-6,
             "max_position_embeddings": 8192,
@@ -111,17 +111,17 @@ LLAMAS = (
             "head_dim": 256,
             "tie_word_embeddings": True,
         },
-        always={"norm_unit_offset": True},
+        fixed_values={"norm_unit_offset": True},
         read=_read_gemma,
         write=_write_gemma,
-        lacks=_lacks_gemma,
+        unsupported_reason=_lacks_gemma,
     ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
         _LLAMA
-        | same("head_dim", "sliding_window", "attention_bias")
-        | same("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        | same_names("head_dim", "sliding_window", "attention_bias")
+        | same_names("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
         defaults={
             "rms_norm_eps": 1e-6,
             "max_position_embeddings": 8192,
@@ -132,15 +132,15 @@ LLAMAS = (
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        always={"norm_unit_offset": True, "norm_placement": "both"},
+        fixed_values={"norm_unit_offset": True, "norm_placement": "both"},
         read=_read_gemma2,
         write=_write_gemma2,
-        lacks=_lacks_gemma,
+        unsupported_reason=_lacks_gemma,
     ),
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        _LLAMA | same("head_dim", "sliding_window", "partial_rotary_factor"),
+        _LLAMA | same_names("head_dim", "sliding_window", "partial_rotary_factor"),
         defaults={"max_position_embeddings": 4096},
         write=_write_phi3,
         layer={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": "mlp.gate_proj mlp.up_proj"},
@@ -148,7 +148,7 @@ LLAMAS = (
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        _LLAMA | same("head_dim", "attention_bias"),
-        always={"norm_placement": "output", "qk_norm": "projection"},
+        _LLAMA | same_names("head_dim", "attention_bias"),
+        fixed_values={"norm_placement": "output", "qk_norm": "projection"},
     ),
 )

@@ -11,7 +11,7 @@ from mlxlm.config.rope_scaling import SCALINGS
 from mlxlm.families.family import Family
 
 
-def lacks_rotary(values: Mapping[str, Any], family: Family) -> str | None:
+def unsupported_rope(values: Mapping[str, Any], family: Family) -> str | None:
     """Why a configuration's rotary positions are more than the decoder has, or None."""
     rope = _parameters(values)
     if not isinstance(rope, Mapping):
@@ -22,12 +22,12 @@ def lacks_rotary(values: Mapping[str, Any], family: Family) -> str | None:
     if kind != "default" and kind not in SCALINGS:
         return f"rope_type {kind!r}"
     share = rope.get("partial_rotary_factor")
-    if not family.names_of("partial_rotary_factor") and share not in (None, 1):
+    if not family.hf_names("partial_rotary_factor") and share not in (None, 1):
         return f"partial_rotary_factor {share!r} in a {family.model_type} model"
     return "rope_traditional" if values.get("rope_traditional") else None
 
 
-def read_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_theta`, `rope_scaling` and `partial_rotary_factor` for ModelConfig, where these objects have them.
 
     Raises TypeError for rope_parameters that are no object.
@@ -47,7 +47,7 @@ def read_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
     return result | {"rope_scaling": {"rope_type": kind, **scaling}}
 
 
-def write_rotary(config: ModelConfig) -> dict[str, Any]:
+def write_rope(config: ModelConfig) -> dict[str, Any]:
     """The same for `config.json`, for readers of both kinds."""
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
     parameters = {**scaling, "rope_theta": config.rope_theta}

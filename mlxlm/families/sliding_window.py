@@ -9,7 +9,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.validation import FULL, MOST_LAYERS, SLIDING
 
 
-def read_windows(
+def read_sliding_window(
     values: Mapping[str, Any], window: Any, slides: Callable[[int], bool] = lambda layer: True
 ) -> dict[str, Any]:
     """`sliding_window` and `layer_types` for ModelConfig: the file's own list, or the layers that `slides` names.
@@ -26,7 +26,7 @@ def read_windows(
     return {"sliding_window": window, "layer_types": tuple(types)}
 
 
-def write_windows(config: ModelConfig) -> dict[str, Any]:
+def write_sliding_window(config: ModelConfig) -> dict[str, Any]:
     """The same for `config.json`, with every layer's kind."""
     kinds = config.layer_types or [FULL if config.sliding_window is None else SLIDING] * config.num_hidden_layers
     return {"sliding_window": config.sliding_window, "layer_types": list(kinds)}

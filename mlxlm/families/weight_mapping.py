@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stored:
+class WeightMapping:
     """One module of a file and the modules of the decoder whose rows it holds.
 
     `name` and `modules` are without ".weight" or ".bias". `rows` are the output rows of each module. With

@@ -12,15 +12,15 @@ from mlxlm.generation.batch import Request, batch, run_batch
 from mlxlm.generation.context import Context
 from mlxlm.generation.engine import tokens
 from mlxlm.generation.loaded_model import LoadedModel, load
-from mlxlm.generation.logit_filters import filtered_logits
+from mlxlm.generation.logit_filters import filter_logits
 from mlxlm.generation.options import GenerationOptions, SamplingOptions
-from mlxlm.generation.result import Chunk, FinishReason, Result, Timings
+from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.score import Score, score
 from mlxlm.generation.stream_generate import TextStream, generate, stream
 
 __all__ = [
-    "Chunk", "Context", "FinishReason", "GenerationOptions", "LoadedModel", "Request", "Result", "Sampler",
-    "SamplingOptions", "Score", "TextStream", "Timings", "batch", "filtered_logits", "generate", "load", "run_batch",
+    "GenerationChunk", "Context", "FinishReason", "GenerationOptions", "LoadedModel", "Request", "GenerationResult", "Sampler",
+    "SamplingOptions", "Score", "TextStream", "Timings", "batch", "filter_logits", "generate", "load", "run_batch",
     "score", "stream", "tokens",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.json_schema import explained, guided
+from mlxlm.generation.json_schema import explain_schema_error, to_llguidance_schema
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
@@ -43,11 +43,11 @@ class Grammar:
 
     @classmethod
     def compile(
-        cls, options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]
+        cls, options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> Grammar:
         """The grammar of `options.constraint`, which must be set.
 
-        `vocab_size` is that of the logits: ids without a token are never allowed. `end_ids` end a text; each is allowed
+        `vocab_size` is that of the logits: ids without a token are never allowed. `eos_token_ids` end a text; each is allowed
         exactly where the text may end, whatever text it stands for elsewhere. Without any, a text ends where
         nothing can follow.
 
@@ -59,22 +59,22 @@ class Grammar:
             reason = "the text of this tokenizer's tokens depends on their neighbours"
             raise GenerationError(f"{name} can't be had with this model: {reason}", f"the same without {name}")
         compiled = _compiled.setdefault(tokenizer, {})
-        key = vocab_size, frozenset(end_ids), options.json_schema, options.regex, options.choice
+        key = vocab_size, frozenset(eos_token_ids), options.json_schema, options.regex, options.choice
         if key not in compiled:
             if len(compiled) == _COMPILED:
                 del compiled[next(iter(compiled))]
-            compiled[key] = cls._compile(options, name, tokenizer, vocab_size, end_ids)
+            compiled[key] = cls._compile(options, name, tokenizer, vocab_size, eos_token_ids)
         return compiled[key]
 
     @classmethod
     def _compile(
-        cls, options: SamplingOptions, name: str, tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]
+        cls, options: SamplingOptions, name: str, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> Grammar:
         import llguidance
 
         with _library_errors(name):
-            tokens = _tokens(tokenizer, vocab_size, end_ids)
-            first_space = tokenizer.strips_first_space
+            tokens = _tokens(tokenizer, vocab_size, eos_token_ids)
+            first_space = tokenizer.strips_dummy_prefix
             grammar = _grammar(options, first_space)
             # The library's own limits bound time and memory; an error need not show the state of its parser.
             limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -96,7 +96,7 @@ class Grammar:
         """What these tokens say."""
         return self._tokens.decode_bytes(list(ids)).decode("utf-8", "replace")
 
-    def is_matched_by(self, text: str) -> bool:
+    def matches_text(self, text: str) -> bool:
         """Whether a text is all that the constraint asks for."""
         matcher = self._start.deep_copy()
         spelt = self._tokens.tokenize_str(" " * self._first_space + text)
@@ -125,24 +125,24 @@ class Matcher:
     def error(self) -> str | None:
         """Why the text can't go on, or None."""
         if not self._matcher.is_error():
-            self.allowed()
+            self.token_bitmask()
         if self._matcher.is_error():
             return f"{self._name}: {_reason(self._matcher.get_error())}"
-        if self._matcher.is_stopped() and not self._matcher.is_accepting() or not self.allowed().any():
+        if self._matcher.is_stopped() and not self._matcher.is_accepting() or not self.token_bitmask().any():
             return f"{self._name}: no token of this model can follow"
         return None
 
     @property
-    def complaint(self) -> str | None:
+    def constraint_error(self) -> str | None:
         """Why the text, if it ends here, doesn't match; None if it does."""
         if not self._matcher.is_error() and self._matcher.is_accepting():
             problem = _json_problem(self._grammar.text(self._consumed)) if self._name == "json_schema" else None
             return problem and f"{self._name}: {problem}"
         return self.error or f"the text ended before it was what {self._name} asks for"
 
-    def complaint_about(self, text: str) -> str | None:
-        """`complaint`, of a text that a stop string has cut short."""
-        if self._grammar.is_matched_by(text):
+    def constraint_error_of(self, text: str) -> str | None:
+        """`constraint_error`, of a text that a stop string has cut short."""
+        if self._grammar.matches_text(text):
             return None
         return f"a stop string ended the text before it was what {self._name} asks for"
 
@@ -152,29 +152,29 @@ class Matcher:
         self._consumed.append(token)
         self._matcher.consume_token(token)
 
-    def allowed(self) -> np.ndarray:
+    def token_bitmask(self) -> np.ndarray:
         """The tokens that can follow: bit `id % 32` of word `id // 32`, uint32 `[ceil(V / 32)]` or one word more."""
         if self._allowed is None:
             self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         return self._allowed
 
-    def allowed_along(self, draft: Sequence[int]) -> list[np.ndarray]:
-        """`allowed` here and after each token of `draft`; after one that isn't allowed, whatever it was before it."""
+    def draft_token_bitmasks(self, draft: Sequence[int]) -> list[np.ndarray]:
+        """`token_bitmask` here and after each token of `draft`; after one that isn't allowed, whatever it was before it."""
         ahead = self._matcher.deep_copy()
-        masks = [self.allowed()]
+        masks = [self.token_bitmask()]
         for token in draft[: ahead.validate_tokens(list(draft))]:
             ahead.consume_token(token)
             masks.append(np.frombuffer(ahead.compute_bitmask(), np.uint32))
         return masks + masks[-1:] * (len(draft) + 1 - len(masks))
 
 
-def masked_logits(logits: mx.array, allowed: Sequence[np.ndarray]) -> mx.array:
-    """The logits `[R, V]` of the tokens that `allowed`, one a row, has a bit for; -inf for the others."""
-    words = np.zeros((len(allowed), -(-logits.shape[-1] // 32)), np.uint32)
-    for row, given in zip(words, allowed, strict=True):
+def apply_token_bitmask(logits: mx.array, token_bitmask: Sequence[np.ndarray]) -> mx.array:
+    """The logits `[R, V]` of the tokens that `token_bitmask`, one a row, has a bit for; -inf for the others."""
+    words = np.zeros((len(token_bitmask), -(-logits.shape[-1] // 32)), np.uint32)
+    for row, given in zip(words, token_bitmask, strict=True):
         row[: len(given)] = given[: len(row)]
     bits = (mx.array(words)[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
-    return mx.where(bits.reshape(len(allowed), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
+    return mx.where(bits.reshape(len(token_bitmask), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
 
 
 def _grammar(options: SamplingOptions, first_space: bool) -> str:
@@ -183,7 +183,7 @@ def _grammar(options: SamplingOptions, first_space: bool) -> str:
     from llguidance import regex_to_lark
 
     if options.json_schema is not None:
-        body = {"json_schema": guided(json.loads(options.json_schema))}
+        body = {"json_schema": to_llguidance_schema(json.loads(options.json_schema))}
     elif options.regex is not None:
         body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, 'd')}/"}
     else:
@@ -230,14 +230,14 @@ _made: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int]], LLT
 _made = weakref.WeakKeyDictionary()
 
 
-def _tokens(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> LLTokenizer:
+def _tokens(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer:
     """Made once for a vocabulary: a fifth of a second for 32,000 tokens."""
     import llguidance
 
     made = _made.setdefault(tokenizer, {})
-    key = vocab_size, frozenset(end_ids)
+    key = vocab_size, frozenset(eos_token_ids)
     if key not in made:
-        ends = sorted(id for id in end_ids if id < vocab_size)
+        ends = sorted(id for id in eos_token_ids if id < vocab_size)
         tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
         for id in ends:
             tokens[id] = b""
@@ -270,7 +270,7 @@ def _json_problem(text: str) -> str | None:
 
 def _error(name: str, message: str) -> GenerationError:
     """The library's error in the words of who wrote the constraint."""
-    known = explained(message) if name == "json_schema" else None
+    known = explain_schema_error(message) if name == "json_schema" else None
     reason, hint = known or (_reason(message), _HINTS[name])
     if name == "regex" and re.search("look-?around|backreference", message):
         hint = _UNSUPPORTED

@@ -9,17 +9,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxlm.backend.mlx import ON_CPU, begin, compute, mx
-from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
+from mlxlm.backend.mlx import ON_CPU, async_eval_arrays, eval_arrays, mx
+from mlxlm.cache import (
+    KVOptions,
+    fingerprint,
+    load_prompt_cache,
+    load_prompt_cache_identity,
+    make_cache,
+    save_prompt_cache,
+)
 from mlxlm.utils.errors import CheckpointError, GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.generation.loaded_model import LoadedModel
 
 T = TypeVar("T")
-ENDLESS = sys.maxsize  # tokens: no limit
-FREED_BYTES = 256 << 20  # that a CPU's allocator may keep; without a bound, 20,000 tokens leave 6 GB with a small model
-PREFILL_CHUNK = 512  # tokens; bounds the memory of a prompt's scores, [H, 512, S] a layer
+UNLIMITED = sys.maxsize  # tokens: no limit
+MAX_FREED_BYTES = (
+    256 << 20
+)  # that a CPU's allocator may keep; without a bound, 20,000 tokens leave 6 GB with a small model
+PREFILL_STEP_SIZE = 512  # tokens; bounds the memory of a prompt's scores, [H, 512, S] a layer
 
 
 class Context:
@@ -29,7 +38,7 @@ class Context:
     anywhere) leaves an empty context.
     """
 
-    changes = 0  # so many times it has become another
+    version = 0  # so many times it has become another
 
     def __init__(self, model, kv: KVOptions | None = None):
         """`kv`: how keys and values are kept (None: all, as they are).
@@ -57,16 +66,16 @@ class Context:
     def clear(self) -> None:
         """Forget everything."""
         self._whole = False
-        self.changes += 1
+        self.version += 1
         self.caches = make_cache(self.model, self.kv)
         self._ids = array("i")
         self._whole = True
 
     @contextmanager
-    def changing(self) -> Iterator[array]:
+    def transaction(self) -> Iterator[array]:
         """For changes that are made whole or not at all; gives the ids, to be changed with the caches."""
         self._whole = False
-        self.changes += 1
+        self.version += 1
         try:
             yield self._ids
         except BaseException:
@@ -75,17 +84,21 @@ class Context:
         self._whole = True  # an interrupt just before leaves it unset: the next use begins anew
 
     def check_unchanged(self, since: int) -> None:
-        """Raise GenerationError if another text has used the context after its first `since` `changes`."""
-        if self.changes != since:
+        """Raise GenerationError if another text has used the context after its first `since` `version`."""
+        if self.version != since:
             raise GenerationError("the context was used for another text meanwhile", "a context for each text")
 
     @property
-    def room(self) -> int | None:
+    def max_update_size(self) -> int | None:
         """How many tokens fit before a rotating cache drops some; None where none ever does."""
-        rooms = [room for cache in self.caches if (room := getattr(cache, "room", None)) is not None]
+        rooms = [
+            max_update_size
+            for cache in self.caches
+            if (max_update_size := getattr(cache, "max_update_size", None)) is not None
+        ]
         return min(rooms, default=None)
 
-    def keep_prefix(self, prompt: Sequence[int], max_tokens: int) -> int:
+    def trim_to_prefix(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Forget whatever `prompt` doesn't begin with; return how many of its tokens are held.
 
         At most `len(prompt) - 1`, since the last one must be read again for its logits. Caches that can't
@@ -94,16 +107,16 @@ class Context:
         """
         if not self._whole:
             self.clear()
-        change = getattr(self.model, "positions_change", None)
+        change = getattr(self.model, "longrope_original_length", None)
         if change is not None:
             # No token of a rotating cache sees one farther away than what that holds.
-            reach = min(len(prompt) + max_tokens, self.kv.size or ENDLESS)
-            if self._ids and (reach > change) != (self.caches[0].reach > change):
+            expected_length = min(len(prompt) + max_tokens, self.kv.size or UNLIMITED)
+            if self._ids and (expected_length > change) != (self.caches[0].expected_length > change):
                 self.clear()
-        kept = shared(self._ids, prompt[:-1])
+        kept = common_prefix_length(self._ids, prompt[:-1])
         surplus = len(self._ids) - kept
         if surplus and kept and all(_can_trim(cache, surplus) for cache in self.caches):
-            with self.changing() as ids:
+            with self.transaction() as ids:
                 for cache in self.caches:
                     cache.trim(surplus)
                 del ids[kept:]
@@ -111,13 +124,16 @@ class Context:
             self.clear()
         if change is not None:
             for cache in self.caches:
-                cache.reach = reach
+                cache.expected_length = expected_length
         return len(self._ids)
 
     def read(
-        self, ids: Sequence[int], chunk: int = PREFILL_CHUNK, on_prefill: Callable[[int], None] | None = None
+        self,
+        ids: Sequence[int],
+        prefill_step_size: int = PREFILL_STEP_SIZE,
+        on_prefill: Callable[[int], None] | None = None,
     ) -> None:
-        """Read `ids` behind what is held, in chunks of at most `chunk` tokens, each evaluated before the next.
+        """Read `ids` behind what is held, in chunks of at most `prefill_step_size` tokens, each evaluated before the next.
 
         `on_prefill(n)` is told after each chunk how many tokens the context holds; an exception raised by it leaves
         the chunks that were read.
@@ -125,53 +141,53 @@ class Context:
         done = 0
         while done < len(ids):
             # A chunk ends where a rotating cache drops tokens: what a token sees never depends on the chunks.
-            size = min(chunk, len(ids) - done, self.room or chunk)
+            size = min(prefill_step_size, len(ids) - done, self.max_update_size or prefill_step_size)
             part = list(ids[done : done + size])
-            with self.changing() as held:
+            with self.transaction() as held:
                 # The logits of these positions are never evaluated: only the caches are.
                 self.model(mx.array([part]), cache=self.caches)
-                evaluate(self.caches)
+                eval_caches(self.caches)
                 held.extend(part)
             done += size
             if on_prefill is not None:
                 on_prefill(len(self))
 
-    def save(self, path: Path | str, loaded: LoadedModel, *, replace: bool = False) -> None:
+    def save(self, path: Path | str, lm: LoadedModel, *, replace: bool = False) -> None:
         """Write caches and ids to a safetensors file, for `load` in another process.
 
-        `loaded` is this model with its tokenizer. `replace`: the file may take the place of an earlier one of `save`.
+        `lm` is this model with its tokenizer. `replace`: the file may take the place of an earlier one of `save`.
         Raises CheckpointError if something else is there, if nothing was read yet, or if caches of this model's kind
         can't be written.
         """
-        reach = getattr(self.caches[0], "reach", None)
-        identity = self._identity(loaded) | ({} if reach is None else {"reach": str(reach)})
-        write_caches(path, self.caches, self.ids, identity, replace=replace)
+        expected_length = getattr(self.caches[0], "expected_length", None)
+        identity = self._identity(lm) | ({} if expected_length is None else {"expected_length": str(expected_length)})
+        save_prompt_cache(path, self.caches, self.ids, identity, replace=replace)
 
-    def load(self, path: Path | str, loaded: LoadedModel) -> int:
+    def load(self, path: Path | str, lm: LoadedModel) -> int:
         """Hold what a file of `save` has instead of what is held; return how many tokens that is.
 
         Raises CheckpointError for a file that can't be read, and for one of another model, another tokenizer or other
         cache settings; what was held stays then.
         """
-        found = read_identity(path)
-        for name, wanted in self._identity(loaded).items():
+        found = load_prompt_cache_identity(path)
+        for name, wanted in self._identity(lm).items():
             if found.get(name) != wanted:
                 what = f"to hold {found.get(name)}, not {wanted}" if name == "cache" else f"with another {name}"
                 raise CheckpointError(f"{path} was made {what}", "a new file, or what that one was made with")
         caches = make_cache(self.model, self.kv)
-        ids, _ = read_caches(path, caches)
-        if getattr(self.model, "positions_change", None) is not None:
-            reach = found.get("reach", "")
-            if not (reach.isdecimal() and len(reach) <= len(str(ENDLESS))):
+        ids, _ = load_prompt_cache(path, caches)
+        if getattr(self.model, "longrope_original_length", None) is not None:
+            expected_length = found.get("expected_length", "")
+            if not (expected_length.isdecimal() and len(expected_length) <= len(str(UNLIMITED))):
                 problem = f"{path} doesn't say how long its text would become"
                 raise CheckpointError(problem, "delete it and let it be written anew")
             for cache in caches:
-                cache.reach = int(reach)
-        with self.changing():
+                cache.expected_length = int(expected_length)
+        with self.transaction():
             self.caches, self._ids = caches, array("i", ids)
         return len(self)
 
-    def _identity(self, loaded: LoadedModel) -> dict[str, str]:
+    def _identity(self, lm: LoadedModel) -> dict[str, str]:
         """What a file must have been made with."""
         kv = self.kv
         held = "all tokens" if kv.size is None else f"{kv.size} tokens of which the first {kv.keep} stay"
@@ -180,12 +196,12 @@ class Context:
         )
         return {
             "model": fingerprint(self.model),
-            "tokenizer": loaded.tokenizer.fingerprint,
+            "tokenizer": lm.tokenizer.fingerprint,
             "cache": f"{held}, {bits}" if bits else held,
         }
 
 
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both begin with."""
     length, start, step = min(len(one), len(other)), 0, 16  # most that differ do so early
     while start < length:
@@ -203,22 +219,22 @@ def _can_trim(cache, n: int) -> bool:
     return cache.is_trimmable() if can_trim is None else can_trim(n)
 
 
-def dispatched(result: T) -> T:
+def async_eval(result: T) -> T:
     """The same array or arrays, with their computation begun."""
-    begin(result)
+    async_eval_arrays(result)
     return result
 
 
-def evaluate(caches: Sequence, *more: mx.array) -> None:
+def eval_caches(caches: Sequence, *more: mx.array) -> None:
     """Compute what `caches` hold, and `more`."""
-    compute([cache.state for cache in caches], *more)
-    clear_allocator()
+    eval_arrays([cache.state for cache in caches], *more)
+    clear_memory_cache()
 
 
-def clear_allocator() -> None:
+def clear_memory_cache() -> None:
     """Give freed buffers back: attention over a growing cache frees ever new sizes, which pile up in the allocator.
 
     On a CPU only where there is more than a little, since fresh memory costs page faults there.
     """
-    if not ON_CPU or mx.get_cache_memory() > FREED_BYTES:
+    if not ON_CPU or mx.get_cache_memory() > MAX_FREED_BYTES:
         mx.clear_cache()

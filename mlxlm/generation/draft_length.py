@@ -18,7 +18,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps before another try, doub
 MEASURING = "plain steps are measured first"
 
 
-class Pace:
+class DraftLengthController:
     """Chooses the number of proposals k that gives the most tokens a second.
 
     If each proposal is accepted with probability a, given that those before it were, a round of k gives
@@ -28,26 +28,26 @@ class Pace:
     would pay. No choice changes a text.
     """
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, num_draft_tokens: int):
+        self._most = num_draft_tokens
         self._seconds: dict[int, deque[tuple[int, float]]] = {}  # by k: when, and how many
         self._passes = 0
         self._plain: list[float] = []  # plain steps on the way to a measurement
         self._pause = self._waited = 0  # plain steps of the pause that is on, 0 for none; and those done
         self._next_pause = SHORTEST_PAUSE
         self._learnt = False  # an outcome during the pause
-        self.reason = MEASURING  # why there are no proposals, where `choose` gives 0
+        self.reason = MEASURING  # why there are no proposals, where `next_draft_length` gives 0
         self._hope()
 
     def _hope(self) -> None:
         self._accepted, self._seen, self._outcomes = HOPE * HOPE_WEIGHT, HOPE_WEIGHT, 0
 
     @property
-    def acceptance(self) -> float:
+    def acceptance_rate(self) -> float:
         """How probable it is that a proposal is accepted, where those before it were."""
         return self._accepted / self._seen
 
-    def outcome(self, accepted: int, refused: int) -> None:
+    def record_acceptance(self, accepted: int, refused: int) -> None:
         """So many proposals were accepted, and one or none refused after them."""
         for hit in [1] * accepted + [0] * refused:
             self._accepted = MEMORY * self._accepted + hit
@@ -55,7 +55,7 @@ class Pace:
             self._outcomes += 1
             self._learnt = True
 
-    def took(self, proposals: int, seconds: float) -> None:
+    def record_time(self, proposals: int, seconds: float) -> None:
         """A pass with `proposals` took so long; one with 0 is a plain step."""
         self._passes += 1
         if proposals == 0:
@@ -79,21 +79,21 @@ class Pace:
         self._pause = self._waited = 0
         self.reason = MEASURING
 
-    def choose(self) -> int:
+    def next_draft_length(self) -> int:
         """The number of proposals of the next round; 0 for a plain step."""
         costs = self._costs()
         if 0 not in costs or self._pause and not self._learnt:
             return 0
         self._learnt = False
-        most = min(self._most, max(START, 2 * max(costs)))
-        gains = [self._tokens(k) * costs[0] / _between(costs, k) for k in range(most + 1)]
-        best = max(range(most + 1), key=gains.__getitem__)
+        num_draft_tokens = min(self._most, max(START, 2 * max(costs)))
+        gains = [self._tokens(k) * costs[0] / _between(costs, k) for k in range(num_draft_tokens + 1)]
+        best = max(range(num_draft_tokens + 1), key=gains.__getitem__)
         if best and self._pause:
             self._resume()
         elif best == 0 and not self._pause:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
             self.reason = (
-                f"proposals don't pay: with {self.acceptance:.0%} of them accepted, rounds give {max(gains[1:]):.2g} "
+                f"proposals don't pay: with {self.acceptance_rate:.0%} of them accepted, rounds give {max(gains[1:]):.2g} "
                 f"x the tokens/s of plain steps; next try after {self._pause} tokens"
             )
         elif best and self._outcomes >= PROVEN:
@@ -101,7 +101,7 @@ class Pace:
         return best
 
     def _tokens(self, proposals: int) -> float:
-        return sum(self.acceptance**i for i in range(proposals + 1))
+        return sum(self.acceptance_rate**i for i in range(proposals + 1))
 
     def _costs(self) -> dict[int, float]:
         """Seconds by k, of the kinds that were measured often enough and lately."""

@@ -7,23 +7,23 @@ from typing import Protocol
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions
-from mlxlm.generation.context import Context, dispatched
+from mlxlm.generation.context import Context, async_eval
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.utils.errors import GenerationError
 
 CANDIDATES = 16  # places of a pair of tokens that are looked at, the latest ones
-LONGEST = 32  # tokens of a suffix that are compared
+MAX_NGRAM = 32  # tokens of a suffix that are compared
 
 
-class Guesses(Protocol):
+class DraftState(Protocol):
     """What a drafter keeps of one text. It is told what follows the prompt, in order, as it becomes known.
 
-    `right`: whether the last token read is the one that was expected; None where expecting one costs a computation.
-    False is also for those that have no guesses left. `behind`: tokens that the next proposal has to read first.
+    `last_draft_matched`: whether the last token read is the one that was expected; None where expecting one costs a computation.
+    False is also for those that have no guesses left. `num_unread`: tokens that the next proposal has to read first.
     """
 
-    right: bool | None
-    behind: int
+    last_draft_matched: bool | None
+    num_unread: int
 
     def read(self, tokens: Sequence[int]) -> None:
         """`tokens` follow what was read so far."""
@@ -37,21 +37,21 @@ class Guesses(Protocol):
 
 
 class Drafter(Protocol):
-    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> Guesses:
+    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
         """Guesses for the text that follows `prompt` in `context`. Raises GenerationError where there can't be any."""
 
-    def check(self, loaded: LoadedModel) -> None:
-        """Raise GenerationError where guesses can't be those of `loaded`'s texts."""
+    def check(self, lm: LoadedModel) -> None:
+        """Raise GenerationError where guesses can't be those of `lm`'s texts."""
 
 
-def can_take_back(context: Context, n: int) -> int:
+def max_trimmable_tokens(context: Context, n: int) -> int:
     """Of `n` tokens to be read, how many at once can be read so that all of them could be forgotten again."""
     return max(0, min([n, *(_can_take_back(cache, n) for cache in context.caches)]))
 
 
 def _can_take_back(cache, n: int) -> int:
     if isinstance(cache, KVCache):
-        return n if cache.room is None else cache.room
+        return n if cache.max_update_size is None else cache.max_update_size
     if not cache.is_trimmable():
         return 0
     # A rotating cache of mlx_lm can't be trimmed any more once it is full.
@@ -59,7 +59,7 @@ def _can_take_back(cache, n: int) -> int:
     return n if longest is None else longest - 1 - cache.offset
 
 
-class NgramLookup:
+class PromptLookup:
     """Guesses what followed the longest suffix of the text that it has seen before ("prompt lookup", Saxena 2023; LLMA,
     Yang et al. 2023), in the prompt or in what was generated. It needs no model and no training, and pays where a text
     repeats itself or its prompt: code, quotes, summaries, edits.
@@ -67,19 +67,19 @@ class NgramLookup:
     A suffix is at least two tokens; of places with equally long ones, the latest counts.
     """
 
-    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> Guesses:
-        guesses = _Lookup()
-        guesses.read(prompt)
-        return guesses
+    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
+        draft_state = _Lookup()
+        draft_state.read(prompt)
+        return draft_state
 
-    def check(self, loaded: LoadedModel) -> None:
+    def check(self, lm: LoadedModel) -> None:
         """Every model's texts can be looked up."""
 
 
 class _Lookup:
     def __init__(self) -> None:
-        self.right: bool | None = False
-        self.behind = 0
+        self.last_draft_matched: bool | None = False
+        self.num_unread = 0
         self._ids: list[int] = []
         self._places: dict[tuple[int, int], list[int]] = {}  # after each pair, the latest last
         self._place: int | None = None
@@ -87,7 +87,7 @@ class _Lookup:
     def read(self, tokens: Sequence[int]) -> None:
         ids = self._ids
         for token in tokens:
-            self.right = self._place is not None and ids[self._place] == token
+            self.last_draft_matched = self._place is not None and ids[self._place] == token
             if len(ids) >= 2:
                 places = self._places.setdefault((ids[-2], ids[-1]), [])
                 places.append(len(ids))
@@ -95,7 +95,7 @@ class _Lookup:
                     del places[0]
             ids.append(token)
             # Going on where the last guess was right saves the search.
-            self._place = self._place + 1 if self.right else self._find()
+            self._place = self._place + 1 if self.last_draft_matched else self._find()
 
     def _find(self) -> int | None:
         """The place behind the longest earlier occurrence of a suffix."""
@@ -109,7 +109,7 @@ class _Lookup:
     def _common(self, place: int) -> int:
         """How many tokens before `place` equal those at the end."""
         ids, n = self._ids, 2
-        while n < LONGEST and n < place and ids[place - 1 - n] == ids[-1 - n]:
+        while n < MAX_NGRAM and n < place and ids[place - 1 - n] == ids[-1 - n]:
             n += 1
         return n
 
@@ -134,27 +134,27 @@ class DraftModel:
     quantized: it is small).
     """
 
-    def __init__(self, loaded: LoadedModel):
-        self.loaded = loaded
+    def __init__(self, lm: LoadedModel):
+        self.lm = lm
         self._spare: Context | None = None
 
-    def check(self, loaded: LoadedModel) -> None:
-        if self.loaded.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
+    def check(self, lm: LoadedModel) -> None:
+        if self.lm.tokenizer.fingerprint != lm.tokenizer.fingerprint:
             raise GenerationError(
-                f"the draft model {self.loaded.path} has another tokenizer than {loaded.path}",
+                f"the draft model {self.lm.path} has another tokenizer than {lm.path}",
                 "a smaller model of the same family, trained with the same tokenizer",
             )
 
-    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> Guesses:
-        size, limit = context.kv.size, self.loaded.config.max_position_embeddings
+    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
+        size, limit = context.kv.size, self.lm.config.max_position_embeddings
         kv = KVOptions() if size is None else KVOptions(size=min(size, limit), keep=context.kv.keep)
         own, self._spare = self._spare, None  # a second text at the same time gets one of its own
         if own is None or own.kv != kv:
-            own = Context(self.loaded.model, kv)
-        own.keep_prefix(prompt, max_tokens)
-        if not can_take_back(own, 1):
+            own = Context(self.lm.model, kv)
+        own.trim_to_prefix(prompt, max_tokens)
+        if not max_trimmable_tokens(own, 1):
             raise GenerationError(
-                f"the draft model {self.loaded.path} can't take tokens back",
+                f"the draft model {self.lm.path} can't take tokens back",
                 "a draft model with attention in all layers",
             )
         return _Drafting(own, prompt, limit if kv.size is None else None, self._returned)
@@ -167,13 +167,13 @@ class _Drafting:
     def __init__(
         self, context: Context, prompt: Sequence[int], limit: int | None, returned: Callable[[Context], None]
     ) -> None:
-        self.right: bool | None = None
+        self.last_draft_matched: bool | None = None
         self._context, self._limit, self._returned = context, limit, returned
         self._unread = list(prompt[len(context) :])
         self._guessed: mx.array | None = None  # the last proposal; the caches hold all of it but its last token
 
     @property
-    def behind(self) -> int:
+    def num_unread(self) -> int:
         return len(self._unread)
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -183,7 +183,7 @@ class _Drafting:
         """Forget guesses that aren't in the text, which `tokens` continue; return how many of these are held."""
         if self._guessed is None:
             return 0
-        with self._context.changing() as ids:
+        with self._context.transaction() as ids:
             guessed, self._guessed = self._guessed, None
             ahead, kept = guessed.size - 1, 0
             for guess, token in zip(guessed[:-1].tolist() if tokens else (), tokens, strict=False):
@@ -201,18 +201,18 @@ class _Drafting:
         if self._limit is not None:
             count = min(count, self._limit - len(context) - len(unread))
         if count < 1:
-            self.right = False  # nothing more will come
+            self.last_draft_matched = False  # nothing more will come
             return None
-        if len(unread) > 2 or can_take_back(context, len(unread)) < len(unread):
+        if len(unread) > 2 or max_trimmable_tokens(context, len(unread)) < len(unread):
             context.read(unread[:-1])
             del unread[:-1]
         sampler = sampler.fork()
         guessed: list[mx.array] = []
-        with context.changing() as ids:
+        with context.transaction() as ids:
             token = self._draw(mx.array(unread), sampler, vocab_size, guessed)
             ids.extend(unread)
             unread.clear()
-            count = min(count, 1 + can_take_back(context, count - 1))
+            count = min(count, 1 + max_trimmable_tokens(context, count - 1))
             while len(guessed) < count and token is not None:
                 token = self._draw(token, sampler, vocab_size, guessed)
             self._guessed = mx.concatenate(guessed)
@@ -222,9 +222,9 @@ class _Drafting:
         """Read `tokens`, add the one drawn to `guessed`, and return it; None if nothing can follow it."""
         logits = _of_width(self._context.model(tokens[None], cache=self._context.caches)[:, -1], vocab_size)
         token = mx.maximum(sampler(logits), 0)  # logits that aren't numbers: a wrong guess
-        guessed.append(dispatched(token))
-        if sampler.blocks:
-            sampler.observe(token.item())
+        guessed.append(async_eval(token))
+        if sampler.needs_last_token:
+            sampler.accept(token.item())
             if sampler.finished or sampler.error:
                 return None
         return token

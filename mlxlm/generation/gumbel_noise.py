@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from mlxlm.backend.mlx import mx
 
 
-def draw_seed() -> int:
+def random_seed() -> int:
     """A seed from the operating system, short enough to be typed again."""
     return int.from_bytes(os.urandom(4), "little")
 
 
-def derived_seed(seed: int, id: str, sample: int) -> int:
+def derive_seed(seed: int, id: str, sample: int) -> int:
     """The seed of a request's n-th sample: a hash of all three, so that no two share one by accident.
 
     It has 53 bits: jq 1.6 and JavaScript take a longer number of a line of results for another one.
@@ -23,21 +23,21 @@ def derived_seed(seed: int, id: str, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 11
 
 
-def step_noise(seed: int, step: int) -> tuple[tuple[int, int], float]:
-    """What belongs to the draw of token number `step`: a key for `gumbel`, and a number of [0, 1)."""
+def token_noise(seed: int, step: int) -> tuple[tuple[int, int], float]:
+    """What belongs to the draw of token number `step`: a key for `gumbel_noise`, and a number of [0, 1)."""
     digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
     words = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
     return (words[0], words[1]), words[2] / 2**32
 
 
-def gumbel(keys: Sequence[tuple[int, int]], size: int) -> mx.array:
+def gumbel_noise(keys: Sequence[tuple[int, int]], size: int) -> mx.array:
     """Independent draws of Gumbel's distribution, float32 `[len(keys), size]`; row i depends on `keys[i]` alone.
 
     Models that pad one vocabulary to sizes a little apart (a draft model beside its target) get the same noise for
     the same token.
 
     Exponentials come from -log(1 - u), as float32 has 256 times finer steps of u near 0 than near 1: with
-    -log(u), what `mx.random.gumbel` takes, tokens of less than 1e-8 could hardly win, and a tail of
+    -log(u), what `mx.random.gumbel_noise` takes, tokens of less than 1e-8 could hardly win, and a tail of
     100,000 of them together would be short of 0.1 %.
     """
     step = 1 << max(size.bit_length() - 4, 0)  # at most an eighth more numbers than needed

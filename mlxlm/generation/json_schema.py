@@ -24,7 +24,7 @@ _MEANT = {"f64": "a number", "positive integer": "a whole number", "array": "a l
 _TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
 
 
-def guided(schema: dict[str, Any] | bool) -> dict[str, Any]:
+def to_llguidance_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
     """The schema with llguidance's settings: no whitespace but a space after a comma or a colon.
 
     A schema can set other separators in "x-guidance", "item_separator" and "key_separator": a comma or a colon with
@@ -182,7 +182,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
     return {"number" if t == "integer" else str(t) for t in ([types] if isinstance(types, str) else types)}
 
 
-def explained(problem: str) -> tuple[str, str] | None:
+def explain_schema_error(problem: str) -> tuple[str, str] | None:
     """What is wrong with a schema, by llguidance's message, and what would work; None for one that isn't known."""
     for pattern, reason, hint in _EXPLANATIONS:
         if found := re.search(pattern, problem):

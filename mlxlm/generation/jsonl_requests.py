@@ -12,22 +12,22 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlxlm.cache import KVOptions, fingerprint
-from mlxlm.cache.options import is_whole
+from mlxlm.cache.options import is_int_at_least
 from mlxlm.generation.batch import Request
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.generation.stream_generate import encoded
+from mlxlm.generation.stream_generate import encode_prompt
 from mlxlm.tokenizer.tokenizer import check_unicode
-from mlxlm.utils.bounded_reads import parsed_object
+from mlxlm.utils.bounded_reads import parse_json_object
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
-LONGEST_LINE = 64 * 2**20  # bytes: far above any context, far below what memory holds
+MAX_LINE_BYTES = 64 * 2**20  # bytes: far above any context, far below what memory holds
 
 Id = str | int | float
 Messages = list[dict[str, str]]  # each with "role" and "content"
-Encoded = tuple[list[int], frozenset[int]]  # ids, and the tokens that end the answer
+EncodedPrompt = tuple[list[int], frozenset[int]]  # ids, and the tokens that end the answer
 
-_OWN_FIELDS = ("id", "prompt", "messages", "system", "samples")
+_OWN_FIELDS = ("id", "prompt", "messages", "system", "num_samples")
 _OPTIONS = tuple(field.name for field in fields(GenerationOptions))
 _ROLES = ("system", "user", "assistant")
 _MESSAGE = '{"role": "user", "content": "Hello!"}'
@@ -35,20 +35,20 @@ _MESSAGE = '{"role": "user", "content": "Hello!"}'
 
 @dataclass(frozen=True)
 class Sample:
-    """One text to generate: number `number` (from 0) of the `samples` that the request on line `line` asks for.
+    """One text to generate: number `number` (from 0) of the `num_samples` that the request on line `line` asks for.
     `digest`: that of Task."""
 
     id: Id
     line: int
     number: int
-    samples: int
+    num_samples: int
     request: Request
     digest: str
 
 
 @dataclass(frozen=True)
-class Task:
-    """The request on line `line`: `samples` texts, of which those numbered in `todo` are wanted.
+class SampleTask:
+    """The request on line `line`: `num_samples` texts, of which those numbered in `pending` are wanted.
 
     has_own_seed: it is drawn with the seed of its options, not with one derived from it. digest: 12 hexadecimal digits
     over all that decides its texts but its id: model, prompt, options, and where its seeds come from.
@@ -56,16 +56,16 @@ class Task:
 
     id: Id
     line: int
-    samples: int
-    todo: list[int]
+    num_samples: int
+    pending: list[int]
     request: Request
     has_own_seed: bool
     digest: str
 
     def wanted(self) -> Iterator[Sample]:
-        for number in self.todo:
+        for number in self.pending:
             request = self.request if self.has_own_seed else self.request.sample(str(self.id), number)
-            yield Sample(self.id, self.line, number, self.samples, request, self.digest)
+            yield Sample(self.id, self.line, number, self.num_samples, request, self.digest)
 
 
 class BadRequest(GenerationError):
@@ -91,59 +91,59 @@ class RequestReader:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        lm: LoadedModel,
         defaults: GenerationOptions,
-        encode_messages: Callable[[Messages], Encoded],
+        encode_messages: Callable[[Messages], EncodedPrompt],
         *,
         kv: KVOptions | None = None,
-        samples: int = 1,
-        as_messages: bool = False,
-        system: str | None = None,
+        num_samples: int = 1,
+        as_chat: bool = False,
+        system_prompt: str | None = None,
         done: Callable[[Id, int], str | None] = lambda id, sample: None,
     ):
-        """`kv`: how keys and values will be kept. `as_messages`: a prompt in text is asked as a message. `system`: of
+        """`kv`: how keys and values will be kept. `as_chat`: a prompt in text is asked as a message. `system_prompt`: of
         conversations that name none. `done(id, sample)`: the digest of a sample that isn't needed, as it is done.
         `encode_messages` may raise any MlxlmError."""
-        self._loaded = loaded
-        made_with = (fingerprint(loaded.model), loaded.tokenizer.fingerprint, asdict(kv or KVOptions()))
+        self._loaded = lm
+        made_with = (fingerprint(lm.model), lm.tokenizer.fingerprint, asdict(kv or KVOptions()))
         self._made_with = hashlib.sha256(json.dumps(made_with).encode())
         self._defaults = replace(defaults, seed=0) if defaults.seed is None else defaults
         self._encode_messages = encode_messages
-        self._samples = samples
-        self._as_messages = as_messages
-        self._system = system
+        self._samples = num_samples
+        self._as_messages = as_chat
+        self._system = system_prompt
         self._done = done
         self._line_of: dict[str, int] = {}
 
-    def read(self, number: int, line: bytes) -> Task:
+    def read(self, number: int, line: bytes) -> SampleTask:
         """The request on line `number`, which is not blank. Raises BadRequest; and GenerationError where what is done
         under its id is another request."""
         request_id: Id | None = None
         try:
-            if len(line) > LONGEST_LINE:
-                raise GenerationError(f"the line is longer than {LONGEST_LINE // 2**20} MiB", "a shorter prompt")
+            if len(line) > MAX_LINE_BYTES:
+                raise GenerationError(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB", "a shorter prompt")
             content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            value = parsed_object(content, "the line", GenerationError, '{"prompt": "Once upon a time"}')
+            value = parse_json_object(content, "the line", GenerationError, '{"prompt": "Once upon a time"}')
             if b"\\u" in line:
                 check_unicode(json.dumps(value, ensure_ascii=False))
             request_id = _checked_id(value.get("id", number))
             self._remember(request_id, number)
-            samples = _checked_samples(value.get("samples", self._samples))
+            num_samples = _checked_num_samples(value.get("num_samples", self._samples))
             options = self._options(value)
-            prompt, end_ids = self._encode(value)
+            prompt, eos_token_ids = self._encode(value)
         except MlxlmError as error:
             raise BadRequest(number, request_id, error.message, error.hint) from error
-        has_own_seed = value.get("seed") is not None and samples == 1
-        request = Request(prompt, options, end_ids)
+        has_own_seed = value.get("seed") is not None and num_samples == 1
+        request = Request(prompt, options, eos_token_ids)
         digest = self._digest(request, has_own_seed)
-        done = [self._done(request_id, n) for n in range(samples)]
+        done = [self._done(request_id, n) for n in range(num_samples)]
         if any(found not in (None, digest) for found in done):
             raise GenerationError(
                 f"line {number}: what is done with the id {json.dumps(request_id)} is the result of another request",
                 "the prompt, options and model that it was made with, or another file of results",
             )
-        todo = [n for n, found in enumerate(done) if found is None]
-        return Task(request_id, number, samples, todo, request, has_own_seed, digest)
+        pending = [n for n, found in enumerate(done) if found is None]
+        return SampleTask(request_id, number, num_samples, pending, request, has_own_seed, digest)
 
     def _digest(self, request: Request, has_own_seed: bool) -> str:
         def plain(value: Any) -> Any:  # 1 and 1.0 are one setting
@@ -151,7 +151,7 @@ class RequestReader:
 
         options = {name: plain(getattr(request.options, name)) for name in _OPTIONS}
         options["logit_bias"] = {token: plain(bias) for token, bias in request.options.logit_bias.items()}
-        ends = None if request.end_ids is None else sorted(request.end_ids)
+        ends = None if request.eos_token_ids is None else sorted(request.eos_token_ids)
         digest = self._made_with.copy()
         digest.update(json.dumps([request.prompt, options, ends, has_own_seed], sort_keys=True).encode())
         return digest.hexdigest()[:12]
@@ -173,27 +173,27 @@ class RequestReader:
         return replace(self._defaults, **given)
 
     def _encode(self, value: dict[str, Any]) -> tuple[Sequence[int], frozenset[int] | None]:
-        prompt, messages, system = (value.get(name) for name in ("prompt", "messages", "system"))
+        prompt, messages, system_prompt = (value.get(name) for name in ("prompt", "messages", "system"))
         if (prompt is None) == (messages is None):
             raise GenerationError("a request has either a prompt or messages", '{"prompt": "Once upon a time"}')
-        if system is not None and not isinstance(system, str):
+        if system_prompt is not None and not isinstance(system_prompt, str):
             raise GenerationError("system is not a text", '"Be brief."')
         continued = messages is None and not self._as_messages
-        if continued and (system is not None or self._system):
+        if continued and (system_prompt is not None or self._system):
             raise GenerationError("a prompt that is continued has no system prompt", "messages, or --chat")
         if messages is None and not isinstance(prompt, str):
             return self._token_ids(prompt), None
         if continued:
-            return encoded(self._loaded, prompt), None
+            return encode_prompt(self._loaded, prompt), None
         if messages is None and not prompt:
             raise GenerationError("the message is empty", "some text to answer")
         messages = _checked_messages([{"role": "user", "content": prompt}] if messages is None else messages)
         has_system = messages[0]["role"] == "system"
-        if system is not None and has_system:
+        if system_prompt is not None and has_system:
             raise GenerationError("there are two system prompts", "system, or a first message of role system")
-        system = self._system if system is None else system
-        if system and not has_system:
-            messages = [{"role": "system", "content": system}, *messages]
+        system_prompt = self._system if system_prompt is None else system_prompt
+        if system_prompt and not has_system:
+            messages = [{"role": "system", "content": system_prompt}, *messages]
         return self._encode_messages(messages)
 
     def _token_ids(self, prompt: Any) -> list[int]:
@@ -209,8 +209,8 @@ def _checked_id(value: Any) -> Id:
     return value
 
 
-def _checked_samples(value: Any) -> int:
-    if not is_whole(value, 1) or value > 100_000:
+def _checked_num_samples(value: Any) -> int:
+    if not is_int_at_least(value, 1) or value > 100_000:
         raise GenerationError(f"samples is {value!r}", "a whole number from 1 to 100000")
     return value
 

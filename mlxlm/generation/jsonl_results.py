@@ -18,16 +18,16 @@ from typing import Any, BinaryIO
 from mlxlm.backend.error_text import describe_error
 from mlxlm.generation.jsonl_requests import BadRequest, Id, Sample
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
-from mlxlm.generation.result import Result
+from mlxlm.generation.result import GenerationResult
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.utils.bounded_reads import parsed_object
+from mlxlm.utils.bounded_reads import parse_json_object
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
-from mlxlm.utils.files import replaced_file
+from mlxlm.utils.files import atomic_write
 
 _BEGINNING = b'{"id": '  # of every line here
 
 
-def result_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
+def result_fields(result: GenerationResult, tokenizer: Tokenizer) -> dict[str, Any]:
     """What a line of results tells of a text: nothing that differs between two equal runs."""
     told = {
         "text": result.text,
@@ -38,12 +38,12 @@ def result_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
     }
     if result.logprobs is not None:
         told["logprobs"] = [_logprob_fields(token, tokenizer) for token in result.logprobs]
-    if result.complaint is not None:
-        told["complaint"] = result.complaint
+    if result.constraint_error is not None:
+        told["constraint_error"] = result.constraint_error
     return told
 
 
-def whole_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
+def full_result_fields(result: GenerationResult, tokenizer: Tokenizer) -> dict[str, Any]:
     """All that is known of a text, as values of JSON: also how fast it came."""
     told = result_fields(result, tokenizer)
     told |= {"cached_tokens": result.cached_tokens, "timings": asdict(result.timings)}
@@ -52,10 +52,10 @@ def whole_fields(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
     return told
 
 
-def sample_fields(sample: Sample, result: Result | MlxlmError, tokenizer: Tokenizer) -> dict[str, Any]:
+def sample_fields(sample: Sample, result: GenerationResult | MlxlmError, tokenizer: Tokenizer) -> dict[str, Any]:
     """The result of a sample, with the id of its request, where it asks for several the number of the sample, and the
     request's digest."""
-    number = {"sample": sample.number} if sample.samples > 1 else {}
+    number = {"sample": sample.number} if sample.num_samples > 1 else {}
     head = {"id": sample.id} | number | {"request": sample.digest}
     if isinstance(result, MlxlmError):
         return head | {"line": sample.line, "error": describe_error(result)}
@@ -73,7 +73,9 @@ def _logprob_fields(drawn: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any
             "logprob": round(entry.logprob, 6) if math.isfinite(entry.logprob) else None,
         }
 
-    return fields(drawn) | ({"top": [fields(entry) for entry in drawn.top]} if drawn.top else {})
+    return fields(drawn) | (
+        {"top_logprobs": [fields(entry) for entry in drawn.top_logprobs]} if drawn.top_logprobs else {}
+    )
 
 
 def bad_request_fields(error: BadRequest) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def bad_request_fields(error: BadRequest) -> dict[str, Any]:
 
 def has_failed(fields: dict[str, Any]) -> bool:
     """Whether a result is none: an error, or a constrained text that is not complete. A later run tries it again."""
-    return "error" in fields or "complaint" in fields
+    return "error" in fields or "constraint_error" in fields
 
 
 class ResultFile:
@@ -188,14 +190,14 @@ class ResultFile:
     @staticmethod
     def _parsed(line: bytes) -> dict[str, Any] | None:
         with suppress(GenerationError):
-            value = parsed_object(line, "the line", GenerationError, "a result")
+            value = parse_json_object(line, "the line", GenerationError, "a result")
             if "id" in value and ("error" in value or _is_text(value)):
                 return value
         return None
 
     def _replace(self, file: BinaryIO, kept: list[tuple[int, int]]) -> None:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        with replaced_file(self._path, GenerationError) as copy:
+        with atomic_write(self._path, GenerationError) as copy:
             os.fchmod(copy.fileno(), mode)
             for start, end in kept:
                 file.seek(start)

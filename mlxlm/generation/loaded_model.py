@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxlm import checkpoint, tokenizer
 from mlxlm.backend.mlx import nn
-from mlxlm.checkpoint.mlx_lm_fallback import ForeignConfig
+from mlxlm.checkpoint.mlx_lm_fallback import MlxLmConfig
 from mlxlm.config import ModelConfig
 from mlxlm.utils.errors import CheckpointError
 
@@ -18,20 +18,20 @@ class LoadedModel:
 
     model: nn.Module = field(repr=False)
     tokenizer: tokenizer.Tokenizer
-    config: ModelConfig | ForeignConfig
+    config: ModelConfig | MlxLmConfig
     path: Path
 
     @property
-    def end_ids(self) -> frozenset[int]:
+    def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text: the configuration's and the tokenizer's."""
         eos = self.tokenizer.eos_id
         ends = self.config.eos_ids | (frozenset() if eos is None else {eos})
         return frozenset(id for id in ends if id < self.config.vocab_size)
 
     @property
-    def batchable(self) -> bool:
+    def supports_batching(self) -> bool:
         """Whether several texts can grow side by side; else each waits for the one before it."""
-        return getattr(self.model, "batchable", False)
+        return getattr(self.model, "supports_batching", False)
 
 
 def load(path: Path | str) -> LoadedModel:
@@ -43,9 +43,9 @@ def load(path: Path | str) -> LoadedModel:
     source = checkpoint.open_checkpoint(path)
     model, config = checkpoint.load_checkpoint(source)
     tokens = source.load_tokenizer()
-    if tokens.least_vocab_size > config.vocab_size:
+    if tokens.min_vocab_size > config.vocab_size:
         raise CheckpointError(
-            f"{path}: the tokenizer has {tokens.least_vocab_size} tokens and the model {config.vocab_size}",
+            f"{path}: the tokenizer has {tokens.min_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
     return LoadedModel(model, tokens, config, Path(path))

@@ -12,7 +12,7 @@ _MASS = 2**31  # of all tokens together: masses are whole numbers, whose sums ar
 _SORTED = 8192  # tokens that are sorted on a CPU sooner than searched: 0.05 ms for 0.6 at 290, 0.5 for 0.7 at 8192
 
 
-def filtered_logits(logits: mx.array, options: SamplingOptions, excluding: mx.array | None = None) -> mx.array:
+def filter_logits(logits: mx.array, options: SamplingOptions, excluding: mx.array | None = None) -> mx.array:
     """The logits that a token is drawn from, `[B, V]` -> float32 `[B, V]`; -inf for a token that can't be.
 
     In this order, each on what the one before has left:

@@ -32,26 +32,26 @@ class TokenLogprobs:
 
     token: int
     logprob: float
-    top: tuple[TokenLogprob, ...]
+    top_logprobs: tuple[TokenLogprob, ...]
     bytes: bytes | None = None
 
     def with_bytes(self, bytes_of: Callable[[int], bytes | None]) -> TokenLogprobs:
         """The same with the bytes of every token."""
-        top = tuple(entry._replace(bytes=bytes_of(entry.token)) for entry in self.top)
-        return replace(self, top=top, bytes=bytes_of(self.token))
+        top_logprobs = tuple(entry._replace(bytes=bytes_of(entry.token)) for entry in self.top_logprobs)
+        return replace(self, top_logprobs=top_logprobs, bytes=bytes_of(self.token))
 
 
 @dataclass(frozen=True)
-class DrawnLogprobs:
+class SampledLogprobs:
     """Those of one draw of several rows, on the device until they are read."""
 
     tokens: mx.array  # [R]
     chosen: mx.array  # [R]
     top_ids: mx.array  # [R, n]
-    top: mx.array  # [R, n]
+    top_logprobs: mx.array  # [R, n]
 
     @classmethod
-    def of(cls, logits: mx.array, tokens: mx.array, n: int) -> DrawnLogprobs:
+    def of(cls, logits: mx.array, tokens: mx.array, n: int) -> SampledLogprobs:
         """Of tokens `[R]` drawn from logits `[R, V]`, with the n likeliest."""
         logprobs = log_softmax(logits)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
@@ -59,17 +59,17 @@ class DrawnLogprobs:
             nothing = mx.zeros((len(tokens), 0))
             return cls(tokens, chosen, nothing, nothing)
         ids = mx.argpartition(-logprobs, min(n, logprobs.shape[-1] - 1), axis=-1)[:, :n]
-        top = mx.take_along_axis(logprobs, ids, axis=-1)
-        order = mx.argsort(-top, axis=-1)
-        ids, top = (mx.take_along_axis(x, order, axis=-1) for x in (ids, top))
-        return cls(tokens, chosen, ids, top)
+        top_logprobs = mx.take_along_axis(logprobs, ids, axis=-1)
+        order = mx.argsort(-top_logprobs, axis=-1)
+        ids, top_logprobs = (mx.take_along_axis(x, order, axis=-1) for x in (ids, top_logprobs))
+        return cls(tokens, chosen, ids, top_logprobs)
 
     def arrays(self) -> list[mx.array]:
-        return [self.chosen, self.top_ids, self.top]
+        return [self.chosen, self.top_ids, self.top_logprobs]
 
     def read(self, row: int) -> TokenLogprobs:
-        tokens, chosen, top_ids, top = self._values
-        return TokenLogprobs(tokens[row], chosen[row], tuple(map(TokenLogprob, top_ids[row], top[row])))
+        tokens, chosen, top_ids, top_logprobs = self._values
+        return TokenLogprobs(tokens[row], chosen[row], tuple(map(TokenLogprob, top_ids[row], top_logprobs[row])))
 
     @cached_property
     def _values(self) -> list[list]:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mlxlm.cache.options import is_whole
+from mlxlm.cache.options import is_int_at_least
 from mlxlm.utils.errors import GenerationError
 
-MOST_LOGPROBS = 1000  # a token's likeliest alternatives
-LONGEST_WINDOW = 1 << 14  # tokens that a penalty looks back on
-LARGEST_SCHEMA = 1 << 20  # characters of a schema or a regular expression, and of all choices together
+MAX_LOGPROBS = 1000  # a token's likeliest alternatives
+MAX_PENALTY_WINDOW = 1 << 14  # tokens that a penalty looks back on
+MAX_SCHEMA_CHARS = 1 << 20  # characters of a schema or a regular expression, and of all choices together
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class SamplingOptions:
     The settings apply in this order, which is also that of the steps of `Sampler`:
 
     logit_bias: {token id: number added to its logit}; also as "id=number" strings.
-    repetition_penalty: above 1 makes tokens of the last `repetition_window` less likely; 1 is off.
+    repetition_penalty: above 1 makes tokens of the last `repetition_context_size` less likely; 1 is off.
     presence_penalty, frequency_penalty: subtracted from the logit of every token generated so far, once and for
         each time it was.
-    dry_multiplier: above 0, a token that would lengthen a repetition of the last `dry_window` tokens is made less
+    dry_multiplier: above 0, a token that would lengthen a repetition of the last `dry_penalty_last_n` tokens is made less
         likely by dry_multiplier * dry_base ** (length - dry_allowed_length), from that length on. A token whose text
-        has one of `dry_breakers` in it ends a repetition; () or "" for none.
+        has one of `dry_sequence_breakers` in it ends a repetition; () or "" for none.
     json_schema, regex, choice: what the text must match as a whole (at most one of them): a JSON schema, as text or
         as a dict (or True, for any JSON); a regular expression, in which \\d is 0-9; one of these texts.
     temperature: 0 takes the likeliest token (greedy); 1 the model's own distribution.
@@ -51,14 +51,14 @@ class SamplingOptions:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     repetition_penalty: float = 1.0
-    repetition_window: int = 64
+    repetition_context_size: int = 64
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_window: int = 1024
-    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    dry_penalty_last_n: int = 1024
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
@@ -69,10 +69,10 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for setting in fields(self):
             self._set(setting.name, _plain(getattr(self, setting.name)))
-        for name in ("dry_breakers", "choice"):
+        for name in ("dry_sequence_breakers", "choice"):
             self._set(name, _texts(getattr(self, name)))
-        if self.dry_breakers == ("",):
-            self._set("dry_breakers", ())
+        if self.dry_sequence_breakers == ("",):
+            self._set("dry_sequence_breakers", ())
         self._set("logit_bias", _biases(self.logit_bias))
         if isinstance(self.json_schema, Mapping | bool):
             self._set("json_schema", _json_text(self.json_schema))
@@ -112,7 +112,7 @@ class SamplingOptions:
         # Below 0.001 the scaled logits leave float32, and the draw is greedy anyway.
         if self.temperature != 0 and not _within(self.temperature, 0.001, 100):
             yield f"temperature is {self.temperature!r} (0 for greedy, or 0.001 to 100)"
-        if not is_whole(self.top_k, 0):
+        if not is_int_at_least(self.top_k, 0):
             yield f"top_k is {self.top_k!r} (a positive whole number, or 0 for off)"
         if not _within(self.top_p, 0, 1) or self.top_p == 0:
             yield f"top_p is {self.top_p!r} (above 0 and at most 1, such as 0.9)"
@@ -132,18 +132,18 @@ class SamplingOptions:
                 yield "xtc_probability needs a temperature above 0 (such as 0.7)"
         yield from self._penalty_problems()
         yield from self._constraint_problems()
-        if self.seed is not None and not (is_whole(self.seed, 0) and self.seed < 2**64):
+        if self.seed is not None and not (is_int_at_least(self.seed, 0) and self.seed < 2**64):
             yield f"seed is {self.seed!r} (a whole number from 0 to 2^64 - 1)"
-        if self.logprobs is not None and not (is_whole(self.logprobs, 0) and self.logprobs <= MOST_LOGPROBS):
-            yield f"logprobs is {self.logprobs!r} (0 for the chosen token's, or up to {MOST_LOGPROBS} of the likeliest)"
+        if self.logprobs is not None and not (is_int_at_least(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS):
+            yield f"logprobs is {self.logprobs!r} (0 for the chosen token's, or up to {MAX_LOGPROBS} of the likeliest)"
 
     def _penalty_problems(self) -> Iterator[str]:
         if not _within(self.repetition_penalty, 0.01, 100):
             yield f"repetition_penalty is {self.repetition_penalty!r} (1 for off, or a bit more, such as 1.1)"
-        for name in ("repetition_window", "dry_window", "dry_allowed_length"):
+        for name in ("repetition_context_size", "dry_penalty_last_n", "dry_allowed_length"):
             value = getattr(self, name)
-            if not is_whole(value, 1) or value > LONGEST_WINDOW:
-                yield f"{name} is {value!r} (a whole number from 1 to {LONGEST_WINDOW})"
+            if not is_int_at_least(value, 1) or value > MAX_PENALTY_WINDOW:
+                yield f"{name} is {value!r} (a whole number from 1 to {MAX_PENALTY_WINDOW})"
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not _within(value, -100, 100):
@@ -152,12 +152,12 @@ class SamplingOptions:
             yield f"dry_multiplier is {self.dry_multiplier!r} (0 for off, or a bit more, such as 0.8)"
         if not _within(self.dry_base, 1, 100):
             yield f"dry_base is {self.dry_base!r} (1 to 100, such as 1.75)"
-        yield from _text_problems("a text of dry_breakers", self.dry_breakers)
+        yield from _text_problems("a text of dry_breakers", self.dry_sequence_breakers)
         if not isinstance(self.logit_bias, Mapping):
             yield f"logit_bias is {self.logit_bias!r} (ids and numbers, such as {{42: -100}})"
             return
         for token, bias in self.logit_bias.items():
-            if not is_whole(token, 0) or token >= 2**31:
+            if not is_int_at_least(token, 0) or token >= 2**31:
                 yield f"logit_bias has the token {token!r} (an id, such as 42)"
             elif isinstance(bias, tuple):
                 yield f"logit_bias has the token {token} twice (one number for each)"
@@ -173,8 +173,8 @@ class SamplingOptions:
             yield f"regex is {self.regex!r} (a regular expression, such as [0-9]+)"
         problems = list(_text_problems("a choice", self.choice))
         yield from problems
-        if not problems and any(_size(text) > LARGEST_SCHEMA for text in (self.regex or "", "".join(self.choice))):
-            yield f"{given[0]} is too long (at most {LARGEST_SCHEMA} characters)"
+        if not problems and any(_size(text) > MAX_SCHEMA_CHARS for text in (self.regex or "", "".join(self.choice))):
+            yield f"{given[0]} is too long (at most {MAX_SCHEMA_CHARS} characters)"
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class GenerationOptions(SamplingOptions):
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         limit = self.max_tokens
-        if limit is not None and not is_whole(limit, 1):
+        if limit is not None and not is_int_at_least(limit, 1):
             yield f"max_tokens is {limit!r} (a positive whole number, such as 256)"
         yield from _text_problems("a stop string", self.stop)
 
@@ -269,8 +269,8 @@ def _schema_problems(schema: Any) -> Iterator[str]:
         if not isinstance(schema, str):
             what = "it holds what JSON doesn't have" if isinstance(schema, Mapping) else f"it is {schema!r}"
             raise ValueError(what)
-        if len(schema) > LARGEST_SCHEMA:
-            raise ValueError(f"it has more than {LARGEST_SCHEMA} characters")
+        if len(schema) > MAX_SCHEMA_CHARS:
+            raise ValueError(f"it has more than {MAX_SCHEMA_CHARS} characters")
         # Python takes more for JSON than the library, whose errors point into another text than this one.
         found = json.loads(schema, parse_constant=_finite, parse_float=_finite, parse_int=_finite)
         if not isinstance(found, dict | bool):

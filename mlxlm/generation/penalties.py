@@ -17,38 +17,38 @@ _HARDEST = 1e6  # a larger DRY penalty bans no more than this one, and an infini
 
 
 @dataclass(frozen=True)
-class History:
+class PenaltyState:
     """What the penalties of some rows look back on; all of it on the device, each array's first axis the rows.
 
-    recent: int32 `[R, repetition_window]`, -1 before the first token; None without a repetition penalty.
-    counts: int32 `[R, V]`, how often each token was generated; None without a penalty for it.
-    said: int32 `[R, dry_window]`, -1 before the first token and for every breaker; None without DRY.
-    matches: int32 `[R, dry_window]`: how many tokens that end there equal the last tokens of all. With a new token t,
+    recent_tokens: int32 `[R, repetition_window]`, -1 before the first token; None without a repetition penalty.
+    token_counts: int32 `[R, V]`, how often each token was generated; None without a penalty for it.
+    dry_tokens: int32 `[R, dry_window]`, -1 before the first token and for every breaker; None without DRY.
+    dry_match_lengths: int32 `[R, dry_window]`: how many tokens that end there equal the last tokens of all. With a new token t,
         matches[i] becomes matches[i - 1] + 1 where said[i] = t and 0 elsewhere, so that a token costs one step.
     """
 
-    recent: mx.array | None = None
-    counts: mx.array | None = None
-    said: mx.array | None = None
-    matches: mx.array | None = None
+    recent_tokens: mx.array | None = None
+    token_counts: mx.array | None = None
+    dry_tokens: mx.array | None = None
+    dry_match_lengths: mx.array | None = None
 
     @classmethod
-    def of(cls, options: SamplingOptions, prompt: Sequence[int], size: int, breakers: mx.array | None) -> History:
+    def of(cls, options: SamplingOptions, prompt: Sequence[int], size: int, breakers: mx.array | None) -> PenaltyState:
         """One row, after `prompt`, for a vocabulary of `size`."""
-        recent = counts = said = matches = None
+        recent_tokens = token_counts = dry_tokens = dry_match_lengths = None
         if options.repetition_penalty != 1:
-            recent = mx.array(_last(prompt, options.repetition_window))[None]
+            recent_tokens = mx.array(_last(prompt, options.repetition_context_size))[None]
         if options.presence_penalty or options.frequency_penalty:
-            counts = mx.zeros((1, size), mx.int32)
+            token_counts = mx.zeros((1, size), mx.int32)
         if options.dry_multiplier:
-            tokens = _last(prompt, options.dry_window)
+            tokens = _last(prompt, options.dry_penalty_last_n)
             if breakers is not None:
                 tokens = np.array(_without_breakers(mx.array(tokens), breakers))
-            said, matches = mx.array(tokens)[None], mx.array(_matches(tokens))[None]
-        return cls(recent, counts, said, matches)
+            dry_tokens, dry_match_lengths = mx.array(tokens)[None], mx.array(_matches(tokens))[None]
+        return cls(recent_tokens, token_counts, dry_tokens, dry_match_lengths)
 
     @classmethod
-    def joined(cls, rows: Sequence[tuple[History, int]]) -> History:
+    def stack_rows(cls, rows: Sequence[tuple[PenaltyState, int]]) -> PenaltyState:
         """The rows `history[i]` of every pair side by side; those of one history in its order as they are."""
         first = rows[0][0]
         if all(history is first for history, _ in rows) and [row for _, row in rows] == list(range(first.rows)):
@@ -64,25 +64,30 @@ class History:
     def rows(self) -> int:
         return next((len(array) for field in fields(self) if (array := getattr(self, field.name)) is not None), 1)
 
-    def after(self, tokens: mx.array, breakers: mx.array | None) -> History:
+    def with_token(self, tokens: mx.array, breakers: mx.array | None) -> PenaltyState:
         """With one more token in each row, `[R]`."""
-        recent, counts, said, matches = self.recent, self.counts, self.said, self.matches
+        recent_tokens, token_counts, dry_tokens, dry_match_lengths = (
+            self.recent_tokens,
+            self.token_counts,
+            self.dry_tokens,
+            self.dry_match_lengths,
+        )
         tokens = tokens.astype(mx.int32)[:, None]
-        if recent is not None:
-            recent = mx.concatenate([recent[:, 1:], tokens], axis=1)
-        if counts is not None:
-            counts = counts.at[mx.arange(len(tokens))[:, None], tokens].add(1)
-        if said is not None:
+        if recent_tokens is not None:
+            recent_tokens = mx.concatenate([recent_tokens[:, 1:], tokens], axis=1)
+        if token_counts is not None:
+            token_counts = token_counts.at[mx.arange(len(tokens))[:, None], tokens].add(1)
+        if dry_tokens is not None:
             tokens = tokens if breakers is None else _without_breakers(tokens, breakers)
-            said = mx.concatenate([said[:, 1:], tokens], axis=1)
+            dry_tokens = mx.concatenate([dry_tokens[:, 1:], tokens], axis=1)
             # The tokens have moved one to the left: what matched before a token lies at its place. Nothing reads the
             # last entry, where the last token matches itself.
-            matches = mx.where((said == tokens) & (tokens >= 0), matches + 1, 0)
-        return History(recent, counts, said, matches)
+            dry_match_lengths = mx.where((dry_tokens == tokens) & (tokens >= 0), dry_match_lengths + 1, 0)
+        return PenaltyState(recent_tokens, token_counts, dry_tokens, dry_match_lengths)
 
 
-def penalised_logits(
-    logits: mx.array, options: SamplingOptions, history: History, biases: tuple[mx.array, mx.array] | None = None
+def apply_penalties(
+    logits: mx.array, options: SamplingOptions, history: PenaltyState, biases: tuple[mx.array, mx.array] | None = None
 ) -> mx.array:
     """The logits `[R, V]` as float32, after logit_bias and the penalties, in this order:
 
@@ -99,27 +104,29 @@ def penalised_logits(
     if biases is not None:
         ids, values = biases
         logits = logits.at[:, ids].add(values)
-    if history.recent is not None:
-        ids = mx.maximum(history.recent, 0)
+    if history.recent_tokens is not None:
+        ids = mx.maximum(history.recent_tokens, 0)
         values = mx.take_along_axis(logits, ids, axis=-1)
         penalty = options.repetition_penalty
-        ids = mx.where(history.recent >= 0, ids, logits.shape[-1])
+        ids = mx.where(history.recent_tokens >= 0, ids, logits.shape[-1])
         values = mx.where(values < 0, values * penalty, values / penalty)
         # One more column takes what stands for no token.
         spare = mx.zeros((logits.shape[0], 1))
         logits = mx.put_along_axis(mx.concatenate([logits, spare], axis=-1), ids, values, axis=-1)[:, :-1]
-    if history.counts is not None:
-        generated = (history.counts > 0) * options.presence_penalty + history.counts * options.frequency_penalty
+    if history.token_counts is not None:
+        generated = (
+            history.token_counts > 0
+        ) * options.presence_penalty + history.token_counts * options.frequency_penalty
         logits = logits - generated
-    if history.said is not None:
+    if history.dry_tokens is not None:
         logits = logits - _dry_penalties(logits.shape, options, history)
     return logits
 
 
-def _dry_penalties(shape: tuple[int, ...], options: SamplingOptions, history: History) -> mx.array:
-    window = history.said.shape[1]
-    lengths = mx.minimum(history.matches, mx.arange(1, window + 1))[:, :-1]  # no match goes beyond the window
-    following = history.said[:, 1:]
+def _dry_penalties(shape: tuple[int, ...], options: SamplingOptions, history: PenaltyState) -> mx.array:
+    window = history.dry_tokens.shape[1]
+    lengths = mx.minimum(history.dry_match_lengths, mx.arange(1, window + 1))[:, :-1]  # no match goes beyond the window
+    following = history.dry_tokens[:, 1:]
     penalty = options.dry_multiplier * mx.power(options.dry_base, lengths - options.dry_allowed_length)
     applies = (lengths >= options.dry_allowed_length) & (following >= 0)
     penalty = mx.where(applies, mx.minimum(penalty, _HARDEST), 0)
@@ -135,9 +142,9 @@ def _last(prompt: Sequence[int], window: int) -> np.ndarray:
 
 
 def _matches(tokens: np.ndarray) -> np.ndarray:
-    """`History.matches` after these tokens, `[W]`."""
+    """`PenaltyState.dry_match_lengths` after these tokens, `[W]`."""
     size = len(tokens)
-    matches = np.zeros(size, np.int32)
+    dry_match_lengths = np.zeros(size, np.int32)
     alive = np.arange(size) < size - 1
     for back in range(size):
         wanted = tokens[size - 1 - back]
@@ -145,8 +152,8 @@ def _matches(tokens: np.ndarray) -> np.ndarray:
         alive[:back] = False
         if wanted < 0 or not alive.any():
             break
-        matches += alive
-    return matches
+        dry_match_lengths += alive
+    return dry_match_lengths
 
 
 def _joined(rows: list[tuple[mx.array | None, int]]) -> mx.array | None:
@@ -160,28 +167,28 @@ def _without_breakers(tokens: mx.array, breakers: mx.array) -> mx.array:
 _breakers: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], mx.array]] = weakref.WeakKeyDictionary()
 
 
-def breaker_table(options: SamplingOptions, tokenizer: Tokenizer | None) -> mx.array | None:
-    """Bool `[vocab_size + 1]`, the tokens whose text has one of `dry_breakers` in it (the last entry, for ids without a
+def dry_breaker_mask(options: SamplingOptions, tokenizer: Tokenizer | None) -> mx.array | None:
+    """Bool `[vocab_size + 1]`, the tokens whose text has one of `dry_sequence_breakers` in it (the last entry, for ids without a
     token, is False); None where nothing needs it. Made once per tokenizer, in a second or less.
 
     Raises GenerationError for a breaker of several characters that no token has in it: it could never act.
     """
-    if not options.dry_multiplier or not options.dry_breakers:
+    if not options.dry_multiplier or not options.dry_sequence_breakers:
         return None
     if tokenizer is None:
         raise GenerationError("dry_breakers are texts, and there is no tokenizer", "dry_breakers=()")
     made = _breakers.setdefault(tokenizer, {})
-    if options.dry_breakers not in made:
+    if options.dry_sequence_breakers not in made:
         texts = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         for name, id in tokenizer.special_tokens.items():
             texts[id] = name.encode("utf-8")
         table = [False] * (len(texts) + 1)
-        for breaker in options.dry_breakers:
+        for breaker in options.dry_sequence_breakers:
             sought = breaker.encode("utf-8", "surrogatepass")
             found = [id for id, text in enumerate(texts) if sought in text]
             if not found and len(breaker) > 1:
                 raise GenerationError(f"dry_breakers: no token has {breaker!r} in it", "one character, such as ':'")
             for id in found:
                 table[id] = True
-        made[options.dry_breakers] = mx.array(table)
-    return made[options.dry_breakers]
+        made[options.dry_sequence_breakers] = mx.array(table)
+    return made[options.dry_sequence_breakers]

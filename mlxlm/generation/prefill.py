@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.context import PREFILL_CHUNK, Context, evaluate, shared
-from mlxlm.generation.running_batch import Row
+from mlxlm.generation.context import PREFILL_STEP_SIZE, Context, common_prefix_length, eval_caches
+from mlxlm.generation.running_batch import BatchRow
 
-TOGETHER = 2048  # tokens of all rows in one forward pass: more make it no faster, and take more memory
-WORTH_SHARING = 16  # tokens: copying a cache costs about as much as reading so few
+MAX_BATCH_TOKENS = 2048  # tokens of all rows in one forward pass: more make it no faster, and take more memory
+MIN_SHARED_PREFIX = 16  # tokens: copying a cache costs about as much as reading so few
 
 
 class Prefill:
@@ -23,9 +23,9 @@ class Prefill:
         """`context`: an empty one of the batch's model. `on_read` is called whenever some tokens were read."""
         self._prefix, self._on_read = context, on_read
 
-    def read(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], list]]:
+    def read(self, rows: Sequence[BatchRow]) -> Iterator[tuple[list[BatchRow], list]]:
         """Groups of `rows`, with the caches that hold their prompts side by side."""
-        same: dict[tuple[int, ...], list[Row]] = {}  # several samples of one prompt are read once
+        same: dict[tuple[int, ...], list[BatchRow]] = {}  # several samples of one prompt are read once
         for row in rows:
             same.setdefault(tuple(row.text.prompt[:-1]), []).append(row)
         for family, common in self._families(list(same)):
@@ -45,13 +45,13 @@ class Prefill:
 
     def _families(self, prompts: list[tuple[int, ...]]) -> Iterator[tuple[list[tuple[int, ...]], list[int]]]:
         """Prompts by the tokens that they share at the beginning, with these. Those that share fewer than
-        `WORTH_SHARING` with any other come last, all together, with none."""
+        `MIN_SHARED_PREFIX` with any other come last, all together, with none."""
         alone, held = [], self._prefix.ids
         while prompts:
             first, *others = prompts
-            alike = [shared(first, other) for other in others]
-            most = max([shared(first, held), *alike])
-            if most < WORTH_SHARING:
+            alike = [common_prefix_length(first, other) for other in others]
+            most = max([common_prefix_length(first, held), *alike])
+            if most < MIN_SHARED_PREFIX:
                 alone.append(first)
                 prompts = others
                 continue
@@ -65,7 +65,7 @@ class Prefill:
 
     def _read_prefix(self, common: list[int]) -> None:
         if common:
-            held = self._prefix.keep_prefix([*common, 0], 0)
+            held = self._prefix.trim_to_prefix([*common, 0], 0)
             self._read_into(self._prefix, common[held:])
 
     def _read_into(self, context: Context, ids: list[int]) -> None:
@@ -84,13 +84,13 @@ class Prefill:
         tokens = [[0] * pad + row[n:] for row, n, pad in zip(ids, kept, pads, strict=True)]
         if any(pads):
             for cache in caches:
-                cache.pad_next(pads)
-        columns = min(PREFILL_CHUNK, max(_slack(length) + 1, TOGETHER // len(ids)))
+                cache.set_left_padding(pads)
+        columns = min(PREFILL_STEP_SIZE, max(_slack(length) + 1, MAX_BATCH_TOKENS // len(ids)))
         for first in range(0, length, columns):
             part = mx.array([row[first : first + columns] for row in tokens])
             # As in Context.read: the logits are never evaluated.
             self._prefix.model(part, cache=caches)
-            evaluate(caches)
+            eval_caches(caches)
             self._on_read()
         return caches
 
@@ -124,7 +124,7 @@ def _groups(prompts: Sequence[tuple[int, ...]], start: int) -> Iterator[list[tup
     group: list[tuple[int, ...]] = []
     for ids in sorted(prompts, key=len, reverse=True):
         longest = len(group[0] if group else ids) - start
-        many = (len(group) + 1) * min(longest, PREFILL_CHUNK) > TOGETHER
+        many = (len(group) + 1) * min(longest, PREFILL_STEP_SIZE) > MAX_BATCH_TOKENS
         if group and (many or longest - (len(ids) - start) > _slack(longest)):
             yield group
             group = []

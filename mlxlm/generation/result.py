@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "eos", "length", "context", "constraint"]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class GenerationChunk:
     """What one token adds to the text: "" while a character or a stop string is undecided.
 
     `finish_reason` is set on the last chunk only; `logprob` where log-probabilities were asked for.
@@ -34,14 +34,14 @@ class Timings:
     the others run beside it. peak_memory_bytes is MLX's highest use meanwhile, weights included.
     """
 
-    first_token_seconds: float | None
+    time_to_first_token: float | None
     prompt_tokens_per_second: float | None
     tokens_per_second: float | None
     peak_memory_bytes: int
 
 
 @dataclass(frozen=True)
-class Result:
+class GenerationResult:
     """A text and how it came about.
 
     `tokens` are the ids generated, with the end token or the stop string's, if any. `finish_reason`:
@@ -49,7 +49,7 @@ class Result:
     the model's context is full, "constraint" nothing that this model can say would fulfil the constraint, None if the
     text was left before its end.
     `cached_tokens` of the `prompt_tokens` didn't have to be read. `logprobs`, where they were asked for: those of each
-    token of `tokens`. `complaint`: why a constrained text doesn't fulfil its constraint, None if it does.
+    token of `tokens`. `constraint_error`: why a constrained text doesn't fulfil its constraint, None if it does.
     `speculation`: what came of the tokens proposed, where any were.
     """
 
@@ -61,5 +61,5 @@ class Result:
     seed: int
     timings: Timings
     logprobs: list[TokenLogprobs] | None = None
-    complaint: str | None = None
+    constraint_error: str | None = None
     speculation: SpeculationStats | None = None

@@ -6,51 +6,51 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.context import clear_allocator, dispatched
-from mlxlm.generation.engine import CLEAR_EVERY
-from mlxlm.generation.sampling import draw_rows
-from mlxlm.generation.sequence import GrowingText
+from mlxlm.generation.context import async_eval, clear_memory_cache
+from mlxlm.generation.engine import CLEAR_CACHE_INTERVAL
+from mlxlm.generation.sampling import sample_batch
+from mlxlm.generation.sequence import TokenSequence
 from mlxlm.utils.errors import MlxlmError
 
 
 @dataclass
-class Row:
-    """`prompted`: its next token to be read is the last one of its prompt, not one of its text. `wasted`: steps since
+class BatchRow:
+    """`in_prompt`: its next token to be read is the last one of its prompt, not one of its text. `idle_steps`: steps since
     it ended. `error`: why it ended, if not as a text does."""
 
     index: int
-    text: GrowingText
-    prompted: bool = True
-    ended: bool = False
-    wasted: int = 0
+    text: TokenSequence
+    in_prompt: bool = True
+    finished: bool = False
+    idle_steps: int = 0
     error: MlxlmError | None = None
 
 
-class Rows:
+class RunningBatch:
     """Texts in work, with their caches side by side.
 
     As in `engine.tokens`, step t+1 is dispatched before the tokens of step t are read. A row that has ended stays,
-    and what it computes is thrown away, until `compact` takes it out: that copies the caches of all the others.
+    and what it computes is thrown away, until `remove_finished` takes it out: that copies the caches of all the others.
     """
 
     def __init__(self, model, context_size: int):
         self._model, self._size = model, context_size
-        self._rows: list[Row] = []
+        self._rows: list[BatchRow] = []
         self._caches: list = []
         self._tokens: mx.array | None = None  # [B]: drawn, and not read yet
         self._steps = 0
 
     @property
-    def live(self) -> int:
+    def num_active(self) -> int:
         """Rows that haven't ended."""
-        return sum(not row.ended for row in self._rows)
+        return sum(not row.finished for row in self._rows)
 
     @property
-    def mostly_used(self) -> bool:
+    def mostly_active(self) -> bool:
         """Whether fewer than a quarter of the rows have ended."""
-        return self.live * 4 > len(self._rows) * 3
+        return self.num_active * 4 > len(self._rows) * 3
 
-    def join(self, groups: Iterable[tuple[Sequence[Row], list]]) -> None:
+    def join(self, groups: Iterable[tuple[Sequence[BatchRow], list]]) -> None:
         """Add rows, with the caches that hold their prompts, all but the last token of each."""
         for rows, caches in groups:
             last = mx.array([row.text.prompt[-1] for row in rows], mx.int32)
@@ -59,9 +59,9 @@ class Rows:
                 last = mx.concatenate([self._tokens.astype(mx.int32), last])
             self._rows, self._caches, self._tokens = [*self._rows, *rows], caches, last
 
-    def compact(self) -> None:
+    def remove_finished(self) -> None:
         """Take out the rows that have ended."""
-        kept = [i for i, row in enumerate(self._rows) if not row.ended]
+        kept = [i for i, row in enumerate(self._rows) if not row.finished]
         if len(kept) == len(self._rows):
             return
         self._rows = [self._rows[i] for i in kept]
@@ -72,47 +72,47 @@ class Rows:
             cache.select(kept)
         self._tokens = self._tokens[mx.array(kept)]
 
-    def step(self) -> tuple[int, list[Row]]:
+    def step(self) -> tuple[int, list[BatchRow]]:
         """One more token for every row; how many tokens of texts were read meanwhile, those drawn in the step before,
         and the rows that ended with them."""
-        if any(row.ended and len(row.text) + row.wasted >= self._size for row in self._rows):
-            self.compact()  # there are no positions behind the model's context
-        going_on = any(not row.ended and (row.prompted or row.text.left > 1) for row in self._rows)
-        waits = any(row.text.sampler.blocks for row in self._rows if not row.ended)
+        if any(row.finished and len(row.text) + row.idle_steps >= self._size for row in self._rows):
+            self.remove_finished()  # there are no positions behind the model's context
+        going_on = any(not row.finished and (row.in_prompt or row.text.remaining > 1) for row in self._rows)
+        waits = any(row.text.sampler.needs_last_token for row in self._rows if not row.finished)
         following = self._tokens
         if going_on:
             logits = self._model(self._tokens[:, None], cache=self._caches)[:, -1]
-            following = dispatched(logits if waits else self._drawn(logits))
-        read, ended = 0, []
+            following = async_eval(logits if waits else self._drawn(logits))
+        read, finished = 0, []
         for row, token in zip(self._rows, self._tokens.tolist(), strict=True):
-            if row.ended:
-                row.wasted += 1
+            if row.finished:
+                row.idle_steps += 1
                 continue
-            if row.prompted:
-                row.prompted = False
+            if row.in_prompt:
+                row.in_prompt = False
                 continue
             try:
-                row.text.sampler.observe(token)
-                row.ended = row.text.push(token).finish_reason is not None
+                row.text.sampler.accept(token)
+                row.finished = row.text.push(token).finish_reason is not None
                 read += 1
             except MlxlmError as error:  # of this text alone
-                row.ended, row.error = True, error
-            if row.ended:
-                ended.append(row)
-        self._tokens = dispatched(self._drawn(logits)) if going_on and waits else following
+                row.finished, row.error = True, error
+            if row.finished:
+                finished.append(row)
+        self._tokens = async_eval(self._drawn(logits)) if going_on and waits else following
         self._steps += 1
-        if self._steps % CLEAR_EVERY == 0:
-            clear_allocator()
-        return read, ended
+        if self._steps % CLEAR_CACHE_INTERVAL == 0:
+            clear_memory_cache()
+        return read, finished
 
     def _drawn(self, logits: mx.array) -> mx.array:
         """logits `[B, V]` -> the next token of each row `[B]`; anything for a row that has ended."""
-        live = [i for i, row in enumerate(self._rows) if not row.ended]
-        if not live:
+        num_active = [i for i, row in enumerate(self._rows) if not row.finished]
+        if not num_active:
             return mx.zeros(len(self._rows), mx.int32)
-        samplers = [self._rows[i].text.sampler for i in live]
-        if len(live) == len(self._rows):
-            return draw_rows(samplers, logits)
-        where = mx.array(live)
-        drawn = draw_rows(samplers, logits[where]).astype(mx.int32)
+        samplers = [self._rows[i].text.sampler for i in num_active]
+        if len(num_active) == len(self._rows):
+            return sample_batch(samplers, logits)
+        where = mx.array(num_active)
+        drawn = sample_batch(samplers, logits[where]).astype(mx.int32)
         return mx.put_along_axis(mx.zeros(len(self._rows), mx.int32), where, drawn, axis=0)

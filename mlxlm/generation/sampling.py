@@ -9,26 +9,26 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.constraint import Grammar, masked_logits
-from mlxlm.generation.gumbel_noise import gumbel, step_noise
-from mlxlm.generation.logit_filters import filtered_logits
-from mlxlm.generation.logprobs import DrawnLogprobs, TokenLogprobs
+from mlxlm.generation.constraint import Grammar, apply_token_bitmask
+from mlxlm.generation.gumbel_noise import gumbel_noise, token_noise
+from mlxlm.generation.logit_filters import filter_logits
+from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
 from mlxlm.generation.options import SamplingOptions
-from mlxlm.generation.penalties import History, breaker_table, penalised_logits
+from mlxlm.generation.penalties import PenaltyState, apply_penalties, dry_breaker_mask
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
 # The options that decide what happens to a row's logits: rows with the same ones are drawn together.
 _SHAPING = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "repetition_penalty",
-    "repetition_window", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
-    "dry_window", "dry_breakers",
+    "repetition_context_size", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "dry_sequence_breakers",
 )  # fmt: skip
 
 
 class Sampler:
     """Draws the tokens of one text: `sampler(logits [1, V]) -> token [1]`, int32, without reading either. The token is
-    -1 where the highest logit isn't finite; `observe` raises for it.
+    -1 where the highest logit isn't finite; `accept` raises for it.
 
     The order: logit bias, repetition penalty, presence and frequency penalties, DRY, the constraint, temperature,
     top-k, typical, top-p, min-p, XTC, and the draw: the token of the highest logit plus noise of Gumbel's
@@ -39,7 +39,7 @@ class Sampler:
     process draws nor on the rows that are drawn with it, and that a model whose logits are like another's mostly draws
     the same tokens with the same seed.
 
-    With a constraint `blocks` is True: a draw needs to know every token before it, by `observe`.
+    With a constraint `needs_last_token` is True: a draw needs to know every token before it, by `accept`.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class Sampler:
         self._prompt = prompt
         self._seed = seed
         self._step = 0
-        self._breakers = breaker_table(options, tokenizer)
+        self._breakers = dry_breaker_mask(options, tokenizer)
         biases = np.array(list(options.logit_bias), np.int32), np.array(list(options.logit_bias.values()), np.float32)
         self._biases = tuple(map(mx.array, biases)) if options.logit_bias else None
         self._logprobs = options.logprobs
         self._matcher = grammar and grammar.matcher()
-        self._history: tuple[History, int] | None = None  # a row of one that rows drawn together share
-        self._drawn: deque[tuple[DrawnLogprobs, int]] = deque()
-        self._ahead: mx.array | None = None  # the logits of the last `ahead`
+        self._history: tuple[PenaltyState, int] | None = None  # a row of one that rows drawn together share
+        self._drawn: deque[tuple[SampledLogprobs, int]] = deque()
+        self._ahead: mx.array | None = None  # the logits of the last `verify_draft`
         shaping = (getattr(options, name) for name in _SHAPING)
         # Biases as bytes, which are hashed once and not at every draw.
-        self._shaping = *shaping, *(array.tobytes() for array in biases), id(self._breakers), self.blocks
+        self._shaping = *shaping, *(array.tobytes() for array in biases), id(self._breakers), self.needs_last_token
 
     @property
     def _kind(self) -> Hashable:
@@ -78,7 +78,7 @@ class Sampler:
         return self._shaping, self._logprobs
 
     @property
-    def blocks(self) -> bool:
+    def needs_last_token(self) -> bool:
         """Whether the next draw needs the value of the last token."""
         return self._matcher is not None
 
@@ -93,16 +93,16 @@ class Sampler:
         return None if self._matcher is None else self._matcher.error
 
     @property
-    def complaint(self) -> str | None:
+    def constraint_error(self) -> str | None:
         """Why the text, if it ends with the tokens observed, isn't what a constraint asks for; None if it is."""
-        return None if self._matcher is None else self._matcher.complaint
+        return None if self._matcher is None else self._matcher.constraint_error
 
-    def complaint_about(self, text: str) -> str | None:
-        """`complaint`, of a text that a stop string has cut short."""
-        return None if self._matcher is None else self._matcher.complaint_about(text)
+    def constraint_error_of(self, text: str) -> str | None:
+        """`constraint_error`, of a text that a stop string has cut short."""
+        return None if self._matcher is None else self._matcher.constraint_error_of(text)
 
-    def observe(self, token: int) -> None:
-        """Tell the token that was drawn, in order; where the sampler `blocks`, before the next draw.
+    def accept(self, token: int) -> None:
+        """Tell the token that was drawn, in order; where the sampler `needs_last_token`, before the next draw.
 
         Raises GenerationError for -1: the model's logits weren't numbers.
         """
@@ -116,9 +116,9 @@ class Sampler:
     def __call__(self, logits: mx.array) -> mx.array:
         """Draw the next token `[1]` from logits `[1, V]`. Raises GenerationError for a logit_bias or logprobs beyond
         the vocabulary."""
-        return draw_rows([self], logits)
+        return sample_batch([self], logits)
 
-    def ahead(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
+    def verify_draft(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
         """What is drawn at each of k + 1 places if the draft's tokens before it are, and by how much.
 
         `logits` `[k + 1, V]`, `draft` `[k]`: tokens `[k + 1]`, and float32 `[k + 1]` the lead of each over the
@@ -132,15 +132,15 @@ class Sampler:
             if not history.empty:
                 history, row = self._after(history, row, draft[place - 1 : place])
             histories.append((history, row))
-        allowed = None if self._matcher is None else self._matcher.allowed_along(draft.tolist())
+        token_bitmask = None if self._matcher is None else self._matcher.draft_token_bitmasks(draft.tolist())
         steps = [(self._seed, self._step + place) for place in places]
-        scores = _scores(logits, self, History.joined(histories), allowed, steps)
+        scores = _scores(logits, self, PenaltyState.stack_rows(histories), token_bitmask, steps)
         best = mx.sort(mx.topk(scores, min(2, scores.shape[-1]), axis=-1), axis=-1)
         self._ahead = logits
         return _winners(scores), (best[:, -1] - best[:, 0]) * (self.options.temperature or 1)
 
-    def advance(self, tokens: mx.array) -> None:
-        """Take `tokens` `[n]` as drawn: the first n of what the last `ahead` returned, whose logits are theirs."""
+    def accept_draft(self, tokens: mx.array) -> None:
+        """Take `tokens` `[n]` as drawn: the first n of what the last `verify_draft` returned, whose logits are theirs."""
         history, row = self._started(self._ahead.shape[-1])
         for place in range(len(tokens)):
             if not history.empty:
@@ -158,21 +158,21 @@ class Sampler:
         other._logprobs = None  # nobody reads them
         return other
 
-    def take_logprobs(self) -> TokenLogprobs | None:
+    def pop_logprobs(self) -> TokenLogprobs | None:
         """Those of the oldest token drawn that weren't taken yet; None without the option. Reads the device."""
         if not self._drawn:
             return None
         drawn, row = self._drawn.popleft()
         return drawn.read(row)
 
-    def _started(self, vocab_size: int) -> tuple[History, int]:
+    def _started(self, vocab_size: int) -> tuple[PenaltyState, int]:
         if self._history is None:
             self.options.check_vocabulary(vocab_size)
-            self._history = History.of(self.options, self._prompt, vocab_size, self._breakers), 0
+            self._history = PenaltyState.of(self.options, self._prompt, vocab_size, self._breakers), 0
         return self._history
 
-    def _after(self, history: History, row: int, token: mx.array) -> tuple[History, int]:
-        return History.joined([(history, row)]).after(token, self._breakers), 0
+    def _after(self, history: PenaltyState, row: int, token: mx.array) -> tuple[PenaltyState, int]:
+        return PenaltyState.stack_rows([(history, row)]).with_token(token, self._breakers), 0
 
     @staticmethod
     def _keep_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.array) -> mx.array:
@@ -180,13 +180,13 @@ class Sampler:
         n = samplers[0]._logprobs
         if n is None:
             return tokens
-        drawn = DrawnLogprobs.of(logits, tokens, n)
+        drawn = SampledLogprobs.of(logits, tokens, n)
         for row in range(len(tokens)):
             samplers[row % len(samplers)]._drawn.append((drawn, row))
         return mx.depends([tokens], drawn.arrays())[0]
 
 
-def draw_rows(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+def sample_batch(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     """A token for each row of logits `[R, V]`, drawn by its own sampler: `[R]`, evaluating nothing.
 
     Each row is what its sampler alone draws, bit for bit. Rows of equal settings are drawn together.
@@ -203,11 +203,11 @@ def draw_rows(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 
 def _draw(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     first = samplers[0]
-    history = History.joined([sampler._started(logits.shape[-1]) for sampler in samplers])
-    allowed = [sampler._matcher.allowed() for sampler in samplers] if first.blocks else None
+    history = PenaltyState.stack_rows([sampler._started(logits.shape[-1]) for sampler in samplers])
+    token_bitmask = [sampler._matcher.token_bitmask() for sampler in samplers] if first.needs_last_token else None
     steps = [(sampler._seed, sampler._step) for sampler in samplers]
-    tokens = _winners(_scores(logits, first, history, allowed, steps))
-    history = history if history.empty else history.after(tokens, first._breakers)
+    tokens = _winners(_scores(logits, first, history, token_bitmask, steps))
+    history = history if history.empty else history.with_token(tokens, first._breakers)
     for row, sampler in enumerate(samplers):
         sampler._history = history, row
         sampler._step += 1
@@ -217,23 +217,23 @@ def _draw(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 def _scores(
     logits: mx.array,
     sampler: Sampler,
-    history: History,
-    allowed: Sequence[np.ndarray] | None,
+    history: PenaltyState,
+    token_bitmask: Sequence[np.ndarray] | None,
     steps: Sequence[tuple[int, int]],
 ) -> mx.array:
     """What the highest of is drawn: `[R, V]`. `sampler`: that of any row, for what they have in common. `steps`: seed
     and number of the token of every row."""
     options, biases = sampler.options, sampler._biases
     if biases is not None or not history.empty:
-        logits = penalised_logits(logits, options, history, biases)
-    if allowed is not None:
-        logits = masked_logits(logits, allowed)
+        logits = apply_penalties(logits, options, history, biases)
+    if token_bitmask is not None:
+        logits = apply_token_bitmask(logits, token_bitmask)
     if options.temperature == 0:  # no filter takes the likeliest token away
         return logits
-    noises = [step_noise(*step) for step in steps]
+    noises = [token_noise(*step) for step in steps]
     excluded = [coin < options.xtc_probability for _, coin in noises]
     excluding = mx.array(excluded) if any(excluded) else None
-    return filtered_logits(logits, options, excluding) + gumbel([key for key, _ in noises], logits.shape[-1])
+    return filter_logits(logits, options, excluding) + gumbel_noise([key for key, _ in noises], logits.shape[-1])
 
 
 def _winners(scores: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.context import Context, evaluate
+from mlxlm.generation.context import Context, eval_caches
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.kernels import cross_entropy
 from mlxlm.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class Score:
     bits_per_byte: float
 
 
-def score(loaded: LoadedModel, text: str, *, prompt: str = "") -> Score:
+def score(lm: LoadedModel, text: str, *, prompt: str = "") -> Score:
     """The log-probability of `text`, as the continuation of `prompt`.
 
     The tokenizer's special tokens stand in front as in `generate`, and are not part of the score. Text and prompt
@@ -42,43 +42,43 @@ def score(loaded: LoadedModel, text: str, *, prompt: str = "") -> Score:
         raise GenerationError("text or prompt is no text", "both as strings")
     if not text:
         raise GenerationError("the text to score is empty", "one character or more")
-    before, tokens = _encoded(loaded, text, prompt)
-    limit = loaded.config.max_position_embeddings
+    before, tokens = _encoded(lm, text, prompt)
+    limit = lm.config.max_position_embeddings
     if len(before) + len(tokens) > limit:
         raise GenerationError(
             f"text and prompt have {len(before) + len(tokens)} tokens, and the model's context {limit}",
             "a shorter text, or parts of it",
         )
-    predicted = _logprobs(loaded.model, [*before, *tokens])
+    predicted = _logprobs(lm.model, [*before, *tokens])
     logprobs: list[float | None] = [*([] if before else [None]), *predicted[max(0, len(before) - 1) :]]
     total = math.fsum(value for value in logprobs if value is not None)
-    unpredicted = 0 if before else len(first_bytes(loaded.tokenizer, tokens[0]))
+    unpredicted = 0 if before else len(first_token_bytes(lm.tokenizer, tokens[0]))
     count = len(text.encode("utf-8")) - unpredicted
     return Score(tokens, logprobs, total, -total / math.log(2) / count if count > 0 else math.nan)
 
 
-def first_bytes(tokenizer: Tokenizer, id: int) -> bytes:
+def first_token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     """What the first token of a text stands for in it, without a space that `encode` has put in front."""
     spelled = tokenizer.token_bytes(id) if tokenizer.has_byte_tokens else tokenizer.decode([id]).encode("utf-8")
-    return spelled.removeprefix(b" ") if tokenizer.adds_first_space else spelled
+    return spelled.removeprefix(b" ") if tokenizer.adds_dummy_prefix else spelled
 
 
-def _encoded(loaded: LoadedModel, text: str, prompt: str) -> tuple[list[int], list[int]]:
+def _encoded(lm: LoadedModel, text: str, prompt: str) -> tuple[list[int], list[int]]:
     """What stands before the text, and the text."""
     if prompt:
-        return loaded.tokenizer.encode(prompt), loaded.tokenizer.encode(text, continues=True)
-    return loaded.tokenizer.start_ids, loaded.tokenizer.encode(text, add_special_tokens=False)
+        return lm.tokenizer.encode(prompt), lm.tokenizer.encode(text, continues=True)
+    return lm.tokenizer.prefix_token_ids, lm.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _logprobs(model, ids: list[int]) -> list[float]:
     """log p(ids[i] | ids[:i]) for i from 1."""
     context, found, pairs = Context(model), [], list(pairwise(ids))
-    context.keep_prefix(ids, 0)  # tells the caches how long the text is
+    context.trim_to_prefix(ids, 0)  # tells the caches how long the text is
     for start in range(0, len(pairs), _CHUNK):
         part = pairs[start : start + _CHUNK]
         logits = model(mx.array([[a for a, _ in part]]), cache=context.caches)[0]
         values = -cross_entropy(logits, mx.array([b for _, b in part]))
-        evaluate(context.caches, values)
+        eval_caches(context.caches, values)
         found += values.tolist()
     if any(math.isnan(value) for value in found):
         raise GenerationError("the model's logits are not numbers", "a checkpoint without NaN")

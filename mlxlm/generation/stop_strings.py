@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class StopStrings:
     """Cuts a streamed text at the stop string that is completed first, however the text is split up.
 
-    What `push` and `rest` return joins to the text before the cut. Text that could be the beginning of a
+    What `push` and `flush` return joins to the text before the cut. Text that could be the beginning of a
     stop string is held back until it is decided. Where two stop strings are completed by the same
     character, the longer one is cut off.
     """
@@ -16,27 +16,27 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._held = ""
-        self.found = False
+        self.matched = False
 
     def push(self, text: str) -> str:
-        """Add text; return what is certain not to belong to a stop string. After `found` is set: ""."""
-        if self.found:
+        """Add text; return what is certain not to belong to a stop string. After `matched` is set: ""."""
+        if self.matched:
             return ""
         self._held += text
         starts = [(self._held.find(stop), len(stop)) for stop in self._stops]
         cuts = [(start + length, start) for start, length in starts if start >= 0]
         if cuts:
-            self.found = True
+            self.matched = True
             _, certain = min(cuts)
         else:
             certain = len(self._held) - self._undecided()
         text, self._held = self._held[:certain], self._held[certain:]
         return text
 
-    def rest(self) -> str:
-        """What was held back, once no more text comes. After `found` is set: ""."""
+    def flush(self) -> str:
+        """What was held back, once no more text comes. After `matched` is set: ""."""
         text, self._held = self._held, ""
-        return "" if self.found else text
+        return "" if self.matched else text
 
     def _undecided(self) -> int:
         """The length of the longest end of the held text that begins a stop string."""

@@ -12,32 +12,32 @@ from mlxlm.generation.context import Context
 from mlxlm.generation.engine import tokens
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.generation.result import Chunk, Result
-from mlxlm.generation.sequence import GrowingText
+from mlxlm.generation.result import GenerationChunk, GenerationResult
+from mlxlm.generation.sequence import TokenSequence
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
-    from mlxlm.generation.speculative import Speculation
+    from mlxlm.generation.speculative import SpeculativeDecoder
 
 
-class TextStream(Iterator[Chunk]):
+class TextStream(Iterator[GenerationChunk]):
     """An iterator over the chunks of one text; `result` tells what came of it so far."""
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        lm: LoadedModel,
         prompt: Sequence[int],
         options: GenerationOptions,
         *,
         context: Context | None = None,
         kv: KVOptions | None = None,
-        end_ids: frozenset[int] | None = None,
+        eos_token_ids: frozenset[int] | None = None,
         on_prefill: Callable[[int], None] | None = None,
-        speculation: Speculation | None = None,
+        speculation: SpeculativeDecoder | None = None,
     ):
         """Nothing is computed before the first chunk is asked for.
 
-        `context` keeps its key-value cache for a later text; without one a fresh one is made, as `kv` says. `end_ids`
+        `context` keeps its key-value cache for a later text; without one a fresh one is made, as `kv` says. `eos_token_ids`
         replace the model's end tokens. `on_prefill` is that of `engine.tokens`. `speculation` proposes tokens, which
         changes the speed and not the text.
         Raises GenerationError for an empty prompt, for one that leaves no room in the model's context, and for
@@ -45,12 +45,12 @@ class TextStream(Iterator[Chunk]):
         """
         if context is not None and kv is not None and kv != context.kv:
             raise GenerationError(f"the context has its own cache settings, {context.kv}", "a context made with these")
-        self._context = context or Context(loaded.model, kv)
-        self._growing = GrowingText(loaded, prompt, options, self._context.kv, end_ids)
+        self._context = context or Context(lm.model, kv)
+        self._sequence = TokenSequence(lm, prompt, options, self._context.kv, eos_token_ids)
         if speculation is not None:
             if not hasattr(speculation, "check"):
                 raise GenerationError(f"speculation is {speculation!r}", "Speculation(NgramLookup())")
-            speculation.check(loaded)
+            speculation.check(lm)
         self._speculation, self._stats = speculation, None
         self._tokens = tokens if speculation is None else speculation.tokens
         self._on_prefill = on_prefill
@@ -59,9 +59,9 @@ class TextStream(Iterator[Chunk]):
     @property
     def seed(self) -> int:
         """The one that the tokens are drawn with."""
-        return self._growing.seed
+        return self._sequence.seed
 
-    def __next__(self) -> Chunk:
+    def __next__(self) -> GenerationChunk:
         return next(self._chunks)
 
     def close(self) -> None:
@@ -69,21 +69,21 @@ class TextStream(Iterator[Chunk]):
         self._chunks.close()
 
     @property
-    def result(self) -> Result:
-        return self._growing.result(self._stats)
+    def result(self) -> GenerationResult:
+        return self._sequence.result(self._stats)
 
-    def _run(self) -> Iterator[Chunk]:
+    def _run(self) -> Iterator[GenerationChunk]:
         mx.reset_peak_memory()
-        growing, context = self._growing, self._context
-        growing.start()
+        sequence, context = self._sequence, self._context
+        sequence.start()
         # `tokens` does it again, with nothing left to do: whoever is told of the prompt's reading asks for this number.
-        growing.cached = context.keep_prefix(growing.prompt, growing.limit)
-        ids = self._tokens(context, growing.prompt, growing.sampler, growing.limit, on_prefill=self._on_prefill)
+        sequence.cached = context.trim_to_prefix(sequence.prompt, sequence.limit)
+        ids = self._tokens(context, sequence.prompt, sequence.sampler, sequence.limit, on_prefill=self._on_prefill)
         if self._speculation is not None:
             self._stats = self._speculation.stats  # this text's: the next one has others
         try:
             for token in ids:
-                chunk = growing.push(token)
+                chunk = sequence.push(token)
                 yield chunk
                 if chunk.finish_reason:
                     return
@@ -92,12 +92,12 @@ class TextStream(Iterator[Chunk]):
 
 
 def stream(
-    loaded: LoadedModel,
+    lm: LoadedModel,
     prompt: str | Sequence[int],
     *,
     context: Context | None = None,
     kv: KVOptions | None = None,
-    speculation: Speculation | None = None,
+    speculation: SpeculativeDecoder | None = None,
     **options: Any,
 ) -> TextStream:
     """Continue `prompt`; iterate over the Chunks as they come. `.result` of what is returned is the whole.
@@ -109,18 +109,18 @@ def stream(
     settings that can't work.
     """
     settings = GenerationOptions.of(("context", "kv", "speculation"), **options)
-    return TextStream(loaded, encoded(loaded, prompt), settings, context=context, kv=kv, speculation=speculation)
+    return TextStream(lm, encode_prompt(lm, prompt), settings, context=context, kv=kv, speculation=speculation)
 
 
-def generate(loaded: LoadedModel, prompt: str | Sequence[int], **arguments: Any) -> Result:
+def generate(lm: LoadedModel, prompt: str | Sequence[int], **arguments: Any) -> GenerationResult:
     """Continue `prompt` to the end. Arguments and errors are those of `stream`."""
-    text = stream(loaded, prompt, **arguments)
+    text = stream(lm, prompt, **arguments)
     for _ in text:
         pass
     return text.result
 
 
-def encoded(loaded: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
+def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
     """The ids of a prompt, which may be text; an empty one begins with BOS.
 
     Raises GenerationError where it is neither, and for an empty text where the tokenizer has no BOS."""
@@ -130,9 +130,9 @@ def encoded(loaded: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
         except TypeError:
             raise GenerationError("the prompt is neither a text nor a list of ids", '"Once upon a time"') from None
     if prompt:
-        return loaded.tokenizer.encode(prompt)
-    bos = loaded.tokenizer.bos_id
-    ids = loaded.tokenizer.start_ids or ([] if bos is None else [bos])
+        return lm.tokenizer.encode(prompt)
+    bos = lm.tokenizer.bos_id
+    ids = lm.tokenizer.prefix_token_ids or ([] if bos is None else [bos])
     if not ids:
         raise GenerationError("the prompt is empty, and the model has no BOS token to begin with", "text to continue")
     return ids

@@ -7,14 +7,14 @@ graphs built on a vectorised `exp`.
 
 from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
-from mlxlm.kernels.dispatch import using
+from mlxlm.kernels.dispatch import use_kernels
 from mlxlm.kernels.gelu import gelu, gelu_tanh
-from mlxlm.kernels.quantized_kv import Quantized
+from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 from mlxlm.kernels.swiglu import swiglu
 
 __all__ = [
-    "Quantized",
+    "QuantizedKV",
     "add_rms_norm",
     "attention",
     "cross_entropy",
@@ -24,5 +24,5 @@ __all__ = [
     "log_softmax",
     "rms_norm",
     "swiglu",
-    "using",
+    "use_kernels",
 ]

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.kernels.attention_dispatch import DECODE, MOST_DECODED, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels.attention_dispatch import DECODE, MAX_DECODE_QUERIES, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Operation
-from mlxlm.kernels.quantized_kv import Quantized
+from mlxlm.kernels.quantized_kv import QuantizedKV
 
 
 def attention(
     queries: mx.array,
-    keys: mx.array | Quantized,
-    values: mx.array | Quantized,
+    keys: mx.array | QuantizedKV,
+    values: mx.array | QuantizedKV,
     scale: float,
     *,
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
     first: mx.array | None = None,
-    segments: mx.array | None = None,
+    segment_ids: mx.array | None = None,
     training: bool = False,
 ) -> mx.array:
     """softmax(queries · keysᵀ · scale) · values, row t of T seeing the keys up to S - T + t.
 
     queries `[B, H, T, D]`, keys and values `[B, H_kv, S, D]` of one dtype (float32, float16, bfloat16), with H
     a multiple of H_kv: the last T positions of the keys are those of the queries. Keys, values or both may be
-    `Quantized` instead, in groups of one size; there is no gradient then. Returns `[B, H, T, D]`; a row that sees no
+    `QuantizedKV` instead, in groups of one size; there is no gradient then. Returns `[B, H, T, D]`; a row that sees no
     key (T > S) is 0.
 
     `window`: a row sees only its own position and the window - 1 before it. `softcap` c: scores become
     c·tanh(score / c) (Gemma Team 2024, "Gemma 2"). `slopes` `[H]`: a head adds slope · (key's position - own
     position) to its scores (ALiBi, Press et al. 2021); they take no gradient. `first` int32 `[B]`: nothing before
     this index belongs to the text of a batch entry, and none of its rows sees it; a row that stands before it gives
-    finite values without a meaning. `segments` int32 `[B, T]`, rising along a row, where T = S: the text that each
+    finite values without a meaning. `segment_ids` int32 `[B, T]`, rising along a row, where T = S: the text that each
     position is of; a row sees its own text only. `training`: a gradient will be taken; without it, not every path
     has one.
     Raises ValueError for arrays that don't fit together.
@@ -41,26 +41,26 @@ def attention(
     if shape != values.shape or not queries.dtype == keys.dtype == values.dtype:
         arrays = ", ".join(f"{x.shape} {x.dtype}" for x in (queries, keys, values))
         raise ValueError(f"attention needs keys and values of one shape, and one dtype: {arrays}")
-    options = {"window": window, "softcap": softcap, "slopes": slopes, "first": first, "segments": segments}
-    decoding = queries.shape[2] <= MOST_DECODED
-    if isinstance(keys, Quantized) or isinstance(values, Quantized):
+    options = {"window": window, "softcap": softcap, "slopes": slopes, "first": first, "segment_ids": segment_ids}
+    decoding = queries.shape[2] <= MAX_DECODE_QUERIES
+    if isinstance(keys, QuantizedKV) or isinstance(values, QuantizedKV):
         form = _form(keys, values)
         # On the CPU backend a quantized product takes as long for each row as dequantizing takes for all of a key head.
         shared = ON_CPU and queries.shape[1] * queries.shape[2] > keys.shape[1]
-        if decoding and not training and not shared and segments is None:
+        if decoding and not training and not shared and segment_ids is None:
             return _run(QUANTIZED, queries, *_arrays(keys, values), shape, scale, options, form)
-        keys, values = (x.dequantized() if isinstance(x, Quantized) else x for x in (keys, values))
+        keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
     operation = TRAINING if training else DECODE if decoding else PREFILL
     return _run(operation, queries, keys, values, shape, scale, options, {})
 
 
-def _arrays(*sides: mx.array | Quantized) -> list[mx.array | tuple[mx.array, ...]]:
-    return [x.arrays if isinstance(x, Quantized) else x for x in sides]
+def _arrays(*sides: mx.array | QuantizedKV) -> list[mx.array | tuple[mx.array, ...]]:
+    return [x.arrays if isinstance(x, QuantizedKV) else x for x in sides]
 
 
-def _form(keys: mx.array | Quantized, values: mx.array | Quantized) -> dict[str, int]:
+def _form(keys: mx.array | QuantizedKV, values: mx.array | QuantizedKV) -> dict[str, int]:
     """Group size and bits, 0 bits for a side that isn't quantized. Raises ValueError for what isn't of one form."""
-    sides = [x for x in (keys, values) if isinstance(x, Quantized)]
+    sides = [x for x in (keys, values) if isinstance(x, QuantizedKV)]
     for x in sides:
         packed = (*x.shape[:-1], x.shape[-1] * x.bits // 32)
         whole = x.packed.shape == packed and x.packed.dtype == mx.uint32
@@ -68,7 +68,7 @@ def _form(keys: mx.array | Quantized, values: mx.array | Quantized) -> dict[str,
             arrays = ", ".join(f"{a.shape} {a.dtype}" for a in x.arrays)
             form = f"{x.bits} bits in groups of {sides[0].group_size}"
             raise ValueError(f"keys or values are not what mx.quantize gives ({form}): {arrays}")
-    bits = (x.bits if isinstance(x, Quantized) else 0 for x in (keys, values))
+    bits = (x.bits if isinstance(x, QuantizedKV) else 0 for x in (keys, values))
     return {"group_size": sides[0].group_size, **dict(zip(("key_bits", "value_bits"), bits, strict=True))}
 
 
@@ -80,7 +80,7 @@ def _run(operation: Operation, queries, keys, values, key_shape, scale, options,
     K, S = key_shape[1], key_shape[2]
     if queries.dtype not in DTYPE_NAMES:
         raise ValueError(f"attention takes float32, float16 or bfloat16, not {queries.dtype}")
-    window, softcap, slopes, first, segments = options.values()
+    window, softcap, slopes, first, segment_ids = options.values()
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, but a row sees at least itself (1)")
     if softcap is not None and not softcap > 0:
@@ -91,9 +91,9 @@ def _run(operation: Operation, queries, keys, values, key_shape, scale, options,
         slopes = slopes.astype(mx.float32)
     if first is not None and (first.shape != (B,) or first.dtype != mx.int32):
         raise ValueError(f"first is {first.dtype} {first.shape}, int32 ({B},) is needed")
-    if segments is not None and (segments.shape != (B, T) or T != S or segments.dtype != mx.int32):
+    if segment_ids is not None and (segment_ids.shape != (B, T) or T != S or segment_ids.dtype != mx.int32):
         needed = f"int32 {(B, S)} and as many queries are needed"
-        raise ValueError(f"segments are {segments.dtype} {segments.shape}, {needed}")
+        raise ValueError(f"segments are {segment_ids.dtype} {segment_ids.shape}, {needed}")
     if T > S or queries.size == 0:  # rows before the first key
         blind = mx.zeros_like(queries[:, :, : T - S] if S and queries.size else queries)
         if blind.shape == queries.shape:
@@ -103,5 +103,5 @@ def _run(operation: Operation, queries, keys, values, key_shape, scale, options,
     case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, *options.values(), **form)
     path = operation.implementation(case)
     # Kernels that lack these two don't know their names.
-    batched = {name: options[name] for name in ("first", "segments") if options[name] is not None}
+    batched = {name: options[name] for name in ("first", "segment_ids") if options[name] is not None}
     return path(queries, keys, values, float(scale), window=window, softcap=softcap, slopes=slopes, **batched, **form)

@@ -9,11 +9,11 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels import decode_attention, flash_attention
 from mlxlm.kernels.blockwise_attention import blockwise_attention
 from mlxlm.kernels.dispatch import Case, Operation, metal_available
-from mlxlm.kernels.mlx_attention import plain_attention, plain_quantized_attention
+from mlxlm.kernels.mlx_attention import mlx_attention, mlx_quantized_attention
 
-MOST_DECODED = decode_attention.MAX_QUERIES  # query rows that count as decoding, in MLX as well
+MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # query rows that count as decoding, in MLX as well
 LINEAR_MEMORY_FROM = 1024  # length from which the square of probabilities must not be in memory
-_FEATURES = ("window", "softcap", "slopes", "first", "segments")
+_FEATURES = ("window", "softcap", "slopes", "first", "segment_ids")
 _DECODE_FEATURES = _FEATURES[:3]  # of the Metal kernels
 LENGTHS = (256, 4096)  # least and greatest length that are told apart
 
@@ -23,7 +23,7 @@ _FUSED_PROMPT_DIMS = (64, 72, 80, 96, 128)
 
 
 def attention_case(
-    operation, dtype, D, H, K, T, S, window, softcap, slopes, first=None, segments=None, **form: int
+    operation, dtype, D, H, K, T, S, window, softcap, slopes, first=None, segment_ids=None, **form: int
 ) -> Case:
     """The case of a call. Decoding counts T one by one and S up to a power of two; elsewhere T, which S is about,
     goes down to one, so that a case of 1,024 has no shorter length in it."""
@@ -32,7 +32,7 @@ def attention_case(
         S = max(least, min(most, 1 << (S - 1).bit_length()))
     else:
         T, S = max(least, min(most, 1 << T.bit_length() - 1)), None
-    given = tuple(x is not None for x in (window, softcap, slopes, first, segments))
+    given = tuple(x is not None for x in (window, softcap, slopes, first, segment_ids))
     return _case(operation, dtype, D, H, K, T, S, given, **form)
 
 
@@ -44,9 +44,9 @@ def _case(operation, dtype, D, H, K, T, S, given, group_size=None, key_bits=None
     return Case(operation.name, dtype, tuple(sizes), tuple(sizes.values()), features)
 
 
-def _plain(queries, keys, values, scale, *, window=None, softcap=None, slopes=None, first=None, segments=None):
+def _plain(queries, keys, values, scale, *, window=None, softcap=None, slopes=None, first=None, segment_ids=None):
     """MLX's operations, which have neither soft cap nor slopes: `_lacks` keeps them away."""
-    return plain_attention(queries, keys, values, scale, window=window, first=first, segments=segments)
+    return mlx_attention(queries, keys, values, scale, window=window, first=first, segment_ids=segment_ids)
 
 
 def _tiled(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):
@@ -57,7 +57,7 @@ def _lacks(path: str, case: Case) -> str | None:
     """Why a path can't serve a case of attention on plain keys and values."""
     decoding = case.operation == DECODE.name
     in_metal = _DECODE_FEATURES if decoding else ("window",)
-    has = {"mlx": ("window", "first", "segments"), "metal": in_metal}.get(path, _FEATURES)
+    has = {"mlx": ("window", "first", "segment_ids"), "metal": in_metal}.get(path, _FEATURES)
     if special := [name for name in case.features if name not in has]:
         return f"it has no {' and no '.join(special)}"
     if path != "metal":
@@ -72,8 +72,8 @@ def _lacks_decode(case: Case) -> str | None:
     """Why the Metal kernels of decoding, on plain or quantized keys, can't serve a case."""
     if case.size("D") not in decode_attention.HEAD_DIMS:
         return f"it has no head dim {case.size('D')}"
-    if case.size("T") > MOST_DECODED or _rows(case) > decode_attention.MAX_ROWS:
-        return f"it takes {MOST_DECODED} query rows, {decode_attention.MAX_ROWS} with the heads of a key head"
+    if case.size("T") > MAX_DECODE_QUERIES or _rows(case) > decode_attention.MAX_ROWS:
+        return f"it takes {MAX_DECODE_QUERIES} query rows, {decode_attention.MAX_ROWS} with the heads of a key head"
     return None
 
 
@@ -130,7 +130,7 @@ def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
     queries, keys, values = (mx.random.normal(s, key=k).astype(dtype) for s, k in zip(shapes, seeds, strict=True))
     given = {"window": S // 2, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}
     given["first"] = mx.arange(batch, dtype=mx.int32) + S // 4
-    given["segments"] = mx.broadcast_to(3 * mx.arange(S, dtype=mx.int32) // S, (batch, S))  # three texts
+    given["segment_ids"] = mx.broadcast_to(3 * mx.arange(S, dtype=mx.int32) // S, (batch, S))  # three texts
     options = {name: given[name] for name in case.features}
     return [queries.swapaxes(1, 2), keys[:, :, :S], values[:, :, :S], D**-0.5], options
 
@@ -147,7 +147,7 @@ def _quantized_trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
 
 def _small(case: Case) -> tuple[Case, ...]:
     """Two key heads and a length that is ragged against every tile."""
-    return (case.resized(H=2 * case.size("H") // case.size("K"), K=2, T=70),)
+    return (case.with_sizes(H=2 * case.size("H") // case.size("K"), K=2, T=70),)
 
 
 def _small_decode(case: Case) -> tuple[Case, ...]:
@@ -155,8 +155,8 @@ def _small_decode(case: Case) -> tuple[Case, ...]:
 
     From 13,000 keys on, there are several for every head dim, number of rows and quantization.
     """
-    narrow = case.resized(H=2 * case.size("H") // case.size("K"), K=2)
-    return narrow.resized(S=70), narrow.resized(S=16411)
+    narrow = case.with_sizes(H=2 * case.size("H") // case.size("K"), K=2)
+    return narrow.with_sizes(S=70), narrow.with_sizes(S=16411)
 
 
 def _quantized_decode(queries, keys, values, scale, *, group_size, key_bits, value_bits, **options):
@@ -170,7 +170,7 @@ _PATHS = {
     "blockwise": blockwise_attention,
 }
 _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
-_QUANTIZED_PATHS = {"mlx": plain_quantized_attention, "metal": _quantized_decode}
+_QUANTIZED_PATHS = {"mlx": mlx_quantized_attention, "metal": _quantized_decode}
 
 DECODE = Operation("decode_attention", _DECODE_PATHS, _prefers_decode, _trial, _small_decode, _lacks)
 PREFILL = Operation("prompt_attention", _PATHS, _prefers_prompt, _trial, _small, _lacks)

@@ -14,7 +14,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.kernels import dispatch, measurements
 from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING
 from mlxlm.kernels.dispatch import Case, Operation
-from mlxlm.kernels.self_check import TOLERANCE, cotangents, error, in_one_line, outputs
+from mlxlm.kernels.self_check import TOLERANCE, cotangents, in_one_line, outputs, relative_error
 from mlxlm.utils.errors import MlxlmError
 
 _LEAST_SECONDS = 0.01  # of one timing: as many calls as it takes
@@ -42,7 +42,7 @@ class Measurement:
 
     case: Case
     timings: dict[str, Timing]
-    refused: dict[str, str]  # path: why it wasn't measured
+    skipped: dict[str, str]  # path: why it wasn't measured
     fastest: str | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,21 +54,21 @@ class Measurement:
             }
             for path, t in self.timings.items()
         }
-        return {"case": str(self.case), "fastest": self.fastest, "paths": timings, "refused": self.refused}
+        return {"case": str(self.case), "fastest": self.fastest, "paths": timings, "skipped": self.skipped}
 
 
-def measure_all(cases: Sequence[tuple[Operation, Case]], rounds: int) -> Iterator[Measurement]:
-    """Measure each case in turn, `rounds` timings per path; each is kept, and used from then on.
+def benchmark_all(cases: Sequence[tuple[Operation, Case]], num_repeats: int) -> Iterator[Measurement]:
+    """Measure each case in turn, `num_repeats` timings per path; each is kept, and used from then on.
 
     Raises MlxlmError at the end if something couldn't be written.
     """
     unkept = None
     for operation, case in cases:
-        measurement = measure(operation, case, rounds)
+        measurement = benchmark(operation, case, num_repeats)
         if measurement.fastest:
             try:
-                measurements.measured(str(case), measurement.to_dict())
-                dispatch.forget_choices()
+                measurements.save_measurement(str(case), measurement.to_dict())
+                dispatch.clear_choices()
             except MlxlmError as problem:
                 unkept = problem
         yield measurement
@@ -76,19 +76,19 @@ def measure_all(cases: Sequence[tuple[Operation, Case]], rounds: int) -> Iterato
         raise unkept
 
 
-def measure(operation: Operation, case: Case, rounds: int) -> Measurement:
+def benchmark(operation: Operation, case: Case, num_repeats: int) -> Measurement:
     """Time the paths that "auto" may take for a case, in turn, so that a noisy moment hits them all."""
-    order, why = operation.prefers(case)
-    refused = {path: f"not taken: {why}" for path in operation.paths if path not in order}
-    args, kwargs = operation.trial(case)
+    order, why = operation.preferred_paths(case)
+    skipped = {path: f"not taken: {why}" for path in operation.paths if path not in order}
+    args, kwargs = operation.sample_inputs(case)
     mx.eval(args)
     calls, errors, peaks = {}, {}, {}
     for path in order:
-        if reason := operation.blocked(path, case) or _too_large(path, case):
-            refused[path] = reason
+        if reason := operation.unavailable_reason(path, case) or _too_large(path, case):
+            skipped[path] = reason
             continue
         try:
-            errors[path] = error(operation, path, _narrow(case))
+            errors[path] = relative_error(operation, path, _narrow(case))
             call = _call(operation, path, args, kwargs)
             call(1)
             mx.clear_cache()
@@ -96,14 +96,14 @@ def measure(operation: Operation, case: Case, rounds: int) -> Measurement:
             call(1)
             peaks[path], calls[path] = mx.get_peak_memory(), call
         except Exception as problem:  # whatever a compiler or a driver may say: the others are measured
-            refused[path] = f"failed: {in_one_line(problem)}"
+            skipped[path] = f"failed: {in_one_line(problem)}"
     repeats = {path: _repeats(call) for path, call in calls.items()}
     seconds: dict[str, list[float]] = {path: [] for path in calls}
-    for _ in range(rounds):
+    for _ in range(num_repeats):
         for path, call in calls.items():
             seconds[path].append(call(repeats[path]))
     timings = {path: Timing(seconds[path], errors[path], peaks[path]) for path in calls}
-    return Measurement(case, timings, refused, _fastest(order, case, timings))
+    return Measurement(case, timings, skipped, _fastest(order, case, timings))
 
 
 def _too_large(path: str, case: Case) -> str | None:
@@ -119,8 +119,8 @@ def _narrow(case: Case) -> Case:
     """What the error is taken on: one key head and up to 1,024 positions; the reference keeps the whole square."""
     if "K" not in case.names:
         return case
-    narrow = case.resized(H=case.size("H") // case.size("K"), K=1)
-    return narrow if "S" in case.names else narrow.resized(T=min(1024, case.size("T")))
+    narrow = case.with_sizes(H=case.size("H") // case.size("K"), K=1)
+    return narrow if "S" in case.names else narrow.with_sizes(T=min(1024, case.size("T")))
 
 
 def _call(operation: Operation, path: str, args, kwargs):

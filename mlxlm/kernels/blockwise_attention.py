@@ -11,7 +11,7 @@ from functools import cache
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
-from mlxlm.kernels.mask import distance, visible
+from mlxlm.kernels.mask import causal_mask, relative_positions
 
 # Of one block's scores in float32; MLX holds up to 20 such arrays at once. Fewer blocks make a smaller graph,
 # which counts where it is dispatched to a GPU and memory is not in a cache either way.
@@ -30,17 +30,21 @@ def blockwise_attention(
     softcap: float | None = None,
     slopes: mx.array | None = None,
     first: mx.array | None = None,
-    segments: mx.array | None = None,
+    segment_ids: mx.array | None = None,
 ) -> mx.array:
     """`mlxlm.kernels.attention` for S >= T, with O(T) memory forward and backward. Returns `[B, H, T, D]`.
 
     Products run in the inputs' dtype, the softmax and the sums over blocks in float32. `slopes`, `first` and
-    `segments` take no gradient.
+    `segment_ids` take no gradient.
     """
     B, H, T, D = queries.shape
     kv_heads = keys.shape[1]
     rows = queries.reshape(B, kv_heads, H // kv_heads, T, D)
-    given = {"slopes": None if slopes is None else slopes.reshape(kv_heads, -1), "first": first, "segments": segments}
+    given = {
+        "slopes": None if slopes is None else slopes.reshape(kv_heads, -1),
+        "first": first,
+        "segment_ids": segment_ids,
+    }
     given = {name: x for name, x in given.items() if x is not None}
     out, _ = _function(scale, window, softcap, tuple(given))(rows, keys, values, *given.values())
     return out.reshape(B, H, T, D)
@@ -73,10 +77,10 @@ def _function(scale: float, window: int | None, softcap: float | None, given: tu
 class _Scores:
     """Scores of queries `[B, K, G, T, D]` with keys `[B, K, S, D]`, one block of rows at a time."""
 
-    def __init__(self, queries, keys, scale, window, softcap, slopes=None, first=None, segments=None):
+    def __init__(self, queries, keys, scale, window, softcap, slopes=None, first=None, segment_ids=None):
         self.queries, self.keys = queries, keys
         self.scale, self.window, self.softcap, self.slopes, self.first = scale, window, softcap, slopes, first
-        self.segments = segments
+        self.segment_ids = segment_ids
         self.B, self.K, self.G, self.T, _ = queries.shape
         self.S = keys.shape[2]
 
@@ -109,10 +113,10 @@ class _Scores:
 
     def _bias(self, start, stop, first, seen):
         """-inf where a row doesn't see a key, ALiBi's slope times distance where it does."""
-        apart = distance(stop - start, seen - first)
+        apart = relative_positions(stop - start, seen - first)
         begins = None if self.first is None else self.first - first
-        of = None if self.segments is None else (self.segments[:, start:stop], self.segments[:, first:seen])
-        bias = mx.where(visible(apart, self.window, begins, of), 0.0, -mx.inf)
+        of = None if self.segment_ids is None else (self.segment_ids[:, start:stop], self.segment_ids[:, first:seen])
+        bias = mx.where(causal_mask(apart, self.window, begins, of), 0.0, -mx.inf)
         if self.slopes is None:
             return mx.tile(bias, (self.G, 1))
         bias = bias[..., None, :, :] + self.slopes[:, :, None, None] * apart  # [.., K, G, rows, keys]

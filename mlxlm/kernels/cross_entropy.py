@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.kernels.eval_points import waypoint
+from mlxlm.kernels.eval_points import eval_point
 from mlxlm.kernels.exp import exp_nonpositive
-from mlxlm.kernels.sums import sum_of_rows
+from mlxlm.kernels.sums import row_sums
 
 _CHUNK_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}  # of one chunk's logits in float32
 _LEAST_ROWS = 64  # at 32,000 tokens 64 rows cost a tenth more time than 512, and take a fifth of the memory
@@ -144,7 +144,7 @@ def _chunked(hidden, weight, targets, weights, rows, softcap, gradients=True):
         loss, slopes = _chunk(chunk, weight, targets, weights, softcap)
         total = loss if total is None else total + loss
         if gradients:
-            by_hidden.append(waypoint(slopes @ weight))
+            by_hidden.append(eval_point(slopes @ weight))
             by_weight = _with_product(by_weight, slopes.T, chunk)
     return total, mx.concatenate(by_hidden) if gradients else None, by_weight
 
@@ -166,7 +166,7 @@ def _chunk(hidden, weight, targets, weights, softcap):
     targets, weights = targets[:, None], weights[:, None]
     top = mx.max(logits, axis=-1, keepdims=True)
     e = _exp(logits - top)
-    total = sum_of_rows(e) if ON_CPU else mx.sum(e, axis=-1, keepdims=True)
+    total = row_sums(e) if ON_CPU else mx.sum(e, axis=-1, keepdims=True)
     losses = mx.log(total) - (mx.take_along_axis(logits, targets, axis=-1) - top)
     # d loss / d logits = probs - onehot(target); only one entry a row differs from probs.
     scale = weights / total

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels import measurements
-from mlxlm.kernels.self_check import first_use
+from mlxlm.kernels.self_check import check_on_first_use
 from mlxlm.utils.errors import ConfigError, PlatformError
 
 MODES = ("auto", "metal", "mlx", "blockwise")
@@ -36,17 +36,17 @@ class Case(NamedTuple):
     features: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([self.operation, self.dtype, self.described])
+        return " ".join([self.operation, self.dtype, self.label])
 
     @property
-    def described(self) -> str:
+    def label(self) -> str:
         """ "D=64 T=1024 window" """
         return " ".join([*(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)), *self.features])
 
     def size(self, name: str) -> int:
         return self.sizes[self.names.index(name)]
 
-    def resized(self, **sizes: int) -> Case:
+    def with_sizes(self, **sizes: int) -> Case:
         """The same with other sizes; those that it doesn't have are left out."""
         return self._replace(sizes=tuple(sizes.get(n, s) for n, s in zip(self.names, self.sizes, strict=True)))
 
@@ -69,10 +69,10 @@ class Operation:
 
     name: str
     paths: Mapping[str, Callable]
-    prefers: Callable[[Case], tuple[Sequence[str], str]]
-    trial: Callable[[Case], tuple[list[Any], dict[str, Any]]]
-    small: Callable[[Case], tuple[Case, ...]]
-    lacks: Callable[[str, Case], str | None] = lambda path, case: None
+    preferred_paths: Callable[[Case], tuple[Sequence[str], str]]
+    sample_inputs: Callable[[Case], tuple[list[Any], dict[str, Any]]]
+    check_cases: Callable[[Case], tuple[Case, ...]]
+    unsupported_reason: Callable[[str, Case], str | None] = lambda path, case: None
     differentiable: tuple[int, ...] = ()
 
     def implementation(self, case: Case) -> Callable:
@@ -80,16 +80,18 @@ class Operation:
         if (cases := _recording.get()) is not None:
             cases[case] = self
             return self.paths[self.reference(case)]
-        choice = _choices.get((case, mode())) or choose(self, case)
+        choice = _choices.get((case, mode())) or choose_path(self, case)
         return self.paths[choice.path]
 
     def reference(self, case: Case) -> str:
         """A path of MLX's operations that can serve a case anywhere."""
-        return next(path for path in ("mlx", "blockwise") if path in self.paths and not self.lacks(path, case))
+        return next(
+            path for path in ("mlx", "blockwise") if path in self.paths and not self.unsupported_reason(path, case)
+        )
 
-    def blocked(self, path: str, case: Case) -> str | None:
+    def unavailable_reason(self, path: str, case: Case) -> str | None:
         """Why a path can't be taken here, or None. The first use of a Metal kernel on a machine tries it."""
-        if reason := self.lacks(path, case):
+        if reason := self.unsupported_reason(path, case):
             return reason
         if path != "metal":
             return None
@@ -108,12 +110,12 @@ _lock = threading.RLock()
 
 
 def mode() -> str:
-    """The mode in force: that of `using`, else that of `$MLXLM_KERNELS` at the start, else "auto"."""
+    """The mode in force: that of `use_kernels`, else that of `$MLXLM_KERNELS` at the start, else "auto"."""
     return _mode.get() or _environment
 
 
 @contextmanager
-def using(chosen: str) -> Iterator[None]:
+def use_kernels(chosen: str) -> Iterator[None]:
     """Take these paths within the block, wherever they exist: "auto", "metal", "mlx" or "blockwise".
 
     A compiled function keeps the paths that it was traced with. Raises ConfigError for another word.
@@ -129,7 +131,7 @@ _recording: ContextVar[dict[Case, Operation] | None] = ContextVar("recording", d
 
 
 @contextmanager
-def recorded() -> Iterator[dict[Case, Operation]]:
+def record_cases() -> Iterator[dict[Case, Operation]]:
     """Collect what is asked for within the block. Nothing is chosen or tried for it: MLX's operations are taken."""
     cases: dict[Case, Operation] = {}
     token = _recording.set(cases)
@@ -145,7 +147,7 @@ def _checked(chosen: str) -> str:
     return chosen
 
 
-def choose(operation: Operation, case: Case) -> Choice:
+def choose_path(operation: Operation, case: Case) -> Choice:
     """The path of a case and why.
 
     Raises PlatformError if the mode asks for a kernel that can't run here, ConfigError for an unknown mode.
@@ -160,32 +162,32 @@ def choose(operation: Operation, case: Case) -> Choice:
 def _choose(operation: Operation, case: Case) -> Choice:
     wanted, skipped = mode(), []
     if wanted in operation.paths:
-        if lacking := operation.lacks(wanted, case):
+        if lacking := operation.unsupported_reason(wanted, case):
             skipped.append(f"not {wanted}: {lacking}")
-        elif reason := operation.blocked(wanted, case):
+        elif reason := operation.unavailable_reason(wanted, case):
             raise PlatformError(f"kernel mode {wanted}: {case}: {reason}", f"{VARIABLE}=auto")
         else:
             return Choice(wanted, "asked for")
-    order, why = operation.prefers(case)
-    fastest = measurements.fastest(str(case))
-    if fastest in order and not operation.blocked(fastest, case):
+    order, why = operation.preferred_paths(case)
+    fastest = measurements.fastest_path(str(case))
+    if fastest in order and not operation.unavailable_reason(fastest, case):
         return Choice(fastest, "; ".join(["measured fastest here", *skipped]))
     for path in order:
-        if reason := operation.blocked(path, case):
+        if reason := operation.unavailable_reason(path, case):
             skipped.append(f"not {path}: {reason}")
         else:
             return Choice(path, "; ".join([why, *skipped]))
     raise PlatformError(f"{case}: no implementation can run here ({'; '.join(skipped)})")
 
 
-def forget_choices() -> None:
+def clear_choices() -> None:
     """Choose again: after a measurement."""
     _choices.clear()
 
 
 def _failure(operation: Operation, case: Case) -> str | None:
     """None if the Metal kernels of a case are known to be right on this machine, else why they are off."""
-    kind = operation.small(case)
+    kind = operation.check_cases(case)
     if kind not in _failures:
-        _failures[kind] = first_use(operation, kind)
+        _failures[kind] = check_on_first_use(operation, kind)
     return _failures[kind]

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from mlxlm.backend.mlx import begin, compute, mx
+from mlxlm.backend.mlx import async_eval_arrays, eval_arrays, mx
 
 _collecting: ContextVar[list[mx.array] | None] = ContextVar("collecting", default=None)
 
 
-def waypoint(x: mx.array) -> mx.array:
-    """x, an array that is in memory anyway: inside of `waypoints`, it becomes one."""
+def eval_point(x: mx.array) -> mx.array:
+    """x, an array that is in memory anyway: inside of `eval_points`, it becomes one."""
     if (points := _collecting.get()) is not None:
         points.append(x)
     return x
 
 
 @contextmanager
-def waypoints() -> Iterator[list[mx.array]]:
+def eval_points() -> Iterator[list[mx.array]]:
     """The list of those that a graph built inside of this has, in the order in which it was built."""
     token = _collecting.set([])
     try:
@@ -28,15 +28,15 @@ def waypoints() -> Iterator[list[mx.array]]:
         _collecting.reset(token)
 
 
-def evaluate_along(points: list[mx.array]) -> None:
+def eval_at_points(points: list[mx.array]) -> None:
     """Evaluate one after another, each begun when the one before the last is done, and let go of them: `points` is
     empty then."""
     last = None
     while points:
         point = points.pop(0)
-        begin(point)
+        async_eval_arrays(point)
         if last is not None:
-            compute(last)
+            eval_arrays(last)
         last = point
     if last is not None:
-        compute(last)
+        eval_arrays(last)

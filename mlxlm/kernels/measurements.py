@@ -25,13 +25,13 @@ from mlxlm.utils.files import write_json
 from mlxlm.utils.resources import resource
 
 
-def path() -> Path:
+def cache_path() -> Path:
     """Raises MlxlmError if there is no place for it."""
     return platform.cache_folder() / "kernels.json"
 
 
 @cache
-def machine() -> str:
+def device_key() -> str:
     """Device, system, MLX version, and a digest of the Metal sources and of the code that launches them."""
     digest = hashlib.sha256()
     for folder, endings in ((resource("metal_kernels"), (".metal", ".h")), (Path(__file__).parent, (".py",))):
@@ -45,13 +45,13 @@ def machine() -> str:
     return f"{device}, {system.system()} {system.release()}, mlx {mx.__version__}, kernels {digest.hexdigest()[:16]}"
 
 
-def fastest(case: str) -> str | None:
+def fastest_path(case: str) -> str | None:
     """The path that was measured to be the fastest one for a case, if any was."""
     found = _record()["measured"].get(case)
     return found.get("fastest") if isinstance(found, dict) else None
 
 
-def measured(case: str, found: dict[str, Any]) -> None:
+def save_measurement(case: str, found: dict[str, Any]) -> None:
     """Keep a measurement: the fastest path and what was seen. Raises MlxlmError if the disk refuses."""
     _update(lambda record: record["measured"].update({case: found}))
 
@@ -61,7 +61,7 @@ def is_verified(kind: str) -> bool:
     return kind in _record()["verified"]
 
 
-def verified(kind: str) -> None:
+def save_verified(kind: str) -> None:
     """Remember that they do. Where that can't be written, they are tried again next time."""
     with suppress(MlxlmError):
         _update(lambda record: record["verified"].append(kind))
@@ -69,13 +69,13 @@ def verified(kind: str) -> None:
 
 def _record() -> dict[str, Any]:
     try:
-        return _of_machine(_read(path()))
+        return _of_machine(_read(cache_path()))
     except MlxlmError:
         return _of_machine({})
 
 
 def _of_machine(everything: dict[str, Any]) -> dict[str, Any]:
-    return everything.setdefault(machine(), {"measured": {}, "verified": []})
+    return everything.setdefault(device_key(), {"measured": {}, "verified": []})
 
 
 @cache
@@ -99,7 +99,7 @@ def _is_record(value: Any) -> bool:
 
 def _update(change: Callable[[dict[str, Any]], Any]) -> None:
     """Change this machine's record in the file as it is now: another process may have written since."""
-    file = path()
+    file = cache_path()
     with os_errors_as(CheckpointError, "write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(file.with_suffix(".lock"), os.O_CREAT | os.O_WRONLY, 0o600)

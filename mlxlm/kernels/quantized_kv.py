@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mlxlm.backend.mlx import ON_CPU, mx
 
 
-class Quantized(NamedTuple):
+class QuantizedKV(NamedTuple):
     """What `mx.quantize(x, group_size=group_size, bits=bits)` gives of x `[B, H_kv, S, D]`."""
 
     packed: mx.array  # uint32 [B, H_kv, S, D · bits / 32]
@@ -18,7 +18,7 @@ class Quantized(NamedTuple):
     group_size: int
 
     @classmethod
-    def of(cls, x: mx.array, bits: int, group_size: int) -> Quantized:
+    def of(cls, x: mx.array, bits: int, group_size: int) -> QuantizedKV:
         return cls(*mx.quantize(x, group_size=group_size, bits=bits), bits, group_size)
 
     @property

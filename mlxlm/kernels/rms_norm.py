@@ -70,7 +70,7 @@ def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
 
 def _small(case: Case) -> tuple[Case, ...]:
     """One row, and enough that a team of threads has several."""
-    return case.resized(rows=1), case.resized(rows=301)
+    return case.with_sizes(rows=1), case.with_sizes(rows=301)
 
 
 def _prefers_add(case: Case):

@@ -44,9 +44,9 @@ def outputs(
     return [*found, *gradients]
 
 
-def error(operation: Operation, path: str, case: Case) -> float:
+def relative_error(operation: Operation, path: str, case: Case) -> float:
     """Largest relative error of a path's outputs and gradients against MLX's operations in float32 on the CPU."""
-    args, kwargs = operation.trial(case)
+    args, kwargs = operation.sample_inputs(case)
     given = cotangents(operation, path, args, kwargs)
     mx.eval(args, given)
     reference = operation.reference(case)
@@ -60,7 +60,7 @@ def error(operation: Operation, path: str, case: Case) -> float:
     return _largest(errors)
 
 
-def first_use(operation: Operation, kind: tuple[Case, ...]) -> str | None:
+def check_on_first_use(operation: Operation, kind: tuple[Case, ...]) -> str | None:
     """None if the Metal kernels of these cases are right on this machine, else, with a warning, what is wrong.
 
     What was right is remembered from one process to the next.
@@ -69,9 +69,9 @@ def first_use(operation: Operation, kind: tuple[Case, ...]) -> str | None:
     if measurements.is_verified(name):
         return None
     try:
-        found = _largest(error(operation, "metal", case) for case in kind)
+        found = _largest(relative_error(operation, "metal", case) for case in kind)
         if found <= TOLERANCE[kind[0].dtype]:
-            measurements.verified(name)
+            measurements.save_verified(name)
             return None
         reason = f"its Metal kernel is wrong on this machine (error {found:.1e})"
     except Exception as problem:  # whatever a compiler or a driver may say

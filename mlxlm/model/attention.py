@@ -7,7 +7,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import RMSNorm
-from mlxlm.model.positions import Rotary, alibi_slopes
+from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
 
 
 class Attention(nn.Module):
@@ -31,15 +31,15 @@ class Attention(nn.Module):
             whole = self.qk_norm == "projection"
             self.q_norm = RMSNorm(self.heads * d if whole else d, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.kv_heads * d if whole else d, config.rms_norm_eps)
-        self.rope = Rotary(config) if config.positions == "rope" else None
+        self.rope = RotaryEmbedding(config) if config.positions == "rope" else None
         self._slopes = None  # no parameter: MLX leaves out what begins with an underscore
         if config.positions == "alibi":
             self._slopes = alibi_slopes(self.heads) * (self.scale if config.alibi_scaled else 1.0)
 
-    def __call__(self, x: mx.array, cache=None, segments: mx.array | None = None) -> mx.array:
+    def __call__(self, x: mx.array, cache=None, segment_ids: mx.array | None = None) -> mx.array:
         """x `[B, T, hidden]` -> `[B, T, hidden]`; the cache, if any, is advanced by T positions.
 
-        `segments` int `[B, T]`: a position sees those of its own number only; they go without a cache.
+        `segment_ids` int `[B, T]`: a position sees those of its own number only; they go without a cache.
         """
         B, T, _ = x.shape
 
@@ -61,7 +61,7 @@ class Attention(nn.Module):
             first = getattr(cache, "first", None)  # caches of mlx_lm have none
         out = attention(
             queries, keys, values, self.scale,
-            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, segments=segments,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, segment_ids=segment_ids,
             training=self.training,
         )  # fmt: skip
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))

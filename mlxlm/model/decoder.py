@@ -8,28 +8,28 @@ from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block
 from mlxlm.model.dropout import Dropout
-from mlxlm.model.embedding import Embedding, Sinusoids, positions_of, positions_within
-from mlxlm.model.grad_checkpoint import recomputed
+from mlxlm.model.embedding import Embedding, SinusoidalPositions, packed_position_ids, position_ids
+from mlxlm.model.grad_checkpoint import checkpointed_layer
 from mlxlm.model.linear import Linear
-from mlxlm.model.norms import enter, make_norm
+from mlxlm.model.norms import add_norm, make_norm
 
 
 class Backbone(nn.Module):
     """Embedding, layers and the last norm: tokens `[B, T]` -> hidden states `[B, T, hidden]`.
 
-    `recompute`: in training mode, keep of each layer its inputs only and compute the rest again for the gradient.
+    `grad_checkpoint`: in training mode, keep of each layer its inputs only and compute the rest again for the gradient.
     """
 
     def __init__(self, config: ModelConfig, dropout: float, layers: int):
         super().__init__()
-        self.recompute = False
+        self.grad_checkpoint = False
         self.multiplier = float(config.embedding_multiplier)
         self.longest, self.position_offset = config.max_position_embeddings, config.position_offset
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = Embedding(self.longest + self.position_offset, config.hidden_size)
         elif config.positions == "sinusoidal":
-            self.embed_positions = Sinusoids(self.longest + self.position_offset, config.hidden_size)
+            self.embed_positions = SinusoidalPositions(self.longest + self.position_offset, config.hidden_size)
         if config.embedding_norm:
             self.embed_layernorm = make_norm(config)
         self.layers = [Block(config, i, dropout) for i in range(layers)]
@@ -37,35 +37,35 @@ class Backbone(nn.Module):
             self.norm = make_norm(config)
         self.dropout = Dropout(dropout)
 
-    def embed(self, tokens: mx.array, offset: int | mx.array = 0, segments: mx.array | None = None) -> mx.array:
+    def embed(self, tokens: mx.array, offset: int | mx.array = 0, segment_ids: mx.array | None = None) -> mx.array:
         """tokens int `[B, T]`, the first at position `offset`, or those of int `[B]` -> the stream before the first
-        layer. With `segments` int `[B, T]` positions begin anew with each text of a row."""
-        stream = self.embed_tokens(tokens)
+        layer. With `segment_ids` int `[B, T]` positions begin anew with each text of a row."""
+        residual = self.embed_tokens(tokens)
         if self.multiplier != 1:
-            stream = stream * self.multiplier
+            residual = residual * self.multiplier
         if "embed_positions" in self:
-            if segments is None:
-                positions = positions_of(offset, tokens.shape[1], self.longest)
+            if segment_ids is None:
+                positions = position_ids(offset, tokens.shape[1], self.longest)
             else:
-                positions = positions_within(segments)
-            stream = stream + self.embed_positions(positions + self.position_offset).astype(stream.dtype)
-        return self.dropout(self.embed_layernorm(stream) if "embed_layernorm" in self else stream)
+                positions = packed_position_ids(segment_ids)
+            residual = residual + self.embed_positions(positions + self.position_offset).astype(residual.dtype)
+        return self.dropout(self.embed_layernorm(residual) if "embed_layernorm" in self else residual)
 
-    def __call__(self, tokens: mx.array, cache=None, *, segments: mx.array | None = None) -> mx.array:
-        if cache and segments is not None:
+    def __call__(self, tokens: mx.array, cache=None, *, segment_ids: mx.array | None = None) -> mx.array:
+        if cache and segment_ids is not None:
             raise ValueError("segments are for several texts in a row, and a cache has one text a row")
-        stream, update = self.embed(tokens, cache[0].offset if cache else 0, segments), None
-        if self.recompute and self.training and not cache:
+        residual, hidden_states = self.embed(tokens, cache[0].offset if cache else 0, segment_ids), None
+        if self.grad_checkpoint and self.training and not cache:
             for layer in self.layers:
-                stream, update = recomputed(layer, stream, update, segments)
-            return self.leave(stream, update)
+                residual, hidden_states = checkpointed_layer(layer, residual, hidden_states, segment_ids)
+            return self.final_norm(residual, hidden_states)
         for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            stream, update = layer(stream, update, layer_cache, segments)
-        return self.leave(stream, update)
+            residual, hidden_states = layer(residual, hidden_states, layer_cache, segment_ids)
+        return self.final_norm(residual, hidden_states)
 
-    def leave(self, stream: mx.array, update: mx.array | None) -> mx.array:
+    def final_norm(self, residual: mx.array, hidden_states: mx.array | None) -> mx.array:
         """The stream after the last layer, and what that adds to it -> hidden states `[B, T, hidden]`."""
-        return enter(self.get("norm"), stream, update)[1]
+        return add_norm(self.get("norm"), residual, hidden_states)[1]
 
 
 class Decoder(nn.Module):
@@ -80,24 +80,30 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float = 0.0, layers: int | None = None):
         super().__init__()
         self.config = config
-        self.cap = None if config.final_logit_softcapping is None else float(config.final_logit_softcapping)
+        self.final_logit_softcap = (
+            None if config.final_logit_softcapping is None else float(config.final_logit_softcapping)
+        )
         self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def __call__(self, tokens: mx.array, cache=None, *, segments: mx.array | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache=None, *, segment_ids: mx.array | None = None) -> mx.array:
         """tokens int `[B, T]` -> logits `[B, T, V]`. A cache (one per layer) is advanced by T positions.
 
-        `segments` int `[B, T]`, rising along a row, numbers the texts that are one after another in it: none sees
+        `segment_ids` int `[B, T]`, rising along a row, numbers the texts that are one after another in it: none sees
         another, and each begins at position 0. Raises ValueError for segments beside a cache.
         """
-        return self.head(self.model(tokens, cache, segments=segments))
+        return self.head(self.model(tokens, cache, segment_ids=segment_ids))
 
     def head(self, x: mx.array) -> mx.array:
         """Hidden states `[B, T, hidden]` after the last norm -> logits `[B, T, V]`."""
         tied = self.config.tie_word_embeddings
         logits = self.model.embed_tokens.as_linear(x) if tied else self.lm_head(x)
-        return logits if self.cap is None else self.cap * mx.tanh(logits / self.cap)
+        return (
+            logits
+            if self.final_logit_softcap is None
+            else self.final_logit_softcap * mx.tanh(logits / self.final_logit_softcap)
+        )
 
     @property
     def head_weight(self) -> mx.array:
@@ -109,12 +115,12 @@ class Decoder(nn.Module):
         return self.model.layers
 
     @property
-    def positions_change(self) -> int | None:
-        """See `ModelConfig.positions_change`."""
-        return self.config.positions_change
+    def longrope_original_length(self) -> int | None:
+        """See `ModelConfig.longrope_original_length`."""
+        return self.config.longrope_original_length
 
     @property
-    def batchable(self) -> bool:
+    def supports_batching(self) -> bool:
         """Whether texts of different lengths can be side by side: not where positions change with the length."""
         return (self.config.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope")
 
@@ -130,7 +136,7 @@ class Decoder(nn.Module):
         """See `ModelConfig.kv_bytes_per_token`."""
         return self.config.kv_bytes_per_token(bytes_per_value)
 
-    def initialize(self, seed: int) -> None:
+    def init_weights(self, seed: int) -> None:
         """Fresh weights, a function of `seed` alone.
 
         Normal with standard deviation 0.5 / sqrt(hidden), which is GPT-2's 0.02 at its width of 768 and

@@ -22,7 +22,7 @@ class Dropout(nn.Module):
     def active(self) -> bool:
         return self.training and self.probability > 0
 
-    def begin(self, key: mx.array | None) -> None:
+    def set_key(self, key: mx.array | None) -> None:
         """Draw the next masks from `key` uint32 `[2]`; None: from the global state again."""
         self._key = key
 

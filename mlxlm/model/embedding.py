@@ -36,7 +36,7 @@ def _lookup_vjp(primals, cotangent, _output):
     return total, mx.zeros_like(tokens)
 
 
-class Sinusoids(nn.Module):
+class SinusoidalPositions(nn.Module):
     """Fixed positions (Vaswani et al. 2017, 3.5): sin(p / 10000^(2i / hidden)) in dimension 2i of position p, and the
     cosine of the same in 2i + 1. A table of `longest` rows, made on first use; no parameter."""
 
@@ -53,7 +53,7 @@ class Sinusoids(nn.Module):
         return self._table[positions]
 
 
-def positions_of(first: int | mx.array, count: int, longest: int) -> mx.array:
+def position_ids(first: int | mx.array, count: int, longest: int) -> mx.array:
     """The positions `[count]` from `first` on in a table of `longest`; for several rows' `first` `[B]`, those
     `[B, count]`, where padding before a text has its first position.
 
@@ -68,8 +68,8 @@ def positions_of(first: int | mx.array, count: int, longest: int) -> mx.array:
     return positions if first >= 0 else mx.maximum(positions, 0)
 
 
-def positions_within(segments: mx.array) -> mx.array:
-    """The position of each token in its own text, int `[B, T]`; `segments` `[B, T]` numbers the texts of a row."""
-    index = mx.arange(segments.shape[1])
-    begins = mx.concatenate([mx.ones_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], axis=1)
+def packed_position_ids(segment_ids: mx.array) -> mx.array:
+    """The position of each token in its own text, int `[B, T]`; `segment_ids` `[B, T]` numbers the texts of a row."""
+    index = mx.arange(segment_ids.shape[1])
+    begins = mx.concatenate([mx.ones_like(segment_ids[:, :1]), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     return index - mx.cummax(mx.where(begins, index, 0), axis=1)

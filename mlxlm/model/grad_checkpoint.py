@@ -7,28 +7,28 @@ from mlxlm.backend.mlx import mx, tree_flatten, tree_unflatten
 from mlxlm.model.block import Block
 
 
-def recomputed(
-    layer: Block, stream: mx.array, update: mx.array | None, segments: mx.array | None
+def checkpointed_layer(
+    layer: Block, residual: mx.array, hidden_states: mx.array | None, segment_ids: mx.array | None
 ) -> tuple[mx.array, mx.array | None]:
-    """`layer(stream, update, None, segments)`, of which only inputs and outputs stay in memory until the gradient.
+    """`layer(stream, hidden_states, None, segments)`, of which only inputs and outputs stay in memory until the gradient.
 
     Why not `mx.checkpoint`: the second pass would draw other dropout masks than the first, and need not wait until
     the gradient reaches the layer; here it does, so that one layer's activations exist at a time.
     """
     key = mx.random.randint(0, 1 << 31, (2,), dtype=mx.uint32) if layer.dropout.active else None
     names, weights = zip(*tree_flatten(layer.trainable_parameters()), strict=True)
-    inputs = [stream] if update is None else [stream, update]
-    fixed = [x for x in (segments, key) if x is not None]
+    inputs = [residual] if hidden_states is None else [residual, hidden_states]
+    fixed = [x for x in (segment_ids, key) if x is not None]
 
     def forward(differentiable: list[mx.array], others: list[mx.array]) -> list[mx.array]:
         others = list(others)
         before = layer.trainable_parameters()
         layer.update(tree_unflatten(list(zip(names, differentiable, strict=False))))
-        where = None if segments is None else others.pop(0)
-        layer.dropout.begin(others[0] if others else None)
+        where = None if segment_ids is None else others.pop(0)
+        layer.dropout.set_key(others[0] if others else None)
         arrays = differentiable[len(names) :]
         out = layer(arrays[0], arrays[1] if len(arrays) > 1 else None, None, where)
-        layer.dropout.begin(None)
+        layer.dropout.set_key(None)
         layer.update(before)
         return [x for x in out if x is not None]
 

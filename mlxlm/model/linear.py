@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
-from mlxlm.kernels.eval_points import waypoint
+from mlxlm.kernels.eval_points import eval_point
 
 
 class Linear(nn.Linear):
@@ -17,7 +17,7 @@ class Linear(nn.Linear):
         """x `[..., input]` -> `[..., output]`"""
         if not (ON_CPU and self.training):
             return super().__call__(x)
-        out = waypoint(project(x, self.weight))
+        out = eval_point(project(x, self.weight))
         return out + self.bias if "bias" in self else out
 
 
@@ -31,5 +31,5 @@ def project(x: mx.array, weight: mx.array) -> mx.array:
 def _project_vjp(primals, cotangent, _output):
     x, weight = primals
     # In this order: what only the gradient by the weight needs is let go of before the gradient goes on.
-    by_weight = waypoint(cotangent.reshape(-1, weight.shape[0]).T @ x.reshape(-1, weight.shape[1]))
-    return waypoint(cotangent @ weight), by_weight
+    by_weight = eval_point(cotangent.reshape(-1, weight.shape[0]).T @ x.reshape(-1, weight.shape[1]))
+    return eval_point(cotangent @ weight), by_weight

@@ -23,9 +23,9 @@ class RMSNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self.scale, self.eps)
 
-    def add(self, update: mx.array, stream: mx.array) -> tuple[mx.array, mx.array]:
+    def add(self, hidden_states: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
         """stream + update, and the norm of that, in one pass over memory."""
-        return add_rms_norm(update, stream, self.scale, self.eps)
+        return add_rms_norm(hidden_states, residual, self.scale, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -39,10 +39,10 @@ class LayerNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add(self, update: mx.array, stream: mx.array) -> tuple[mx.array, mx.array]:
+    def add(self, hidden_states: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
         """stream + update, and the norm of that."""
-        stream = stream + update
-        return stream, self(stream)
+        residual = residual + hidden_states
+        return residual, self(residual)
 
 
 Norm = RMSNorm | LayerNorm
@@ -55,12 +55,12 @@ def make_norm(config: ModelConfig) -> Norm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
 
 
-def enter(norm: Norm | None, stream: mx.array, update: mx.array | None) -> tuple[mx.array, mx.array]:
+def add_norm(norm: Norm | None, residual: mx.array, hidden_states: mx.array | None) -> tuple[mx.array, mx.array]:
     """The stream after the addition that waits for it, and what a sublayer sees of that: its norm, if there is one.
 
-    `update` is None at the start of the stream.
+    `hidden_states` is None at the start of the stream.
     """
     if norm is None:
-        stream = stream if update is None else stream + update
-        return stream, stream
-    return (stream, norm(stream)) if update is None else norm.add(update, stream)
+        residual = residual if hidden_states is None else residual + hidden_states
+        return residual, residual
+    return (residual, norm(residual)) if hidden_states is None else norm.add(hidden_states, residual)

@@ -11,27 +11,29 @@ from mlxlm.config import ModelConfig
 from mlxlm.utils.errors import GenerationError
 
 
-class Rotary:
+class RotaryEmbedding:
     """Rotary positions (Su et al. 2021) on the first `config.rotary_dims` of a head, the rest as it is.
 
     A scaling changes the wavelength of each pair of dimensions, and for "yarn" and "longrope" also multiplies the
     rotated dimensions of queries and keys by a factor; its square on the queries alone gives the same scores.
     Formulas are those of transformers' modeling_rope_utils.py, computed in float64.
 
-    "longrope" has other wavelengths, for all positions, where a text is longer than `config.positions_change`. Keys
-    in a cache can't change theirs, so that the length that the text will reach decides: see `KVCache.reach`.
+    "longrope" has other wavelengths, for all positions, where a text is longer than `config.longrope_original_length`. Keys
+    in a cache can't change theirs, so that the length that the text will reach decides: see `KVCache.expected_length`.
     """
 
     def __init__(self, config: ModelConfig):
         self.dims, self.base = config.rotary_dims, float(config.rope_theta)
         self.longest = config.max_position_embeddings
         scaling = config.rope_scaling or {"rope_type": "default"}
-        self.kind, self.growth = scaling["rope_type"], scaling.get("factor")
-        self.change = config.positions_change
+        self.rope_type, self.scaling_factor = scaling["rope_type"], scaling.get("factor")
+        self.longrope_threshold = config.longrope_original_length
         plain = [self.base ** (i / self.dims) for i in range(0, self.dims, 2)]
         self.wavelengths = _array(wavelengths(plain, self.base, scaling))  # None: those of the base
-        self.long_wavelengths = _array(_stretched(plain, scaling["long_factor"])) if self.kind == "longrope" else None
-        self.varies = self.kind in ("dynamic", "longrope")
+        self.long_wavelengths = (
+            _array(_stretched(plain, scaling["long_factor"])) if self.rope_type == "longrope" else None
+        )
+        self.varies = self.rope_type in ("dynamic", "longrope")
         self._fixed = (self.base, None) if self.wavelengths is None else (None, self.wavelengths)
         factor = attention_factor(scaling, self.longest)
         self.query_scale = None
@@ -39,9 +41,9 @@ class Rotary:
             self.query_scale = mx.array([factor**2] * self.dims + [1.0] * (config.head_dim - self.dims))
 
     @property
-    def can_move(self) -> bool:
-        """Whether keys can be `moved`: not where earlier ones were turned by another base ("dynamic")."""
-        return self.kind != "dynamic"
+    def can_shift_keys(self) -> bool:
+        """Whether keys can be `shift_keys`: not where earlier ones were turned by another base ("dynamic")."""
+        return self.rope_type != "dynamic"
 
     def __call__(self, queries: mx.array, keys: mx.array, cache=None) -> tuple[mx.array, mx.array]:
         """Queries and keys `[B, H, T, D]`, turned: the first at the end of what the cache holds."""
@@ -51,7 +53,7 @@ class Rotary:
             queries = queries * self.query_scale.astype(queries.dtype)
         return self._turned(queries, offset, base, wavelengths), self._turned(keys, offset, base, wavelengths)
 
-    def moved(self, keys: mx.array, by: int, cache=None) -> mx.array:
+    def shift_keys(self, keys: mx.array, by: int, cache=None) -> mx.array:
         """Keys `[B, H, n, D]` that were turned for their positions, now for those `by` later."""
         base, wavelengths = self._waves(0, by, cache) if self.varies else self._fixed
         B, H, n, D = keys.shape
@@ -68,14 +70,14 @@ class Rotary:
         if isinstance(offset, mx.array):
             offset, *others = set(cache.offsets)
             if others:
-                problem = f'texts of different length can\'t be side by side with "{self.kind}" positions'
+                problem = f'texts of different length can\'t be side by side with "{self.rope_type}" positions'
                 raise GenerationError(problem, "one text at a time")
         length = offset + count
-        if cache is not None and cache.most is not None:  # so far apart are a token and what it sees
-            length = min(length, cache.most)
-        if self.kind == "dynamic":
+        if cache is not None and cache.max_size is not None:  # so far apart are a token and what it sees
+            length = min(length, cache.max_size)
+        if self.rope_type == "dynamic":
             return self._grown_base(length), None
-        if self._reached(length, cache) > self.change:
+        if self._reached(length, cache) > self.longrope_threshold:
             return None, self.long_wavelengths
         return self._fixed
 
@@ -83,13 +85,13 @@ class Rotary:
         """How long the text will be: by its cache, where there is one, and as long as can be if that doesn't say."""
         if cache is None:
             return length
-        reach = self.longest if cache.reach is None else cache.reach
-        return reach if cache.most is None else min(reach, cache.most)
+        expected_length = self.longest if cache.expected_length is None else cache.expected_length
+        return expected_length if cache.max_size is None else min(expected_length, cache.max_size)
 
     def _grown_base(self, length: int) -> float:
         """The base for texts longer than the model was trained on ("dynamic NTK"); keys in a cache keep theirs."""
         ratio = max(length, self.longest) / self.longest
-        return self.base * (self.growth * ratio - (self.growth - 1)) ** (self.dims / (self.dims - 2))
+        return self.base * (self.scaling_factor * ratio - (self.scaling_factor - 1)) ** (self.dims / (self.dims - 2))
 
 
 def _array(values: list[float] | None) -> mx.array | None:
@@ -102,14 +104,14 @@ def _stretched(plain: list[float], factors: list[float]) -> list[float]:
 
 def wavelengths(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[float] | None:
     """The wavelength of each pair of dimensions, over 2π; None where the base alone decides."""
-    kind = scaling["rope_type"]
-    if kind == "linear":
+    rope_type = scaling["rope_type"]
+    if rope_type == "linear":
         return _stretched(plain, [scaling["factor"]] * len(plain))
-    if kind == "llama3":
+    if rope_type == "llama3":
         return [_llama3(wavelength, scaling) for wavelength in plain]
-    if kind == "yarn":
+    if rope_type == "yarn":
         return _yarn(plain, base, scaling)
-    return _stretched(plain, scaling["short_factor"]) if kind == "longrope" else None
+    return _stretched(plain, scaling["short_factor"]) if rope_type == "longrope" else None
 
 
 def _llama3(wavelength: float, scaling: Mapping[str, Any]) -> float:
@@ -139,12 +141,12 @@ def _yarn(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[f
 
 def attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
     """How much longer rotated queries and keys become (Peng et al. 2023, 3.4; Ding et al. 2024, "LongRoPE")."""
-    kind = scaling["rope_type"]
-    if kind not in ("yarn", "longrope"):
+    rope_type = scaling["rope_type"]
+    if rope_type not in ("yarn", "longrope"):
         return 1.0
     if "attention_factor" in scaling:
         return scaling["attention_factor"]
-    if kind == "longrope":
+    if rope_type == "longrope":
         original = scaling["original_max_position_embeddings"]
         factor = scaling.get("factor", longest / original)
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

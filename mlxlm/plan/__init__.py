@@ -11,9 +11,9 @@ The module can be called: `mlxlm.plan(...)` is `mlxlm.plan.plan(...)`.
 import sys
 from types import ModuleType
 
-from mlxlm.plan.advice import Change, Fits, bits_that_fit, cheapest, fits
+from mlxlm.plan.advice import Change, Fits, bits_that_fit, fits, suggest_change
 from mlxlm.plan.duration import Duration
-from mlxlm.plan.flops import Flops, Trend, flops_of, trend
+from mlxlm.plan.flops import Flops, FlopsByLength, count_training_flops, flops_by_length
 from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory
 from mlxlm.plan.machines import MACHINES, Machine
 from mlxlm.plan.memory import TrainingMemory, training_memory
@@ -23,8 +23,8 @@ from mlxlm.plan.training import Training
 
 __all__ = [
     "MACHINES", "Change", "Duration", "Fits", "Flops", "InferenceMemory", "Machine", "Plan", "Serving", "Training",
-    "TrainingMemory", "Trend", "bits_that_fit", "cheapest", "find_config", "fits", "flops_of", "inference_memory",
-    "plan", "reference_names", "training_memory", "trend",
+    "TrainingMemory", "FlopsByLength", "bits_that_fit", "suggest_change", "find_config", "fits", "count_training_flops", "inference_memory",
+    "plan", "reference_names", "training_memory", "flops_by_length",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from functools import partial, reduce
 from mlxlm.backend import platform
 from mlxlm.config import ModelConfig
 from mlxlm.families import load_preset, preset_names
-from mlxlm.plan.inference import BITS, Serving, as_loaded, inference_memory
+from mlxlm.plan.inference import BITS, Serving, inference_memory, with_loaded_bits
 from mlxlm.plan.memory import training_memory
 from mlxlm.plan.training import Training
 
@@ -32,8 +32,8 @@ class Fits:
     training: bool
     inference: bool
     batch_size: int
-    sequence_length: int
-    context: int
+    max_seq_length: int
+    context_length: int
     preset: str | None
 
 
@@ -48,37 +48,37 @@ class Change:
     needed: int
 
 
-def room(memory: int | None) -> float:
+def usable_memory(memory: int | None) -> float:
     """Bytes of `memory` that a model may take; no limit where nobody knows how much there is."""
     return math.inf if memory is None else int(USABLE * memory)
 
 
 def fits(config: ModelConfig, training: Training, serving: Serving, memory: int) -> Fits:
     """What this much memory has room for."""
-    there = room(memory)
+    there = usable_memory(memory)
 
     def trains(**changes: int) -> bool:
         return training_memory(config, replace(training, **changes)).total <= there
 
-    def serves(context: int) -> bool:
-        return inference_memory(config, replace(serving, context=context)).total <= there
+    def serves(context_length: int) -> bool:
+        return inference_memory(config, replace(serving, context_length=context_length)).total <= there
 
     presets = [n for n in preset_names() if training_memory(load_preset(n), training).total <= there]
     return Fits(
         memory=memory,
         training=trains(),
-        inference=serves(serving.context),
+        inference=serves(serving.context_length),
         batch_size=_largest_batch(lambda n: trains(batch_size=n)),
-        sequence_length=_largest(lambda n: trains(sequence_length=n)),
-        context=_largest(serves, config.max_position_embeddings),
+        max_seq_length=_largest(lambda n: trains(max_seq_length=n)),
+        context_length=_largest(serves, config.max_position_embeddings),
         preset=presets[-1] if presets else None,
     )
 
 
 def bits_that_fit(config: ModelConfig, serving: Serving, memory: int) -> int | None:
     """The most bits of a weight, fewer than planned, with which the texts planned fit in use; None if none do."""
-    there = room(memory)
-    fewer = (as_loaded(replace(serving, bits=bits), config, memory) for bits in BITS if bits < serving.bits)
+    there = usable_memory(memory)
+    fewer = (with_loaded_bits(replace(serving, bits=bits), config, memory) for bits in BITS if bits < serving.bits)
     return next((s.bits for s in fewer if inference_memory(config, s).total <= there), None)
 
 
@@ -95,21 +95,21 @@ def _largest_batch(works: Callable[[int], bool]) -> int:
     return found if found > few else next((n for n in range(few, 0, -1) if works(n)), 0)
 
 
-def cheapest(config: ModelConfig, training: Training, memory: int, preset: str = "preset") -> Change | None:
+def suggest_change(config: ModelConfig, training: Training, memory: int, preset: str = "preset") -> Change | None:
     """The first change, from the cheapest on, that makes training fit, or where none alone does, those that do
     together: none of them that isn't needed, and the largest batch that they leave room for. None if it fits as it is,
     or if nothing helps but a model that is a hundred times smaller.
 
     preset: how one is asked for, empty where none can be."""
-    there = room(memory)
+    there = usable_memory(memory)
 
     def needed(changes: list[_Step]) -> int:
         return training_memory(config, _with(training, changes)).total
 
     if needed([]) <= there:
         return None
-    if training.loss_chunk is not None:  # only plans have it
-        training = replace(training, loss_chunk=None)
+    if training.loss_chunk_size is not None:  # only plans have it
+        training = replace(training, loss_chunk_size=None)
         if needed([]) <= there:
             return Change("--loss-chunk left out, as in training,", "nothing", training, config, needed([]))
     steps = _steps(config, training)
@@ -171,17 +171,19 @@ def _steps(config: ModelConfig, training: Training) -> list[_Step]:
     """The changes there are, the cheapest first."""
     steps: list[_Step] = []
     for batch in _halves(training.batch_size):
-        times = training.accumulate * -(-training.batch_size // batch)
+        times = training.grad_accumulation_steps * -(-training.batch_size // batch)
         text = f"--batch-size {batch} --accumulate {times}"
         steps.append(_Step("batch", text, "the same step in parts", _smaller_batch(batch, times)))
-    if training.path(config) == "plain" and training.sequence_length >= 512:
+    if training.path(config) == "plain" and training.max_seq_length >= 512:
         change = partial(replace, attention="blockwise")
         steps.append(_Step("attention", _KERNELS, "scores are computed twice", change))
-    if not training.recompute:
-        steps.append(_Step("recompute", "--recompute", "a third more operations", partial(replace, recompute=True)))
-    if training.ema:
+    if not training.grad_checkpoint:
+        steps.append(
+            _Step("grad_checkpoint", "--recompute", "a third more operations", partial(replace, grad_checkpoint=True))
+        )
+    if training.ema_decay:
         cost = "the last weights instead of their average"
-        steps.append(_Step("ema", "--ema 0", cost, partial(replace, ema=0.0)))
+        steps.append(_Step("ema_decay", "--ema 0", cost, partial(replace, ema_decay=0.0)))
     if training.optimizer in ("adamw", "muon"):
         steps.append(_optimizer("lion", "other learning rates"))
     if training.optimizer != "adafactor":
@@ -194,7 +196,7 @@ def _optimizer(name: str, cost: str) -> _Step:
 
 
 def _smaller_batch(batch: int, times: int) -> Callable[[Training], Training]:
-    return partial(replace, batch_size=batch, accumulate=times)
+    return partial(replace, batch_size=batch, grad_accumulation_steps=times)
 
 
 def _halves(batch: int) -> list[int]:

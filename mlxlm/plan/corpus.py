@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxlm.data.bad_input import OnBad, refuse
+from mlxlm.data.bad_input import OnBad, raise_error
 from mlxlm.utils.errors import DataError
 
 _MOST_BYTES = 4.5  # that a token of English stands for, however large the vocabulary
@@ -31,17 +31,17 @@ class Corpus:
     counted: bool
 
 
-def corpus_of(
-    sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None, on_bad: OnBad = refuse
+def count_corpus(
+    sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None, on_bad: OnBad = raise_error
 ) -> Corpus:
     """Of one prepared folder, or of texts as `mlxlm pretrain` takes them; how much it is doesn't depend on weights.
 
     Raises DataError for what can't be read, or has no size (a pipe).
     """
-    from mlxlm.data import Manifest, weighted
+    from mlxlm.data import Manifest, parse_weighted_sources
     from mlxlm.data.manifest import is_prepared
 
-    paths, _ = weighted(sources)
+    paths, _ = parse_weighted_sources(sources)
     prepared = [Path(path) for path in paths if is_prepared(path)]
     if prepared and len(paths) > 1:
         raise DataError(f"{prepared[0]} is prepared data and can't be planned with other sources", "it alone")

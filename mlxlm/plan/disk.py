@@ -8,11 +8,13 @@ from mlxlm.config import ModelConfig
 from mlxlm.plan.memory import optimizer_bytes
 from mlxlm.plan.training import Training
 
-KEPT = 2 + 1  # checkpoints: the last ones that `pretrain --keep` leaves, and the best (a spike may keep one more)
+CHECKPOINTS_KEPT = (
+    2 + 1
+)  # checkpoints: the last ones that `pretrain --keep` leaves, and the best (a spike may keep one more)
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskUsage:
     """Bytes: one checkpoint (weights and optimizer in float32, averaged weights), those that stay, the shards of
     tokens, and the finished model in 16 bits."""
 
@@ -26,9 +28,9 @@ class Disk:
         return self.checkpoints + self.shards + self.model
 
 
-def disk_of(config: ModelConfig, training: Training, data_tokens: float) -> Disk:
+def estimate_disk(config: ModelConfig, training: Training, data_tokens: float) -> DiskUsage:
     """`data_tokens`: of the text, each seen once or more; a token takes 2 bytes where the vocabulary fits, else 4."""
     count = config.parameter_count()
-    one = 4 * count * (2 if training.ema else 1) + optimizer_bytes(config, training.optimizer)
+    one = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
     shards = round(data_tokens) * (2 if config.vocab_size <= 1 << 16 else 4)
-    return Disk(one, KEPT * one, shards, 2 * count)
+    return DiskUsage(one, CHECKPOINTS_KEPT * one, shards, 2 * count)

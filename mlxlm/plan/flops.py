@@ -20,16 +20,16 @@ class Flops:
     window): the convention of the literature, and what is computed where nothing skips the hidden half. causal: the
     two attention parts with only the keys that a token sees. backward: twice the forward pass (one product for the
     gradient of each factor). recomputed: the layers' forward pass once more, where they are recomputed.
-    rule: 6 for each parameter, 8 with recomputation. tokens_per_step: of all devices. done: the share of those scores
+    rule_of_thumb: 6 for each parameter, 8 with recomputation. tokens_per_step: of all devices. done: the share of those scores
     that our own attention computes (see `Training.keys_computed`): above 1 where it has more keys than a window.
     """
 
     forward: dict[str, float]
     causal: float
     recomputed: float
-    rule: float
+    rule_of_thumb: float
     tokens_per_step: int
-    done: float = 1.0
+    computed_fraction: float = 1.0
 
     @property
     def forward_total(self) -> float:
@@ -54,31 +54,31 @@ class Flops:
         return self.per_token * self.tokens_per_step
 
     @property
-    def done_per_step(self) -> float:
+    def computed_per_step(self) -> float:
         """Without the scores that nothing computes; where probabilities aren't kept, scores are computed twice, which
         no count has."""
         passes = 4 if self.recomputed else 3
-        return self.per_step - (1 - self.done) * passes * self.attention * self.tokens_per_step
+        return self.per_step - (1 - self.computed_fraction) * passes * self.attention * self.tokens_per_step
 
 
-def flops_of(config: ModelConfig, training: Training, devices: int = 1) -> Flops:
-    """What training on one token of a sequence takes; a step has the tokens of all `devices`."""
-    length = training.sequence_length
-    keys = counts.keys_seen(config, length)
+def count_training_flops(config: ModelConfig, training: Training, num_devices: int = 1) -> Flops:
+    """What training on one token of a sequence takes; a step has the tokens of all `num_devices`."""
+    length = training.max_seq_length
+    keys = counts.attended_keys(config, length)
     forward = counts.forward_flops(config, keys)
-    seen = counts.forward_flops(config, counts.mean_keys_seen(config, length))
+    seen = counts.forward_flops(config, counts.mean_attended_keys(config, length))
     return Flops(
         forward=forward,
         causal=sum(seen[part] for part in ATTENTION_PARTS),
-        recomputed=sum(forward.values()) - forward["head"] if training.recompute else 0.0,
-        rule=textbook.training_flops(config.parameter_count(), 1, training.recompute),
-        tokens_per_step=training.tokens_per_step * devices,
-        done=training.keys_computed(config) * config.num_hidden_layers / keys,
+        recomputed=sum(forward.values()) - forward["head"] if training.grad_checkpoint else 0.0,
+        rule_of_thumb=textbook.training_flops(config.parameter_count(), 1, training.grad_checkpoint),
+        tokens_per_step=training.tokens_per_step * num_devices,
+        computed_fraction=training.keys_computed(config) * config.num_hidden_layers / keys,
     )
 
 
 @dataclass(frozen=True)
-class Trend:
+class FlopsByLength:
     """Shares of the forward operations by part, at each length; `total` is operations for the whole sequence."""
 
     lengths: tuple[int, ...]
@@ -86,11 +86,11 @@ class Trend:
     total: tuple[float, ...]
 
 
-def trend(config: ModelConfig, lengths: Sequence[int] = tuple(1 << n for n in range(9, 18))) -> Trend:
+def flops_by_length(config: ModelConfig, lengths: Sequence[int] = tuple(1 << n for n in range(9, 18))) -> FlopsByLength:
     """How the forward pass divides into its parts for texts from 512 to 131,072 tokens, the full square counted."""
-    found = [counts.forward_flops(config, counts.keys_seen(config, length)) for length in lengths]
+    found = [counts.forward_flops(config, counts.attended_keys(config, length)) for length in lengths]
     totals = [sum(parts.values()) for parts in found]
     shares = tuple(
         {name: part / total for name, part in parts.items()} for parts, total in zip(found, totals, strict=True)
     )
-    return Trend(tuple(lengths), shares, tuple(n * total for n, total in zip(lengths, totals, strict=True)))
+    return FlopsByLength(tuple(lengths), shares, tuple(n * total for n, total in zip(lengths, totals, strict=True)))

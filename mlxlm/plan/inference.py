@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxlm.config import ModelConfig, counts
-from mlxlm.config.quantization import packed_bytes, plan_of
+from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
 from mlxlm.utils.errors import ConfigError
@@ -19,15 +19,15 @@ WINDOW = 4096  # of the table's sliding window, for a model without one (Mistral
 
 @dataclass(frozen=True)
 class Serving:
-    """bits of a weight in memory, in groups of `group_size` where quantized (None: the model's own, or 64); `texts`
-    side by side, of `context` tokens each; kv_bits of a cached number; device: "cpu", "metal" or "cuda". What isn't
+    """bits of a weight in memory, in groups of `group_size` where quantized (None: the model's own, or 64); `num_sequences`
+    side by side, of `context_length` tokens each; kv_bits of a cached number; device: "cpu", "metal" or "cuda". What isn't
     quantized (norms, scales, biases) has 32 bits on a CPU, elsewhere 16. Raises ConfigError for what MLX doesn't
     have."""
 
     bits: int = 16
     group_size: int | None = None
-    texts: int = 1
-    context: int = 4096
+    num_sequences: int = 1
+    context_length: int = 4096
     kv_bits: int = 16
     device: str = "cuda"
 
@@ -42,7 +42,7 @@ class Serving:
         ]  # fmt: skip
         problems += [
             f"{name} is {value!r}, it must be a whole number from 1 to {2**40 - 1:,}"
-            for name, value in (("texts", self.texts), ("context", self.context))
+            for name, value in (("num_sequences", self.num_sequences), ("context_length", self.context_length))
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**40
         ]
         if problems:
@@ -54,19 +54,19 @@ class Serving:
         return 4 if self.device == "cpu" else 2
 
 
-def usual_serving(machine: Machine, config: ModelConfig) -> Serving:
+def default_serving(machine: Machine, config: ModelConfig) -> Serving:
     """What mlxlm does there unless asked: weights and cache have 16 bits, on a CPU 32 where the weights fit, and a
     quantized model has its own. A text of 4,096 tokens, or as many as the model has positions."""
     bits = 32 if machine.kind == "cpu" and _widened(config, machine.memory) else 16
     return Serving(
-        bits=own_bits(config) or bits,
+        bits=quantized_bits(config) or bits,
         kv_bits=bits,
-        context=min(Serving.context, config.max_position_embeddings),
+        context_length=min(Serving.context_length, config.max_position_embeddings),
         device=machine.kind,
     )
 
 
-def as_loaded(serving: Serving, config: ModelConfig, memory: int | None) -> Serving:
+def with_loaded_bits(serving: Serving, config: ModelConfig, memory: int | None) -> Serving:
     """The same with the bits that there are once the model is loaded: on a CPU weights have 32 where these fit its
     memory, and so has a cache of floats, also beside quantized weights, whose scales have 32 there."""
     if serving.device != "cpu":
@@ -75,9 +75,9 @@ def as_loaded(serving: Serving, config: ModelConfig, memory: int | None) -> Serv
     return replace(serving, bits=bits, kv_bits=32 if serving.kv_bits == 16 and bits != 16 else serving.kv_bits)
 
 
-def own_bits(config: ModelConfig) -> int | None:
+def quantized_bits(config: ModelConfig) -> int | None:
     """Of most matrices of a quantized model."""
-    return plan_of(config.quantization, "")["bits"] if config.quantization else None
+    return module_quantization(config.quantization, "")["bits"] if config.quantization else None
 
 
 def _widened(config: ModelConfig, memory: int | None) -> bool:
@@ -109,7 +109,7 @@ def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
         weights=weights,
         bits_per_weight=8 * weights / config.parameter_count(),
         cache=cache,
-        cache_per_token=cache_bytes(config, replace(serving, texts=1, context=1)),
+        cache_per_token=cache_bytes(config, replace(serving, num_sequences=1, context_length=1)),
         caches={name: cache_bytes(other, serving) for name, other in _kinds(config).items()},
     )
 
@@ -124,11 +124,11 @@ def weight_bytes(config: ModelConfig, serving: Serving) -> int:
     count = config.parameter_count()
     if serving.bits >= 16:
         return count * serving.bits // 8
-    most = plan_of(config.quantization, "") if config.quantization else {}
+    most = module_quantization(config.quantization, "") if config.quantization else {}
     own = most.get("bits") == serving.bits and serving.group_size in (None, most["group_size"])
     total = serving.float_bytes * count
     for module, width, parameters in _matrices(config):
-        chosen = plan_of(config.quantization, module) if own else _affine(serving, width)
+        chosen = module_quantization(config.quantization, module) if own else _affine(serving, width)
         if chosen is not None and width % chosen["group_size"] == 0:
             total += packed_bytes(parameters, chosen, serving.float_bytes) - parameters * serving.float_bytes
     return total
@@ -142,7 +142,7 @@ def _affine(serving: Serving, width: int) -> dict[str, Any] | None:
 
 def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     """(the decoder's module, width of a row, parameters) of each matrix that can be quantized."""
-    found, hidden, layers = counts.parameters(config), config.hidden_size, config.num_hidden_layers
+    found, hidden, layers = counts.count_parameters(config), config.hidden_size, config.num_hidden_layers
     yield "model.embed_tokens", hidden, found["embedding"]
     if found["positions"]:
         yield "model.embed_positions", hidden, found["positions"]
@@ -161,7 +161,7 @@ def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
 def cache_bytes(config: ModelConfig, serving: Serving) -> int:
     """Keys and values of all texts. Quantized ones have a scale and a bias for each group of a head's numbers, 64 of
     them or 32. Raises ConfigError for a head that neither divides."""
-    values = counts.cached_values(config, serving.context) * serving.texts
+    values = counts.kv_cache_values(config, serving.context_length) * serving.num_sequences
     if serving.kv_bits >= 16:
         return values * serving.kv_bits // 8
     group = next((size for size in (64, 32) if config.head_dim % size == 0), None)

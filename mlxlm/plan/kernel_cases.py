@@ -9,7 +9,7 @@ from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.config import ModelConfig
 from mlxlm.kernels.attention_dispatch import LENGTHS
-from mlxlm.kernels.dispatch import Case, Operation, recorded
+from mlxlm.kernels.dispatch import Case, Operation, record_cases
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
@@ -50,7 +50,7 @@ def generation_cases(
         caches = make_cache(model, kv or KVOptions())
         if any(pads):
             for cache in caches:
-                cache.pad_next(pads)
+                cache.set_left_padding(pads)
         sizes = [min(_CHUNK, length - 1 - start) for start in range(0, length - 1, _CHUNK)]
         for size in (*sizes, 1):
             model(mx.zeros((len(pads), size), mx.int32), cache=caches)
@@ -61,11 +61,11 @@ def generation_cases(
 def training_cases(model: Decoder, rows: int, length: int, document_mask: bool) -> dict[Case, Operation]:
     """Of the forward pass of a step on `rows` sequences; its gradient asks for nothing more."""
     tokens = mx.zeros((rows, length), mx.int32)
-    return _traced(lambda: model.model(tokens, segments=tokens if document_mask else None))
+    return _traced(lambda: model.model(tokens, segment_ids=tokens if document_mask else None))
 
 
 def _traced(run: Callable[[], object]) -> dict[Case, Operation]:
-    with recorded() as cases:
+    with record_cases() as cases:
         run()
     return cases
 

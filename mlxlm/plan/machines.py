@@ -45,29 +45,29 @@ MACHINES = {
 }
 
 
-def find(name: str) -> Machine:
+def find_machine(name: str) -> Machine:
     """A machine by its name; "here" is this one, measured. Raises ConfigError otherwise."""
     if name == "here":
-        return here()
+        return this_machine()
     if name not in MACHINES:
         raise ConfigError(f"there is no machine {name!r} in the table", "one of here, " + ", ".join(MACHINES))
     return MACHINES[name]
 
 
-def custom(flops: float, dtype: str = "bfloat16") -> Machine:
+def custom_machine(flops: float, dtype: str = "bfloat16") -> Machine:
     """A device of which someone says what it delivers."""
     return Machine("custom", float(flops), dtype, None, False, "as given")
 
 
-def here(measure: bool = True) -> Machine:
+def this_machine(measure: bool = True) -> Machine:
     """This machine; with `measure`, what it delivers in large products of training's dtype, else 0."""
     from mlxlm.backend import device, platform
     from mlxlm.backend.mlx import ON_CPU
-    from mlxlm.plan.training import HERE
+    from mlxlm.plan.training import THIS_DEVICE
 
     dtype = "float32" if ON_CPU else "bfloat16"
     source = f"{platform.chip()}, products of 1024 x 1024"
-    found = Machine("here", 0.0, dtype, device.device_memory(), True, source, HERE)
+    found = Machine("here", 0.0, dtype, device.device_memory(), True, source, THIS_DEVICE)
     return replace(found, flops=measure_matmul(dtype=dtype) * 1e9) if measure else found
 
 

@@ -85,13 +85,13 @@ class TrainingMemory:
 def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
     """What a step of `mlxlm pretrain` holds at its peak."""
     count, size = config.parameter_count(), DTYPES[training.dtype]
-    tokens = training.batch_size * training.sequence_length
+    tokens = training.batch_size * training.max_seq_length
     layer = tokens * layer_bytes(config, training)
-    kept = tokens * size * 2 * config.hidden_size if training.recompute else layer
-    layers = config.num_hidden_layers * kept + (layer if training.recompute else 0)
+    kept = tokens * size * 2 * config.hidden_size if training.grad_checkpoint else layer
+    layers = config.num_hidden_layers * kept + (layer if training.grad_checkpoint else 0)
     softmax = tokens * _softmax_bytes(config, training)
     # Measured: gradients of one layer's inner activations wait for the last one's, since MLX computes ahead.
-    gradients = _LAYERS_AHEAD * layer if training.recompute else config.num_hidden_layers * (layer - softmax)
+    gradients = _LAYERS_AHEAD * layer if training.grad_checkpoint else config.num_hidden_layers * (layer - softmax)
     parts = training.parts
     shared = (_LOGITS_AT_ONCE, _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE)
     logits_at_once, transient_at_once, gradients_at_once = shared if parts > 1 else (1, 1, 1)
@@ -99,10 +99,10 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
         weights=4 * count,
         compute_copy=0 if training.dtype == "float32" else size * count,
         optimizer=optimizer_bytes(config, training.optimizer),
-        ema=4 * count if training.ema else 0,
-        gradients=4 * count * parts * (2 if parts > 1 and training.accumulate > 1 else 1),
+        ema=4 * count if training.ema_decay else 0,
+        gradients=4 * count * parts * (2 if parts > 1 and training.grad_accumulation_steps > 1 else 1),
         # With accumulation beside the sum so far, which is whole.
-        first_gradients=round(4 * count * parts * (gradients_at_once + (training.accumulate > 1))),
+        first_gradients=round(4 * count * parts * (gradients_at_once + (training.grad_accumulation_steps > 1))),
         layer=layer,
         activations=layers + tokens * size * 2 * config.hidden_size,
         logits=round(logits_at_once * logits_bytes(config, training)),
@@ -138,7 +138,7 @@ def _block_bytes(config: ModelConfig, training: Training) -> int:
     """Of the scores that blockwise attention has at a time."""
     if training.path(config) != "blockwise":
         return 0
-    heads, length = config.num_attention_heads, training.sequence_length
+    heads, length = config.num_attention_heads, training.max_seq_length
     windows = set(map(config.window, range(config.num_hidden_layers)))
     rows = {window: training.block_rows(heads, window) for window in windows}
     block = max(n * min(length, n + (window or length) - 1) for window, n in rows.items())
@@ -149,7 +149,7 @@ def _block_bytes(config: ModelConfig, training: Training) -> int:
 def logits_bytes(config: ModelConfig, training: Training) -> int:
     """The head's results at the loss, in float32: logits, their exponentials, the probabilities; with chunks those of
     one chunk, and the gradients of the hidden states and of the head, which are made beside the loss."""
-    rows, chunk = training.batch_size * training.sequence_length, training.loss_rows(config.vocab_size)
+    rows, chunk = training.batch_size * training.max_seq_length, training.loss_rows(config.vocab_size)
     logits = 4 * 3 * chunk * config.vocab_size * training.parts
     if chunk * training.parts >= rows:
         return logits
@@ -160,7 +160,7 @@ def optimizer_bytes(config: ModelConfig, optimizer: str) -> int:
     """What an optimizer keeps, in float32: AdamW two averages, Lion one, Muon one for the layers' matrices and
     AdamW's two for the rest; Adafactor one number for each row and column of a matrix, and one for each number that is
     in none."""
-    found = counts.parameters(config)
+    found = counts.count_parameters(config)
     count = sum(found.values())
     matrices = sum(found[part] for part in counts.MATRICES)
     if optimizer == "muon":

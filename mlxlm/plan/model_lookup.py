@@ -44,13 +44,15 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
         return load_config(hub.download_config(name))
     checkpoint = open_checkpoint(path)
     if checkpoint.config is None:
-        raise ConfigError(f"{name}: this decoder has no {checkpoint.foreign}", "a model of one of mlxlm's families")
+        raise ConfigError(
+            f"{name}: this decoder has no {checkpoint.unsupported_reason}", "a model of one of mlxlm's families"
+        )
     return checkpoint.config
 
 
 def _root(path: Path) -> Path:
     """The folder with config.json: of a run, for one of its checkpoints."""
-    from mlxlm.checkpoint.locations import is_run, step_of
+    from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 
-    runs = path.absolute().parents[1:2] if step_of(path) >= 0 else ()
-    return next((run for run in runs if is_run(run)), path)
+    runs = path.absolute().parents[1:2] if checkpoint_step(path) >= 0 else ()
+    return next((run for run in runs if is_run_folder(run)), path)

@@ -13,26 +13,26 @@ _LARGEST = 2048  # hidden size
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
-def of_width(hidden: int, vocab_size: int) -> ModelConfig:
+def model_of_width(hidden_size: int, vocab_size: int) -> ModelConfig:
     """The member of this hidden size: a layer for each 32 of it, feed-forward 8/3 as wide as the stream, heads of 64
     (of 32 or 16 where the model is narrow), embedding and head tied."""
-    head = 64 if hidden >= 256 and hidden % 64 == 0 else 32 if hidden % 32 == 0 else 16
+    head = 64 if hidden_size >= 256 and hidden_size % 64 == 0 else 32 if hidden_size % 32 == 0 else 16
     return ModelConfig(
-        hidden_size=hidden, num_hidden_layers=int(hidden / _WIDTH_PER_LAYER + 0.5), num_attention_heads=hidden // head,
-        intermediate_size=-(-8 * hidden // 3 // 16) * 16, vocab_size=vocab_size, max_position_embeddings=2048,
+        hidden_size=hidden_size, num_hidden_layers=int(hidden_size / _WIDTH_PER_LAYER + 0.5), num_attention_heads=hidden_size // head,
+        intermediate_size=-(-8 * hidden_size // 3 // 16) * 16, vocab_size=vocab_size, max_position_embeddings=2048,
         tie_word_embeddings=True,
     )  # fmt: skip
 
 
-def family(vocab_size: int) -> list[ModelConfig]:
+def model_family(vocab_size: int) -> list[ModelConfig]:
     """All members, from the smallest to the largest."""
-    return [of_width(hidden, vocab_size) for hidden in (*range(32, 160, 16), *range(160, 512, 32),
+    return [model_of_width(hidden_size, vocab_size) for hidden_size in (*range(32, 160, 16), *range(160, 512, 32),
                                                         *range(512, _LARGEST + 1, 64))]  # fmt: skip
 
 
-def nearest(parameters: float, vocab_size: int) -> ModelConfig:
+def nearest_model(parameters: float, vocab_size: int) -> ModelConfig:
     """The member whose parameters, embedding included, are nearest to so many, as a ratio."""
-    return min(family(vocab_size), key=lambda c: abs(math.log(c.parameter_count() / parameters)))
+    return min(model_family(vocab_size), key=lambda c: abs(math.log(c.parameter_count() / parameters)))
 
 
 def parse_size(text: str) -> float:
@@ -47,7 +47,7 @@ def parse_size(text: str) -> float:
     return value
 
 
-def vocabulary(parameters: float) -> int:
+def vocab_size_for(parameters: float) -> int:
     """Tokens of a tokenizer for a model of about so many parameters: 512 at 0.1M, 1,024 at 0.4M and twice as many for
     each 4 times the parameters, up to 32,768, near the presets'. A larger one would take most of the parameters."""
     power = 9 + max(0.0, math.log(parameters / 1e5, 4))

@@ -10,13 +10,13 @@ from typing import Any
 from mlxlm.config import ModelConfig, counts
 from mlxlm.families import config_to_hf
 from mlxlm.plan import textbook
-from mlxlm.plan.advice import Change, Fits, cheapest, fits
-from mlxlm.plan.corpus import Corpus, corpus_of
-from mlxlm.plan.disk import Disk, disk_of
-from mlxlm.plan.duration import Duration, duration_of, measured_duration
-from mlxlm.plan.flops import Flops, Trend, flops_of, trend
-from mlxlm.plan.inference import InferenceMemory, Serving, as_loaded, inference_memory, usual_serving
-from mlxlm.plan.machines import Machine, find
+from mlxlm.plan.advice import Change, Fits, fits, suggest_change
+from mlxlm.plan.corpus import Corpus, count_corpus
+from mlxlm.plan.disk import DiskUsage, estimate_disk
+from mlxlm.plan.duration import Duration, estimate_duration, measured_duration
+from mlxlm.plan.flops import Flops, FlopsByLength, count_training_flops, flops_by_length
+from mlxlm.plan.inference import InferenceMemory, Serving, default_serving, inference_memory, with_loaded_bits
+from mlxlm.plan.machines import Machine, find_machine
 from mlxlm.plan.memory import TrainingMemory, training_memory
 from mlxlm.plan.model_lookup import find_config
 from mlxlm.plan.training import Training
@@ -36,14 +36,14 @@ class Plan:
     serving: Serving
     parameters: dict[str, int]
     flops: Flops
-    trend: Trend
+    flops_by_length: FlopsByLength
     memory: TrainingMemory
     inference: InferenceMemory
     tokens: float
     optimal_tokens: float
     corpus: Corpus | None
     duration: Duration
-    disk: Disk
+    disk: DiskUsage
     fits: Fits | None
     change: Change | None
     measured: int | None = None
@@ -67,7 +67,7 @@ class Plan:
         """What the short formulas of `mlxlm.plan.textbook` say of it: counts and bytes, by the formula's name. The
         operations forward are those of the batch, those of training of all tokens."""
         c, t, count = self.config, self.training, self.parameter_count
-        h, layers, b, s = c.hidden_size, c.num_hidden_layers, t.batch_size, t.sequence_length
+        h, layers, b, s = c.hidden_size, c.num_hidden_layers, t.batch_size, t.max_seq_length
         return {
             "dense_parameters": textbook.dense_parameters(h, layers),
             "inference_bytes": textbook.inference_bytes(count),
@@ -75,7 +75,7 @@ class Plan:
             "activation_bytes": textbook.activation_bytes(b, s, h, c.num_attention_heads, layers),
             "cache_bytes": textbook.cache_bytes(b, h, layers, s, 0),
             "forward_flops": textbook.forward_flops(b, s, h, layers, c.vocab_size),
-            "training_flops": textbook.training_flops(count, self.tokens, t.recompute),
+            "training_flops": textbook.training_flops(count, self.tokens, t.grad_checkpoint),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,9 +90,9 @@ class Plan:
                 "backward": flops.backward, "per_token": flops.per_token, "per_step": flops.per_step,
                 "total": flops.per_token * self.tokens,
             },
-            "trend": [
+            "flops_by_length": [
                 {"length": length, "flops": total, "shares": shares}
-                for length, total, shares in zip(self.trend.lengths, self.trend.total, self.trend.shares, strict=True)
+                for length, total, shares in zip(self.flops_by_length.lengths, self.flops_by_length.total, self.flops_by_length.shares, strict=True)
             ],
             "memory": {**asdict(memory), "backward": memory.backward, "update": memory.update, "total": memory.total},
             "measured_memory": self.measured,
@@ -124,8 +124,8 @@ def plan(
     data: Sequence[str | Path] = (),
     text_column: str | None = None,
     machine: Machine | str = "here",
-    devices: int = 1,
-    utilisation: float | None = None,
+    num_devices: int = 1,
+    mfu: float | None = None,
     **changes: Any,
 ) -> Plan:
     """What a model, its training and its use come to, before anything is computed.
@@ -136,9 +136,9 @@ def plan(
     tokens: to train on (None: 20 for each parameter). data: text or prepared shards to say epochs of; text_column: of
         tables and JSON lines, see `mlxlm.data.documents`.
     machine: a name of `mlxlm.plan.MACHINES`, a Machine, or "here", whose speed is measured.
-    devices: such machines that train together: `batch_size` and `accumulate` are those of each, as in training, and
+    num_devices: such machines that train together: `batch_size` and `accumulate` are those of each, as in training, and
         each has all weights and states in memory.
-    utilisation: the share of the machine's speed that training reaches (None: 0.4 is assumed).
+    mfu: the share of the machine's speed that training reaches (None: 0.4 is assumed).
 
     Raises ConfigError, CheckpointError or DataError for what can't be planned.
     """
@@ -148,33 +148,33 @@ def plan(
         raise ConfigError(f"a plan has no {', '.join(unknown)}", "one of " + ", ".join(sorted(known)))
     used = {name: value for name, value in changes.items() if name in Serving.__dataclass_fields__}
     trained = {name: value for name, value in changes.items() if name in Training.__dataclass_fields__}
-    machine = find(machine) if isinstance(machine, str) else machine
-    serving = replace(serving or usual_serving(machine, config), **{"device": machine.kind, **used})
-    serving = as_loaded(serving, config, machine.memory)
+    machine = find_machine(machine) if isinstance(machine, str) else machine
+    serving = replace(serving or default_serving(machine, config), **{"device": machine.kind, **used})
+    serving = with_loaded_bits(serving, config, machine.memory)
     training = training or Training(dtype="float32" if machine.kind == "cpu" else "bfloat16")
     training = replace(training, **{"device": machine.kind, **trained})
     count = config.parameter_count()
-    corpus = corpus_of(data, config.vocab_size, text_column) if data else None
+    corpus = count_corpus(data, config.vocab_size, text_column) if data else None
     optimal = textbook.compute_optimal_tokens(count)
     tokens = optimal if tokens is None else tokens
     if not (isinstance(tokens, int | float) and 0 < tokens < float("inf")):
         raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")
-    flops = flops_of(config, training, devices)
+    flops = count_training_flops(config, training, num_devices)
     memory = machine.memory
     return Plan(
         config=config,
         training=training,
         serving=serving,
-        parameters=counts.parameters(config),
+        parameters=counts.count_parameters(config),
         flops=flops,
-        trend=trend(config),
+        flops_by_length=flops_by_length(config),
         memory=training_memory(config, training),
         inference=inference_memory(config, serving),
         tokens=tokens,
         optimal_tokens=optimal,
         corpus=corpus,
-        duration=duration_of(flops, tokens, machine, devices, utilisation),
-        disk=disk_of(config, training, corpus.tokens if corpus else tokens),
+        duration=estimate_duration(flops, tokens, machine, num_devices, mfu),
+        disk=estimate_disk(config, training, corpus.tokens if corpus else tokens),
         fits=None if memory is None else fits(config, training, serving, memory),
-        change=None if memory is None else cheapest(config, training, memory),
+        change=None if memory is None else suggest_change(config, training, memory),
     )

@@ -50,18 +50,18 @@ def _draw_memory(plan: Plan, axes) -> None:
     axes.set_xlabel("GB")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     how = plan.training
-    axes.set_title(f"{how.batch_size} x {how.sequence_length} tokens, {how.optimizer}", fontsize=10)
+    axes.set_title(f"{how.batch_size} x {how.max_seq_length} tokens, {how.optimizer}", fontsize=10)
 
 
 def _draw_operations(plan: Plan, axes) -> None:
     """Shares of the forward pass over the length of the text."""
-    trend = plan.trend
-    names = list(trend.shares[0])
-    shares = [[100 * at[name] for at in trend.shares] for name in names]
-    axes.stackplot(trend.lengths, shares, labels=[name.replace("_", " ") for name in names], alpha=0.85)
+    flops_by_length = plan.flops_by_length
+    names = list(flops_by_length.shares[0])
+    shares = [[100 * at[name] for at in flops_by_length.shares] for name in names]
+    axes.stackplot(flops_by_length.lengths, shares, labels=[name.replace("_", " ") for name in names], alpha=0.85)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(trend.lengths, [f"{n:,}" for n in trend.lengths])
-    axes.set_xlim(trend.lengths[0], trend.lengths[-1])
+    axes.set_xticks(flops_by_length.lengths, [f"{n:,}" for n in flops_by_length.lengths])
+    axes.set_xlim(flops_by_length.lengths[0], flops_by_length.lengths[-1])
     axes.set_ylim(0, 100)
     axes.set_xlabel("tokens of the text")
     axes.set_ylabel("% of the forward operations")

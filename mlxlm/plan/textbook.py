@@ -31,9 +31,9 @@ def forward_flops(b: int, s: int, h: int, layers: int, vocab_size: int) -> int:
     return layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * vocab_size
 
 
-def training_flops(parameters: float, tokens: float, recompute: bool = False) -> float:
+def training_flops(parameters: float, tokens: float, grad_checkpoint: bool = False) -> float:
     """6 for each parameter and token: 2 forward, 4 backward; 8 where the forward pass is computed again."""
-    return (8 if recompute else 6) * parameters * tokens
+    return (8 if grad_checkpoint else 6) * parameters * tokens
 
 
 def activation_bytes(b: int, s: int, h: int, a: int, layers: int) -> int:

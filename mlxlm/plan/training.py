@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mlxlm.backend.cpu_cores import parts_of
+from mlxlm.backend.cpu_cores import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig, counts
 from mlxlm.kernels import flash_attention
 from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
 from mlxlm.kernels.cross_entropy import chunk_rows
-from mlxlm.kernels.dispatch import choose
+from mlxlm.kernels.dispatch import choose_path
 from mlxlm.kernels.mlx_attention import MIN_ROWS
 from mlxlm.utils.errors import ConfigError
 
@@ -22,30 +22,30 @@ OPTIMIZERS = ("adamw", "muon", "lion", "adafactor")  # of mlxlm.train.optimizers
 DTYPES = {"float32": 4, "bfloat16": 2}  # bytes of a number
 ATTENTION = ("plain", "blockwise", "fused")
 DEVICES = ("cpu", "metal", "cuda")
-MOST = 1 << 53  # of anything that is counted here
-HERE = "cpu" if ON_CPU else "metal" if mx.metal.is_available() else "cuda"
+MAX_COUNT = 1 << 53  # of anything that is counted here
+THIS_DEVICE = "cpu" if ON_CPU else "metal" if mx.metal.is_available() else "cuda"
 
 
 @dataclass(frozen=True)
 class Training:
     """Fields as in `mlxlm.train.TrainSettings`. `dtype`: of the products and activations; weights, gradients and
-    optimizer are float32. `ema`: decay of the averaged weights, 0 for none. `attention`: "plain" keeps the
+    optimizer are float32. `ema_decay`: decay of the averaged weights, 0 for none. `attention`: "plain" keeps the
     probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" compute them again (None: as training
-    chooses). `loss_chunk`: rows of logits that exist at a time (None: as training chooses, 0: all of them).
+    chooses). `loss_chunk_size`: rows of logits that exist at a time (None: as training chooses, 0: all of them).
     `device`: what trains, which decides what training chooses (None: this machine's).
 
     Raises ConfigError naming every field that can't work.
     """
 
     batch_size: int = 16
-    sequence_length: int = 256
-    accumulate: int = 1
+    max_seq_length: int = 256
+    grad_accumulation_steps: int = 1
     optimizer: str = "adamw"
-    ema: float = 0.0
+    ema_decay: float = 0.0
     dtype: str = "float32"
-    recompute: bool = False
+    grad_checkpoint: bool = False
     attention: str | None = None
-    loss_chunk: int | None = None
+    loss_chunk_size: int | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -59,14 +59,23 @@ class Training:
         return cls(**values)
 
     def _problems(self) -> Iterator[str]:
-        for name, least in (("batch_size", 1), ("sequence_length", 1), ("accumulate", 1), ("loss_chunk", 0)):
+        for name, least in (
+            ("batch_size", 1),
+            ("max_seq_length", 1),
+            ("grad_accumulation_steps", 1),
+            ("loss_chunk_size", 0),
+        ):
             value = getattr(self, name)
-            if name == "loss_chunk" and value is None:
+            if name == "loss_chunk_size" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MOST:
-                yield f"{name} is {value!r}, it must be a whole number from {least} to {MOST - 1:,}"
-        if isinstance(self.ema, bool) or not isinstance(self.ema, int | float) or not 0 <= self.ema < 1:
-            yield f"ema is {self.ema!r}, it must be 0 or above, and below 1"
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_COUNT:
+                yield f"{name} is {value!r}, it must be a whole number from {least} to {MAX_COUNT - 1:,}"
+        if (
+            isinstance(self.ema_decay, bool)
+            or not isinstance(self.ema_decay, int | float)
+            or not 0 <= self.ema_decay < 1
+        ):
+            yield f"ema is {self.ema_decay!r}, it must be 0 or above, and below 1"
         for name, allowed in (
             ("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("attention", (None, *ATTENTION)),
             ("device", (None, *DEVICES)),
@@ -77,23 +86,23 @@ class Training:
     @property
     def parts(self) -> int:
         """Cores that a batch's rows are shared out to, each with gradients of its own; a GPU takes all of them."""
-        return parts_of(self.batch_size) if self._on == "cpu" else 1
+        return num_batch_shards(self.batch_size) if self._on == "cpu" else 1
 
     def path(self, config: ModelConfig) -> str:
         """Of attention: as it is asked for, or as training on the device chooses for this model and length."""
         if self.attention:
             return self.attention
-        return _path_here(config, self) if self._on == HERE else _path_elsewhere(config, self)
+        return _path_here(config, self) if self._on == THIS_DEVICE else _path_elsewhere(config, self)
 
     def loss_rows(self, vocab_size: int) -> int:
         """Rows of logits that exist at a time, in each of the parts."""
-        rows = -(-self.batch_size // self.parts) * self.sequence_length
+        rows = -(-self.batch_size // self.parts) * self.max_seq_length
         chosen = chunk_rows(vocab_size, self._kind)
-        return min(chosen if self.loss_chunk is None else self.loss_chunk or rows, rows)
+        return min(chosen if self.loss_chunk_size is None else self.loss_chunk_size or rows, rows)
 
     def block_rows(self, heads: int, window: int | None = None) -> int:
         """Query rows of which blockwise attention has the scores at a time, in each of the parts."""
-        length, rows = self.sequence_length, -(-self.batch_size // self.parts)
+        length, rows = self.max_seq_length, -(-self.batch_size // self.parts)
         reach = min(length, length // 8 + (window or length))
         return min(length, block_rows(length, heads * rows, reach, BLOCK_BYTES[self._kind]))
 
@@ -101,9 +110,9 @@ class Training:
         """Keys of a row of scores that our own attention computes and, if the path is "plain", keeps, in the mean over
         rows and layers: a block of rows has all keys that any of them sees. A GPU's "plain" has the whole square, its
         fused kernels are counted with the whole window."""
-        path, length, layers = self.path(config), self.sequence_length, config.num_hidden_layers
+        path, length, layers = self.path(config), self.max_seq_length, config.num_hidden_layers
         if path == "fused":
-            return counts.keys_seen(config, length) / layers
+            return counts.attended_keys(config, length) / layers
         if path == "plain" and self._on != "cpu":
             return length
 
@@ -118,7 +127,7 @@ class Training:
 
     @property
     def _on(self) -> str:
-        return self.device or HERE
+        return self.device or THIS_DEVICE
 
     @property
     def _kind(self) -> str:
@@ -126,7 +135,7 @@ class Training:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batch_size * self.sequence_length * self.accumulate
+        return self.batch_size * self.max_seq_length * self.grad_accumulation_steps
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -136,10 +145,10 @@ def _path_here(config: ModelConfig, training: Training) -> str:
     """What the dispatcher takes on this machine, `$MLXLM_KERNELS` and what was measured here included."""
     window = next((w for w in map(config.window, range(config.num_hidden_layers)) if w is not None), None)
     slopes = True if config.positions == "alibi" else None
-    length, softcap = training.sequence_length, config.attn_logit_softcapping
+    length, softcap = training.max_seq_length, config.attn_logit_softcapping
     sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
     case = attention_case(TRAINING, training.dtype, *sizes, window, softcap, slopes)
-    path = choose(TRAINING, case).path
+    path = choose_path(TRAINING, case).path
     if path == "mlx":
         return "fused" if _fused_by_mlx(training) else "plain"
     return "fused" if path == "metal" else path
@@ -151,7 +160,7 @@ def _path_elsewhere(config: ModelConfig, training: Training) -> str:
     special = config.positions == "alibi" or config.attn_logit_softcapping is not None
     if special:
         return "blockwise"
-    if training.sequence_length < LINEAR_MEMORY_FROM:
+    if training.max_seq_length < LINEAR_MEMORY_FROM:
         return "plain"
     if training.device == "metal":
         kernel = config.head_dim % 8 == 0 and config.head_dim <= flash_attention.MAX_HEAD_DIM
@@ -160,5 +169,5 @@ def _path_elsewhere(config: ModelConfig, training: Training) -> str:
 
 
 def _fused_by_mlx(training: Training) -> bool:
-    long = training.sequence_length >= LINEAR_MEMORY_FROM
+    long = training.max_seq_length >= LINEAR_MEMORY_FROM
     return training._on == "cuda" and training.dtype != "float32" and long

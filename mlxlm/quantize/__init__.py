@@ -5,19 +5,19 @@ print(report.bits_per_weight, report.measured.kl)
 """
 
 from mlxlm.quantize.calibrated_methods import METHODS
-from mlxlm.quantize.model import PICTURE, REPORT, quantize
+from mlxlm.quantize.model import PLOT_FILE, REPORT_FILE, quantize
 from mlxlm.quantize.quantization_plan import BITS, GROUP_SIZES, RECIPES, Format
-from mlxlm.quantize.report import Measured, Report
+from mlxlm.quantize.report import QuantizationMetrics, QuantizationReport
 
 __all__ = [
     "BITS",
     "GROUP_SIZES",
     "METHODS",
-    "PICTURE",
+    "PLOT_FILE",
     "RECIPES",
-    "REPORT",
+    "REPORT_FILE",
     "Format",
-    "Measured",
-    "Report",
+    "QuantizationMetrics",
+    "QuantizationReport",
     "quantize",
 ]

@@ -14,25 +14,27 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.quantize.calibrate import Inputs
-from mlxlm.quantize.packed_matrix import Packed, dequantized, rounded
+from mlxlm.quantize.calibrate import InputStats
+from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, quantize_rtn
 from mlxlm.quantize.quantization_plan import Format
 
 EXPONENTS = tuple(step / 16 for step in range(17))  # of a channel's size in its scale; 0 is no scaling
-CLIPS = tuple(1 - step / 20 for step in range(11))  # parts of a group's range; the paper's code goes to a half, too
+CLIP_RATIOS = tuple(
+    1 - step / 20 for step in range(11)
+)  # parts of a group's range; the paper's code goes to a half, too
 _UNCLIPPED = ("q_proj", "k_proj")  # attention scores feel their largest weights most (the paper's code)
 _LIMIT = 64.0  # of a scale and its inverse, so that 16 bits hold the result
 
 
 @dataclass(frozen=True)
-class Fold:
-    """`readers` all multiply what `source` gives, a norm or the rows of a matrix, channel by channel."""
+class ScaleGroup:
+    """`next_layers` all multiply what `source` gives, a norm or the rows of a matrix, channel by channel."""
 
     source: str
-    readers: tuple[str, ...]
+    next_layers: tuple[str, ...]
 
 
-def folds(config: ModelConfig) -> list[Fold]:
+def scale_groups(config: ModelConfig) -> list[ScaleGroup]:
     """Where a block lets channels be scaled without any change of what it computes."""
     attention = tuple(f"self_attn.{p}_proj" for p in "qkv")
     feed_forward = ("mlp.gate_proj", "mlp.up_proj") if config.mlp_gated else ("mlp.up_proj",)
@@ -40,49 +42,49 @@ def folds(config: ModelConfig) -> list[Fold]:
     if config.norm_placement in ("pre", "both"):  # else they read the residual stream itself
         second = "pre_feedforward_layernorm" if config.norm_placement == "both" else "post_attention_layernorm"
         if config.shared_norm:
-            found.append(Fold("input_layernorm", attention + feed_forward))
+            found.append(ScaleGroup("input_layernorm", attention + feed_forward))
         else:
-            found += [Fold("input_layernorm", attention), Fold(second, feed_forward)]
+            found += [ScaleGroup("input_layernorm", attention), ScaleGroup(second, feed_forward)]
     if config.num_key_value_heads == config.num_attention_heads:  # else several heads share a value channel
-        found.append(Fold("self_attn.v_proj", ("self_attn.o_proj",)))
+        found.append(ScaleGroup("self_attn.v_proj", ("self_attn.o_proj",)))
     if config.mlp_gated or config.hidden_act == "relu":  # what is linear in `up`; relu(x / s) = relu(x) / s
-        found.append(Fold("mlp.up_proj", ("mlp.down_proj",)))
+        found.append(ScaleGroup("mlp.up_proj", ("mlp.down_proj",)))
     return found
 
 
-def scale_block(
-    block: nn.Module, config: ModelConfig, inputs: Mapping[str, Inputs], formats: Mapping[str, Format | None],
+def apply_best_scales(
+    block: nn.Module, config: ModelConfig, inputs: Mapping[str, InputStats], formats: Mapping[str, Format | None],
     dtype: mx.Dtype,
-) -> tuple[dict[str, Inputs], set[str]]:  # fmt: skip
+) -> tuple[dict[str, InputStats], set[str]]:  # fmt: skip
     """Scale the channels of `block` in place, each fold by the exponent with the smallest output error.
 
     What has changed is rounded to `dtype`, the files', so that the block goes on with what they will have.
     Returns the layers' inputs as they are afterwards, and the modules whose tensors have changed.
     """
     inputs, changed = dict(inputs), set()
-    for fold in folds(config):
-        readers = [name for name in fold.readers if formats.get(name) is not None]
-        if not readers:
+    for group in scale_groups(config):
+        next_layers = [name for name in group.next_layers if formats.get(name) is not None]
+        if not next_layers:
             continue
-        own = inputs[fold.readers[0]].moments
-        modules = {name: at(block, name) for name in fold.readers}
-        scale = _best_scale([(modules[name].weight, formats[name]) for name in readers], own, dtype)
+        own = inputs[group.next_layers[0]].moments
+        modules = {name: get_submodule(block, name) for name in group.next_layers}
+        scale = _best_scale([(modules[name].weight, formats[name]) for name in next_layers], own, dtype)
         if scale is None:
             continue
-        offset = 1.0 if config.norm_unit_offset and "norm" in fold.source else 0.0
-        scale = _divide(at(block, fold.source), scale, offset, dtype)
+        offset = 1.0 if config.norm_unit_offset and "norm" in group.source else 0.0
+        scale = _divide(get_submodule(block, group.source), scale, offset, dtype)
         for module in modules.values():
             module.weight = _in(dtype, module.weight * scale)
         inverse = np.array(1 / scale)
         scaled = own * inverse * inverse[:, None]
-        inputs |= dict.fromkeys(fold.readers, Inputs(scaled))
-        changed |= {fold.source, *fold.readers}
+        inputs |= dict.fromkeys(group.next_layers, InputStats(scaled))
+        changed |= {group.source, *group.next_layers}
     return inputs, changed
 
 
-def clipped(name: str, weight: mx.array, moments: np.ndarray, chosen: Format) -> Packed:
+def clipped(name: str, weight: mx.array, moments: np.ndarray, chosen: Format) -> PackedMatrix:
     """Rounded within the range of each group whose output error is smallest, taken group by group."""
-    plain = rounded(weight, chosen)
+    plain = quantize_rtn(weight, chosen)
     if name.rpartition(".")[2] in _UNCLIPPED:
         return plain
     rows, width = weight.shape
@@ -92,9 +94,9 @@ def clipped(name: str, weight: mx.array, moments: np.ndarray, chosen: Format) ->
     groups = weight.reshape(rows, -1, size)
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
     best = best_error = None
-    for part in CLIPS:
+    for part in CLIP_RATIOS:
         candidate = mx.clip(groups, low * part, high * part)
-        values = dequantized(rounded(candidate.reshape(rows, width), chosen), chosen)
+        values = dequantized(quantize_rtn(candidate.reshape(rows, width), chosen), chosen)
         change = (values.reshape(rows, -1, size) - groups.astype(mx.float32)).swapaxes(0, 1)  # [groups, rows, size]
         error = ((change @ corners) * change).sum(axis=-1).T[..., None]
         if best is None:
@@ -103,10 +105,10 @@ def clipped(name: str, weight: mx.array, moments: np.ndarray, chosen: Format) ->
             better = error < best_error
             best, best_error = mx.where(better, candidate, best), mx.where(better, error, best_error)
         mx.eval(best, best_error)
-    return rounded(best.reshape(rows, width), chosen)
+    return quantize_rtn(best.reshape(rows, width), chosen)
 
 
-def _best_scale(readers: list[tuple[mx.array, Format]], moments: np.ndarray, dtype: mx.Dtype) -> mx.array | None:
+def _best_scale(next_layers: list[tuple[mx.array, Format]], moments: np.ndarray, dtype: mx.Dtype) -> mx.array | None:
     """The scale of each channel, float32, or None where none does better than 1."""
     size = np.sqrt(np.diag(moments).astype(np.float32))
     alive = size > 0
@@ -119,8 +121,8 @@ def _best_scale(readers: list[tuple[mx.array, Format]], moments: np.ndarray, dty
         middle = np.sqrt(powers[alive].max() * powers[alive].min())
         scale = mx.array(np.clip(np.where(alive, powers / middle, 1), 1 / _LIMIT, _LIMIT))
         error = mx.array(0.0)
-        for weight, chosen in readers:
-            values = dequantized(rounded((weight * scale).astype(dtype), chosen), chosen) / scale
+        for weight, chosen in next_layers:
+            values = dequantized(quantize_rtn((weight * scale).astype(dtype), chosen), chosen) / scale
             change = values - weight.astype(mx.float32)
             error = error + ((change @ products) * change).sum()
         if error.item() < best_error:
@@ -153,7 +155,7 @@ def _in(dtype: mx.Dtype, value: mx.array) -> mx.array:
     return value.astype(dtype).astype(value.dtype)
 
 
-def at(block: nn.Module, name: str) -> nn.Module:
+def get_submodule(block: nn.Module, name: str) -> nn.Module:
     """The part of a block, or of a decoder, with a dotted name."""
     for part in name.split("."):
         block = block[int(part) if part.isdigit() else part]

@@ -11,11 +11,11 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.convert.compare import divergence
+from mlxlm.convert.compare import kl_divergence
 from mlxlm.kernels import log_softmax
-from mlxlm.quantize.awq import at
-from mlxlm.quantize.packed_matrix import dequantized, rounded
-from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, Plan
+from mlxlm.quantize.awq import get_submodule
+from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
+from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, QuantizationPlan
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 PROBE_BITS = 3  # few enough for a KL that can be measured, and not so few that it stops growing with the square
@@ -26,11 +26,11 @@ _SIZES = 128  # to choose from for a bound on the KL divergence
 _MEASUREMENTS = 6  # of whole models at most, to find the smallest that keeps it
 
 # Matrix -> what the KL divergence grows by, in nats per token, with only this matrix in each format.
-Costs = Mapping[str, Mapping[Format, float]]
+Sensitivities = Mapping[str, Mapping[Format, float]]
 
 
 @dataclass(frozen=True)
-class Step:
+class BitUpgrade:
     """More bits for one matrix, and the KL divergence that it saves."""
 
     matrix: Matrix
@@ -39,9 +39,12 @@ class Step:
     saved: float
 
 
-def costs(
-    checkpoint: Checkpoint, plan: Plan, windows: np.ndarray, progress: Callable[[str], None] = lambda done: None
-) -> Costs:
+def sensitivities(
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    windows: np.ndarray,
+    progress: Callable[[str], None] = lambda done: None,
+) -> Sensitivities:
     """Measure each matrix of `plan` on `windows` int `[N, T]`.
 
     Each is rounded to PROBE_BITS by itself, and the rest of the model is run to the logits. Other bits are taken
@@ -68,17 +71,17 @@ def costs(
 
 
 def _cost(probe: _Probe, model: nn.Module, matrix: Matrix, base: Format) -> dict[Format, float]:
-    layers = [at(model, name) for name in matrix.modules]
+    layers = [get_submodule(model, name) for name in matrix.modules]
     weights = [layer.weight for layer in layers]
     errors: dict[Format, float] = {}
     for bits in BITS:
         chosen = replace(base, bits=bits)
-        changed = [dequantized(rounded(weight, chosen), chosen) for weight in weights]
+        changed = [dequantized(quantize_rtn(weight, chosen), chosen) for weight in weights]
         errors[chosen] = sum(mx.square(new - old).sum().item() for new, old in zip(changed, weights, strict=True))
         if bits == PROBE_BITS:
             for layer, value in zip(layers, changed, strict=True):
                 layer.weight = value.astype(layer.weight.dtype)
-            cost = probe.divergence(matrix.modules[0])
+            cost = probe.kl_divergence(matrix.modules[0])
             for layer, weight in zip(layers, weights, strict=True):
                 layer.weight = weight
     measured = errors[replace(base, bits=PROBE_BITS)]
@@ -101,7 +104,7 @@ class _Probe:
         self._source = log_softmax(self._logits(state))
         mx.eval(self._source)
 
-    def divergence(self, module: str) -> float:
+    def kl_divergence(self, module: str) -> float:
         """KL(source || the model as it is now), which differs in `module` only; nats per token."""
         words = module.split(".")
         if module.startswith("model.layers."):
@@ -113,24 +116,24 @@ class _Probe:
             first, state = 0, (self._model.model.embed(self._tokens), None)
         for block in self._model.layers[first:]:
             state = block(*state)
-        return divergence(self._source, log_softmax(self._logits(state))).sum(axis=-1).mean().item()
+        return kl_divergence(self._source, log_softmax(self._logits(state))).sum(axis=-1).mean().item()
 
     def _logits(self, state) -> mx.array:
-        return self._model.head(self._model.model.leave(*state))
+        return self._model.head(self._model.model.final_norm(*state))
 
 
-def steps(plan: Plan, costs: Costs) -> tuple[Plan, list[Step]]:
+def steps(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[QuantizationPlan, list[BitUpgrade]]:
     """The smallest plan, and the steps up from it in the order of the KL divergence saved per byte.
 
     Of each matrix only the formats on the lower convex hull of cost over bytes are taken, so that a matrix's steps
     save less and less per byte and the order by saving is one that can be walked: what Lagrange multipliers find.
     """
     lowest: dict[str, Format] = {}
-    path: list[Step] = []
+    path: list[BitUpgrade] = []
     for matrix in plan.matrices:
-        if matrix.name not in costs:
+        if matrix.name not in sensitivities:
             continue
-        points = sorted((matrix.nbytes(f), cost, f) for f, cost in costs[matrix.name].items())
+        points = sorted((matrix.nbytes(f), cost, f) for f, cost in sensitivities[matrix.name].items())
         hull = points[:1]
         for point in points[1:]:
             while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
@@ -139,15 +142,15 @@ def steps(plan: Plan, costs: Costs) -> tuple[Plan, list[Step]]:
                 hull.append(point)
         lowest[matrix.name] = hull[0][2]
         for before, after in zip(hull, hull[1:], strict=False):
-            path.append(Step(matrix, after[2], after[0] - before[0], before[1] - after[1]))
+            path.append(BitUpgrade(matrix, after[2], after[0] - before[0], before[1] - after[1]))
     path.sort(key=lambda step: -step.saved / step.nbytes)
     return plan.with_formats(lowest), path
 
 
-def within(plan: Plan, costs: Costs, nbytes: int) -> Plan:
+def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: int) -> QuantizationPlan:
     """The plan whose matrices take at most `nbytes`, with the least cost found by walking up; room that a step is
     too large for goes to the next that fit. `nbytes` are those of the smallest plan at least."""
-    smallest, path = steps(plan, costs)
+    smallest, path = steps(plan, sensitivities)
     room = nbytes - smallest.nbytes()
     if room < 0:
         raise ValueError(f"{smallest.nbytes()} bytes are the least, not {nbytes}")
@@ -162,15 +165,17 @@ def within(plan: Plan, costs: Costs, nbytes: int) -> Plan:
     return smallest.with_formats(chosen)
 
 
-def below_divergence(plan: Plan, costs: Costs, limit: float, measure: Callable[[Plan], float]) -> Plan:
+def fit_to_kl(
+    plan: QuantizationPlan, sensitivities: Sensitivities, limit: float, measure: Callable[[QuantizationPlan], float]
+) -> QuantizationPlan:
     """The smallest plan found whose KL divergence, as `measure(plan)` gives it, is at most `limit`.
 
     What the costs predict is corrected by each measurement, so that a few suffice; the bracket of sizes only shrinks.
     No plan is measured twice, and one that keeps the bound is smaller than those before that did.
     Raises ConfigError, naming the smallest divergence possible, if all bits aren't enough.
     """
-    plans = _sizes(plan, costs)
-    predicted = np.minimum.accumulate([_predicted(each, costs) for each in plans])
+    plans = _sizes(plan, sensitivities)
+    predicted = np.minimum.accumulate([_predicted(each, sensitivities) for each in plans])
     below, enough, ratio = -1, len(plans), 1.0  # the largest known to be too small, the smallest known to do
     most = None  # the divergence that all bits have, once it was measured
     for _ in range(_MEASUREMENTS):
@@ -199,16 +204,18 @@ def below_divergence(plan: Plan, costs: Costs, limit: float, measure: Callable[[
     )
 
 
-def _sizes(plan: Plan, costs: Costs) -> list[Plan]:
-    """Plans from the smallest size to the largest, each the best for its size as far as `within` finds it."""
-    smallest, path = steps(plan, costs)
+def _sizes(plan: QuantizationPlan, sensitivities: Sensitivities) -> list[QuantizationPlan]:
+    """Plans from the smallest size to the largest, each the best for its size as far as `fit_to_size` finds it."""
+    smallest, path = steps(plan, sensitivities)
     low, span = smallest.nbytes(), sum(step.nbytes for step in path)
-    found = {p.nbytes(): p for p in (within(plan, costs, low + span * i // _SIZES) for i in range(_SIZES + 1))}
+    found = {
+        p.nbytes(): p for p in (fit_to_size(plan, sensitivities, low + span * i // _SIZES) for i in range(_SIZES + 1))
+    }
     return [found[size] for size in sorted(found)]
 
 
-def _predicted(plan: Plan, costs: Costs) -> float:
-    return sum(costs[m.name][plan.format_of(m)] for m in plan.matrices if m.name in costs)
+def _predicted(plan: QuantizationPlan, sensitivities: Sensitivities) -> float:
+    return sum(sensitivities[m.name][plan.format_of(m)] for m in plan.matrices if m.name in sensitivities)
 
 
 def _slope(a: tuple, b: tuple) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
-from mlxlm.checkpoint.layerwise import LAYERS, Stages, State
+from mlxlm.checkpoint.layerwise import LAYER_PREFIX, HiddenState, LayerwiseModel
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
 
 _BATCH = 2048  # tokens that go through a block at once
@@ -19,7 +19,7 @@ _IN_MEMORY = 1 << 30  # bytes of hidden states; more of them go to files
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputStats:
     """What a linear layer reads over the calibration text, as sums over tokens, float32 `[width, width]`.
 
     moments: XᵀX of its inputs in the model as it is quantized so far. drift: (X₀ - X)ᵀX, X₀ being the source's
@@ -27,12 +27,12 @@ class Inputs:
     """
 
     moments: np.ndarray
-    drift: np.ndarray | None = None
+    dxxt: np.ndarray | None = None
 
 
 # What is done with one block: its name, the block, and its layers' inputs by their names in the block. It sets the
 # weights that the block goes on with.
-OnBlock = Callable[[str, nn.Module, Mapping[str, Inputs]], None]
+OnBlock = Callable[[str, nn.Module, Mapping[str, InputStats]], None]
 
 
 class _Recorder(nn.Module):
@@ -79,9 +79,9 @@ class _Sums:
         mx.eval(self._sums)
         self._seen, self._source = {}, {}
 
-    def inputs(self) -> dict[str, Inputs]:
+    def inputs(self) -> dict[str, InputStats]:
         """By layer, the same object for layers that read the same. The sums are handed over, not copied."""
-        arrays = {name: Inputs(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
+        arrays = {name: InputStats(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
         self._sums = {}
         return {name: arrays[first] for name, first in self._shared.items()}
 
@@ -107,7 +107,7 @@ def _recorded(module: nn.Module) -> Iterator[_Sums]:
 class _States:
     """A hidden state `[B, T, hidden]` for each batch of `tokens`: in memory, or in files where they are large."""
 
-    def __init__(self, stages: Stages, tokens: np.ndarray, folder: Path):
+    def __init__(self, stages: LayerwiseModel, tokens: np.ndarray, folder: Path):
         folder.mkdir()
         self._folder = folder if 4 * tokens.size * stages.config.hidden_size > _IN_MEMORY else None
         rows = max(1, _BATCH // tokens.shape[1])
@@ -119,13 +119,13 @@ class _States:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def state(self, index: int) -> State:
+    def state(self, index: int) -> HiddenState:
         kept = self._kept[index]
         return (file_tensors(self._file(index))["state"].read() if kept is None else kept), None
 
-    def put(self, index: int, state: State) -> None:
-        stream, update = state
-        value = stream if update is None else stream + update
+    def put(self, index: int, state: HiddenState) -> None:
+        residual, hidden_states = state
+        value = residual if hidden_states is None else residual + hidden_states
         if self._folder is None:
             mx.eval(value)
             self._kept[index] = value
@@ -136,22 +136,22 @@ class _States:
         return self._folder / f"{index}.safetensors"
 
 
-def walk(
-    source: Stages | None, stages: Stages, tokens: np.ndarray, on_block: OnBlock | None, scratch: Path,
+def calibrate_blocks(
+    source: LayerwiseModel | None, stages: LayerwiseModel, tokens: np.ndarray, on_block: OnBlock | None, scratch: Path,
     progress: Callable[[str], None],
-) -> Inputs:  # fmt: skip
+) -> InputStats:  # fmt: skip
     """Send `tokens` int `[N, T]` through the decoder; call `on_block` for each block. What the head then reads.
 
     A block gets what the blocks before it make as `on_block` left them, so that each makes up for the errors of
     those before. `stages` begin with the embedding to calibrate with; `source` is the model as it was, run beside it
-    for `Inputs.drift`, or None. Without `on_block` all is as it is. Memory: one block, its sums, and one or two hidden
+    for `InputStats.dxxt`, or None. Without `on_block` all is as it is. Memory: one block, its sums, and one or two hidden
     states per token, those beyond a gigabyte in the folder `scratch`. `progress` is told each block that is done.
     """
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         states = _States(stages, tokens, Path(folder) / "states")
         originals = None if source is None else _States(source, tokens, Path(folder) / "originals")
-        for index in range(stages.layers):
-            name, block = f"{LAYERS}.{index}", stages.block(index)
+        for index in range(stages.num_layers):
+            name, block = f"{LAYER_PREFIX}.{index}", stages.load_layer(index)
             if on_block is not None:
                 with _recorded(block) as sums:
                     for i in range(len(states)):
@@ -166,11 +166,11 @@ def walk(
             del block  # before the next one is read
             mx.clear_cache()
             progress(name)
-        leave, sums = stages.leave(), _Sums()
+        final_norm, sums = stages.final_norm(), _Sums()
         for i in range(len(states)):
             if originals is not None:
-                sums.saw("head", leave(*originals.state(i)))
+                sums.saw("head", final_norm(*originals.state(i)))
                 sums.source_done()
-            sums.saw("head", leave(*states.state(i)))
+            sums.saw("head", final_norm(*states.state(i)))
             sums.batch_done()
     return sums.inputs()["head"]

@@ -10,10 +10,10 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.float_bits import bits_of
-from mlxlm.convert.cross_check import ask_others, greedy
-from mlxlm.convert.metadata import Check, check_carried
-from mlxlm.convert.tensor_diff import in_float32
-from mlxlm.convert.verify import prompt
+from mlxlm.convert.cross_check import cross_check, greedy_tokens
+from mlxlm.convert.metadata import Check, check_metadata
+from mlxlm.convert.tensor_diff import to_float32
+from mlxlm.convert.verify import comparison_tokens
 from mlxlm.utils.errors import CheckpointError
 
 _PROMPT, _GREEDY = 16, 32  # tokens
@@ -28,7 +28,7 @@ def checksum(value: mx.array) -> int:
 
 def checks(
     source: Checkpoint, written: Checkpoint, label: str, sums: Mapping[str, int],
-    tell: Callable[[str, int, int], None],
+    on_progress: Callable[[str, int, int], None],
 ) -> list[Check]:  # fmt: skip
     """Compare `written`, called `label` in errors, with the checksums `sums` of what was meant to be in it, by tensor,
     with its source's tokenizer and configuration, and its greedy tokens with mlx_lm's on it.
@@ -37,21 +37,21 @@ def checks(
     """
     plain = replace(written, config=written.config.with_changes(quantization=None))
     return [
-        _check_tensors(written, label, sums, tell),
-        *check_carried(source, plain, label),
-        *_ask_mlx_lm(source, written, label, tell),
+        _check_tensors(written, label, sums, on_progress),
+        *check_metadata(source, plain, label),
+        *_ask_mlx_lm(source, written, label, on_progress),
     ]
 
 
-def _check_tensors(written: Checkpoint, label: str, sums: Mapping[str, int], tell) -> Check:
+def _check_tensors(written: Checkpoint, label: str, sums: Mapping[str, int], on_progress) -> Check:
     for done, (name, tensor) in enumerate(written.tensors.items(), start=1):
         if checksum(tensor.read()) != sums.get(name):
             raise CheckpointError(f"{label}: {name} is not what was written", "a disk without errors")
-        tell("comparing tensors", done, len(written.tensors))
+        on_progress("comparing tensors", done, len(written.tensors))
     return Check("tensors", "equal", f"{len(sums)} tensors to the bit as computed")
 
 
-def _ask_mlx_lm(source: Checkpoint, written: Checkpoint, label: str, tell) -> list[Check]:
+def _ask_mlx_lm(source: Checkpoint, written: Checkpoint, label: str, on_progress) -> list[Check]:
     parameters = written.config.parameter_count()
     if ON_CPU and parameters > _SLOW:
         reason = f"quantized products are slow on a CPU: up to {_SLOW // 10**6}M parameters are checked there"
@@ -60,10 +60,12 @@ def _ask_mlx_lm(source: Checkpoint, written: Checkpoint, label: str, tell) -> li
         return [Check("mlx_lm", "skipped", f"it needs {4 * parameters / 1e9:.1f} GB for it in float32")]
     config = written.config
     # mlx_lm runs some families without their window.
-    limits = (config.max_position_embeddings, config.sliding_window, config.positions_change)
+    limits = (config.max_position_embeddings, config.sliding_window, config.longrope_original_length)
     room = min(limit for limit in limits if limit)
     if room < 2:
         return [Check("mlx_lm", "skipped", "its context is of one token")]
-    ids = prompt(source)[: min(_PROMPT, room // 2)]
-    ours = greedy(in_float32(written), ids, min(_GREEDY, room - len(ids)))  # in the dtype that mlx_lm is asked in
-    return ask_others(source, written, label, ("mlx_lm",), [*ids, *ours], len(ids), tell)
+    ids = comparison_tokens(source)[: min(_PROMPT, room // 2)]
+    ours = greedy_tokens(
+        to_float32(written), ids, min(_GREEDY, room - len(ids))
+    )  # in the dtype that mlx_lm is asked in
+    return cross_check(source, written, label, ("mlx_lm",), [*ids, *ours], len(ids), on_progress)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import as_float32
-from mlxlm.quantize.packed_matrix import Packed, dequantized, pack, rounded
+from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, pack, quantize_rtn
 from mlxlm.quantize.quantization_plan import Format
 from mlxlm.utils.errors import CheckpointError
 
@@ -20,13 +20,13 @@ DAMPING = 0.01  # of the mean diagonal, as in the paper
 # 0.076 for all of it, since the layers after it make up for the same.
 CORRECTION = np.float32(0.5)
 # Ranges that a group's scale is tried for, as parts of its own; outliers beyond are clipped.
-RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 
 def gptq(
-    weight: mx.array, moments: np.ndarray, chosen: Format, drift: np.ndarray | None = None,
-    ranges: tuple[float, ...] = RANGES, factor: np.ndarray | None = None,
-) -> Packed:  # fmt: skip
+    weight: mx.array, moments: np.ndarray, chosen: Format, dxxt: np.ndarray | None = None,
+    clip_ratios: tuple[float, ...] = CLIP_RATIOS, factor: np.ndarray | None = None,
+) -> PackedMatrix:  # fmt: skip
     """Quantize `weight` `[rows, width]`, 16 bits, so that the outputs for its calibration inputs change least.
 
     moments: XᵀX of the inputs, `[width, width]`, float32. drift: (X₀ - X)ᵀX, X₀ being the inputs in the unquantized
@@ -38,29 +38,29 @@ def gptq(
 
     Raises CheckpointError if the moments are not finite.
     """
-    plain = rounded(weight, chosen)
+    plain = quantize_rtn(weight, chosen)
     if factor is None:
-        factor = inverse_factor(moments)
+        factor = inverse_hessian_cholesky(moments)
     if not factor.any():
         return plain
-    if drift is not None and not np.isfinite(drift).all():
+    if dxxt is not None and not np.isfinite(dxxt).all():
         raise CheckpointError("the calibration inputs are not finite", "another calibration text, or weights that are")
     aim = as_numpy(weight)
-    if drift is not None:
-        aim += CORRECTION * ((aim @ drift) @ factor.T) @ factor / _mean(moments)
-    values, scales, biases = _columns(aim, factor, chosen, weight.dtype, ranges)
-    own = Packed(pack(values, chosen.bits), *(mx.array(part).astype(weight.dtype) for part in (scales, biases)))
+    if dxxt is not None:
+        aim += CORRECTION * ((aim @ dxxt) @ factor.T) @ factor / _mean(moments)
+    values, scales, biases = _columns(aim, factor, chosen, weight.dtype, clip_ratios)
+    own = PackedMatrix(pack(values, chosen.bits), *(mx.array(part).astype(weight.dtype) for part in (scales, biases)))
     own_errors, plain_errors = (row_errors(aim, packed, chosen, moments) for packed in (own, plain))
     return _choose(mx.array(own_errors < plain_errors)[:, None], own, plain)
 
 
-def row_errors(weight: np.ndarray, packed: Packed, chosen: Format, moments: np.ndarray) -> np.ndarray:
+def row_errors(weight: np.ndarray, packed: PackedMatrix, chosen: Format, moments: np.ndarray) -> np.ndarray:
     """Squared change of each row's output over the calibration inputs: diag(ΔW · XᵀX · ΔWᵀ), `[rows]`."""
     change = as_numpy(dequantized(packed, chosen)) - weight
     return np.einsum("ij,ij->i", change @ moments, change)
 
 
-def output_error(weight: mx.array, packed: Packed, chosen: Format, moments: np.ndarray) -> np.ndarray:
+def output_error(weight: mx.array, packed: PackedMatrix, chosen: Format, moments: np.ndarray) -> np.ndarray:
     """|ΔW X|² and |W X|² over the calibration inputs, float64 `[2]`."""
     source = as_numpy(weight)
     return np.array([row_errors(source, packed, chosen, moments).sum(), np.vdot(source @ moments, source)], np.float64)
@@ -70,8 +70,8 @@ def as_numpy(value: mx.array) -> np.ndarray:
     return np.array(as_float32(value))
 
 
-def _choose(first: mx.array, a: Packed, b: Packed) -> Packed:
-    return Packed(
+def _choose(first: mx.array, a: PackedMatrix, b: PackedMatrix) -> PackedMatrix:
+    return PackedMatrix(
         mx.where(first, a.weight, b.weight), mx.where(first, a.scales, b.scales), mx.where(first, a.biases, b.biases)
     )
 
@@ -80,7 +80,7 @@ def _mean(moments: np.ndarray) -> np.float32:
     return np.float32(np.mean(np.diag(moments)))
 
 
-def inverse_factor(moments: np.ndarray) -> np.ndarray:
+def inverse_hessian_cholesky(moments: np.ndarray) -> np.ndarray:
     """The upper triangular U with UᵀU = (H + damping)⁻¹, float32, where H is `moments` divided by their mean diagonal;
     zeros where the inputs were always zero. Raises CheckpointError if they are not finite.
 
@@ -108,7 +108,7 @@ def inverse_factor(moments: np.ndarray) -> np.ndarray:
 
 
 def _columns(
-    weight: np.ndarray, factor: np.ndarray, chosen: Format, dtype: mx.Dtype, ranges: tuple[float, ...]
+    weight: np.ndarray, factor: np.ndarray, chosen: Format, dtype: mx.Dtype, clip_ratios: tuple[float, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The quantized values `[rows, width]`, and scales and biases `[rows, groups]`, float32 as the dtype rounds them.
 
@@ -124,7 +124,7 @@ def _columns(
         end = start + size
         own = left[start:end]
         corner = factor[start:end, start:end]
-        scale, bias = _range(own.T, 1 / np.diag(corner) ** 2, chosen, dtype, ranges)
+        scale, bias = _range(own.T, 1 / np.diag(corner) ** 2, chosen, dtype, clip_ratios)
         scales[:, group], biases[:, group] = scale, bias
         divisor = np.where(scale == 0, 1, scale)  # underflow: the value is then the bias, whatever the number
         for column in range(size):
@@ -138,16 +138,16 @@ def _columns(
 
 
 def _range(
-    group: np.ndarray, importance: np.ndarray, chosen: Format, dtype: mx.Dtype, ranges: tuple[float, ...]
+    group: np.ndarray, importance: np.ndarray, chosen: Format, dtype: mx.Dtype, clip_ratios: tuple[float, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and bias for each row of `group` `[rows, group_size]`: of MLX's for each of `ranges`, the pair with the
+    """Scale and bias for each row of `group` `[rows, group_size]`: of MLX's for each of `clip_ratios`, the pair with the
     smallest squared error, columns weighted by `importance`."""
     values, weights = mx.array(np.ascontiguousarray(group)), mx.array(importance.astype(np.float32))
     low, high = values.min(axis=1, keepdims=True), values.max(axis=1, keepdims=True)
     best = None
-    for part in ranges:
+    for part in clip_ratios:
         clipped = mx.clip(values, part * low, part * high).astype(dtype)
-        packed = rounded(clipped, chosen)
+        packed = quantize_rtn(clipped, chosen)
         scale, bias = as_float32(packed.scales), as_float32(packed.biases)
         divisor = mx.where(scale == 0, 1, scale)
         whole = mx.clip(mx.round((values - bias) / divisor), 0, 2**chosen.bits - 1)

@@ -17,20 +17,20 @@ import numpy as np
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import PLAIN, Tensor, Tensors, counted
+from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors, with_read_progress
 from mlxlm.checkpoint.locations import locate
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tokenizer_files import carry_tokenizer
-from mlxlm.checkpoint.weight_mapping import as_stored
+from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
+from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.convert.compare import Comparison, compare
-from mlxlm.families import config_to_hf, layout
+from mlxlm.families import config_to_hf, weight_mappings
 from mlxlm.quantize import bit_search, text
-from mlxlm.quantize.calibrated_methods import EMBEDDING, HEAD, calibrated, check_method
+from mlxlm.quantize.calibrated_methods import EMBEDDING, HEAD, check_method, quantize_calibrated
 from mlxlm.quantize.check import checks, checksum
-from mlxlm.quantize.lazy_quantize import halved, output_dtype, quantized
-from mlxlm.quantize.packed_matrix import Packed, relative_error
-from mlxlm.quantize.quantization_plan import GROUP_SIZES, Format, Plan, recipe, uniform
-from mlxlm.quantize.report import Measured, Report
+from mlxlm.quantize.lazy_quantize import cast_to_16bit, output_dtype, quantized
+from mlxlm.quantize.packed_matrix import PackedMatrix, relative_error
+from mlxlm.quantize.quantization_plan import GROUP_SIZES, Format, QuantizationPlan, recipe, uniform
+from mlxlm.quantize.report import QuantizationMetrics, QuantizationReport
 from mlxlm.quantize.speed import decode_speeds
 from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
 
@@ -43,47 +43,55 @@ _PROMPT = 16  # tokens that the speed measurement goes on from
 
 
 @dataclass(frozen=True)
-class Goal:
+class BitTarget:
     """What decides the bits: the same for all, a recipe by name, or a search that ends at a size in bytes, at bits
     per weight, or at a KL divergence in nats per token."""
 
     format: Format
     recipe: str | None = None
-    budget: int | None = None
+    max_size: int | None = None
     bits_per_weight: float | None = None
     max_kl: float | None = None
 
     @property
     def searches(self) -> bool:
-        return (self.budget, self.bits_per_weight, self.max_kl) != (None, None, None)
+        return (self.max_size, self.bits_per_weight, self.max_kl) != (None, None, None)
 
     def check(self) -> None:
         """Raises ConfigError for goals that exclude each other, and for impossible numbers."""
-        given = [n for n in ("recipe", "budget", "bits_per_weight", "max_kl") if getattr(self, n) is not None]
+        given = [n for n in ("recipe", "max_size", "target_bpw", "max_kl") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both decide the bits", "one of them")
         if given and not self.format.affine:
             raise ConfigError(f"{given[0]} needs bits to choose from, {self.format.mode} has none", "the affine mode")
-        for name in ("budget", "bits_per_weight", "max_kl"):
+        for name in ("max_size", "target_bpw", "max_kl"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value!r}, it must be a positive number")
 
 
 @dataclass(frozen=True)
-class Made:
-    tensors: Tensors
+class QuantizedTensors:
+    tensors: LazyTensors
     errors: dict[str, float]  # filled while the tensors are read, where there is no calibration
 
 
-class Job:
+class QuantizationJob:
     """One quantization: what it needs from the source, and its parts in their order."""
 
-    def __init__(self, checkpoint: Checkpoint, goal: Goal, method: str, measure: bool, verify: bool, tell: Progress):
+    def __init__(
+        self, checkpoint: Checkpoint, goal: BitTarget, method: str, evaluate: bool, verify: bool, on_progress: Progress
+    ):
         self._begun = time.monotonic()
         self.verifies = verify
         self._sums: dict[str, int] = {}
-        self.source, self.goal, self.method, self.measures, self.tell = checkpoint, goal, method, measure, tell
+        self.source, self.goal, self.method, self.evaluates, self.on_progress = (
+            checkpoint,
+            goal,
+            method,
+            evaluate,
+            on_progress,
+        )
         self.config = checkpoint.config
         self.parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values())
         self.plan = self._plan()
@@ -93,24 +101,24 @@ class Job:
             groups = ", ".join(map(str, GROUP_SIZES)) if goal.format.affine else goal.format.group_size
             raise CheckpointError(f"no matrix can be quantized: their widths are {widths}, groups are of {groups}")
         self.dtype = output_dtype(checkpoint.tensors)
-        self.halved = replace(checkpoint, tensors=halved(checkpoint.tensors, self.dtype))
-        self.calibration: text.Text | None = None
-        self.evaluation: text.EvaluationText | None = None
-        self.calibrates = method != "round" or goal.searches
+        self.cast_to_16bit = replace(checkpoint, tensors=cast_to_16bit(checkpoint.tensors, self.dtype))
+        self.calibration_text: text.CalibrationText | None = None
+        self.eval_text: text.EvalText | None = None
+        self.calibrates = method != "rtn" or goal.searches
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> QuantizationPlan:
         if self.goal.recipe is not None:
             return recipe(self.config, self.source.tensors, self.goal.recipe, self.goal.format.group_size)
         return uniform(self.config, self.source.tensors, self.goal.format)
 
-    def read_texts(self, calibration: Path | str | None, evaluation: Path | str | None) -> None:
+    def read_texts(self, calibration_text: Path | str | None, eval_text: Path | str | None) -> None:
         """Raises ConfigError for a text that nothing would read."""
-        needed = self.measures or self.goal.max_kl is not None
-        if calibration is not None and not self.calibrates:
+        needed = self.evaluates or self.goal.max_kl is not None
+        if calibration_text is not None and not self.calibrates:
             raise ConfigError(
                 "a calibration text has no effect on plain rounding", "method gptq, or an evaluation text"
             )
-        if evaluation is not None and not needed:
+        if eval_text is not None and not needed:
             raise ConfigError("an evaluation text has no effect without measuring", "leaving it out")
         if not (self.calibrates or needed):
             return
@@ -121,25 +129,27 @@ class Job:
             hint = f"{error.hint}; plain rounding without measuring (--no-measure) needs none"
             raise TokenizerError(error.message, hint) from error
         if self.calibrates:
-            self.calibration = text.calibration(root, tokenizer, calibration, not needed or evaluation is not None)
+            self.calibration_text = text.calibration_text(
+                root, tokenizer, calibration_text, not needed or eval_text is not None
+            )
         if needed:
-            self.evaluation = text.evaluation(root, tokenizer, evaluation, calibration)
+            self.eval_text = text.eval_text(root, tokenizer, eval_text, calibration_text)
 
-    def make(self, scratch: Path) -> tuple[Plan, Made]:
+    def make(self, scratch: Path) -> tuple[QuantizationPlan, QuantizedTensors]:
         """The plan, searched for where that is asked, and its tensors."""
         if not self.goal.searches:
             return self.plan, self._quantized(self.plan, scratch)
         windows = self._windows()
         total = sum(chosen is not None for chosen in map(self.plan.format_of, self.plan.matrices))
-        told = _counter(self.tell, "measuring each matrix", total)
-        found = bit_search.costs(self.halved, self.plan, windows, told)
+        told = _counter(self.on_progress, "measuring each matrix", total)
+        found = bit_search.sensitivities(self.cast_to_16bit, self.plan, windows, told)
         if self.goal.max_kl is None:
-            plan = self._within(found)
+            plan = self._fit_to_size(found)
             return plan, self._quantized(plan, scratch)
-        best: tuple[Made, Path] | None = None
+        best: tuple[QuantizedTensors, Path] | None = None
         count = 0
 
-        def divergence(plan: Plan) -> float:
+        def kl_divergence(plan: QuantizationPlan) -> float:
             """Of one candidate; its files stay only if it is the smallest so far that is close enough."""
             nonlocal best, count
             count += 1
@@ -152,13 +162,13 @@ class Job:
                 shutil.rmtree(folder)
             return kl
 
-        plan = bit_search.below_divergence(self.plan, found, self.goal.max_kl, divergence)
+        plan = bit_search.fit_to_kl(self.plan, found, self.goal.max_kl, kl_divergence)
         return plan, best[0]
 
-    def _within(self, found: bit_search.Costs) -> Plan:
+    def _fit_to_size(self, found: bit_search.Sensitivities) -> QuantizationPlan:
         """The plan that a search for a size ends at. Raises ConfigError naming the smallest size possible."""
         matrices = {f"{module}.weight" for m in self.plan.matrices for module in m.modules}
-        others = sum(t.nbytes for name, t in self.halved.tensors.items() if name not in matrices)
+        others = sum(t.nbytes for name, t in self.cast_to_16bit.tensors.items() if name not in matrices)
         smallest = bit_search.steps(self.plan, found)[0]
         if self.goal.bits_per_weight is not None:
             limit = math.floor(self.goal.bits_per_weight * self.parameters / 8) - others
@@ -168,94 +178,98 @@ class Job:
                     f"{self.goal.bits_per_weight:g} bits per weight can't be reached",
                     f"{least} or more, or larger groups",
                 )
-            return bit_search.within(self.plan, found, limit)
+            return bit_search.fit_to_size(self.plan, found, limit)
         tokenizer = self._tokenizer_bytes()
         plan, rest = smallest, others + tokenizer + self._beside(smallest)
-        if self.goal.budget < plan.nbytes() + rest:
+        if self.goal.max_size < plan.nbytes() + rest:
             least = plan.nbytes() + rest
-            raise ConfigError(f"{self.goal.budget} bytes can't be reached", f"{least} or more, or larger groups")
+            raise ConfigError(f"{self.goal.max_size} bytes can't be reached", f"{least} or more, or larger groups")
         for _ in range(3):  # what lies beside the tensors depends on the plan, a little
-            larger = bit_search.within(self.plan, found, max(plan.nbytes(), self.goal.budget - rest))
+            larger = bit_search.fit_to_size(self.plan, found, max(plan.nbytes(), self.goal.max_size - rest))
             rest = others + tokenizer + self._beside(larger)
-            if larger.nbytes() + rest <= self.goal.budget:
+            if larger.nbytes() + rest <= self.goal.max_size:
                 return larger
         return plan
 
-    def _beside(self, plan: Plan) -> int:
+    def _beside(self, plan: QuantizationPlan) -> int:
         """An upper bound of what the folder has beside the values of tensors and the tokenizer."""
-        config = self.config.with_changes(quantization=plan.entry())
-        stored = as_stored(layout(config, for_mlx=True), quantized(self.halved.tensors, plan))
+        config = self.config.with_changes(quantization=plan.quantization_config())
+        stored = to_file_weights(weight_mappings(config, for_mlx=True), quantized(self.cast_to_16bit.tensors, plan))
         largest = sum(tensor.nbytes for tensor in stored.values())
         header = sum(
             len(json.dumps({name: {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [largest, largest]}}))
             for name, tensor in stored.items()
         )
         index = sum(len(name) + 60 for name in stored) if largest > huggingface.SHARD_BYTES else 0
-        values = json.dumps({**self.source.values, **config_to_hf(config)}, indent=2, default=str)
+        values = json.dumps({**self.source.hf_config, **config_to_hf(config)}, indent=2, default=str)
         return header + index + len(values.encode("utf-8")) + _MARGIN
 
     def _tokenizer_bytes(self) -> int:
         with tempfile.TemporaryDirectory() as folder:
-            carry_tokenizer(self.source, Path(folder))
+            copy_tokenizer(self.source, Path(folder))
             return sum(file.stat().st_size for file in Path(folder).iterdir())
 
     def _windows(self) -> np.ndarray:
         length = min(text.WINDOW, self.config.max_position_embeddings)
-        return self.calibration.windows(length, text.CALIBRATION)
+        return self.calibration_text.windows(length, text.CALIBRATION)
 
-    def _quantized(self, plan: Plan, scratch: Path, which: str = "") -> Made:
-        if self.method == "round":
+    def _quantized(self, plan: QuantizationPlan, scratch: Path, which: str = "") -> QuantizedTensors:
+        if self.method == "rtn":
             errors: dict[str, float] = {}
 
-            def on_matrix(module: str, weight: mx.array, packed: Packed, chosen: Format) -> None:
+            def on_matrix(module: str, weight: mx.array, packed: PackedMatrix, chosen: Format) -> None:
                 errors[module] = relative_error(weight, packed, chosen)
 
-            return Made(quantized(self.halved.tensors, plan, on_matrix), errors)
+            return QuantizedTensors(quantized(self.cast_to_16bit.tensors, plan, on_matrix), errors)
         layers, tied = self.config.num_hidden_layers, self.config.tie_word_embeddings
         twice = tied and plan.formats[EMBEDDING] is not None
         own_head = plan.formats.get(HEAD) is not None
-        told = _counter(self.tell, f"calibrating ({self.method}){which}", layers * (1 + twice) + own_head)
-        result = calibrated(self.halved, plan, self.method, self._windows(), scratch, told)
-        return Made(result.tensors, result.errors)
+        told = _counter(self.on_progress, f"calibrating ({self.method}){which}", layers * (1 + twice) + own_head)
+        result = quantize_calibrated(self.cast_to_16bit, plan, self.method, self._windows(), scratch, told)
+        return QuantizedTensors(result.tensors, result.errors)
 
-    def _checkpoint(self, plan: Plan, tensors: Tensors) -> Checkpoint:
-        return replace(self.source, config=self.config.with_changes(quantization=plan.entry()), tensors=tensors)
+    def _checkpoint(self, plan: QuantizationPlan, tensors: LazyTensors) -> Checkpoint:
+        return replace(
+            self.source, config=self.config.with_changes(quantization=plan.quantization_config()), tensors=tensors
+        )
 
     def _compared(self, result: Checkpoint, which: str = "") -> Comparison:
         def told(done: int, total: int) -> None:
-            self.tell(f"comparing with the source{which}", done, total)
+            self.on_progress(f"comparing with the source{which}", done, total)
 
-        documents, size = self.evaluation.documents, self.evaluation.bytes
+        documents, size = self.eval_text.documents, self.eval_text.bytes
         said = compare(self.source, result, documents, text_bytes=size, progress=told)
         if not math.isfinite(said.kl):
             raise CheckpointError("the KL divergence of the result from its source is not finite", "more bits")
         return said
 
-    def write(self, folder: Path, plan: Plan, made: Made) -> list[str]:
+    def write(self, folder: Path, plan: QuantizationPlan, made: QuantizedTensors) -> list[str]:
         """The files of the model; returns warnings. Checksums of what was computed stay for `report`."""
-        config = self.config.with_changes(quantization=plan.entry())
-        tensors = counted(made.tensors, partial(self.tell, "writing"))
+        config = self.config.with_changes(quantization=plan.quantization_config())
+        tensors = with_read_progress(made.tensors, partial(self.on_progress, "writing"))
         if self.verifies:
             tensors = {name: self._summed(name, tensor) for name, tensor in tensors.items()}
-        huggingface.write(folder, self.source.values, config, tensors, None)
-        return carry_tokenizer(self.source, folder)
+        huggingface.write(folder, self.source.hf_config, config, tensors, None)
+        return copy_tokenizer(self.source, folder)
 
-    def _summed(self, name: str, tensor: Tensor) -> Tensor:
+    def _summed(self, name: str, tensor: LazyTensor) -> LazyTensor:
         def note(value: mx.array) -> mx.array:
             self._sums[name] = checksum(value)
             return value
 
-        return tensor.then(note)
+        return tensor.transform(note)
 
-    def report(self, source: str, out: Path, folder: Path, plan: Plan, made: Made, warnings: list[str]) -> Report:
+    def report(
+        self, source: str, out: Path, folder: Path, plan: QuantizationPlan, made: QuantizedTensors, warnings: list[str]
+    ) -> QuantizationReport:
         """Read back what was written, check and measure it."""
         again = open_checkpoint(folder)
-        done = checks(self.source, again, str(out), self._sums, self.tell) if self.verifies else []
-        measured = self._measured(again) if self.measures else None
+        done = checks(self.source, again, str(out), self._sums, self.on_progress) if self.verifies else []
+        metrics = self._metrics(again) if self.evaluates else None
         warnings = [*self._warnings(), *warnings]
         files = [file for file in folder.iterdir() if file.is_file()]
         before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (self.source, again))
-        return Report(
+        return QuantizationReport(
             source=source,
             path=str(out),
             method=self.method,
@@ -266,13 +280,13 @@ class Job:
             source_bits_per_weight=8 * before / self.parameters,
             bits_per_weight=8 * after / self.parameters,
             formats=plan.to_dict(),
-            regrouped=dict(plan.regrouped),
+            reduced_group_sizes=dict(plan.reduced_group_sizes),
             skipped=dict(plan.skipped),
             bits={module: chosen.bits for module, chosen in plan.formats.items() if chosen is not None},
             errors=made.errors,
-            error_of="weights" if self.method == "round" else "outputs",
-            calibration=self.calibration.name if self.calibration else None,
-            measured=measured,
+            error_of="weights" if self.method == "rtn" else "outputs",
+            calibration_text=self.calibration_text.name if self.calibration_text else None,
+            metrics=metrics,
             seconds=time.monotonic() - self._begun,
             checks=done,
             warnings=warnings,
@@ -282,44 +296,44 @@ class Job:
         found = []
         sizes: dict[str, int] = {}
         for tensor in self.source.tensors.values():
-            sizes[tensor.stored] = sizes.get(tensor.stored, 0) + tensor.nbytes
-        packed = sorted(kind for kind in sizes if kind not in PLAIN)
+            sizes[tensor.stored_dtype] = sizes.get(tensor.stored_dtype, 0) + tensor.nbytes
+        packed = sorted(kind for kind in sizes if kind not in UNQUANTIZED_DTYPES)
         if packed:
             kinds = " and ".join(packed)
             found.append(f"the source is quantized already ({kinds}): what is shown comes on top of what that has cost")
-        count = _FEW if self.evaluation is None else self.evaluation.predicted
+        count = _FEW if self.eval_text is None else self.eval_text.predicted
         if count < _FEW:
-            found.append(f"measured on {count} tokens of {self.evaluation.name}: fewer than {_FEW} say little")
+            found.append(f"measured on {count} tokens of {self.eval_text.name}: fewer than {_FEW} say little")
         return found
 
-    def _measured(self, again: Checkpoint) -> Measured:
+    def _metrics(self, again: Checkpoint) -> QuantizationMetrics:
         said = self._compared(again)
-        self.tell("measuring speed", 0, 1)
-        before, after, note = decode_speeds(self.source, again, self.evaluation.documents[0][:_PROMPT])
-        self.tell("measuring speed", 1, 1)
-        return Measured(
-            text=self.evaluation.name,
+        self.on_progress("measuring speed", 0, 1)
+        before, after, note = decode_speeds(self.source, again, self.eval_text.documents[0][:_PROMPT])
+        self.on_progress("measuring speed", 1, 1)
+        return QuantizationMetrics(
+            text=self.eval_text.name,
             tokens=said.tokens,
-            context=said.context,
+            context_length=said.context_length,
             stride=said.stride,
             kl=said.kl,
-            top1=said.top1,
+            top1_agreement=said.top1_agreement,
             bits_per_byte_before=said.bits_per_byte_a,
             bits_per_byte_after=said.bits_per_byte_b,
-            hidden=said.layers,
+            hidden_state_errors=said.layers,
             speed_before=before,
             speed_after=after,
             speed_note=note,
         )
 
 
-def _counter(tell: Progress, phase: str, total: int) -> Callable[[str], None]:
+def _counter(on_progress: Progress, phase: str, total: int) -> Callable[[str], None]:
     """Told one thing that is done at a time."""
     done = 0
 
     def advance(_name: str) -> None:
         nonlocal done
         done += 1
-        tell(phase, done, total)
+        on_progress(phase, done, total)
 
     return advance

@@ -5,17 +5,17 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mlxlm.backend.mlx import small_cache
-from mlxlm.checkpoint.mlx_lm_fallback import what_runs_it
+from mlxlm.backend.mlx import limit_buffer_cache
+from mlxlm.checkpoint.mlx_lm_fallback import unconvertible_hint
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.tokenizer_files import check_tokenizer
-from mlxlm.quantize.job import Goal, Job, Progress
+from mlxlm.quantize.job import BitTarget, Progress, QuantizationJob
 from mlxlm.quantize.quantization_plan import Format
-from mlxlm.quantize.report import Report, draw
+from mlxlm.quantize.report import QuantizationReport, draw
 from mlxlm.utils.errors import CheckpointError, ConfigError
-from mlxlm.utils.files import check_free, new_folder, write_json
+from mlxlm.utils.files import atomic_new_folder, check_not_exists, write_json
 
-REPORT, PICTURE = "quantization.json", "quantization.png"
+REPORT_FILE, PLOT_FILE = "quantization.json", "quantization.png"
 _SCRATCH = ".scratch"
 
 
@@ -27,16 +27,16 @@ def quantize(
     group_size: int | None = None,
     mode: str = "affine",
     recipe: str | None = None,
-    method: str = "round",
-    calibration: Path | str | None = None,
-    evaluation: Path | str | None = None,
-    budget: int | None = None,
-    bits_per_weight: float | None = None,
+    method: str = "rtn",
+    calibration_text: Path | str | None = None,
+    eval_text: Path | str | None = None,
+    max_size: int | None = None,
+    target_bpw: float | None = None,
     max_kl: float | None = None,
-    measure: bool = True,
+    evaluate: bool = True,
     verify: bool = True,
     progress: Progress | None = None,
-) -> Report:
+) -> QuantizationReport:
     """Write `source` (whatever `open_checkpoint` opens, not quantized by MLX) to the new folder `out`, for mlxlm and
     mlx_lm.
 
@@ -57,29 +57,29 @@ def quantize(
     """
     out = Path(out)
     _check_name(out)
-    if bits is not None and (recipe, budget, bits_per_weight, max_kl) != (None,) * 4:
+    if bits is not None and (recipe, max_size, target_bpw, max_kl) != (None,) * 4:
         raise ConfigError("bits have no effect where a recipe or a search decides them", "leaving them out")
-    goal = Goal(Format.of(mode, bits, group_size), recipe, budget, bits_per_weight, max_kl)
+    goal = BitTarget(Format.of(mode, bits, group_size), recipe, max_size, target_bpw, max_kl)
     goal.check()
-    check_free(out, CheckpointError, "another name for the output")
+    check_not_exists(out, CheckpointError, "another name for the output")
     checkpoint = open_checkpoint(source)
     if checkpoint.config is None:
-        problem = f"{source} can't be quantized: mlxlm's decoder has no {checkpoint.foreign}"
-        raise CheckpointError(problem, what_runs_it(checkpoint))
+        problem = f"{source} can't be quantized: mlxlm's decoder has no {checkpoint.unsupported_reason}"
+        raise CheckpointError(problem, unconvertible_hint(checkpoint))
     if checkpoint.config.quantization:
         raise CheckpointError(f"{source} is quantized already", "the unquantized model it was made from")
     check_tokenizer(checkpoint)  # before the weights are written
-    job = Job(checkpoint, goal, method, measure, verify, progress or (lambda phase, done, total: None))
-    job.read_texts(calibration, evaluation)
-    with small_cache(), new_folder(out) as folder:
+    job = QuantizationJob(checkpoint, goal, method, evaluate, verify, progress or (lambda phase, done, total: None))
+    job.read_texts(calibration_text, eval_text)
+    with limit_buffer_cache(), atomic_new_folder(out) as folder:
         scratch = folder / _SCRATCH
         scratch.mkdir()
         plan, made = job.make(scratch)
         warnings = job.write(folder, plan, made)
         shutil.rmtree(scratch)
         report = job.report(str(source), out, folder, plan, made, warnings)
-        write_json(folder / REPORT, report.to_dict())
-        draw(report, folder / PICTURE)
+        write_json(folder / REPORT_FILE, report.to_dict())
+        draw(report, folder / PLOT_FILE)
     return report
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from mlxlm.backend.mlx import in_parallel, mx
+from mlxlm.backend.mlx import eval_in_parallel, mx
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.quantize.quantization_plan import Format
 
@@ -18,7 +18,7 @@ _AT_ONCE = 1 << 21  # weights worked on at once
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMatrix:
     """A quantized matrix: `weight` uint32 `[rows, width · bits / 32]`, `scales` `[rows, width / group_size]`,
     and `biases` like them in affine mode."""
 
@@ -31,30 +31,30 @@ class Packed:
         parts = {f"{module}.weight": self.weight, f"{module}.scales": self.scales}
         return parts if self.biases is None else {**parts, f"{module}.biases": self.biases}
 
-    def rows(self, start: int, stop: int) -> Packed:
+    def rows(self, start: int, stop: int) -> PackedMatrix:
         """Some rows of the matrix."""
         biases = None if self.biases is None else self.biases[start:stop]
-        return Packed(self.weight[start:stop], self.scales[start:stop], biases)
+        return PackedMatrix(self.weight[start:stop], self.scales[start:stop], biases)
 
     @classmethod
-    def joined(cls, pieces: Sequence[Packed]) -> Packed:
+    def concatenate_rows(cls, pieces: Sequence[PackedMatrix]) -> PackedMatrix:
         """One matrix of pieces with some of its rows each."""
         weight, scales = (mx.concatenate([getattr(piece, part) for piece in pieces]) for part in ("weight", "scales"))
         biases = None if pieces[0].biases is None else mx.concatenate([piece.biases for piece in pieces])
         return cls(weight, scales, biases)
 
 
-def rounded(weight: mx.array, chosen: Format) -> Packed:
+def quantize_rtn(weight: mx.array, chosen: Format) -> PackedMatrix:
     """MLX's own quantization of `weight` `[rows, width]`; scales and biases have its dtype."""
 
     def some(start: int, stop: int) -> tuple[mx.array, ...]:
         return mx.quantize(weight[start:stop], group_size=chosen.group_size, bits=chosen.bits, mode=chosen.mode)
 
-    pieces = in_parallel(partial(some, *rows) for rows in _pieces(weight))
-    return Packed.joined([Packed(p[0], p[1], p[2] if chosen.affine else None) for p in pieces])
+    pieces = eval_in_parallel(partial(some, *rows) for rows in _pieces(weight))
+    return PackedMatrix.concatenate_rows([PackedMatrix(p[0], p[1], p[2] if chosen.affine else None) for p in pieces])
 
 
-def dequantized(packed: Packed, chosen: Format) -> mx.array:
+def dequantized(packed: PackedMatrix, chosen: Format) -> mx.array:
     """float32 `[rows, width]`, nothing rounded on the way."""
     arguments = {"group_size": chosen.group_size, "bits": chosen.bits, "mode": chosen.mode}
     if not chosen.affine:
@@ -62,7 +62,7 @@ def dequantized(packed: Packed, chosen: Format) -> mx.array:
     return mx.dequantize(packed.weight, as_float32(packed.scales), as_float32(packed.biases), **arguments)
 
 
-def relative_error(weight: mx.array, packed: Packed, chosen: Format) -> float:
+def relative_error(weight: mx.array, packed: PackedMatrix, chosen: Format) -> float:
     """|packed - weight| / |weight|"""
 
     def some(start: int, stop: int) -> tuple[mx.array, mx.array]:
@@ -70,7 +70,9 @@ def relative_error(weight: mx.array, packed: Packed, chosen: Format) -> float:
         error = dequantized(packed.rows(start, stop), chosen).flatten() - source
         return source @ source, error @ error
 
-    found = [(size.item(), error.item()) for size, error in in_parallel(partial(some, *r) for r in _pieces(weight))]
+    found = [
+        (size.item(), error.item()) for size, error in eval_in_parallel(partial(some, *r) for r in _pieces(weight))
+    ]
     size, error = map(math.fsum, zip(*found, strict=True))
     return math.sqrt(error / size) if size else 0.0
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxlm.checkpoint.lazy_tensor import Tensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import MODES, packed_bytes
-from mlxlm.families import layout
+from mlxlm.families import weight_mappings
 from mlxlm.utils.errors import ConfigError
 
 GROUP_SIZES, BITS = (tuple(sorted(allowed)) for allowed in MODES["affine"])
@@ -78,35 +78,35 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuantizationPlan:
     """A format for each matrix, or None for one left in 16 bits.
 
-    `formats` is by the decoder's module, `regrouped` and `skipped` by the file's matrix: the group size it got
+    `formats` is by the decoder's module, `reduced_group_sizes` and `skipped` by the file's matrix: the group size it got
     because the one asked for doesn't divide its rows, and the width that none divides.
     """
 
     default: Format
     matrices: tuple[Matrix, ...]
     formats: Mapping[str, Format | None]
-    regrouped: Mapping[str, int]
+    reduced_group_sizes: Mapping[str, int]
     skipped: Mapping[str, int]
 
     def format_of(self, matrix: Matrix) -> Format | None:
         return self.formats[matrix.modules[0]]
 
-    def entry(self) -> dict[str, Any]:
+    def quantization_config(self) -> dict[str, Any]:
         """ModelConfig's `quantization`: the default, and each exception by the decoder's module."""
-        entry: dict[str, Any] = self.default.to_dict()
+        quantization_config: dict[str, Any] = self.default.to_dict()
         for module, chosen in self.formats.items():
             if chosen != self.default:
-                entry[module] = False if chosen is None else chosen.to_dict()
-        return entry
+                quantization_config[module] = False if chosen is None else chosen.to_dict()
+        return quantization_config
 
     def nbytes(self) -> int:
         """Of all matrices."""
         return sum(matrix.nbytes(self.format_of(matrix)) for matrix in self.matrices)
 
-    def with_formats(self, chosen: Mapping[str, Format]) -> Plan:
+    def with_formats(self, chosen: Mapping[str, Format]) -> QuantizationPlan:
         """The same with other formats, by a matrix's name. The commonest one becomes the default."""
         formats = dict(self.formats)
         for matrix in self.matrices:
@@ -121,9 +121,9 @@ class Plan:
         return {m.name: (f.to_dict() if (f := self.format_of(m)) else None) for m in self.matrices}
 
 
-def matrices(config: ModelConfig, tensors: Tensors) -> tuple[Matrix, ...]:
+def matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix, ...]:
     """All matrices of a decoder, embeddings and head included, as mlx_lm's files hold them; in file order."""
-    home = {module: stored for stored in layout(config, for_mlx=True) for module in stored.modules}
+    home = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
     found: dict[str, Matrix] = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
@@ -137,12 +137,12 @@ def matrices(config: ModelConfig, tensors: Tensors) -> tuple[Matrix, ...]:
     return tuple(found.values())
 
 
-def uniform(config: ModelConfig, tensors: Tensors, wanted: Format) -> Plan:
+def uniform(config: ModelConfig, tensors: LazyTensors, wanted: Format) -> QuantizationPlan:
     """Every matrix in one format."""
     return _plan(matrices(config, tensors), wanted, lambda matrix: wanted)
 
 
-def recipe(config: ModelConfig, tensors: Tensors, name: str, group_size: int = 64) -> Plan:
+def recipe(config: ModelConfig, tensors: LazyTensors, name: str, group_size: int = 64) -> QuantizationPlan:
     """A mixed recipe by name: the head, and in some layers the value and down projections, get more bits.
 
     The layers are those of llama.cpp's Q4_K_M (its `use_more_bits`): the first and the last eighth, and each
@@ -167,21 +167,21 @@ def recipe(config: ModelConfig, tensors: Tensors, name: str, group_size: int = 6
     return _plan(matrices(config, tensors), low, wanted)
 
 
-def _plan(found: Sequence[Matrix], default: Format, wanted: Callable[[Matrix], Format]) -> Plan:
+def _plan(found: Sequence[Matrix], default: Format, wanted: Callable[[Matrix], Format]) -> QuantizationPlan:
     formats: dict[str, Format | None] = {}
-    regrouped, skipped = {}, {}
+    reduced_group_sizes, skipped = {}, {}
     for matrix in found:
         asked = wanted(matrix)
-        chosen = fitting(asked, matrix.width)
+        chosen = compatible_format(asked, matrix.width)
         if chosen is None:
             skipped[matrix.name] = matrix.width
         elif chosen != asked:
-            regrouped[matrix.name] = chosen.group_size
+            reduced_group_sizes[matrix.name] = chosen.group_size
         formats |= dict.fromkeys(matrix.modules, chosen)
-    return Plan(default, tuple(found), formats, regrouped, skipped)
+    return QuantizationPlan(default, tuple(found), formats, reduced_group_sizes, skipped)
 
 
-def fitting(asked: Format, width: int) -> Format | None:
+def compatible_format(asked: Format, width: int) -> Format | None:
     """`asked`, or with the largest smaller group size that divides `width`; None if there is none."""
     sizes = [g for g in reversed(GROUP_SIZES) if g <= asked.group_size] if asked.affine else [asked.group_size]
     size = next((g for g in sizes if width % g == 0), None)

@@ -16,24 +16,24 @@ _COLORS = {2: "#7f0000", 3: "#d7301f", 4: "#fc8d59", 5: "#74a9cf", 6: "#2b8cbe",
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Source and result on a text that calibration has not seen, in windows of `context` tokens that move on by
+class QuantizationMetrics:
+    """Source and result on a text that calibration has not seen, in windows of `context_length` tokens that move on by
     `stride`. A search that ends at a KL divergence has measured its candidates on this text.
 
     kl: mean KL(source || result), nats per token. top1: share of tokens with the same most likely next one.
-    hidden: relative error of the hidden states after the embedding and each layer. speed: tokens per second of
+    hidden_state_errors: relative error of the hidden states after the embedding and each layer. speed: tokens per second of
     decoding, None where the two models don't fit into memory together; speed_note: what to know of it.
     """
 
     text: str
     tokens: int
-    context: int
+    context_length: int
     stride: int
     kl: float
-    top1: float
+    top1_agreement: float
     bits_per_byte_before: float
     bits_per_byte_after: float
-    hidden: dict[str, float] = field(repr=False)
+    hidden_state_errors: dict[str, float] = field(repr=False)
     speed_before: float | None
     speed_after: float | None
     speed_note: str | None
@@ -44,7 +44,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Report:
+class QuantizationReport:
     """What was written and what it cost.
 
     formats: matrix (as in the files) -> group_size, bits and mode; None in 16 bits. regrouped and skipped: matrices
@@ -65,18 +65,18 @@ class Report:
     source_bits_per_weight: float
     bits_per_weight: float
     formats: dict[str, dict[str, Any] | None] = field(repr=False)
-    regrouped: dict[str, int]
+    reduced_group_sizes: dict[str, int]
     skipped: dict[str, int]
     bits: dict[str, int] = field(repr=False)
     errors: dict[str, float] = field(repr=False)
     error_of: str
-    calibration: str | None
-    measured: Measured | None
+    calibration_text: str | None
+    metrics: QuantizationMetrics | None
     seconds: float
     checks: list[Check]
     warnings: list[str]
 
-    def worst(self, n: int = 5) -> list[str]:
+    def worst_layers(self, n: int = 5) -> list[str]:
         """The modules with the largest errors, worst first; of errors of outputs only those."""
         tables = {"model.embed_positions"} | ({"model.embed_tokens"} if "lm_head" in self.bits else set())
         ranked = [name for name in self.errors if self.error_of == "weights" or name not in tables]
@@ -84,19 +84,19 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        if self.measured is not None:
-            values["measured"]["bits_per_byte_change"] = self.measured.bits_per_byte_change
-        return {**values, "worst": self.worst()}
+        if self.metrics is not None:
+            values["metrics"]["bits_per_byte_change"] = self.metrics.bits_per_byte_change
+        return {**values, "worst_layers": self.worst_layers()}
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: QuantizationReport, path: Path) -> None:
     """Draw the error of each matrix by layer, colour by bits, and below it that of the hidden states."""
     from matplotlib.figure import Figure  # half a second: only where a picture is drawn
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(9, 6.5 if report.measured else 4.2), layout="constrained")
-    panels = figure.subplots(2 if report.measured else 1, 1, squeeze=False)[:, 0]
+    figure = Figure(figsize=(9, 6.5 if report.metrics else 4.2), layout="constrained")
+    panels = figure.subplots(2 if report.metrics else 1, 1, squeeze=False)[:, 0]
     layers = _by_kind(report)
     used: set[int] = set()
     shapes = []
@@ -110,13 +110,13 @@ def draw(report: Report, path: Path) -> None:
     panels[0].legend(handles=shapes + colors, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     panels[0].set_ylabel(f"relative error of {report.error_of}")
     title = f"{Path(report.path).name}: {report.bits_per_weight:.2f} bits per weight, {report.method}"
-    if report.measured is not None:
-        hidden = list(report.measured.hidden.values())
-        panels[1].plot(range(-1, len(hidden) - 1), hidden, "o-", ms=3, color="#045a8d")
+    if report.metrics is not None:
+        hidden_state_errors = list(report.metrics.hidden_state_errors.values())
+        panels[1].plot(range(-1, len(hidden_state_errors) - 1), hidden_state_errors, "o-", ms=3, color="#045a8d")
         panels[1].set_ylabel("relative error of hidden states")
         title += (
-            f": KL {report.measured.kl:.4f} nats/token, top-1 {100 * report.measured.top1:.1f} %, "
-            f"{report.measured.bits_per_byte_change:+.4f} bits/byte"
+            f": KL {report.metrics.kl:.4f} nats/token, top-1 {100 * report.metrics.top1_agreement:.1f} %, "
+            f"{report.metrics.bits_per_byte_change:+.4f} bits/byte"
         )
     figure.suptitle(title, fontsize=10)
     panels[-1].set_xlabel("layer")
@@ -132,11 +132,11 @@ def draw(report: Report, path: Path) -> None:
     write_figure(path, figure)
 
 
-def _last_layer(report: Report) -> int:
+def _last_layer(report: QuantizationReport) -> int:
     return max((int(m[1]) for name in report.errors if (m := re.match(r"model\.layers\.(\d+)\.", name))), default=-1)
 
 
-def _by_kind(report: Report) -> dict[str, list[tuple[int, float, int]]]:
+def _by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, float, int]]]:
     """Kind of matrix -> (layer, error, bits) of each; embedding and head are outside the layers."""
     last = _last_layer(report)
     found: dict[str, list[tuple[int, float, int]]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from mlxlm.checkpoint.locations import RUN_FILE
 from mlxlm.data import Document, TokenDataset, documents
 from mlxlm.data.builtin import python_reference
-from mlxlm.data.text import pieces_of
+from mlxlm.data.text import split_pieces
 from mlxlm.evaluate.windows import first_tokens
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError, MlxlmError
@@ -24,7 +24,7 @@ _CHARACTERS = 4  # per token, about
 
 
 @dataclass(frozen=True)
-class Text:
+class CalibrationText:
     """Tokens to calibrate with. `name` is for reports."""
 
     name: str
@@ -45,7 +45,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class EvaluationText:
+class EvalText:
     """Tokens to measure on, document by document, and how many bytes all but the first of each stand for."""
 
     name: str
@@ -57,74 +57,74 @@ class EvaluationText:
         return sum(len(ids) - 1 for ids in self.documents)
 
 
-def of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> Text:
+def text_of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> CalibrationText:
     """Up to `tokens` tokens from the beginning of whatever `mlxlm prepare` reads as text."""
     return _encoded(str(path), _documents(path), tokenizer, tokens)
 
 
 def _documents(path: Path | str) -> Iterator[str]:
     """The text of each document, an empty line between two."""
-    for count, document in enumerate(map(as_text, documents([path]))):
+    for count, document in enumerate(map(conversation_as_text, documents([path]))):
         if count:
             yield "\n\n"
         yield from document.pieces
 
 
-def calibration(root: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> Text:
+def calibration_text(root: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> CalibrationText:
     """What to calibrate with: `file`, whole or but its last tenth; else a run's training data (`root` has train.json),
     or for another model four fifths of the text that every Python carries."""
     tokens = _SPREAD * CALIBRATION
     if file is None and _is_run(root):
-        return Text("training data of the run", _of_run(root, "train", tokens)[0])
+        return CalibrationText("training data of the run", _of_run(root, "train", tokens)[0])
     if file is None:
         topics = _topics()
         name = "Python's language reference (four fifths)"
         return _encoded(name, topics[: len(topics) * 4 // 5], tokenizer, tokens)
-    text = of_file(file, tokenizer, tokens)
+    text = text_of_file(file, tokenizer, tokens)
     return text if whole else _cut(text, tokenizer)[0]
 
 
-def evaluation(
+def eval_text(
     root: Path | None, tokenizer: Tokenizer, file: Path | str | None, calibrated_on: Path | str | None
-) -> EvaluationText:
+) -> EvalText:
     """What to measure on: `file`, else the last tenth of the file calibrated on, else a run's validation data, or the
-    fifth of Python's text that `calibration` leaves."""
+    fifth of Python's text that `calibration_text` leaves."""
     if file is not None:
-        return _measured(str(file), map(as_text, documents([file])), tokenizer)
+        return _measured(str(file), map(conversation_as_text, documents([file])), tokenizer)
     if calibrated_on is not None:
-        return _cut(of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION), tokenizer)[1]
+        return _cut(text_of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION), tokenizer)[1]
     if _is_run(root):
         tokens, size = _of_run(root, "validation", EVALUATION)
-        return EvaluationText("validation data of the run", [tokens.tolist()], size)
+        return EvalText("validation data of the run", [tokens.tolist()], size)
     topics = _topics()
     text = "".join(topics[len(topics) * 4 // 5 :])
-    document = Document("Python's language reference", pieces_of(iter((text,))))
-    return _measured(f"{document.where} (the last fifth)", [document], tokenizer)
+    document = Document("Python's language reference", split_pieces(iter((text,))))
+    return _measured(f"{document.location} (the last fifth)", [document], tokenizer)
 
 
-def as_text(document: Document) -> Document:
+def conversation_as_text(document: Document) -> Document:
     """The same document, a conversation as the text of its messages."""
     if document.messages is None:
         return document
-    return Document(document.where, iter(("\n\n".join(content for _, content in document.messages),)))
+    return Document(document.location, iter(("\n\n".join(content for _, content in document.messages),)))
 
 
-def _measured(name: str, texts: Iterable[Document], tokenizer: Tokenizer) -> EvaluationText:
-    return _long_enough(EvaluationText(name, *first_tokens(tokenizer, texts, EVALUATION)))
+def _measured(name: str, texts: Iterable[Document], tokenizer: Tokenizer) -> EvalText:
+    return _long_enough(EvalText(name, *first_tokens(tokenizer, texts, EVALUATION)))
 
 
-def _long_enough(text: EvaluationText) -> EvaluationText:
+def _long_enough(text: EvalText) -> EvalText:
     if not text.predicted:
         raise DataError(f"{text.name} has too little text", "a longer text")
     return text
 
 
-def _cut(text: Text, tokenizer: Tokenizer) -> tuple[Text, EvaluationText]:
+def _cut(text: CalibrationText, tokenizer: Tokenizer) -> tuple[CalibrationText, EvalText]:
     at = len(text.tokens) * 9 // 10
     first, last = text.tokens[:at], text.tokens[at : at + EVALUATION].tolist()
     whole, begin = (len(tokenizer.decode(part).encode("utf-8")) for part in (last, last[:1]))
-    rest = EvaluationText(f"{text.name} (from its last tenth)", [last], max(1, whole - begin))
-    return Text(f"{text.name} (but its last tenth)", first), _long_enough(rest)
+    rest = EvalText(f"{text.name} (from its last tenth)", [last], max(1, whole - begin))
+    return CalibrationText(f"{text.name} (but its last tenth)", first), _long_enough(rest)
 
 
 def _is_run(root: Path | None) -> bool:
@@ -151,7 +151,7 @@ def _of_run(root: Path, split: str, tokens: int) -> tuple[np.ndarray, int]:
     return np.array(data.slice(0, count), np.int32), size
 
 
-def _encoded(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int) -> Text:
+def _encoded(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int) -> CalibrationText:
     """One text of the pieces, about as long as asked and no longer."""
     parts, size = [], 0
     for piece in pieces:
@@ -162,4 +162,4 @@ def _encoded(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int
     ids = tokenizer.encode("".join(parts))[:tokens]
     if len(ids) < 2:
         raise DataError(f"{name} has too little text", "a longer text")
-    return Text(name, np.array(ids, np.int32))
+    return CalibrationText(name, np.array(ids, np.int32))

@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxlm.report.page import MARK, page
-from mlxlm.report.runs import RunFacts, read_run
+from mlxlm.report.page import REPORT_MARKER, page
+from mlxlm.report.runs import RunHistory, read_run
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import write_bytes
 
 REPORT_FILE = "report.html"  # in a run's folder
 
-__all__ = ["REPORT_FILE", "RunFacts", "read_run", "write_report"]
+__all__ = ["REPORT_FILE", "RunHistory", "read_run", "write_report"]
 
 
-def write_report(runs: Sequence[RunFacts], out: Path, defaults: Callable[[int], Mapping[str, Any]]) -> None:
+def write_report(runs: Sequence[RunHistory], out: Path, defaults: Callable[[int], Mapping[str, Any]]) -> None:
     """Write the report of runs that `read_run` has read to `out`. `defaults`: the settings of a run of so many steps
     where nothing is said, as `TrainSettings.defaults` has them.
 
@@ -29,7 +29,7 @@ def write_report(runs: Sequence[RunFacts], out: Path, defaults: Callable[[int], 
     write_bytes(out, page(_told_apart(runs), defaults).encode("utf-8", "replace"))
 
 
-def _told_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
+def _told_apart(runs: Sequence[RunHistory]) -> list[RunHistory]:
     parts = [run.path.absolute().parts for run in runs]
     found = []
     for run, own in zip(runs, parts, strict=True):
@@ -43,4 +43,4 @@ def _is_report(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return MARK.encode() in file.read(200)
+        return REPORT_MARKER.encode() in file.read(200)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mlxlm.report.downsample import Point, thinned
+from mlxlm.report.downsample import Point, downsample
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 34
-COLOURS = 8  # of the style sheet: .c0 to .c7
+NUM_COLORS = 8  # of the style sheet: .c0 to .c7
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    colour: int = 0
+    color: int = 0
     style: str = "line"
     label: str = ""
 
@@ -43,7 +43,7 @@ def chart(
     an arrow at the edge has the highest. A series of one point is a dot with its value. `x_unit` and `y_unit`:
     "tokens", "seconds", "bytes", or another, for the figures at the axes. `marks` are vertical lines at x with a label.
     """
-    drawn = [(s, thinned(s.points, points)) for s in series]
+    drawn = [(s, downsample(s.points, points)) for s in series]
     drawn = [(s, p) for s, p in drawn if p]
     if not drawn:
         return ""
@@ -70,11 +70,13 @@ def chart(
     for y in scale.ticks():
         at = down(y)
         parts.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{width - _RIGHT}"/>')
-        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{at + 4:.1f}">{escape(figure(y, y_unit))}</text>')
+        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{at + 4:.1f}">{escape(format_value(y, y_unit))}</text>')
     for x in _ticks(x_low, x_high, 4 if width < 600 else 8):
         at = across(x)
         parts.append(f'<path class="grid" d="M{at:.1f} {_TOP}V{height - _BOTTOM}"/>')
-        parts.append(f'<text class="x" x="{at:.1f}" y="{height - _BOTTOM + 16}">{escape(figure(x, x_unit))}</text>')
+        parts.append(
+            f'<text class="x" x="{at:.1f}" y="{height - _BOTTOM + 16}">{escape(format_value(x, x_unit))}</text>'
+        )
     parts.append(f'<text class="x" x="{(_LEFT + width - _RIGHT) / 2:.0f}" y="{height - 4}">{_NAMES[x_unit]}</text>')
     for x, label in marks:
         if x_low <= x <= x_high:
@@ -90,7 +92,7 @@ def chart(
         look = _look(s)
         parts.append(f'<polyline class="{look}" data-name="{escape(s.name)}" points="{line}"/>')
         if len(p) == 1:
-            [(a, b)], value = places, f"{s.label} {figure(p[0][1], y_unit)}".strip()
+            [(a, b)], value = places, f"{s.label} {format_value(p[0][1], y_unit)}".strip()
             a = min(max(a, 4.0), width - _LEFT - _RIGHT - 4.0)
             parts.append(f'<circle class="{look}" cx="{a:.1f}" cy="{b:.1f}" r="4"/>')
             parts.append(_beside(a, max(b - 8, 12), value, width - _LEFT - _RIGHT))
@@ -103,7 +105,7 @@ def chart(
 
 def _look(series: Series) -> str:
     """Its classes in the style sheet."""
-    return f"c{series.colour % COLOURS} {series.style}{' second' if series.colour >= COLOURS else ''}"
+    return f"c{series.color % NUM_COLORS} {series.style}{' second' if series.color >= NUM_COLORS else ''}"
 
 
 def _arrows(points: Sequence[tuple[float, float, Series]], unit: str, width: int) -> list[str]:
@@ -117,9 +119,9 @@ def _arrows(points: Sequence[tuple[float, float, Series]], unit: str, width: int
     for group in groups:
         x, y, series = max(group, key=lambda p: p[1])
         x = min(max(x, 5.0), width - 5.0)
-        value = figure(y, unit)
+        value = format_value(y, unit)
         title = f"<title>{escape(series.name)}: up to {escape(value)}, above the picture</title>"
-        parts.append(f'<path class="beyond c{series.colour % COLOURS}" d="M{x:.1f} 1l5 8h-10z">{title}</path>')
+        parts.append(f'<path class="beyond c{series.color % NUM_COLORS}" d="M{x:.1f} 1l5 8h-10z">{title}</path>')
         parts.append(_beside(x, 10, value, width))
     return parts
 
@@ -136,20 +138,20 @@ def _beside(x: float, y: float, text: str, width: int) -> str:
 def single_values(series: Sequence[Series], x_unit: str, y_unit: str = "") -> list[str]:
     """What there is to say of series of which none has more than one point: a line of text each. [] where one has, and
     `chart` draws them."""
-    found = [(s, thinned(s.points, 2)) for s in series]
+    found = [(s, downsample(s.points, 2)) for s in series]
     if any(len(p) > 1 for _, p in found):
         return []
-    return [f"{s.name}: {figure(p[0][1], y_unit)} at {_amount(p[0][0], x_unit)}" for s, p in found if p]
+    return [f"{s.name}: {format_value(p[0][1], y_unit)} at {_amount(p[0][0], x_unit)}" for s, p in found if p]
 
 
 def _amount(value: float, unit: str) -> str:
-    return f"{figure(value, unit)} tokens" if unit == "tokens" else f"{figure(value, unit)} of steps"
+    return f"{format_value(value, unit)} tokens" if unit == "tokens" else f"{format_value(value, unit)} of steps"
 
 
 _NAMES = {"tokens": "tokens", "seconds": "time spent in steps"}
 
 
-def figure(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     """A number as people read it."""
     if unit == "bytes":
         return human_bytes(value)

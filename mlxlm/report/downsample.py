@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 Point = tuple[float, float]
 
 
-def thinned(points: Iterable[Point], most: int) -> list[Point]:
+def downsample(points: Iterable[Point], most: int) -> list[Point]:
     """At most `most` of the points, in their order: of each of equally many neighbours the lowest and the highest, so
     that no peak is lost, and the first and the last of all. Points that are not finite are left out."""
     known = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]

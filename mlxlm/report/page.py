@@ -13,18 +13,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mlxlm.report.chart import COLOURS, Series, chart, figure, single_values
+from mlxlm.report.chart import NUM_COLORS, Series, chart, format_value, single_values
 from mlxlm.report.log_entries import number
-from mlxlm.report.runs import RunFacts
+from mlxlm.report.runs import RunHistory
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
-MARK = "<!-- a report of mlxlm -->"  # by which a report knows another one, which it may replace
+REPORT_MARKER = "<!-- a report of mlxlm -->"  # by which a report knows another one, which it may replace
 _SAMPLES, _SAMPLE_LENGTH, _EVENTS = 40, 4000, 200  # that are shown of a run
 _WIDE = (1160, 330)
 _POINTS = 1200  # of a curve, shared among the runs of a page
 
 
-def page(runs: Sequence[RunFacts], defaults: Callable[[int], Mapping[str, Any]]) -> str:
+def page(runs: Sequence[RunHistory], defaults: Callable[[int], Mapping[str, Any]]) -> str:
     """The whole page about one run, or about several side by side. `defaults`: see `write_report`."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     own = Path(__file__).parent
@@ -40,7 +40,7 @@ def page(runs: Sequence[RunFacts], defaults: Callable[[int], Mapping[str, Any]])
         *(part for run in runs for part in _about(run, _changed(run, defaults), len(runs) > 1)),
     ]  # fmt: skip
     return (
-        f'<!doctype html>\n{MARK}\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n{REPORT_MARKER}\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{style}</style></head>\n<body>\n"
@@ -76,18 +76,18 @@ def _shown(value: float, unit: Callable[[float], str]) -> str:
     return "–" if math.isnan(value) else unit(value)
 
 
-def _summary(run: RunFacts) -> str:
+def _summary(run: RunHistory) -> str:
     best = f", best {run.best[2]:.4f} bits per byte" if run.best and not math.isnan(run.best[2]) else ""
     return f"{_shown(run.parameters, human_count)} parameters, {run.state} at step {_last_step(run)}{best}"
 
 
-def _last_step(run: RunFacts) -> int:
+def _last_step(run: RunHistory) -> int:
     return int(run.steps["step"][-1]) if run.steps["step"] else 0
 
 
-def _legend(runs: Sequence[RunFacts]) -> str:
+def _legend(runs: Sequence[RunHistory]) -> str:
     keys = (
-        f'<span><svg viewBox="0 0 16 7"><polyline class="c{i % COLOURS}{_SECOND if i >= COLOURS else ""}" '
+        f'<span><svg viewBox="0 0 16 7"><polyline class="c{i % NUM_COLORS}{_SECOND if i >= NUM_COLORS else ""}" '
         f'points="0,4 16,4"/></svg> {_text(run.name)}</span>'
         for i, run in enumerate(runs)
     )
@@ -97,7 +97,7 @@ def _legend(runs: Sequence[RunFacts]) -> str:
 _SECOND = " second"
 
 
-def _results(runs: Sequence[RunFacts]) -> str:
+def _results(runs: Sequence[RunHistory]) -> str:
     header = (
         "run", "state", "parameters", "steps", "tokens", "best bits per byte", "best loss", "at step", "time in steps",
         "tokens/s", "most memory",
@@ -124,27 +124,27 @@ def _axis_choice() -> str:
     )
 
 
-def _charts(runs: Sequence[RunFacts]) -> list[str]:
+def _charts(runs: Sequence[RunHistory]) -> list[str]:
     for_loss = _curves(runs, "loss (nats per token)", "", _loss, wide=True)
     others = [
         _curves(runs, "validation (bits per byte)", "", _bits),
         _curves(runs, "learning rate", "", lambda r, i, x: [_curve(r, i, x, "learning_rate")], from_zero=True),
-        _curves(runs, "gradient norm", "", lambda r, i, x: [_curve(r, i, x, "gradient_norm")]),
+        _curves(runs, "gradient norm", "", lambda r, i, x: [_curve(r, i, x, "grad_norm")]),
         _curves(runs, "tokens per second", "", lambda r, i, x: [_curve(r, i, x, "tokens_per_second")], from_zero=True),
         _curves(runs, "memory", "bytes", lambda r, i, x: [_curve(r, i, x, "memory")], from_zero=True),
     ]
     return ['<div class="charts">', for_loss, *others, "</div>"]
 
 
-def _curve(run: RunFacts, i: int, axis: str, column: str, style: str = "line", name: str = "") -> Series:
+def _curve(run: RunHistory, i: int, axis: str, column: str, style: str = "line", name: str = "") -> Series:
     points = zip(run.steps[axis], run.steps[column], strict=True)
     if column == "tokens_per_second":  # 0: not known yet
         points = (p for p in points if p[1] > 0)
     return Series(f"{run.name}{name}", list(points), i, style)
 
 
-def _loss(run: RunFacts, i: int, axis: str) -> list[Series]:
-    validation = [(run.place(axis, step), loss) for step, loss, _ in run.validations]
+def _loss(run: RunHistory, i: int, axis: str) -> list[Series]:
+    validation = [(run.x_at_step(axis, step), loss) for step, loss, _ in run.validations]
     return [
         _curve(run, i, axis, "loss", "faint", " each step"),
         _curve(run, i, axis, "smoothed", "line", " smoothed"),
@@ -152,15 +152,15 @@ def _loss(run: RunFacts, i: int, axis: str) -> list[Series]:
     ]
 
 
-def _bits(run: RunFacts, i: int, axis: str) -> list[Series]:
-    return [Series(run.name, [(run.place(axis, step), bits) for step, _, bits in run.validations], i, "dots")]
+def _bits(run: RunHistory, i: int, axis: str) -> list[Series]:
+    return [Series(run.name, [(run.x_at_step(axis, step), bits) for step, _, bits in run.validations], i, "dots")]
 
 
 def _curves(
-    runs: Sequence[RunFacts],
+    runs: Sequence[RunHistory],
     title: str,
     unit: str,
-    series: Callable[[RunFacts, int, str], list[Series]],
+    series: Callable[[RunHistory, int, str], list[Series]],
     *,
     wide: bool = False,
     from_zero: bool = False,
@@ -189,18 +189,18 @@ _WIDE_CLASS = ' class="wide"'
 _LOSS_KEY = "faint: each step; solid: smoothed; dots: validation; ▲: values above the picture, up to the one beside it"
 
 
-def _marks(run: RunFacts, axis: str) -> list[tuple[float, str]]:
+def _marks(run: RunHistory, axis: str) -> list[tuple[float, str]]:
     """Where the run was interrupted."""
-    kinds = {"paused", "slowed", "stopped", "failed", "not_saved"}
+    kinds = {"paused", "throttled", "stopped", "failed", "checkpoint_not_saved"}
     found = [(e.get("step", 0), _told(e)) for e in run.events if e["event"] in kinds or _resumed(e)]
-    return [(run.place(axis, step), f"step {step}: {text}") for step, text in found[-_EVENTS:]]
+    return [(run.x_at_step(axis, step), f"step {step}: {text}") for step, text in found[-_EVENTS:]]
 
 
 def _resumed(event: Mapping[str, Any]) -> bool:
     return event["event"] == "started" and event.get("step", 0) > 0
 
 
-def _differences(runs: Sequence[RunFacts]) -> str:
+def _differences(runs: Sequence[RunHistory]) -> str:
     """Settings, model and data, where they are not all the same."""
     facts = [{**run.model, **_shown_settings(run), **run.data} for run in runs]
     names = dict.fromkeys(name for of_run in facts for name in of_run)
@@ -209,20 +209,20 @@ def _differences(runs: Sequence[RunFacts]) -> str:
     return _table(rows, ("", *(run.name for run in runs))) if rows else "<p>Nothing but what chance did.</p>"
 
 
-def _changed(run: RunFacts, defaults: Callable[[int], Mapping[str, Any]]) -> list[str]:
+def _changed(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) -> list[str]:
     """The settings that are not the default."""
     steps = run.settings.get("steps")
     usual = defaults(steps) if isinstance(steps, int) and 0 < steps < 2**53 else {}
     return [name for name, value in usual.items() if run.settings.get(name, value) != value]
 
 
-def _shown_settings(run: RunFacts) -> dict[str, Any]:
+def _shown_settings(run: RunHistory) -> dict[str, Any]:
     """All but the plan of a run that repeats another one, which has an entry for each change."""
-    plan = run.settings.get("plan")
-    return {**run.settings, "plan": "that of another run" if plan else None}
+    repeat_plan = run.settings.get("repeat_plan")
+    return {**run.settings, "repeat_plan": "that of another run" if repeat_plan else None}
 
 
-def _about(run: RunFacts, changed: Sequence[str], several: bool) -> list[str]:
+def _about(run: RunHistory, changed: Sequence[str], several: bool) -> list[str]:
     heading = f'<h2>{_text(run.name)}</h2><p class="soft">{_text(_summary(run))}</p>' if several else ""
     facts = [
         ("Settings", _table(_shown_settings(run).items(), changed=changed)),
@@ -239,7 +239,7 @@ def _about(run: RunFacts, changed: Sequence[str], several: bool) -> list[str]:
     ]  # fmt: skip
 
 
-def _samples(run: RunFacts) -> list[str]:
+def _samples(run: RunHistory) -> list[str]:
     """The latest first; of many, some from all of the run."""
     count = len(run.samples)
     chosen = run.samples
@@ -257,13 +257,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SAMPLE_LENGTH else text[:_SAMPLE_LENGTH] + " …"
 
 
-def _events(run: RunFacts) -> str:
+def _events(run: RunHistory) -> str:
     shown = run.events[-_EVENTS:]
     rows = [(e.get("step", "–"), str(e.get("time", "–")).replace("T", " ")[:19], _told(e)) for e in shown]
     earlier = len(run.events) - len(shown)
     notes = [f"{run.saved} checkpoints were saved"]
-    if run.replanned:
-        count, steps = len(run.replanned), _shown(run.replanned[-1], "{:,.0f}".format)
+    if run.steps_changed:
+        count, steps = len(run.steps_changed), _shown(run.steps_changed[-1], "{:,.0f}".format)
         times = f"{count} times, at last" if count > 1 else "once,"
         notes.append(f"to end in time, the number of steps was changed {times} to {steps}")
     if earlier:
@@ -274,9 +274,13 @@ def _events(run: RunFacts) -> str:
 
 def _told(event: Mapping[str, Any]) -> str:
     kind = event["event"]
-    what = {"started": "resumed" if _resumed(event) else "started", "not_saved": "not saved", "resumed": "went on"}
+    what = {
+        "started": "resumed" if _resumed(event) else "started",
+        "checkpoint_not_saved": "not saved",
+        "resumed": "went on",
+    }
     extra = [str(event[name])[:500] for name in ("reason", "message") if event.get(name)]
     seconds = number(event.get("seconds"))
     if kind == "resumed" and not math.isnan(seconds):
-        extra.append(f"after {figure(seconds, 'seconds')}")
+        extra.append(f"after {format_value(seconds, 'seconds')}")
     return ": ".join([what.get(kind, kind), ", ".join(extra)]) if extra else what.get(kind, kind)

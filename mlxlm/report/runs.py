@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.families import config_to_hf, load_config
-from mlxlm.report.log_entries import number, read_entries
-from mlxlm.report.smoothing import Smoothed, span_of
+from mlxlm.report.log_entries import number, read_log_entries
+from mlxlm.report.smoothing import ExponentialMovingAverage, smoothing_span
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.utils.json_files import read_json
 
-FIGURES = ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "memory")
+METRICS = ("tokens", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
 _RUN_FILE, _LOG, _MANIFEST = "train.json", "log.jsonl", "manifest.json"
 _ENDS = ("stopped", "failed", "finished")
-_TOLD = ("started", "not_saved", "paused", "slowed", "resumed", "warned", *_ENDS)
+_TOLD = ("started", "checkpoint_not_saved", "paused", "throttled", "resumed", "training_warning", *_ENDS)
 
 
 @dataclass
-class RunFacts:
-    """What is known of a run. `steps` has a column for each of `FIGURES`, and "step" and "smoothed"; a figure that an
-    entry lacks is NaN. `validations` are (step, loss, bits per byte), `samples` (step, text). `replanned`: how many
+class RunHistory:
+    """What is known of a run. `steps` has a column for each of `METRICS`, and "step" and "smoothed"; a figure that an
+    entry lacks is NaN. `validations` are (step, loss, bits per byte), `samples` (step, text). `steps_changed`: how many
     steps the run was to have, after each change of that."""
 
     name: str
@@ -38,7 +38,7 @@ class RunFacts:
     validations: list[tuple[int, float, float]] = field(default_factory=list)
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    replanned: list[float] = field(default_factory=list)
+    steps_changed: list[float] = field(default_factory=list)
     saved: int = 0
 
     @property
@@ -57,18 +57,18 @@ class RunFacts:
         last = next(known, "started")
         return "not finished" if last == "started" else last
 
-    def last(self, figure: str) -> float:
-        column = self.steps[figure]
+    def last(self, metric: str) -> float:
+        column = self.steps[metric]
         return column[-1] if column else math.nan
 
-    def place(self, axis: str, step: int) -> float:
+    def x_at_step(self, axis: str, step: int) -> float:
         """Where step `step` is on an axis: 0 before the first one; between two steps that were logged, that of the one
         before."""
         logged = bisect_right(self.steps["step"], step)
         return self.steps[axis][logged - 1] if logged else 0.0 if step == 0 else math.nan
 
 
-def read_run(path: Path) -> RunFacts:
+def read_run(path: Path) -> RunHistory:
     """The facts of the run at `path`. Raises CheckpointError or ConfigError, naming the file, for what is no run."""
     if not (path / _RUN_FILE).is_file():
         raise CheckpointError(f"{path} is not a run: it has no {_RUN_FILE}", "the --out folder of mlxlm pretrain")
@@ -76,15 +76,15 @@ def read_run(path: Path) -> RunFacts:
     if not isinstance(about, Mapping):
         raise ConfigError(f"{path / _RUN_FILE} is not a JSON object")
     settings = about.get("settings")
-    facts = RunFacts(
+    history = RunHistory(
         name=path.absolute().name,
         path=path,
         settings=dict(settings) if isinstance(settings, Mapping) else {},
         model=config_to_hf(load_config(path)),
         data=_data(path / about["data"]) if isinstance(about.get("data"), str) else {},
     )
-    _read_log(facts, path / _LOG)
-    return facts
+    _read_log(history, path / _LOG)
+    return history
 
 
 def _data(folder: Path) -> dict[str, Any]:
@@ -103,26 +103,26 @@ def _data(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _read_log(facts: RunFacts, path: Path) -> None:
-    columns = {name: array("d") for name in ("step", "smoothed", *FIGURES)}
-    smooth, steps = None, number(facts.settings.get("steps"))
+def _read_log(history: RunHistory, path: Path) -> None:
+    columns = {name: array("d") for name in ("step", "smoothed", *METRICS)}
+    smooth, steps = None, number(history.settings.get("steps"))
     planned = 0 if math.isnan(steps) else int(steps)
-    for entry in read_entries(path):
+    for entry in read_log_entries(path):
         kind, step = entry["event"], entry.get("step", 0)
         if kind == "step" and not math.isnan(loss := number(entry.get("loss"))):
-            smooth = smooth or Smoothed(span_of(planned))
+            smooth = smooth or ExponentialMovingAverage(smoothing_span(planned))
             columns["step"].append(step)
             columns["smoothed"].append(smooth(loss))
-            for name in FIGURES:
+            for name in METRICS:
                 columns[name].append(number(entry.get(name)))
         elif kind == "validation" and not math.isnan(loss := number(entry.get("loss"))):
-            facts.validations.append((step, loss, number(entry.get("bits_per_byte"))))
+            history.validations.append((step, loss, number(entry.get("bits_per_byte"))))
         elif kind == "sample":
-            facts.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
-        elif kind == "replanned":
-            facts.replanned.append(number(entry.get("steps")))
-        elif kind == "saved":
-            facts.saved += 1
+            history.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
+        elif kind == "steps_changed":
+            history.steps_changed.append(number(entry.get("steps")))
+        elif kind == "checkpoint_saved":
+            history.saved += 1
         elif kind in _TOLD:
-            facts.events.append(entry)
-    facts.steps = columns
+            history.events.append(entry)
+    history.steps = columns

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 
-def span_of(steps: int) -> int:
+def smoothing_span(steps: int) -> int:
     """Over how many steps the loss of a run of so many is averaged: 2% of them, at least 5 and at most 500."""
     return max(5, min(500, steps // 50))
 
 
-class Smoothed:
+class ExponentialMovingAverage:
     """An exponential average over about `span` values; at the beginning over a fifth of those that there are, so that
     it is not late where a curve falls fastest."""
 

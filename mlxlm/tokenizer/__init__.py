@@ -4,10 +4,10 @@ One runtime serves every kind, `tokenizers.Tokenizer` (Rust); a SentencePiece mo
 memory.
 """
 
-from mlxlm.tokenizer.detokenizer import StreamDecoder
+from mlxlm.tokenizer.detokenizer import StreamingDetokenizer
 from mlxlm.tokenizer.files import load
-from mlxlm.tokenizer.stats import Report, report
+from mlxlm.tokenizer.stats import TokenizerStats, tokenizer_stats
 from mlxlm.tokenizer.tokenizer import Tokenizer
-from mlxlm.tokenizer.train import KINDS, train
+from mlxlm.tokenizer.train import TOKENIZER_TYPES, train
 
-__all__ = ["KINDS", "Report", "StreamDecoder", "Tokenizer", "load", "report", "train"]
+__all__ = ["TOKENIZER_TYPES", "TokenizerStats", "StreamingDetokenizer", "Tokenizer", "load", "tokenizer_stats", "train"]

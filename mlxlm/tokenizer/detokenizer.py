@@ -6,19 +6,19 @@ import codecs
 from collections.abc import Callable
 
 
-class StreamDecoder:
-    """What `Tokenizer.stream()` returns: `push` every id in order, then `finish` once."""
+class StreamingDetokenizer:
+    """What `Tokenizer.stream()` returns: `add_token` every id in order, then `finalize` once."""
 
-    def push(self, token_id: int) -> str:
+    def add_token(self, token_id: int) -> str:
         """The complete characters that this token adds: "" while a character is still unfinished."""
         raise NotImplementedError
 
-    def finish(self) -> str:
+    def finalize(self) -> str:
         """What is left: an unfinished character comes out as U+FFFD."""
         raise NotImplementedError
 
 
-class ByteStream(StreamDecoder):
+class ByteDetokenizer(StreamingDetokenizer):
     """For tokenizers whose tokens stand for bytes (byte-level and byte fallback): a byte table and UTF-8.
 
     The pushes and the finish join to exactly `Tokenizer.decode(ids)`, for any ids. Bytes that are not UTF-8
@@ -30,10 +30,10 @@ class ByteStream(StreamDecoder):
         self._strip = strip_first_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int) -> str:
+    def add_token(self, token_id: int) -> str:
         return self._strip_once(self._utf8.decode(self._token_bytes(token_id)))
 
-    def finish(self) -> str:
+    def finalize(self) -> str:
         return self._strip_once(self._utf8.decode(b"", final=True))
 
     def _strip_once(self, text: str) -> str:
@@ -43,7 +43,7 @@ class ByteStream(StreamDecoder):
         return text
 
 
-class WindowStream(StreamDecoder):
+class WindowDetokenizer(StreamingDetokenizer):
     """For any other decoder (WordPiece, Unigram...): decodes a short window twice and emits the difference.
 
     The window starts at the tokens that were emitted last, so that a decoder which joins or cleans up
@@ -59,11 +59,11 @@ class WindowStream(StreamDecoder):
         self._shown: list[int] = []
         self._pending: list[int] = []
 
-    def push(self, token_id: int) -> str:
+    def add_token(self, token_id: int) -> str:
         self._pending.append(token_id)
         return self._emit(final=len(self._pending) > self.LONGEST_CHARACTER)
 
-    def finish(self) -> str:
+    def finalize(self) -> str:
         return self._emit(final=True) if self._pending else ""
 
     def _emit(self, final: bool) -> str:

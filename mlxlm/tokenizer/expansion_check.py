@@ -28,7 +28,7 @@ _FIXED = {"ByteLevel": 3, "BertNormalizer": 3, "Metaspace": 4}
 _HINT = "a tokenizer from a source that you trust"
 
 
-def check(content: dict[str, Any], name: str) -> None:
+def check_expansion(content: dict[str, Any], name: str) -> None:
     """Raises TokenizerError, naming the file `name` and the field, where the tokenizer.json `content` could make a text
     many times as long as it was. What isn't of the shape that the library reads is left to the library."""
     grown = 1.0

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from mlxlm.tokenizer import expansion_check, sentencepiece
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer, library_errors
-from mlxlm.utils.bounded_reads import decoded, read_bytes
+from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 
 # Where no file names a special token: the names in use, best known first.
@@ -103,7 +103,7 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
     content = _json_object(path)
     if "model" not in content:
         raise TokenizerError(f"{path} has no field 'model'", "a tokenizer.json of the tokenizers library")
-    expansion_check.check(content, str(path))
+    expansion_check.check_expansion(content, str(path))
     with library_errors(f"{path} is not a tokenizer"):
         runtime = tokenizers.Tokenizer.from_buffer(_read(path))
     _check_template(content.get("post_processor"), path)  # whose shape the library has checked
@@ -181,7 +181,7 @@ def _token_text(value: Any, path: Path, field: str) -> str | None:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return decoded(_read(path), str(path), TokenizerError, "a template in UTF-8")
+        return decode_utf8(_read(path), str(path), TokenizerError, "a template in UTF-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

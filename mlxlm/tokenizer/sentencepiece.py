@@ -7,13 +7,13 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from mlxlm.tokenizer.tokenizer import around_text
+from mlxlm.tokenizer.tokenizer import bos_eos_processor
 from mlxlm.utils.errors import TokenizerError
 
 SPACE = "\u2581"  # SentencePiece writes a space as this character
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
 BPE = 2  # TrainerSpec.ModelType
-LONGEST = 512  # characters of a piece: merges take time by the square; the longest in use have 48
+MAX_PIECE_LENGTH = 512  # characters of a piece: merges take time by the square; the longest in use have 48
 
 
 def parse(data: bytes, name: str) -> Any:
@@ -43,8 +43,8 @@ def parse(data: bytes, name: str) -> Any:
         unsupported = "has user-defined or unused pieces"
     elif len({piece.piece for piece in model.pieces}) != len(model.pieces):
         unsupported = "has the same piece twice"
-    elif any(len(piece.piece) > LONGEST for piece in model.pieces):
-        unsupported = f"has a piece of more than {LONGEST} characters"
+    elif any(len(piece.piece) > MAX_PIECE_LENGTH for piece in model.pieces):
+        unsupported = f"has a piece of more than {MAX_PIECE_LENGTH} characters"
     if unsupported:
         raise TokenizerError(f"{name}: this SentencePiece model {unsupported}", "the model's tokenizer.json")
     return model
@@ -105,7 +105,7 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
     bos = names["bos"] if add_bos else None
     eos = names["eos"] if add_eos else None
     if bos or eos:
-        runtime.post_processor = around_text(runtime, bos, eos)
+        runtime.post_processor = bos_eos_processor(runtime, bos, eos)
     return runtime
 
 

@@ -13,7 +13,7 @@ _BATCH = 1 << 19  # characters
 
 
 @dataclass
-class Report:
+class TokenizerStats:
     """Measures of a tokenizer on a text; special tokens are not counted.
 
     bytes, tokens: of the text (UTF-8) and of its encoding.
@@ -29,7 +29,7 @@ class Report:
     vocabulary_used: float
 
 
-def report(tokenizer: Tokenizer, texts: Iterable[str]) -> Report:
+def tokenizer_stats(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenizerStats:
     """Encode `texts`, in bounded memory. Raises TokenizerError if there is no text."""
     used = bytearray(tokenizer.vocab_size)
     n_bytes = tokens = size = 0
@@ -56,4 +56,4 @@ def report(tokenizer: Tokenizer, texts: Iterable[str]) -> Report:
     encode()
     if not tokens:
         raise TokenizerError("there is no text to measure", "a file with some text")
-    return Report(n_bytes, tokens, n_bytes / tokens, tokens / seconds, sum(used) / len(used))
+    return TokenizerStats(n_bytes, tokens, n_bytes / tokens, tokens / seconds, sum(used) / len(used))

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import processors
 
 from mlxlm.tokenizer.byte_decoder import ByteDecoder
-from mlxlm.tokenizer.detokenizer import ByteStream, StreamDecoder, WindowStream
+from mlxlm.tokenizer.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
 from mlxlm.utils.errors import TokenizerError, os_errors_as
 from mlxlm.utils.files import write_bytes
 
@@ -55,7 +55,7 @@ class Tokenizer:
             raise TokenizerError(f"a token has the id {self.vocab_size - 1}", f"ids below {LARGEST_VOCABULARY}")
         if max(map(len, vocabulary), default=0) > _LONGEST_TOKEN:
             raise TokenizerError(f"a token has more than {_LONGEST_TOKEN} characters", "tokens of text")
-        self.names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
+        self.special_token_names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (vocabulary.get(names.get(r)) for r in ROLES)
         added = runtime.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {t.content: i for i, t in sorted(added.items()) if t.special}
@@ -66,7 +66,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     @property
-    def least_vocab_size(self) -> int:
+    def min_vocab_size(self) -> int:
         """The least that a model's vocabulary must have: highest id + 1 of a text, of what `encode` puts around it, and
         of the chat template. A model for pictures may have special tokens beyond, which no text becomes."""
         around, template = self.encode(""), self.chat_template or ""
@@ -75,23 +75,23 @@ class Tokenizer:
         return max((id for id in ids if id not in unused), default=-1) + 1
 
     def __repr__(self) -> str:
-        return f"Tokenizer({self.kind}, vocab_size={self.vocab_size})"
+        return f"Tokenizer({self.tokenizer_type}, vocab_size={self.vocab_size})"
 
     @property
-    def kind(self) -> str:
+    def tokenizer_type(self) -> str:
         """Either "byte-level", "sentencepiece" (BPE with byte fallback), or another model's name in lower case."""
         if self._decoder is None:
             return type(self._runtime.model).__name__.lower()
         return "byte-level" if self._decoder.byte_level else "sentencepiece"
 
     @cached_property
-    def adds_first_space(self) -> bool:
+    def adds_dummy_prefix(self) -> bool:
         """Whether `encode` puts a space in front of a text (a dummy prefix)."""
         line_end, both = self._encode([_LEAD, _LEAD + "a"], add_special_tokens=False, parse_special=False)
         return both[len(line_end) :] != self._encode(["a"], add_special_tokens=False, parse_special=False)[0]
 
     @property
-    def strips_first_space(self) -> bool:
+    def strips_dummy_prefix(self) -> bool:
         """Whether `decode` and `stream` leave out a space at the beginning of a text (Llama 2's dummy prefix)."""
         return self._decoder is not None and self._decoder.strip_first_space
 
@@ -101,7 +101,7 @@ class Tokenizer:
         return self._decoder is not None
 
     @property
-    def start_ids(self) -> list[int]:
+    def prefix_token_ids(self) -> list[int]:
         """What `encode` puts in front of a text by itself, usually BOS or nothing."""
         whole, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
         return whole[: next((n for n in range(len(whole) - len(bare) + 1) if whole[n : n + len(bare)] == bare), 0)]
@@ -139,7 +139,7 @@ class Tokenizer:
     def _encode_parts(
         self, texts: Sequence[str], continues: Sequence[bool], add_special_tokens: bool, parse_special: bool
     ) -> list[list[int]]:
-        if not (any(continues) and self.adds_first_space):
+        if not (any(continues) and self.adds_dummy_prefix):
             return self._encode(list(texts), add_special_tokens, parse_special)
         # A line end takes the space that would come first, and its ids are dropped. Tokenizers that add a
         # space never merge a line end with what follows it.
@@ -169,11 +169,11 @@ class Tokenizer:
         """
         return b"" if id in self._special_ids else self._content_bytes(id)
 
-    def stream(self) -> StreamDecoder:
+    def detokenizer(self) -> StreamingDetokenizer:
         """A decoder for one stream of ids; special tokens add no text."""
         if self._decoder is None:
-            return WindowStream(self.decode)
-        return ByteStream(self.token_bytes, self._decoder.strip_first_space)
+            return WindowDetokenizer(self.decode)
+        return ByteDetokenizer(self.token_bytes, self._decoder.strip_first_space)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and, where there is one, tokenizer.model, which transformers and
@@ -185,7 +185,7 @@ class Tokenizer:
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            **{f"{role}_token": name for role, name in self.names.items()},
+            **{f"{role}_token": name for role, name in self.special_token_names.items()},
         }
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
@@ -239,7 +239,7 @@ def library_errors(message: str) -> Iterator[None]:
         raise TokenizerError(f"{message}: {error}") from error
 
 
-def around_text(runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
+def bos_eos_processor(runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
     """What `encode` puts around a text: `bos` in front and `eos` at the end, each where not None."""
     tokens = [token for token in (bos, eos) if token]
     single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]

@@ -10,14 +10,14 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from mlxlm.tokenizer import sentencepiece
-from mlxlm.tokenizer.tokenizer import Tokenizer, around_text, check_unicode
+from mlxlm.tokenizer.tokenizer import Tokenizer, bos_eos_processor, check_unicode
 from mlxlm.utils.errors import TokenizerError
 
-KINDS = ("byte-level", "sentencepiece")
+TOKENIZER_TYPES = ("byte-level", "sentencepiece")
 CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 PAD = "<|pad|>"
-BYTE_LEVEL_NAMES = {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "pad": PAD}
-SENTENCEPIECE_NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": PAD}
+BYTE_LEVEL_SPECIAL_TOKENS = {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "pad": PAD}
+SENTENCEPIECE_SPECIAL_TOKENS = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": PAD}
 
 # Words for byte-level BPE, after OpenAI's cl100k_base (tiktoken, openai_public.py) and Llama 3: contractions,
 # letters with one leading mark or space, digits in groups of up to three, punctuation with its line ends,
@@ -42,7 +42,9 @@ _UNTRAINABLE = dict.fromkeys(map(ord, "\0\u2585" + sentencepiece.SPACE))
 LARGEST = 1_000_000  # tokens; the largest vocabularies in use have about 260,000
 
 
-def train(texts: Iterable[str], vocab_size: int, kind: str = "byte-level", *, exact: bool = True) -> Tokenizer:
+def train(
+    texts: Iterable[str], vocab_size: int, tokenizer_type: str = "byte-level", *, exact: bool = True
+) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` tokens, special tokens included, from `texts`; without `exact` of fewer where
     the text doesn't support that many.
 
@@ -58,9 +60,9 @@ def train(texts: Iterable[str], vocab_size: int, kind: str = "byte-level", *, ex
     """
     if vocab_size > LARGEST:
         raise TokenizerError(f"a vocabulary of {vocab_size} is too large", f"{LARGEST} or less")
-    if kind not in KINDS:
-        raise TokenizerError(f"unknown kind of tokenizer: {kind}", " or ".join(KINDS))
-    trained = (_train_byte_level if kind == "byte-level" else _train_sentencepiece)(texts, vocab_size)
+    if tokenizer_type not in TOKENIZER_TYPES:
+        raise TokenizerError(f"unknown kind of tokenizer: {tokenizer_type}", " or ".join(TOKENIZER_TYPES))
+    trained = (_train_byte_level if tokenizer_type == "byte-level" else _train_sentencepiece)(texts, vocab_size)
     if exact and trained.vocab_size < vocab_size:
         largest = trained.vocab_size
         raise TokenizerError(
@@ -71,7 +73,7 @@ def train(texts: Iterable[str], vocab_size: int, kind: str = "byte-level", *, ex
 
 
 def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    special = [*BYTE_LEVEL_NAMES.values(), *CHAT_TOKENS]
+    special = [*BYTE_LEVEL_SPECIAL_TOKENS.values(), *CHAT_TOKENS]
     _check_smallest(vocab_size, 256 + len(special))
     runtime = tokenizers.Tokenizer(models.BPE())
     runtime.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,14 +91,14 @@ def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     runtime.train_from_iterator(_non_empty(texts), trainer)
-    runtime.post_processor = around_text(runtime, BYTE_LEVEL_NAMES["bos"], None)
-    return Tokenizer(runtime, BYTE_LEVEL_NAMES)
+    runtime.post_processor = bos_eos_processor(runtime, BYTE_LEVEL_SPECIAL_TOKENS["bos"], None)
+    return Tokenizer(runtime, BYTE_LEVEL_SPECIAL_TOKENS)
 
 
 def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     import sentencepiece as spm
 
-    _check_smallest(vocab_size, 256 + len(SENTENCEPIECE_NAMES) + len(CHAT_TOKENS) + 1)
+    _check_smallest(vocab_size, 256 + len(SENTENCEPIECE_SPECIAL_TOKENS) + len(CHAT_TOKENS) + 1)
     written = io.BytesIO()
     spm.set_random_generator_seed(0)
     failures: list[BaseException] = []
@@ -126,7 +128,7 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         raise _sentencepiece_error(error, vocab_size) from error
     model = sentencepiece.parse(written.getvalue(), "the trained model")
     runtime = sentencepiece.convert(model)
-    return Tokenizer(runtime, SENTENCEPIECE_NAMES, sentencepiece_model=written.getvalue())
+    return Tokenizer(runtime, SENTENCEPIECE_SPECIAL_TOKENS, sentencepiece_model=written.getvalue())
 
 
 def _non_empty(texts: Iterable[str]) -> Iterator[str]:

@@ -1,39 +1,39 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
-from mlxlm.train.distributed.heartbeat import RankLost
-from mlxlm.train.distributed.process_group import Ranks
-from mlxlm.train.distributed.worker import follow
+from mlxlm.train.distributed.heartbeat import RankLostError
+from mlxlm.train.distributed.process_group import ProcessGroup
+from mlxlm.train.distributed.worker import run_worker
 from mlxlm.train.events import (
+    CheckpointNotSaved,
+    CheckpointSaved,
     Event,
     Finished,
     Forecast,
-    NotSaved,
     Paused,
-    Replanned,
     Resumed,
     Sample,
-    Saved,
-    Slowed,
     Started,
     Step,
+    StepsChanged,
     Stopped,
+    Throttled,
+    TrainingWarning,
     Validation,
-    Warned,
 )
-from mlxlm.train.finetune import open_base, start_finetune
+from mlxlm.train.finetune import open_base_model, start_finetune
 from mlxlm.train.loop import train
-from mlxlm.train.plot import draw_losses
+from mlxlm.train.plot import plot_losses
 from mlxlm.train.repeat import repeat_run
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import start_run
 from mlxlm.train.step_benchmark import Probe, probe
-from mlxlm.train.throttle import Power
+from mlxlm.train.throttle import PowerPolicy
 from mlxlm.train.trackers import check_trackers
 
 __all__ = [
-    "Event", "Finished", "Forecast", "NotSaved", "Paused", "Power", "Probe", "RankLost", "Ranks", "Replanned",
-    "Resumed", "Run", "Sample", "Saved", "Slowed", "Started", "Step", "Stopped", "TrainSettings", "Validation",
-    "Warned", "check_trackers", "draw_losses", "follow", "open_base", "probe", "repeat_run", "start_finetune",
+    "Event", "Finished", "Forecast", "CheckpointNotSaved", "Paused", "PowerPolicy", "Probe", "RankLostError", "ProcessGroup", "StepsChanged",
+    "Resumed", "Run", "Sample", "CheckpointSaved", "Throttled", "Started", "Step", "Stopped", "TrainSettings", "Validation",
+    "TrainingWarning", "check_trackers", "plot_losses", "run_worker", "open_base_model", "probe", "repeat_run", "start_finetune",
     "start_run", "train",
 ]  # fmt: skip

@@ -19,15 +19,15 @@ from mlxlm.backend import device
 from mlxlm.config import ModelConfig
 from mlxlm.data import BadInput, total_bytes
 from mlxlm.plan import Training, training_memory
-from mlxlm.plan.advice import room
-from mlxlm.plan.corpus import corpus_of
+from mlxlm.plan.advice import usable_memory
+from mlxlm.plan.corpus import count_corpus
 from mlxlm.plan.machines import measure_matmul
-from mlxlm.plan.model_sizes import family, nearest, vocabulary
-from mlxlm.plan.scaling_law import HOFFMANN, OPERATIONS, Law
-from mlxlm.train.events import Chosen
+from mlxlm.plan.model_sizes import model_family, nearest_model, vocab_size_for
+from mlxlm.plan.scaling_law import CHINCHILLA_LAW, FLOPS_PER_PARAM_TOKEN, ScalingLaw
+from mlxlm.train.events import ModelSizeChosen
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step_benchmark import probe
-from mlxlm.train.time_budget import TRAINING, batch_settings
+from mlxlm.train.time_budget import TRAINING_FRACTION, batch_settings
 from mlxlm.utils.errors import ConfigError
 
 _UTILISATION = 0.3  # of the speed of large products, which small models reach; a first guess, which probes correct
@@ -38,75 +38,86 @@ _PROBING, _LONGEST = 0.01, 3.0
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoSize:
     config: ModelConfig
     tokens: float
     epochs: float
     settings: dict[str, Any]
-    by: str
+    law_name: str
 
     @property
-    def event(self) -> Chosen:
-        return Chosen(self.config.parameter_count(), self.tokens, self.epochs, self.by)
+    def event(self) -> ModelSizeChosen:
+        return ModelSizeChosen(self.config.parameter_count(), self.tokens, self.epochs, self.law_name)
 
 
-def guessed_vocabulary(
+def guess_vocab_size(
     seconds: float, sources: Sequence[str | Path], text_column: str | None, on_bad_input: str = "stop"
 ) -> int:
     """Tokens of a tokenizer for the model that will be chosen, before there is one: by the speed of products here."""
-    each, unique = _flops_in(seconds) / OPERATIONS, math.inf
+    each, unique_tokens = _flops_in(seconds) / FLOPS_PER_PARAM_TOKEN, math.inf
     if total_bytes(sources):  # a pipe has no size
-        unique = corpus_of(sources, 1024, text_column, BadInput(on_bad_input)).bytes / _BYTES_PER_TOKEN
-    sizes = [config.parameter_count() for config in family(1024)]
-    return vocabulary(min(sizes, key=lambda size: HOFFMANN.repeated(size, each / size, unique)))
+        unique_tokens = count_corpus(sources, 1024, text_column, BadInput(on_bad_input)).bytes / _BYTES_PER_TOKEN
+    sizes = [config.parameter_count() for config in model_family(1024)]
+    return vocab_size_for(
+        min(sizes, key=lambda size: CHINCHILLA_LAW.loss_with_repetition(size, each / size, unique_tokens))
+    )
 
 
-def choose(
-    seconds: float, unique: int, vocab_size: int, values: Mapping[str, Any], law: Law | None = None, ranks: int = 1
-) -> Choice:
-    """The model of `mlxlm.plan.model_sizes` that is best after `seconds` of training on a text of `unique` tokens.
+def auto_size(
+    seconds: float,
+    unique_tokens: int,
+    vocab_size: int,
+    values: Mapping[str, Any],
+    scaling_law: ScalingLaw | None = None,
+    num_processes: int = 1,
+) -> AutoSize:
+    """The model of `mlxlm.plan.model_sizes` that is best after `seconds` of training on a text of `unique_tokens` tokens.
 
     values: settings that are given; batch size and sequence length are chosen, too, unless they are among them.
-    law: of the user's own runs; None: `HOFFMANN`.
-    ranks: how many processes like this one train together; "accumulate" is what all of them add.
+    scaling_law: of the user's own runs; None: `CHINCHILLA_LAW`.
+    num_processes: how many processes like this one train together; "accumulate" is what all of them add.
 
     Raises ConfigError where not even the smallest model fits the memory.
     """
-    there = room(device.device_memory())
+    there = usable_memory(device.device_memory())
     expected = _flops_in(seconds)
 
     def usual(config: ModelConfig) -> TrainSettings:
         """What one process does of a step, by a first guess of the speed."""
-        draft = TrainSettings.draft(values)
-        tokens = expected / config.flops_per_token(draft.sequence_length // 2, training=True)
-        found = TrainSettings.draft(batch_settings(config, tokens, values))
-        return replace(found, accumulate=found.accumulate // ranks)
+        provisional = TrainSettings.provisional(values)
+        tokens = expected / config.flops_per_token(provisional.max_seq_length // 2, training=True)
+        found = TrainSettings.provisional(batch_settings(config, tokens, values))
+        return replace(found, grad_accumulation_steps=found.grad_accumulation_steps // num_processes)
 
-    fitting = [c for c in family(vocab_size) if training_memory(c, Training.of(usual(c))).total <= there]
+    fitting = [c for c in model_family(vocab_size) if training_memory(c, Training.of(usual(c))).total <= there]
     if not fitting:
         raise ConfigError("no model fits the memory with these settings", "--batch-size 1, or a smaller --vocab-size")
-    pace = pace_of(fitting, seconds, usual)
+    token_seconds = fit_token_seconds(fitting, seconds, usual)
 
     def tokens(config: ModelConfig) -> float:
-        return TRAINING * seconds * ranks / pace(config)
+        return TRAINING_FRACTION * seconds * num_processes / token_seconds(config)
 
     def loss(config: ModelConfig) -> float:
-        return (law or HOFFMANN).repeated(config.parameter_count(), tokens(config), unique)
+        return (scaling_law or CHINCHILLA_LAW).loss_with_repetition(
+            config.parameter_count(), tokens(config), unique_tokens
+        )
 
     lowest = min(map(loss, fitting))
     best = next(config for config in fitting if loss(config) <= (1 + _ALIKE) * lowest)
     many = tokens(best)
     form = batch_settings(best, many, values)
-    by = "the scaling law of Hoffmann et al. 2022" if law is None else "the scaling law of the user's runs"
-    return Choice(best, many, many / unique, form, by)
+    law_name = (
+        "the scaling law of Hoffmann et al. 2022" if scaling_law is None else "the scaling law of the user's runs"
+    )
+    return AutoSize(best, many, many / unique_tokens, form, law_name)
 
 
-def pace_of(
+def fit_token_seconds(
     members: list[ModelConfig], seconds: float, settings: Callable[[ModelConfig], TrainSettings]
 ) -> Callable[[ModelConfig], float]:
     """Seconds for each token of training, as a function of the model: two of `members` are probed, others follow by
     their operations. The probes take a small part of `seconds`."""
-    guess = HOFFMANN.optimum(_flops_in(seconds))[0]
+    guess = CHINCHILLA_LAW.compute_optimal(_flops_in(seconds))[0]
     by_size = sorted(members, key=lambda c: c.parameter_count())
     large = next((c for c in reversed(by_size) if c.parameter_count() <= guess), by_size[0])
     small = next((c for c in reversed(by_size) if c.parameter_count() <= large.parameter_count() / 4), by_size[0])
@@ -121,16 +132,16 @@ def pace_of(
     if len(found) == 2 and found[1][0] > found[0][0]:
         slope = min(1.2, max(0.3, (found[1][1] - found[0][1]) / (found[1][0] - found[0][0])))
 
-    def pace(config: ModelConfig) -> float:
+    def token_seconds(config: ModelConfig) -> float:
         at = math.log(_flops(config, settings(config)))
         return math.exp(found[-1][1] + slope * (at - found[-1][0]))
 
-    return pace
+    return token_seconds
 
 
-def nearest_members(sizes: list[float], vocab_size: int) -> list[ModelConfig]:
+def nearest_models(sizes: list[float], vocab_size: int) -> list[ModelConfig]:
     """One member of the family for each of these numbers of parameters, without repeats, from the smallest."""
-    found = {c.hidden_size: c for c in (nearest(size, vocab_size) for size in sizes)}
+    found = {c.hidden_size: c for c in (nearest_model(size, vocab_size) for size in sizes)}
     return [found[hidden] for hidden in sorted(found)]
 
 
@@ -140,4 +151,4 @@ def _flops_in(seconds: float) -> float:
 
 
 def _flops(config: ModelConfig, settings: TrainSettings) -> float:
-    return config.flops_per_token(settings.sequence_length // 2, training=True)
+    return config.flops_per_token(settings.max_seq_length // 2, training=True)

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from mlxlm.backend.blas import load_blas
-from mlxlm.backend.mlx import compute, mx
-from mlxlm.kernels.eval_points import evaluate_along, waypoints
+from mlxlm.backend.mlx import eval_arrays, mx
+from mlxlm.kernels.eval_points import eval_at_points, eval_points
 
 
-class Workers:
+class CPUDataParallel:
     """`function(arrays)`, compiled, on `count` parts of the rows of some arrays at the same time.
 
     `state`: the other arrays that the function uses, as for `mx.compile`. It may use random numbers, which are a
@@ -35,7 +35,7 @@ class Workers:
     def __init__(self, function: Callable[[Any], Any], state: Any, count: int):
         self._state = state
         self._functions = [
-            mx.compile(partial(_with_waypoints, function), inputs=[state, mx.random.state], outputs=mx.random.state)
+            mx.compile(partial(_with_eval_points, function), inputs=[state, mx.random.state], outputs=mx.random.state)
             for _ in range(count)
         ]
         self._building = threading.Lock()  # while a graph is traced, `state` is not what it is to others
@@ -48,8 +48,8 @@ class Workers:
         count = len(self._functions)
         seeds = mx.random.randint(0, 1 << 31, (count,)).tolist()
         parts = [[tuple(_cut(x, i, count) for x in batch) for batch in batches] for i in range(count)]
-        compute(self._state)  # a thread can't evaluate what another has built
-        with load_blas().one_thread():
+        eval_arrays(self._state)  # a thread can't evaluate what another has built
+        with load_blas().single_threaded():
             started = [
                 _worker(i).start(self._evaluated, *work)
                 for i, work in enumerate(zip(self._functions, parts, seeds, strict=True))
@@ -64,13 +64,13 @@ class Workers:
         with self._building:
             mx.random.seed(seed)  # each thread has random numbers of its own
             found, points = function(part)
-        evaluate_along(points)
-        compute(found)
+        eval_at_points(points)
+        eval_arrays(found)
         return found
 
 
-def _with_waypoints(function: Callable[[Any], Any], part: Any) -> tuple[Any, list[mx.array]]:
-    with waypoints() as points:
+def _with_eval_points(function: Callable[[Any], Any], part: Any) -> tuple[Any, list[mx.array]]:
+    with eval_points() as points:
         return function(part), points
 
 

@@ -14,13 +14,13 @@ _LOOKS = 50  # how often in a run, evenly, the steps that are left are reckoned 
 _MEMORY = 0.1  # of the time: what was longer ago counts little for the speed of steps
 _WORTH_A_CHANGE = 0.01  # of the steps that are left
 _PICTURES = 2.0  # seconds for loss.png and report.html after the last step, before they have been drawn once
-VALIDATING = 0.05  # of the time, at most, goes into validations and the checkpoints of the best of them
+VALIDATION_FRACTION = 0.05  # of the time, at most, goes into validations and the checkpoints of the best of them
 _MOST_VALIDATIONS = 20
 
 
-def validations_in(limit: float, cost: float) -> int:
+def num_validations(limit: float, cost: float) -> int:
     """How many validations of `cost` seconds a run of `limit` seconds has, with the one after its last step."""
-    return max(1, min(_MOST_VALIDATIONS, int(VALIDATING * limit / cost) if cost else _MOST_VALIDATIONS))
+    return max(1, min(_MOST_VALIDATIONS, int(VALIDATION_FRACTION * limit / cost) if cost else _MOST_VALIDATIONS))
 
 
 class Deadline:
@@ -29,11 +29,11 @@ class Deadline:
     The time that counts is that by the clock on the wall, in which the run works, validates, saves and rests between
     steps; pauses, and the time between an interruption and a resume, don't count. What steps, validations, samples
     and checkpoints take is measured; before there is a measurement it is what the `forecast` says (the log's).
-    `state` is what an earlier one's `state` gave: a resumed run goes on with its plan. The time counts from `begun` on
+    `state` is what an earlier one's `state` gave: a resumed run goes on with its plan. The time counts from `start_time` on
     (by `now`; None: from here on).
 
-    Where `settings.eval_every` is None, validations are spread evenly over the time, see `validations_in`. With
-    `settings.plan` the clock has no say: steps and validations are those of the run that is repeated.
+    Where `settings.eval_every` is None, validations are spread evenly over the time, see `num_validations`. With
+    `settings.repeat_plan` the clock has no say: steps and validations are those of the run that is repeated.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class Deadline:
         state: Mapping[str, Any],
         forecast: Mapping[str, Any] | None = None,
         now: Callable[[], float] = time.monotonic,
-        begun: float | None = None,
+        start_time: float | None = None,
     ):
         self.steps: int = state.get("steps", settings.steps)
-        self._limit, self._now, self._last = settings.time_limit, now, now() if begun is None else begun
+        self._limit, self._now, self._last = settings.time_limit, now, now() if start_time is None else start_time
         self._elapsed: float = state.get("elapsed", 0.0)
         self._next_look = self._elapsed
         self._by_time = settings.eval_every is None
         self._save_seconds = 60 * settings.save_minutes
         self._every = {"check": settings.eval_every or 0, "sample": settings.sample_every, "save": settings.save_every}
-        plan = settings.plan or {"replanned": [], "validations": []}
-        self._replanned, self._validations = dict(plan["replanned"]), frozenset(plan["validations"])
+        repeat_plan = settings.repeat_plan or {"steps_changed": [], "validations": []}
+        self._replanned, self._validations = dict(repeat_plan["steps_changed"]), frozenset(repeat_plan["validations"])
         drawn = min(_PICTURES, _MEMORY * self._limit) if self._limit else 0.0
         self._cost = {"check": 0.0, "sample": 0.0, "save": 0.0, "pictures": drawn}  # seconds of each
-        self.knows_pictures = self._limit is None
+        self.plot_time_known = self._limit is None
         self._sum = self._count = 0.0  # of steps: both fade
         self._compiled = False
         if forecast:
@@ -74,15 +74,15 @@ class Deadline:
     def _interval(self) -> float:
         """Seconds from one validation to the next, where a time is set."""
         cost = self._cost["check"] + self._cost["save"]
-        return self._limit / validations_in(self._limit, cost) if self._limit else 0.0
+        return self._limit / num_validations(self._limit, cost) if self._limit else 0.0
 
     @property
     def elapsed(self) -> float:
         return self._elapsed + self._now() - self._last
 
     @property
-    def measured(self) -> float:
-        """`elapsed`, as it was when `took` was last called."""
+    def recorded_elapsed(self) -> float:
+        """`elapsed`, as it was when `record_time` was last called."""
         return self._elapsed
 
     @property
@@ -90,7 +90,7 @@ class Deadline:
         """None where no time was set."""
         return None if self._limit is None else max(0.0, self._limit - self.elapsed)
 
-    def validates(self, done: int) -> bool:
+    def should_validate(self, done: int) -> bool:
         """Whether a validation is due after step `done`."""
         if done == self.steps or done in self._validations:
             return True
@@ -98,11 +98,11 @@ class Deadline:
             return self._limit is not None and self.elapsed >= self._next_check
         return self._every["check"] > 0 and done % self._every["check"] == 0
 
-    def skip(self, seconds: float) -> None:
+    def exclude_pause(self, seconds: float) -> None:
         """The last `seconds` were a pause."""
         self._last += seconds
 
-    def took(self, what: str | None) -> None:
+    def record_time(self, what: str | None) -> None:
         """The time since this was called before went into `what`: "step", with what belongs to each, "check" (a
         validation, with its sample), "sample", "save" or "pictures"; None for what happens once."""
         now = self._now()
@@ -117,9 +117,9 @@ class Deadline:
             self._cost[what] = seconds
             if what == "check":
                 self._next_check = self._elapsed + self._interval
-            self.knows_pictures = self.knows_pictures or what == "pictures"
+            self.plot_time_known = self.plot_time_known or what == "pictures"
 
-    def replanned(self, done: int) -> bool:
+    def steps_changed(self, done: int) -> bool:
         """Whether, after step `done`, the run has another number of `steps` than before; it may end here."""
         if done in self._replanned:
             self.steps = self._replanned[done]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from mlxlm.backend.mlx import mx
 
 
-def averaged(
+def ema_weights(
     averages: dict[str, mx.array], weights: dict[str, mx.array], decay: float, step: mx.array
 ) -> dict[str, mx.array]:
     """The averages after step number `step` (from 1, a scalar array), by name: d · average + (1 - d) · weight.

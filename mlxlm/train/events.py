@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ModelSizeChosen:
     """A model whose size was chosen by the time there is: `parameters`, trained on about `tokens`, which are `epochs`
-    passes over the text. `by`: what says which size is best."""
+    passes over the text. `law_name`: what says which size is best."""
 
     parameters: int
     tokens: float
     epochs: float
-    by: str
+    law_name: str
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ class Forecast:
 @dataclass(frozen=True)
 class Conversations:
     """What a tuning run is made of: conversations, in so many `pieces` where they are longer than a row of
-    `sequence_length` tokens. `split`: how many of them were split between turns only; `cut`: how many have a question
-    with an answer that is longer than a row, which goes on in further rows. `longer`: a sequence length that fewer are
+    `max_seq_length` tokens. `split`: how many of them were split between turns only; `cut`: how many have a question
+    with an answer that is longer than a row, which goes on in further rows. `suggested_seq_length`: a sequence length that fewer are
     cut at, if the model's context allows one."""
 
     conversations: int
     pieces: int
     split: int
     cut: int
-    sequence_length: int
-    longer: int | None
+    max_seq_length: int
+    suggested_seq_length: int | None
 
 
 @dataclass(frozen=True)
 class Started:
-    """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step, `epochs_of` each
+    """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step, `epochs_by_source` each
     part that has a weight. `flops_per_token`: floating-point operations that training on one token takes, forward and
-    backward. `cropped`: the share of the text that an epoch leaves out, since it doesn't fit into rows. `padding`: the
+    backward. `dropped_fraction`: the share of the text that an epoch leaves out, since it doesn't fit into rows. `padding`: the
     share of the rows that is padding, which nothing is learned from."""
 
     step: int
@@ -60,8 +60,8 @@ class Started:
     tokens_per_step: int
     epochs: float
     flops_per_token: int
-    epochs_of: dict[str, float]
-    cropped: float
+    epochs_by_source: dict[str, float]
+    dropped_fraction: float
     padding: float
 
 
@@ -77,7 +77,7 @@ class Step:
     tokens: int
     loss: float
     learning_rate: float
-    gradient_norm: float
+    grad_norm: float
     tokens_per_second: float
     seconds: float
     seconds_left: float
@@ -85,7 +85,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Replanned:
+class StepsChanged:
     """After step `step` a run with a time limit is to have this many `steps`: steps take longer than they did, or less.
     The learning rates from here on are those of a run of so many."""
 
@@ -115,13 +115,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     step: int
     path: Path
 
 
 @dataclass(frozen=True)
-class NotSaved:
+class CheckpointNotSaved:
     """A checkpoint that the disk has no room for. Training goes on; it is tried again when there is room. `hint` says
     what would help."""
 
@@ -139,12 +139,12 @@ class Paused:
 
 
 @dataclass(frozen=True)
-class Slowed:
-    """From now on `duty` percent of the time is worked, until Resumed."""
+class Throttled:
+    """From now on `duty_cycle` percent of the time is worked, until Resumed."""
 
     step: int
     reason: str
-    duty: float
+    duty_cycle: float
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Warned:
+class TrainingWarning:
     """Something beside the training does not work; the training goes on."""
 
     step: int
@@ -196,6 +196,6 @@ class Finished:
 
 
 Event = (
-    Chosen | Forecast | Conversations | Started | Step | Replanned | Validation | Sample | Saved | NotSaved | Paused
-    | Slowed | Resumed | Warned | Stopped | Failed | Finished
+    ModelSizeChosen | Forecast | Conversations | Started | Step | StepsChanged | Validation | Sample | CheckpointSaved | CheckpointNotSaved | Paused
+    | Throttled | Resumed | TrainingWarning | Stopped | Failed | Finished
 )  # fmt: skip

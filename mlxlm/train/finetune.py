@@ -13,8 +13,8 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.chat.chat_formats import FORMATS
-from mlxlm.checkpoint import Checkpoint, float_weights, open_checkpoint
+from mlxlm.chat.chat_formats import CHAT_FORMATS
+from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
 from mlxlm.model import Decoder
@@ -24,33 +24,35 @@ from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import Phase, check_length, check_memory, choose_dtype, no_phase, time_left
+from mlxlm.train.start import Phase, check_duration, check_memory, no_phase, set_default_dtype, time_left
 from mlxlm.train.step import TrainStep
-from mlxlm.train.step_benchmark import LEAST_STEPS, TRYING, Probe, probe
-from mlxlm.train.time_budget import MEASURING, seconds_per_token, validation_settings
+from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, Probe, probe
+from mlxlm.train.time_budget import MEASURING_LABEL, seconds_per_token, validation_settings
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
-from mlxlm.utils.files import check_free, new_folder, working_folder
+from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
 
-EPOCHS = 3.0  # as for Alpaca; the chats of Llama 2 had 2. The checkpoint that validates best is what a chat loads
-LENGTH = 512  # tokens of a row
+DEFAULT_EPOCHS = (
+    3.0  # as for Alpaca; the chats of Llama 2 had 2. The checkpoint that validates best is what a chat loads
+)
+DEFAULT_SEQ_LENGTH = 512  # tokens of a row
 _STEPS_PER_EPOCH = 8  # least: fewer and larger steps learn little from few conversations
 _LEAST_STEPS = 200  # in a given time, where one row a step allows them
 # Of the peak rate of pretraining: 2.5e-5 for 7B parameters, where Alpaca and Llama 2's chats took 2e-5. A model of
 # 0.3M came to 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after forgetting 0.12 first.
 _RATE = 0.2
 
-FORM = {"packing": "best-fit", "document_mask": True, "answers_only": True}  # of every tuning run
+FINETUNE_SETTINGS = {"packing": "best-fit", "document_mask": True, "mask_prompt": True}  # of every tuning run
 
 
-class Turns(Protocol):
+class ConversationEncoder(Protocol):
     """A form of conversation.
 
-    template: the jinja template that a chat with the model will use.
-    end_ids: the tokens that end an answer.
+    chat_template: the jinja template that a chat with the model will use.
+    eos_token_ids: the tokens that end an answer.
     """
 
-    template: str
-    end_ids: frozenset[int]
+    chat_template: str
+    eos_token_ids: frozenset[int]
 
     def __call__(self, document: Document, room: int) -> Iterable[Chunk]:
         """The tokens of a conversation, in pieces of at most `room` where it can be cut, and which are learned."""
@@ -70,14 +72,14 @@ class _Encoder:
         needed: the sequence length that the longest exchange would take.
     """
 
-    def __init__(self, turns: Turns, length: int):
+    def __init__(self, turns: ConversationEncoder, length: int):
         self._turns, self._room = turns, length + 1
         self.conversations = self.pieces = self.split = self.cut = self.needed = 0
 
     def __call__(self, document: Document) -> list[Chunk]:
         exchanges = list(self._turns(document, self._room))
         pieces = [piece for chunk in exchanges for piece in _windows(chunk, self._room)]
-        needed = max(int(np.flatnonzero(chunk.learned)[-1]) for chunk in exchanges)
+        needed = max(int(np.flatnonzero(chunk.loss_mask)[-1]) for chunk in exchanges)
         self.conversations += 1
         self.pieces += len(pieces)
         self.needed = max(self.needed, needed)
@@ -87,7 +89,7 @@ class _Encoder:
             self.split += 1
         return pieces
 
-    def longer(self, context: int) -> int | None:
+    def suggested_seq_length(self, context: int) -> int | None:
         """A sequence length within `context` that more of the exchanges fit into; None where there is none."""
         length = min(64 * -(-self.needed // 64), context)
         return length if self.needed >= self._room and length >= self._room else None
@@ -95,15 +97,15 @@ class _Encoder:
 
 def _windows(chunk: Chunk, room: int) -> Iterator[Chunk]:
     """A document as one or more of at most `room` tokens; each token to be learned is to be learned in one of them."""
-    places = np.flatnonzero(chunk.learned)
+    places = np.flatnonzero(chunk.loss_mask)
     stop, text_bytes = 0, chunk.text_bytes
     while len(places := places[places >= stop]):
         start = 0
         if places[0] >= room or stop:
             start = min(int(places[0]) - room // 2, max(0, int(places[-1]) + 1 - room))
-        learned = chunk.learned[start : start + room].copy()
-        learned[: max(0, stop - start)] = 0
-        yield Chunk(chunk.ids[start : start + room], text_bytes, True, learned)
+        loss_mask = chunk.loss_mask[start : start + room].copy()
+        loss_mask[: max(0, stop - start)] = 0
+        yield Chunk(chunk.ids[start : start + room], text_bytes, True, loss_mask)
         stop, text_bytes = start + room, 0
 
 
@@ -111,7 +113,7 @@ def start_finetune(
     out: Path | str,
     base: Checkpoint,
     tokenizer: Tokenizer,
-    turns: Turns,
+    turns: ConversationEncoder,
     sources: Sequence[str | Path],
     *,
     validation: Sequence[str | Path] = (),
@@ -119,8 +121,8 @@ def start_finetune(
     on_bad_input: str = "stop",
     epochs: float | None = None,
     minutes: float | None = None,
-    duty: float = 100.0,
-    begun: float | None = None,
+    duty_cycle: float = 100.0,
+    start_time: float | None = None,
     settings: dict[str, Any] | None = None,
     stdin: IO[bytes] | None = None,
     phase: Phase = no_phase,
@@ -134,8 +136,8 @@ def start_finetune(
     model in float32, so that it is continued from there, as it would be from any other: `train(run, tokenizer,
     resume=True)`, which first validates the model as it came.
 
-    base, tokenizer: of `open_base`.
-    epochs, minutes: how long to train, instead of `settings["steps"]`; by default EPOCHS. Minutes, `duty` and `begun`
+    base, tokenizer: of `open_base_model`.
+    epochs, minutes: how long to train, instead of `settings["steps"]`; by default EPOCHS. Minutes, `duty_cycle` and `start_time`
         are as in `start_run`.
     settings: fields of TrainSettings but for FORM. By default the learning rate is a fifth of the peak of
         pretraining, a batch has 16 rows, fewer where an epoch would have less than 8 steps or the time allows less than
@@ -144,45 +146,45 @@ def start_finetune(
 
     Raises CheckpointError if `out` exists, and DataError or ConfigError for what can't work.
     """
-    begun, out = time.monotonic() if begun is None else begun, Path(out)
-    check_free(out, CheckpointError, f"mlxlm finetune --resume {shlex.quote(str(out))}, or another --out")
-    values = {**(settings or {}), **FORM}
-    check_length(epochs=epochs, minutes=minutes, steps=values.get("steps"))
+    start_time, out = time.monotonic() if start_time is None else start_time, Path(out)
+    check_not_exists(out, CheckpointError, f"mlxlm finetune --resume {shlex.quote(str(out))}, or another --out")
+    values = {**(settings or {}), **FINETUNE_SETTINGS}
+    check_duration(epochs=epochs, minutes=minutes, steps=values.get("steps"))
     config = _tuned(base.config, turns)
-    choose_dtype(values)
-    values.setdefault("sequence_length", min(LENGTH, config.max_position_embeddings))
+    set_default_dtype(values)
+    values.setdefault("max_seq_length", min(DEFAULT_SEQ_LENGTH, config.max_position_embeddings))
     peak = default_learning_rate(config, values.get("optimizer", TrainSettings.optimizer))
     values.setdefault("learning_rate", _RATE * peak)
-    draft = TrainSettings.draft(values)
-    if draft.sequence_length > config.max_position_embeddings:
-        problem = f"sequences of {draft.sequence_length} tokens are longer than the model's context"
+    provisional = TrainSettings.provisional(values)
+    if provisional.max_seq_length > config.max_position_embeddings:
+        problem = f"sequences of {provisional.max_seq_length} tokens are longer than the model's context"
         raise ConfigError(problem, f"--sequence-length {config.max_position_embeddings} or less")
-    check_memory(config, draft, preset="")
+    check_memory(config, provisional, preset="")
     workspace = working_folder(out)
     try:
         data = workspace / "data"
-        encoder, context = _Encoder(turns, draft.sequence_length), config.max_position_embeddings
+        encoder, context = _Encoder(turns, provisional.max_seq_length), config.max_position_embeddings
         with phase("preparing conversations", total_bytes([*sources, *validation])) as advance:
             prepare(
                 sources, tokenizer, data, validation_paths=validation, validation_fraction=validation_fraction,
-                seed=draft.seed, on_bad_input=on_bad_input, progress=advance, stdin=stdin, encode=encoder,
+                seed=provisional.seed, on_bad_input=on_bad_input, progress=advance, stdin=stdin, encode=encoder,
             )  # fmt: skip
         if not Manifest.read(data).validation.documents:
             hint = "more conversations, or --validation FILE" if validation_fraction else "--validation-fraction 0.05"
             raise DataError("no conversation is held out for validation", hint)
-        found = _lengths(values, draft, config, data, epochs, minutes, begun, duty, phase)
+        found = _lengths(values, provisional, config, data, epochs, minutes, start_time, duty_cycle, phase)
         final = TrainSettings(**values)
-        tokenizer.chat_template = turns.template
+        tokenizer.chat_template = turns.chat_template
         limited = time.monotonic()
-        with new_folder(out) as folder:
-            run = Run.create(folder, config, final, tokenizer, data, adopt=True)
+        with atomic_new_folder(out) as folder:
+            run = Run.create(folder, config, final, tokenizer, data, move_data=True)
             _save_base(run, base)
-            run.amend(0, {"elapsed": time.monotonic() - limited})  # of the time there is: the run begins with it
+            run.update_state(0, {"elapsed": time.monotonic() - limited})  # of the time there is: the run begins with it
             log = RunLog(run.log_file)
             log.record(
                 Conversations(
-                    encoder.conversations, encoder.pieces, encoder.split, encoder.cut, draft.sequence_length,
-                    encoder.longer(context),
+                    encoder.conversations, encoder.pieces, encoder.split, encoder.cut, provisional.max_seq_length,
+                    encoder.suggested_seq_length(context),
                 )
             )  # fmt: skip
             if found is not None:
@@ -192,7 +194,7 @@ def start_finetune(
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def open_base(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
+def open_base_model(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
     """A model to be tuned, and its tokenizer; `model`: see `open_checkpoint`.
 
     Raises CheckpointError, besides what `open_checkpoint` does, for an architecture that mlxlm leaves to mlx_lm, and
@@ -200,10 +202,10 @@ def open_base(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
     """
     base = open_checkpoint(model)
     if base.config is None:
-        raise CheckpointError(f"{base.path} can't be trained: {base.foreign}", "a model of another family")
+        raise CheckpointError(f"{base.path} can't be trained: {base.unsupported_reason}", "a model of another family")
     tokenizer = base.load_tokenizer()
-    marks = {token for known in FORMATS.values() if known.fits(tokenizer) for token in known.tokens}
-    needed = max(tokenizer.least_vocab_size, *(tokenizer.special_tokens[token] + 1 for token in marks), 0)
+    marks = {token for known in CHAT_FORMATS.values() if known.has_tokens(tokenizer) for token in known.tokens}
+    needed = max(tokenizer.min_vocab_size, *(tokenizer.special_tokens[token] + 1 for token in marks), 0)
     if needed > base.config.vocab_size:
         raise CheckpointError(
             f"{base.path}: the tokenizer has {needed} tokens and the model {base.config.vocab_size}",
@@ -212,61 +214,69 @@ def open_base(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
     return base, tokenizer
 
 
-def _tuned(config: ModelConfig, turns: Turns) -> ModelConfig:
+def _tuned(config: ModelConfig, turns: ConversationEncoder) -> ModelConfig:
     """The configuration of the tuned model: without quantization, its texts ending where an answer ends."""
     eos = config.eos_token_id
     ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    ends = [*ends, *sorted(turns.end_ids - config.eos_ids)]
+    ends = [*ends, *sorted(turns.eos_token_ids - config.eos_ids)]
     return config.with_changes(quantization=None, eos_token_id=ends[0] if len(ends) == 1 else ends)
 
 
 def _lengths(
     values: dict[str, Any],
-    draft: TrainSettings,
+    provisional: TrainSettings,
     config: ModelConfig,
     data: Path,
     epochs: float | None,
     minutes: float | None,
-    begun: float,
-    duty: float,
+    start_time: float,
+    duty_cycle: float,
     phase: Phase,
 ) -> Probe | None:
     """Fill in what the size of the data decides: rows of a batch, steps, and steps between validations. Returns what
     a probe found, if there was one."""
     train = TokenDataset.open(data, "train")
-    rows = TrainBatches(train, 1, draft.sequence_length, draft.seed, **FORM).rows
-    each = draft.accumulate * _STEPS_PER_EPOCH
+    rows = TrainBatches(train, 1, provisional.max_seq_length, provisional.seed, **FINETUNE_SETTINGS).rows
+    each = provisional.grad_accumulation_steps * _STEPS_PER_EPOCH
     most = max(1, min(TrainSettings.batch_size, rows // each))
     if minutes is not None:
-        with phase(MEASURING, None):
-            available = time_left(minutes, begun) * duty / 100
+        with phase(MEASURING_LABEL, None):
+            available = time_left(minutes, start_time) * duty_cycle / 100
             tokens = available / seconds_per_token(config, available, values, finetuning=True)
-        most = max(1, min(most, int(tokens / _LEAST_STEPS / (draft.sequence_length * draft.accumulate))))
+        most = max(
+            1,
+            min(most, int(tokens / _LEAST_STEPS / (provisional.max_seq_length * provisional.grad_accumulation_steps))),
+        )
     values.setdefault("batch_size", most)
-    draft = TrainSettings.draft(values)
+    provisional = TrainSettings.provisional(values)
     found = None
     if minutes is None and "steps" not in values:
-        values["steps"] = max(1, math.ceil((epochs or EPOCHS) * rows / (draft.batch_size * draft.accumulate)))
-    if minutes is not None or values["steps"] >= LEAST_STEPS:
-        with phase(TRYING, None):
-            found = probe(config, draft, TokenDataset.open(data, "validation"))
+        values["steps"] = max(
+            1,
+            math.ceil(
+                (epochs or DEFAULT_EPOCHS) * rows / (provisional.batch_size * provisional.grad_accumulation_steps)
+            ),
+        )
+    if minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
+        with phase(BENCHMARK_LABEL, None):
+            found = probe(config, provisional, TokenDataset.open(data, "validation"))
     if minutes is not None:
-        values["time_limit"] = time_left(minutes, begun)
+        values["time_limit"] = time_left(minutes, start_time)
         values.update(validation_settings(found, values["time_limit"], values))
-        worked, held_out = values["time_limit"] * duty / 100, train.manifest.validation.tokens
-        values["steps"] = found.steps_in(worked, TrainSettings.draft(values), held_out)
+        worked, held_out = values["time_limit"] * duty_cycle / 100, train.manifest.validation.tokens
+        values["steps"] = found.steps_in(worked, TrainSettings.provisional(values), held_out)
     else:
         values.setdefault("eval_every", max(1, values["steps"] // 10))
-    passes = values["steps"] * draft.batch_size * draft.accumulate / rows
-    values.setdefault("weight_decay", default_weight_decay(draft.optimizer, passes))
+    passes = values["steps"] * provisional.batch_size * provisional.grad_accumulation_steps / rows
+    values.setdefault("weight_decay", default_weight_decay(provisional.optimizer, passes))
     return found
 
 
 def _save_base(run: Run, base: Checkpoint) -> None:
     """Save the model as it came as the checkpoint of step 0, its validation still owed."""
     model = Decoder(run.config)
-    model.load_weights(list(float_weights(base).items()))
+    model.load_weights(list(load_float32_weights(base).items()))
     step = TrainStep(model, run.settings)
     mx.eval(step.state)
-    state = {"step": 0, "seconds": 0.0, "validation_loss": None, "best": None, "healthy": True, "guard": None}
+    state = {"step": 0, "seconds": 0.0, "validation_loss": None, "best": None, "healthy": True, "spike_detector": None}
     run.save(step, state)

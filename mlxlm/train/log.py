@@ -13,12 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mlxlm.report.log_entries import read_lines
+from mlxlm.report.log_entries import read_log_lines
 from mlxlm.train.events import Event, Step
 from mlxlm.utils.errors import CheckpointError, os_errors_as
-from mlxlm.utils.files import json_line, replaced_file
+from mlxlm.utils.files import atomic_write, json_line
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN_AFTER = 1.0  # seconds, on a full disk
 
 
@@ -54,7 +54,7 @@ class RunLog:
             try:
                 written = file.write(lines)
             except OSError as error:
-                if error.errno not in NO_ROOM:
+                if error.errno not in DISK_FULL_ERRNOS:
                     raise
             if written < len(lines):
                 file.truncate(end)  # no half line
@@ -81,12 +81,12 @@ class RunLog:
                 kept.add(entry["event"])
         if not self.path.exists() or size == self.path.stat().st_size:
             return kept  # there is nothing to drop, and a full disk would not take it
-        with replaced_file(self.path) as file:
+        with atomic_write(self.path) as file:
             file.writelines(line for line, _ in self._until(step, validated))
         return kept
 
     def _until(self, step: int, validated: bool) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        for line, entry in read_lines(self.path):
+        for line, entry in read_log_lines(self.path):
             at = entry.get("step", 0)
             if at < step or at == step and (validated or entry.get("event") != "validation"):
                 yield line, entry

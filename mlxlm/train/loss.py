@@ -8,15 +8,15 @@ from mlxlm.model import Decoder
 
 
 def summed_loss(
-    model: Decoder, tokens: mx.array, segments: mx.array | None = None, weights: mx.array | None = None
+    model: Decoder, tokens: mx.array, segment_ids: mx.array | None = None, weights: mx.array | None = None
 ) -> mx.array:
     """Nats over all targets of a batch, each counted by its weight: a float32 scalar.
 
     tokens int `[B, T + 1]`, segments int `[B, T]`, weights float32 `[B, T]`: see `mlxlm.data.Batch`.
     """
-    hidden = model.model(tokens[:, :-1], segments=segments)
+    hidden = model.model(tokens[:, :-1], segment_ids=segment_ids)
     flat = None if weights is None else weights.flatten()
     return linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), model.head_weight, tokens[:, 1:].flatten(), flat,
-        softcap=model.cap, training=True,
+        softcap=model.final_logit_softcap, training=True,
     )  # fmt: skip

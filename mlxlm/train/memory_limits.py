@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from mlxlm.backend import device
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.generation.engine import wired_memory
+from mlxlm.generation.engine import wired_limit
 
 _AT_FIRST = 1 << 30  # bytes that MLX keeps free on a CPU until a step has shown what it needs
 
 
 @contextmanager
-def steady_memory() -> Iterator[None]:
+def memory_limits() -> Iterator[None]:
     """Limits for a run, put back afterwards: on a CPU of what MLX keeps free, on Metal of what it takes in all.
 
     On Metal it takes no more than macOS recommends (shared by processes that `--ranks` starts), which stays in memory.
@@ -29,7 +29,7 @@ def steady_memory() -> Iterator[None]:
     elif mx.metal.is_available():
         before = mx.set_memory_limit(device.device_memory())
         try:
-            with wired_memory():
+            with wired_limit():
                 yield
         finally:
             mx.set_memory_limit(before)
@@ -37,7 +37,7 @@ def steady_memory() -> Iterator[None]:
         yield
 
 
-def fit_cache() -> None:
+def limit_buffer_cache() -> None:
     """After a first step: on a CPU, let MLX keep as many bytes of freed buffers as were in use at most.
 
     More would not fit the buffers that come: attention in blocks asks for one of another size in each block. With a

@@ -17,32 +17,32 @@ _MATCHED_RMS = 0.2  # of an AdamW update, usually between 0.2 and 0.4 (Liu et al
 
 
 @dataclass(frozen=True)
-class Defaults:
+class OptimizerDefaults:
     """weight_decay is decoupled. beta1 and beta2: averages of the gradient and of what it is divided by; beta2 None:
-    there are none to choose. rate: the peak learning rate as a multiple of AdamW's, at least `least_rate`."""
+    there are none to choose. rate: the peak learning rate as a multiple of AdamW's, at least `min_lr`."""
 
     weight_decay: float
     beta1: float
     beta2: float | None
     rate: float = 1.0
-    least_rate: float = 0.0
+    min_lr: float = 0.0
 
 
-DEFAULTS = {
+OPTIMIZER_DEFAULTS = {
     # 0.1 and 0.95 are GPT-3's: 0.999 averages over longer than a short run lasts (Brown et al. 2020, appendix B).
-    "adamw": Defaults(0.1, 0.9, 0.95),
+    "adamw": OptimizerDefaults(0.1, 0.9, 0.95),
     # Its updates are as large as AdamW's, so that rate and decay carry over (Liu et al. 2025, 2.2); betas of the rest.
-    "muon": Defaults(0.1, 0.9, 0.95),
+    "muon": OptimizerDefaults(0.1, 0.9, 0.95),
     # A sign is larger than an AdamW update: 3 to 10 times less rate, as much more decay; betas for language models
     # (Chen et al. 2023, 5). A tenth did best: 2.66 bits per byte, a fifth 2.75, a twentieth 2.90 (see below).
-    "lion": Defaults(0.5, 0.95, 0.98, rate=0.1),
+    "lion": OptimizerDefaults(0.5, 0.95, 0.98, rate=0.1),
     # Rates are relative to the size of a weight: 0.01 (Shazeer & Stern 2018, 8), which is too little for a small
     # model: 2.82 bits per byte with 0.01, 2.54 with 0.04 (see below). No momentum and no decay, as in T5.
-    "adafactor": Defaults(0.0, 0.0, None, rate=5.0, least_rate=0.01),
+    "adafactor": OptimizerDefaults(0.0, 0.0, None, rate=5.0, min_lr=0.01),
 }
 # Measured, one run each: tinyshakespeare's last tenth after 400 steps of 1,024 tokens, 0.2M parameters, where AdamW at
 # 0.008 gives 2.504, Muon at 0.008 2.503 and at 0.016 2.489. A Muon step took a third to a half more processor time.
-OPTIMIZERS = tuple(DEFAULTS)
+OPTIMIZERS = tuple(OPTIMIZER_DEFAULTS)
 
 
 def default_weight_decay(optimizer: str, passes: float) -> float:
@@ -55,12 +55,12 @@ def default_weight_decay(optimizer: str, passes: float) -> float:
     Python's library 1.932 and 1.920; 6 over tinyshakespeare 2.128 and 2.146. Where the end of a text repeats its
     beginning, as in Python's language reference, learning by heart is right: 15 passes 1.145 and 1.345.
     """
-    usual = DEFAULTS[optimizer].weight_decay
+    usual = OPTIMIZER_DEFAULTS[optimizer].weight_decay
     return 10 * usual if passes > _MANY_PASSES else usual
 
 
 def default_learning_rate(config: ModelConfig, optimizer: str = "adamw") -> float:
-    """A peak learning rate for the model: `rate_by_size`, and a third of it where norms are after the addition, which
+    """A peak learning rate for the model: `learning_rate_by_size`, and a third of it where norms are after the addition, which
     asks for less (Xiong et al. 2020).
 
     With norms after the addition a run of 200 steps may still learn nothing but the frequencies of tokens. One seed
@@ -68,18 +68,18 @@ def default_learning_rate(config: ModelConfig, optimizer: str = "adamw") -> floa
     (4.03), 24 layers 5.39. The warm-up matters as much: 3 layers at the whole rate stay at 5.40 with 50 steps of it
     and come to 3.68 with 100.
     """
-    rate = rate_by_size(config.parameter_count(), optimizer)
+    rate = learning_rate_by_size(config.parameter_count(), optimizer)
     return rate / 3 if config.norm_placement == "post" else rate
 
 
-def rate_by_size(parameters: int, optimizer: str = "adamw") -> float:
+def learning_rate_by_size(parameters: int, optimizer: str = "adamw") -> float:
     """A peak learning rate by model size, for AdamW 6e-4 · (N / 125M)^-0.39, at most 0.01.
 
     The power law runs near GPT-3's rates from 125M to 1.3B parameters (Brown et al. 2020, table 2.1), and
     through 6e-3 at 0.4M parameters, where 1e-2 did no better on a megabyte of plays.
     """
-    defaults = DEFAULTS[optimizer]
-    return max(defaults.least_rate, defaults.rate * min(0.01, 6e-4 * (parameters / 125e6) ** -0.39))
+    defaults = OPTIMIZER_DEFAULTS[optimizer]
+    return max(defaults.min_lr, defaults.rate * min(0.01, 6e-4 * (parameters / 125e6) ** -0.39))
 
 
 def make_optimizer(settings: TrainSettings) -> optim.MultiOptimizer:

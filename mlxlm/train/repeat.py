@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mlxlm.report.log_entries import read_entries
+from mlxlm.report.log_entries import read_log_entries
 from mlxlm.tokenizer import load
 from mlxlm.train.run import Run
 from mlxlm.utils.errors import CheckpointError
@@ -23,19 +23,19 @@ def repeat_run(out: Path | str, original: Run) -> Run:
         CheckpointError: `out` exists, or `original` is a fine-tuning run or hasn't finished.
         DataError: The data of `original` has changed or is gone.
     """
-    if original.settings.answers_only:
+    if original.settings.mask_prompt:
         problem = f"{original.path} is a fine-tuning run, and only runs of mlxlm pretrain can be repeated"
         raise CheckpointError(problem, "mlxlm finetune with --steps, which repeats itself")
     original.check_data()
-    replanned, validations, finished = [], [], False
-    for entry in read_entries(original.log_file):
-        if entry["event"] == "replanned":
-            replanned.append([entry["step"], entry.get("steps")])
+    steps_changed, validations, finished = [], [], False
+    for entry in read_log_entries(original.log_file):
+        if entry["event"] == "steps_changed":
+            steps_changed.append([entry["step"], entry.get("steps")])
         elif entry["event"] == "validation":
             validations.append(entry["step"])
         finished = finished or entry["event"] == "finished"
     if not finished:
         raise CheckpointError(f"{original.path} hasn't finished", original.resume_command)
-    plan = {"replanned": replanned, "validations": validations}
-    settings = replace(original.settings, time_limit=None, plan=plan)
+    repeat_plan = {"steps_changed": steps_changed, "validations": validations}
+    settings = replace(original.settings, time_limit=None, repeat_plan=repeat_plan)
     return Run.create(out, original.config, settings, load(original.path), original.data)

@@ -15,20 +15,20 @@ from typing import Any
 from mlxlm import families
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.locations import (
     MODEL_FILE,
     RUN_FILE,
     best_checkpoint,
-    is_run,
+    checkpoint_step,
+    is_run_folder,
     list_checkpoints,
-    state_of,
-    step_of,
+    read_checkpoint_state,
     validation_loss,
 )
 from mlxlm.checkpoint.safetensors import check_file, write_hashed
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.weight_mapping import as_stored
+from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import FILE as MANIFEST
 from mlxlm.data.manifest import is_prepared
@@ -38,7 +38,7 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, os_errors_as
-from mlxlm.utils.files import move_into_place, new_folder, replacement, same_file, write_json
+from mlxlm.utils.files import atomic_new_folder, commit_file, same_file, stage_copy, write_json
 from mlxlm.utils.json_files import read_json
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
@@ -69,20 +69,20 @@ class Run:
         settings: TrainSettings,
         tokenizer: Tokenizer,
         data: Path,
-        adopt: bool = False,
+        move_data: bool = False,
     ) -> Run:
-        """Make a new run on prepared `data`; `adopt` moves the data into the run.
+        """Make a new run on prepared `data`; `move_data` moves the data into the run.
 
         Raises CheckpointError if `path` exists.
         """
         path = Path(path)
-        with new_folder(path) as folder:
+        with atomic_new_folder(path) as folder:
             digest = _digest(data)
             huggingface.write_config(folder, {}, config, "float32")
             tokenizer.save(folder)
-            if adopt:
+            if move_data:
                 data.rename(folder / "data")
-            where = "data" if adopt else str(data.resolve())
+            where = "data" if move_data else str(data.resolve())
             _write_run_file(folder, settings, where, digest, VERSION)
         return cls.open(path)
 
@@ -102,14 +102,14 @@ class Run:
     @property
     def resume_command(self) -> str:
         """The command that goes on with this run."""
-        name = "finetune" if self.settings.answers_only else "pretrain"
+        name = "finetune" if self.settings.mask_prompt else "pretrain"
         return f"mlxlm {name} --resume {shlex.quote(str(self.path))}"
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
         """An existing run. Raises CheckpointError or ConfigError naming the file."""
         path = Path(path)
-        if not is_run(path):
+        if not is_run_folder(path):
             raise CheckpointError(f"{path} is not a run: it has no {RUN_FILE}", "the --out folder of mlxlm pretrain")
         config = load_config(path)
         values = read_json(path / RUN_FILE)
@@ -120,7 +120,7 @@ class Run:
         settings, version = TrainSettings.from_dict(settings, str(path / RUN_FILE)), values.get("version", 1)
         return cls(path, config, settings, data, digest, version)
 
-    def announcement(self) -> dict[str, Any]:
+    def worker_config(self) -> dict[str, Any]:
         """What a process elsewhere needs to train along: JSON's types, the data by its absolute path."""
         return {
             "path": str(self.path.resolve()),
@@ -131,8 +131,8 @@ class Run:
         }
 
     @classmethod
-    def announced(cls, values: dict[str, Any]) -> Run:
-        """The run of an `announcement`; its folder need not be here, its data must be."""
+    def from_worker_config(cls, values: dict[str, Any]) -> Run:
+        """The run of an `worker_config`; its folder need not be here, its data must be."""
         settings = TrainSettings.from_dict(values["settings"], "the run")
         config = config_from_hf(values["config"], "the run")
         return cls(Path(values["path"]), config, settings, Path(values["data"]), values["data_digest"])
@@ -147,7 +147,7 @@ class Run:
 
     def last_good(self) -> Path | None:
         """The last checkpoint that was saved while the loss was sound; None if there is none."""
-        good = [c for c in self.checkpoints() if state_of(c).get("healthy")]
+        good = [c for c in self.checkpoints() if read_checkpoint_state(c).get("healthy")]
         return good[-1] if good else None
 
     def check_data(self) -> None:
@@ -181,43 +181,43 @@ class Run:
         appears.
         """
         target, model = self.path / "checkpoints" / f"step-{state['step']}", None
-        weights = as_stored(families.layout(self.config), _described(step.weights()))
+        weights = to_file_weights(families.weight_mappings(self.config), _described(step.weights()))
         try:
-            with new_folder(target) as folder:
+            with atomic_new_folder(target) as folder:
                 digests = {
                     MODEL_FILE: write_hashed(folder / MODEL_FILE, weights, format="pt"),
                     OPTIMIZER_FILE: write_hashed(folder / OPTIMIZER_FILE, _described(step.save_state())),
                 }
-                about = {"settings": self.settings.to_dict(), "machine": step.machine, "sha256": digests}
+                about = {"settings": self.settings.to_dict(), "environment": step.environment, "sha256": digests}
                 write_json(folder / STATE_FILE, {**state, **about})
                 best = best_checkpoint(self.path)
-                if best is None or validation_loss(state) <= validation_loss(state_of(best)):
-                    model = replacement(folder / MODEL_FILE, self.path / MODEL_FILE)
+                if best is None or validation_loss(state) <= validation_loss(read_checkpoint_state(best)):
+                    model = stage_copy(folder / MODEL_FILE, self.path / MODEL_FILE)
             if model is not None:
-                move_into_place(model, self.path / MODEL_FILE)
+                commit_file(model, self.path / MODEL_FILE)
         finally:
             if model is not None:
                 model.unlink(missing_ok=True)
-        self.drop(self.outdated())
+        self.delete_checkpoints(self.expired_checkpoints())
         return target
 
-    def outdated(self, coming: int = 0) -> list[Path]:
-        """The checkpoints that are no longer kept once `coming` newer ones are there.
+    def expired_checkpoints(self, upcoming: int = 0) -> list[Path]:
+        """The checkpoints that are no longer kept once `upcoming` newer ones are there.
 
-        The last `settings.keep`, at least one, the one with the lowest validation loss and the last good one stay.
+        The last `settings.save_total_limit`, at least one, the one with the lowest validation loss and the last good one stay.
         """
-        recent = self.checkpoints()[-max(1, self.settings.keep - coming) :]
+        recent = self.checkpoints()[-max(1, self.settings.save_total_limit - upcoming) :]
         kept = {best_checkpoint(self.path), self.last_good(), *recent}
         return [checkpoint for checkpoint in self.checkpoints() if checkpoint not in kept]
 
-    def drop(self, checkpoints: list[Path]) -> None:
+    def delete_checkpoints(self, checkpoints: list[Path]) -> None:
         for checkpoint in checkpoints:
             doomed = checkpoint.with_name(f".{checkpoint.name}.old")
             with os_errors_as(CheckpointError, "remove", checkpoint):
                 checkpoint.rename(doomed)  # so that a crash while deleting leaves no half checkpoint
                 shutil.rmtree(doomed)
 
-    def amend(self, step: int, changes: dict[str, Any]) -> None:
+    def update_state(self, step: int, changes: dict[str, Any]) -> None:
         """Change the state of a checkpoint that was saved before its validation."""
         path = self.path / "checkpoints" / f"step-{step}" / STATE_FILE
         write_json(path, {**read_json(path), **changes})
@@ -229,9 +229,9 @@ class Run:
         if best is None or not (best / MODEL_FILE).is_file():  # older runs have large models in several files
             return
         if not same_file(best / MODEL_FILE, self.path / MODEL_FILE):
-            move_into_place(replacement(best / MODEL_FILE, self.path / MODEL_FILE), self.path / MODEL_FILE)
+            commit_file(stage_copy(best / MODEL_FILE, self.path / MODEL_FILE), self.path / MODEL_FILE)
 
-    def restore(self, step: TrainStep) -> dict[str, Any]:
+    def load_checkpoint(self, step: TrainStep) -> dict[str, Any]:
         """Load the last checkpoint into `step`; returns its state, {} where the run has none yet.
 
         Raises CheckpointError naming the file, and the checkpoint before it.
@@ -259,7 +259,7 @@ class Run:
         try:
             saved = TrainSettings.from_dict(state["settings"], str(folder / STATE_FILE)).to_dict()
             changed = [name for name, value in self.settings.to_dict().items() if saved[name] != value]
-            if state["step"] != step_of(folder):
+            if state["step"] != checkpoint_step(folder):
                 raise ValueError(f"state.json is of step {state['step']}")
             _verify(folder, state.get("sha256", {}))
             # Contiguous, as they were: a product with a transposed view may differ in the last bit.
@@ -285,8 +285,8 @@ def _verify(checkpoint: Path, digests: Mapping[str, str]) -> None:
             raise CheckpointError(problem, "an unchanged copy of this file, or a new run")
 
 
-def _described(arrays: Mapping[str, mx.array]) -> dict[str, Tensor]:
-    return {name: of_array(value) for name, value in arrays.items()}
+def _described(arrays: Mapping[str, mx.array]) -> dict[str, LazyTensor]:
+    return {name: lazy_tensor(value) for name, value in arrays.items()}
 
 
 def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str, version: int) -> None:

@@ -11,11 +11,11 @@ from mlxlm.train.settings import TrainSettings
 
 def sample_text(model: Decoder, tokenizer: Tokenizer, run: Run, settings: TrainSettings) -> str:
     """How the model continues the sample prompt, always by the same seed; the model is in training mode again after."""
-    loaded = LoadedModel(model, tokenizer, run.config, run.path)
+    lm = LoadedModel(model, tokenizer, run.config, run.path)
     model.eval()
     try:
         options = {"max_tokens": settings.sample_tokens, "temperature": 0.8, "seed": settings.seed}
-        return generate(loaded, _prompt(tokenizer, settings.sample_prompt), **options).text
+        return generate(lm, _prompt(tokenizer, settings.sample_prompt), **options).text
     finally:
         model.train()
 

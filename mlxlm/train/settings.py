@@ -8,8 +8,8 @@ from typing import Any
 
 from mlxlm.data import PACKINGS
 from mlxlm.train import lr_schedules
-from mlxlm.train.lr_schedules import SCHEDULES
-from mlxlm.train.optimizers import DEFAULTS, OPTIMIZERS
+from mlxlm.train.lr_schedules import LR_SCHEDULES
+from mlxlm.train.optimizers import OPTIMIZER_DEFAULTS, OPTIMIZERS
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
@@ -18,52 +18,56 @@ _LARGEST = 1e9  # of a number here: far from the end of float32, whose squares a
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How to train. One step sees `accumulate` x `batch_size` sequences of `sequence_length` tokens."""
+    """How to train. One step sees `grad_accumulation_steps` x `batch_size` sequences of `max_seq_length` tokens."""
 
     steps: int
     learning_rate: float
     batch_size: int = 16
-    sequence_length: int = 256
-    accumulate: int = 1
+    max_seq_length: int = 256
+    grad_accumulation_steps: int = 1
     packing: str = "concatenate"  # without padding; "best-fit" keeps documents whole, and pads rows
     document_mask: bool = False  # attention stays within a document: 2 to 5% more work for a CPU
-    answers_only: bool = False  # of conversations the assistant's words alone are learned: for tuning
+    mask_prompt: bool = False  # of conversations the assistant's words alone are learned: for tuning
     optimizer: str = "adamw"
-    schedule: str = "cosine"
+    lr_schedule: str = "cosine"
     warmup_steps: int | None = None  # None: 5% of the steps that the run has at the time, at most 500
-    final_learning_rate: float = 0.1  # as a fraction of learning_rate
+    min_lr_ratio: float = 0.1  # as a fraction of learning_rate
     time_limit: float | None = None  # seconds by the clock, to which the number of steps is fitted as the run goes
     decay_fraction: float = 0.2  # the share of the steps that wsd spends decaying (Hu et al. 2024, MiniCPM)
     weight_decay: float | None = None  # this and the betas: None takes the optimizer's, see `optimizers.DEFAULTS`
     beta1: float | None = None
     beta2: float | None = None
-    clip: float = 1.0  # global norm of the gradient; 0 leaves it as it is
+    grad_clip: float = 1.0  # global norm of the gradient; 0 leaves it as it is
     dropout: float = 0.0
-    ema: float = 0.0  # decay of the averaged weights, which are evaluated and saved as the model; 0: none
+    ema_decay: float = 0.0  # decay of the averaged weights, which are evaluated and saved as the model; 0: none
     dtype: str = "float32"  # of products and activations; the weights are float32 in any case
-    recompute: bool = False  # layers are computed again for the gradient instead of kept: 8 operations a weight, not 6
+    grad_checkpoint: bool = (
+        False  # layers are computed again for the gradient instead of kept: 8 operations a weight, not 6
+    )
     seed: int = 0
     eval_every: int | None = 250  # None, with a time limit: up to 20 times, in at most 5% of the time
     eval_tokens: int = 131_072
     save_every: int = 500
     save_minutes: float = 10.0  # also this long after the last checkpoint, by the clock; 0: by steps alone
-    keep: int = 2
+    save_total_limit: int = 2
     sample_every: int = 0  # 0: none
     sample_prompt: str = ""
     sample_tokens: int = 64
-    spike: float = 1.0  # nats by which the mean of 10 losses may exceed its lowest value; 0: don't look
-    plan: dict[str, list] | None = None  # of a run with a time limit that this one repeats, see `mlxlm.train.repeat`
+    spike_threshold: float = 1.0  # nats by which the mean of 10 losses may exceed its lowest value; 0: don't look
+    repeat_plan: dict[str, list] | None = (
+        None  # of a run with a time limit that this one repeats, see `mlxlm.train.repeat`
+    )
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "beta1", "beta2"):
             if getattr(self, name) is None and self.optimizer in OPTIMIZERS:
-                object.__setattr__(self, name, getattr(DEFAULTS[self.optimizer], name))
+                object.__setattr__(self, name, getattr(OPTIMIZER_DEFAULTS[self.optimizer], name))
         problems = list(_problems(self))
         if problems:
             raise ConfigError("these training settings can't work: " + "; ".join(problems))
 
     @classmethod
-    def draft(cls, values: Mapping[str, Any]) -> TrainSettings:
+    def provisional(cls, values: Mapping[str, Any]) -> TrainSettings:
         """Of a run whose steps or learning rate are not known yet: with the fewest steps that its warmup leaves room
         for. Raises ConfigError for what can't work at any length."""
         warmup = values.get("warmup_steps")
@@ -95,17 +99,17 @@ class TrainSettings:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batch_size * self.sequence_length * self.accumulate
+        return self.batch_size * self.max_seq_length * self.grad_accumulation_steps
 
     def learning_rate_at(self, step: int, steps: int | None = None) -> float:
         """The learning rate of step `step` (0-based) of `steps` (None: as set), see `schedules.learning_rate`."""
         steps = self.steps if steps is None else steps
         warmup = min(500, steps // 20) if self.warmup_steps is None else self.warmup_steps
-        if self.time_limit is not None or self.plan:  # there may be fewer steps than were planned at first
+        if self.time_limit is not None or self.repeat_plan:  # there may be fewer steps than were planned at first
             warmup = min(warmup, steps // 2)
         return lr_schedules.learning_rate(
-            step, steps, self.learning_rate, schedule=self.schedule, warmup=warmup,
-            final=self.final_learning_rate, decay_fraction=self.decay_fraction,
+            step, steps, self.learning_rate, lr_schedule=self.lr_schedule, warmup=warmup,
+            min_lr_ratio=self.min_lr_ratio, decay_fraction=self.decay_fraction,
         )  # fmt: skip
 
 
@@ -118,20 +122,28 @@ def _problems(s: TrainSettings) -> Iterator[str]:
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
-    for name in ("steps", "batch_size", "sequence_length", "accumulate", "eval_tokens", "keep", "sample_tokens"):
+    for name in (
+        "steps",
+        "batch_size",
+        "max_seq_length",
+        "grad_accumulation_steps",
+        "eval_tokens",
+        "save_total_limit",
+        "sample_tokens",
+    ):
         if not whole(getattr(s, name), 1):
             yield f"{name} is {getattr(s, name)!r}, it must be a whole number from 1 up"
-    optional = {"warmup_steps"} | ({"eval_every"} if s.time_limit is not None or s.plan else set())
+    optional = {"warmup_steps"} | ({"eval_every"} if s.time_limit is not None or s.repeat_plan else set())
     for name in ("warmup_steps", "eval_every", "save_every", "sample_every", "seed"):
         if not (whole(getattr(s, name), 0) or name in optional and getattr(s, name) is None):
             yield f"{name} is {getattr(s, name)!r}, it must be a whole number from 0 up"
     for name, choices in (
-        ("packing", tuple(PACKINGS)), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("dtype", DTYPES)
+        ("packing", tuple(PACKINGS)), ("lr_schedule", LR_SCHEDULES), ("optimizer", OPTIMIZERS), ("dtype", DTYPES)
     ):  # fmt: skip
         if getattr(s, name) not in choices:
             yield f"{name} is {getattr(s, name)!r}, it must be one of {', '.join(choices)}"
     of_optimizer = ("weight_decay", "beta1", "beta2") if s.optimizer in OPTIMIZERS else ()
-    for name in ("learning_rate", *of_optimizer[:1], "clip", "spike"):
+    for name in ("learning_rate", *of_optimizer[:1], "grad_clip", "spike_threshold"):
         value = getattr(s, name)
         if not number(value) or value < 0 or (name == "learning_rate" and value == 0):
             yield f"{name} is {value!r}, it must be a positive number"
@@ -139,20 +151,20 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         yield f"save_minutes is {s.save_minutes!r}, it must be a number from 0 up"
     if s.time_limit is not None and (not number(s.time_limit) or s.time_limit <= 0):
         yield f"time_limit is {s.time_limit!r}, it must be a positive number of seconds"
-    for name in ("final_learning_rate", "decay_fraction"):
+    for name in ("min_lr_ratio", "decay_fraction"):
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) <= 1:
             yield f"{name} is {getattr(s, name)!r}, it must be between 0 and 1"
-    if of_optimizer and DEFAULTS[s.optimizer].beta2 is None:
+    if of_optimizer and OPTIMIZER_DEFAULTS[s.optimizer].beta2 is None:
         of_optimizer = of_optimizer[:1]
         for name in ("beta1", "beta2"):
-            if getattr(s, name) != getattr(DEFAULTS[s.optimizer], name):
+            if getattr(s, name) != getattr(OPTIMIZER_DEFAULTS[s.optimizer], name):
                 yield f"{name} is {getattr(s, name)!r}, but {s.optimizer} has no {name}: leave it out"
-    for name in (*of_optimizer[1:], "dropout", "ema"):
+    for name in (*of_optimizer[1:], "dropout", "ema_decay"):
         if not number(getattr(s, name)) or not 0 <= getattr(s, name) < 1:
             yield f"{name} is {getattr(s, name)!r}, it must be at least 0 and below 1"
-    if s.plan is not None and not _is_plan(s.plan, whole):
+    if s.repeat_plan is not None and not _is_plan(s.repeat_plan, whole):
         yield "plan isn't one: it needs replanned, pairs of steps, and validations, steps"
-    for name in ("document_mask", "answers_only", "recompute"):
+    for name in ("document_mask", "mask_prompt", "grad_checkpoint"):
         if not isinstance(getattr(s, name), bool):
             yield f"{name} is {getattr(s, name)!r}, it must be true or false"
     if not isinstance(s.sample_prompt, str):
@@ -161,13 +173,13 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         yield f"warmup_steps {s.warmup_steps} leaves nothing of {s.steps} steps (at most {s.steps - 1})"
 
 
-def _is_plan(plan: Any, whole: Callable[[Any, int], bool]) -> bool:
+def _is_plan(repeat_plan: Any, whole: Callable[[Any, int], bool]) -> bool:
     """Whether this is what `mlxlm.train.repeat` makes, as JSON has it."""
-    if not isinstance(plan, dict) or set(plan) != {"replanned", "validations"}:
+    if not isinstance(repeat_plan, dict) or set(repeat_plan) != {"steps_changed", "validations"}:
         return False
-    replanned, validations = plan["replanned"], plan["validations"]
+    steps_changed, validations = repeat_plan["steps_changed"], repeat_plan["validations"]
     return (
-        all(isinstance(values, list) for values in (replanned, validations, *replanned))
-        and all(len(pair) == 2 and all(whole(n, 1) for n in pair) for pair in replanned)
+        all(isinstance(values, list) for values in (steps_changed, validations, *steps_changed))
+        and all(len(pair) == 2 and all(whole(n, 1) for n in pair) for pair in steps_changed)
         and all(whole(n, 1) for n in validations)
     )

@@ -6,15 +6,15 @@ import math
 from collections import deque
 
 
-class SpikeGuard:
-    """Watches the mean of the last 10 losses: it may exceed its lowest value by less than `spike` nats.
+class SpikeDetector:
+    """Watches the mean of the last 10 losses: it may exceed its lowest value by less than `spike_threshold` nats.
 
-    `spike` 0 looks for losses that are not finite only. `state` is what an earlier guard's `state` gave.
+    `spike_threshold` 0 looks for losses that are not finite only. `state` is what an earlier guard's `state` gave.
     """
 
-    def __init__(self, spike: float, state: dict | None = None):
+    def __init__(self, spike_threshold: float, state: dict | None = None):
         state = state or {}
-        self._spike = spike
+        self._spike = spike_threshold
         self._recent: deque[float] = deque(state.get("recent", ()), maxlen=10)
         self._lowest: float = state.get("lowest") or math.inf
 

@@ -17,28 +17,28 @@ from mlxlm.backend.mlx import ON_CPU
 from mlxlm.config import ModelConfig
 from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, TrainBatches, prepare, total_bytes, training_texts
 from mlxlm.data.manifest import is_prepared
-from mlxlm.data.sources import read_once
-from mlxlm.plan import Training, cheapest, training_memory
-from mlxlm.plan.advice import room
-from mlxlm.plan.scaling_law import Law
+from mlxlm.data.sources import unseekable_source
+from mlxlm.plan import Training, suggest_change, training_memory
+from mlxlm.plan.advice import usable_memory
+from mlxlm.plan.scaling_law import ScalingLaw
 from mlxlm.plan.textbook import compute_optimal_tokens
 from mlxlm.tokenizer import Tokenizer, load, train
-from mlxlm.train.auto_size import choose, guessed_vocabulary
+from mlxlm.train.auto_size import auto_size, guess_vocab_size
 from mlxlm.train.log import RunLog
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.step_benchmark import LEAST_STEPS, TRYING, probe
+from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, probe
 from mlxlm.train.time_budget import (
-    MEASURING,
-    TRAINING,
+    MEASURING_LABEL,
+    TRAINING_FRACTION,
     batch_settings,
-    least_rows,
+    min_rows,
     seconds_per_token,
     validation_settings,
 )
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
-from mlxlm.utils.files import check_free, working_folder
+from mlxlm.utils.files import check_not_exists, working_folder
 from mlxlm.utils.formatting import human_bytes, human_seconds
 
 DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's products of 16 bits on a CPU are many times slower
@@ -47,7 +47,7 @@ _NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # unt
 Phase = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 
 
-class TooFewTokens(DataError):
+class TooFewTokensError(DataError):
     """The text is shorter than one sequence."""
 
 
@@ -64,18 +64,18 @@ def start_run(
     weights: Sequence[float] | None = None,
     text_column: str | None = None,
     tokenizer: str | Path | None = None,
-    kind: str = "byte-level",
+    tokenizer_type: str = "byte-level",
     vocab_size: int | None = None,
     validation: Sequence[str | Path] = (),
     validation_fraction: float = 0.05,
     on_bad_input: str = "stop",
     minutes: float | None = None,
     tokens: float | None = None,
-    duty: float = 100.0,
-    begun: float | None = None,
-    law: Law | None = None,
+    duty_cycle: float = 100.0,
+    start_time: float | None = None,
+    scaling_law: ScalingLaw | None = None,
     settings: dict[str, Any] | None = None,
-    ranks: int = 1,
+    num_processes: int = 1,
     stdin: IO[bytes] | None = None,
     phase: Phase = no_phase,
 ) -> Run:
@@ -85,20 +85,20 @@ def start_run(
     sources: what `mlxlm.data.documents` takes, or one folder made by `mlxlm.data.prepare`.
     weights: for each of the sources the share of the tokens to be drawn from it; None: each as long as it is.
     text_column: of tables and JSON lines, see `mlxlm.data.documents`.
-    tokenizer: a folder or file; None takes the prepared data's, or trains one of `kind` with `vocab_size`
+    tokenizer: a folder or file; None takes the prepared data's, or trains one of `tokenizer_type` with `vocab_size`
         tokens (default: the configuration's, or as many as the text supports) on the sources, without what is held out
         for validation.
     on_bad_input: "stop" or "skip", see `mlxlm.data.BadInput`; the manifest says how much was skipped.
     minutes, tokens: how long to train, instead of `settings["steps"]`; by default 20 tokens a parameter. Minutes
-        count from `begun` on (of time.monotonic(); None: from here on): what is left of them is the settings'
-        `time_limit`, to which the steps are fitted as the run goes, see `train`. `duty` percent of them will be worked
-        (see `Power`).
+        count from `start_time` on (of time.monotonic(); None: from here on): what is left of them is the settings'
+        `time_limit`, to which the steps are fitted as the run goes, see `train`. `duty_cycle` percent of them will be worked
+        (see `PowerPolicy`).
         With minutes, what the settings leave open of batch, sequence length and validation follows from the time.
         A run of 100 steps or more is probed, and one with minutes: its log begins with the Forecast.
-    law: of the user's own runs, for the choice; see `mlxlm.scaling`.
+    scaling_law: of the user's own runs, for the choice; see `mlxlm.scaling`.
     settings: fields of TrainSettings; the learning rate defaults by model size, weight decay by the passes over the
         text.
-    ranks: how many processes will train it together: "accumulate" is what each of them adds, and the run's own is
+    num_processes: how many processes will train it together: "accumulate" is what each of them adds, and the run's own is
         that of all, so that any number of processes that divides it can go on.
     phase: called with a label and a total in bytes (or None) for each phase that takes a while; the context
         it returns yields a function to be called with the bytes done.
@@ -109,95 +109,117 @@ def start_run(
     Raises CheckpointError if `out` exists, and DataError, TokenizerError or ConfigError for what can't work,
     as early as it can be known.
     """
-    begun, out = time.monotonic() if begun is None else begun, Path(out)
-    check_free(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
+    start_time, out = time.monotonic() if start_time is None else start_time, Path(out)
+    check_not_exists(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
     values = dict(settings or {})
-    values["accumulate"] = values.get("accumulate", TrainSettings.accumulate) * ranks
-    check_length(minutes=minutes, tokens=tokens, steps=values.get("steps"))
+    values["grad_accumulation_steps"] = (
+        values.get("grad_accumulation_steps", TrainSettings.grad_accumulation_steps) * num_processes
+    )
+    check_duration(minutes=minutes, tokens=tokens, steps=values.get("steps"))
     if config is None and minutes is None:
         raise ConfigError("no model is given, and no time to choose one by", "a preset, or minutes")
-    choose_dtype(values)
-    draft = TrainSettings.draft(values)
-    own = replace(draft, accumulate=draft.accumulate // ranks)  # what this process does of a step
+    set_default_dtype(values)
+    provisional = TrainSettings.provisional(values)
+    own = replace(
+        provisional, grad_accumulation_steps=provisional.grad_accumulation_steps // num_processes
+    )  # what this process does of a step
     prepared = prepared_source(sources)
     if prepared and validation:
         raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
     if prepared and weights:
         raise DataError(f"{prepared} is prepared already, with its own weights", "mlxlm prepare PATH=WEIGHT ...")
-    if (once := read_once(sources)) is not None and tokenizer is None:
+    if (once := unseekable_source(sources)) is not None and tokenizer is None:
         hint = "a file, or mlxlm pretrain --tokenizer PATH"
         raise DataError(f"{once} can be read only once, so it can't train a tokenizer too", hint)
     exact = vocab_size is not None
     if vocab_size is None and config is not None:
         vocab_size = config.vocab_size
     if vocab_size is None and not prepared and tokenizer is None:
-        vocab_size = guessed_vocabulary(60 * minutes * duty / 100 * ranks, sources, text_column, on_bad_input)
+        vocab_size = guess_vocab_size(
+            60 * minutes * duty_cycle / 100 * num_processes, sources, text_column, on_bad_input
+        )
     reading = {
         "weights": weights, "text_column": text_column, "validation_paths": validation,
-        "validation_fraction": validation_fraction, "seed": draft.seed, "on_bad_input": on_bad_input,
+        "validation_fraction": validation_fraction, "seed": provisional.seed, "on_bad_input": on_bad_input,
     }  # fmt: skip
-    words = pace = None
+    loaded_tokenizer = token_seconds = None
     if prepared or tokenizer is not None:
-        words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
-        vocab_size = words.vocab_size
+        loaded_tokenizer = get_tokenizer(
+            prepared or sources, tokenizer, tokenizer_type, vocab_size, reading, phase, exact
+        )
+        vocab_size = loaded_tokenizer.vocab_size
     if config is not None and minutes is None:
         config = _fitted(config, own, {"vocab_size": vocab_size, **_NO_IDS})
     elif config is not None:
-        with phase(MEASURING, None):
-            available = time_left(minutes, begun) * duty / 100
+        with phase(MEASURING_LABEL, None):
+            available = time_left(minutes, start_time) * duty_cycle / 100
             smallest = _fitted(config, replace(own, batch_size=1), {"vocab_size": vocab_size, **_NO_IDS})
-            pace = seconds_per_token(smallest, available, values, ranks)
-    if words is None:
-        words = tokenizer_for(prepared or sources, tokenizer, kind, vocab_size, reading, phase, exact)
-    ids = {"bos_token_id": words.bos_id, "eos_token_id": words.eos_id, "pad_token_id": words.pad_id}
+            token_seconds = seconds_per_token(smallest, available, values, num_processes)
+    if loaded_tokenizer is None:
+        loaded_tokenizer = get_tokenizer(
+            prepared or sources, tokenizer, tokenizer_type, vocab_size, reading, phase, exact
+        )
+    ids = {
+        "bos_token_id": loaded_tokenizer.bos_id,
+        "eos_token_id": loaded_tokenizer.eos_id,
+        "pad_token_id": loaded_tokenizer.pad_id,
+    }
     workspace = working_folder(out)
     try:
         data = prepared or workspace / "data"
         if not prepared:
             with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
-                prepare(sources, words, data, progress=advance, stdin=stdin, **reading)
+                prepare(sources, loaded_tokenizer, data, progress=advance, stdin=stdin, **reading)
         manifest, choice = Manifest.read(data), None
         if minutes:
-            worked, batch_given = time_left(minutes, begun) * duty / 100, "batch_size" in values
+            worked, batch_given = time_left(minutes, start_time) * duty_cycle / 100, "batch_size" in values
             if config is None:
                 with phase("choosing a model", None):
-                    choice = choose(worked, manifest.train.tokens, words.vocab_size, values, law, ranks)
+                    choice = auto_size(
+                        worked, manifest.train.tokens, loaded_tokenizer.vocab_size, values, scaling_law, num_processes
+                    )
                 config, values = choice.config, choice.settings
             else:
-                values = batch_settings(config, TRAINING * worked / pace, values)
-            config = config.with_changes(vocab_size=words.vocab_size, **ids)
+                values = batch_settings(config, TRAINING_FRACTION * worked / token_seconds, values)
+            config = config.with_changes(vocab_size=loaded_tokenizer.vocab_size, **ids)
             if not batch_given and values["batch_size"] < platform.cpu_cores():
-                with phase(MEASURING, None):
-                    values["batch_size"] = max(values["batch_size"], least_rows(config, values))
-            while not batch_given and values["batch_size"] > 1 and not _fits(config, values, ranks):
+                with phase(MEASURING_LABEL, None):
+                    values["batch_size"] = max(values["batch_size"], min_rows(config, values))
+            while not batch_given and values["batch_size"] > 1 and not _fits(config, values, num_processes):
                 values["batch_size"] //= 2
-            draft = TrainSettings.draft(values)
-            own = replace(draft, accumulate=draft.accumulate // ranks)
-        config = _fitted(config, own, {"vocab_size": words.vocab_size, **ids})
-        _check_data(manifest, words, draft.sequence_length, data)
-        if manifest.chat_documents:
+            provisional = TrainSettings.provisional(values)
+            own = replace(provisional, grad_accumulation_steps=provisional.grad_accumulation_steps // num_processes)
+        config = _fitted(config, own, {"vocab_size": loaded_tokenizer.vocab_size, **ids})
+        _check_data(manifest, loaded_tokenizer, provisional.max_seq_length, data)
+        if manifest.num_conversations:
             # An answer ends with the end of its turn, a text with the end of its document.
-            config = config.with_changes(eos_token_id=[words.eos_id, words.special_tokens["<|end|>"]])
+            config = config.with_changes(
+                eos_token_id=[loaded_tokenizer.eos_id, loaded_tokenizer.special_tokens["<|end|>"]]
+            )
         # Without conversations in the text there are no roles to speak of: such a model continues texts.
-        words.chat_template = CHAT_TEMPLATE if manifest.chat_documents else None
-        values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer))
-        steps = None if minutes else values.get("steps") or steps_for(tokens, config, draft)
+        loaded_tokenizer.chat_template = CHAT_TEMPLATE if manifest.num_conversations else None
+        values.setdefault("learning_rate", default_learning_rate(config, provisional.optimizer))
+        steps = None if minutes else values.get("steps") or steps_for(tokens, config, provisional)
         found = None
-        if minutes or steps >= LEAST_STEPS:
-            with phase(TRYING, None):
+        if minutes or steps >= MIN_STEPS_TO_BENCHMARK:
+            with phase(BENCHMARK_LABEL, None):
                 found = probe(config, own, TokenDataset.open(data, "validation"))
         if minutes:
-            values["time_limit"] = time_left(minutes, begun)
+            values["time_limit"] = time_left(minutes, start_time)
             values = validation_settings(found, values["time_limit"], values)
-            draft = TrainSettings.draft(values)
-            steps = found.steps_in(values["time_limit"] * duty / 100, draft, manifest.validation.tokens)
+            provisional = TrainSettings.provisional(values)
+            steps = found.steps_in(values["time_limit"] * duty_cycle / 100, provisional, manifest.validation.tokens)
         rows = TrainBatches(
-            TokenDataset.open(data, "train"), 1, draft.sequence_length, draft.seed, packing=draft.packing
+            TokenDataset.open(data, "train"),
+            1,
+            provisional.max_seq_length,
+            provisional.seed,
+            packing=provisional.packing,
         ).rows  # which padding doesn't make more of
-        passes = steps * draft.batch_size * draft.accumulate / rows
-        values.setdefault("weight_decay", default_weight_decay(draft.optimizer, passes))
+        passes = steps * provisional.batch_size * provisional.grad_accumulation_steps / rows
+        values.setdefault("weight_decay", default_weight_decay(provisional.optimizer, passes))
         settled = TrainSettings(**{**values, "steps": steps})
-        run = Run.create(out, config, settled, words, data, adopt=not prepared)
+        run = Run.create(out, config, settled, loaded_tokenizer, data, move_data=not prepared)
         log = RunLog(run.log_file)
         if choice is not None:
             log.record(choice.event)
@@ -208,7 +230,7 @@ def start_run(
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def choose_dtype(values: dict[str, Any]) -> None:
+def set_default_dtype(values: dict[str, Any]) -> None:
     """Set the dtype of the settings `values` where they have none. Raises ConfigError for one that is no use here."""
     values.setdefault("dtype", DEVICE_DTYPE)
     if ON_CPU and values["dtype"] != "float32":
@@ -216,7 +238,7 @@ def choose_dtype(values: dict[str, Any]) -> None:
         raise ConfigError(f"a CPU computes {values['dtype']} products many times slower than float32", hint)
 
 
-def check_length(**given: float | None) -> None:
+def check_duration(**given: float | None) -> None:
     """Raise ConfigError unless at most one of these says how long to train, and says it in a positive number."""
     chosen = {name: value for name, value in given.items() if value is not None}
     if len(chosen) > 1:
@@ -226,15 +248,15 @@ def check_length(**given: float | None) -> None:
             raise ConfigError(f"{name} is {value!r}, it must be a positive number")
 
 
-def steps_for(tokens: float | None, config: ModelConfig, draft: TrainSettings) -> int:
+def steps_for(tokens: float | None, config: ModelConfig, provisional: TrainSettings) -> int:
     """Steps that see `tokens`, by default as many as are compute-optimal for the model."""
     budget = compute_optimal_tokens(config.parameter_count()) if tokens is None else int(tokens)
-    return max(1, -(-budget // draft.tokens_per_step))
+    return max(1, -(-budget // provisional.tokens_per_step))
 
 
-def time_left(minutes: float, begun: float) -> float:
-    """Seconds that training has, of minutes that count since `begun`. Raises ConfigError if there are none."""
-    spent = time.monotonic() - begun
+def time_left(minutes: float, start_time: float) -> float:
+    """Seconds that training has, of minutes that count since `start_time`. Raises ConfigError if there are none."""
+    spent = time.monotonic() - start_time
     if (left := 60 * minutes - spent) <= 0:
         problem = f"preparing the training took {human_seconds(spent)} of the {human_seconds(60 * minutes)} given"
         raise ConfigError(problem, f"--minutes {math.ceil(2 * spent / 60)}")
@@ -250,10 +272,10 @@ def prepared_source(sources: Sequence[str | Path]) -> Path | None:
     return folders[0] if folders else None
 
 
-def tokenizer_for(
+def get_tokenizer(
     sources: Path | Sequence[str | Path],
     path: str | Path | None,
-    kind: str,
+    tokenizer_type: str,
     vocab_size: int | None,
     reading: dict[str, Any],
     phase: Phase,
@@ -265,31 +287,33 @@ def tokenizer_for(
         return load(path)
     if isinstance(sources, Path):
         return load(sources / "tokenizer")
-    with phase(f"training a {kind} tokenizer of {vocab_size} tokens", total_bytes(sources)) as advance:
-        return train(training_texts(sources, progress=advance, **reading), vocab_size, kind, exact=exact)
+    with phase(f"training a {tokenizer_type} tokenizer of {vocab_size} tokens", total_bytes(sources)) as advance:
+        return train(training_texts(sources, progress=advance, **reading), vocab_size, tokenizer_type, exact=exact)
 
 
 def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any]) -> ModelConfig:
     """The configuration to train, if this machine has the memory for it, by `mlxlm.plan`."""
-    config = config.with_changes(max_position_embeddings=settings.sequence_length, quantization=None, **changes)
+    config = config.with_changes(max_position_embeddings=settings.max_seq_length, quantization=None, **changes)
     check_memory(config, settings)
     return config
 
 
-def _fits(config: ModelConfig, values: dict[str, Any], ranks: int) -> bool:
+def _fits(config: ModelConfig, values: dict[str, Any], num_processes: int) -> bool:
     """Whether this machine has the memory to train with the settings `values`."""
-    draft = TrainSettings.draft(values)
-    own = Training.of(replace(draft, accumulate=draft.accumulate // ranks))
-    return training_memory(config, own).total <= room(device.device_memory())
+    provisional = TrainSettings.provisional(values)
+    own = Training.of(
+        replace(provisional, grad_accumulation_steps=provisional.grad_accumulation_steps // num_processes)
+    )
+    return training_memory(config, own).total <= usable_memory(device.device_memory())
 
 
 def check_memory(config: ModelConfig, settings: TrainSettings, preset: str = "--preset") -> None:
-    """Raise a ConfigError if training takes more memory than the device has for it. preset: see `cheapest`."""
+    """Raise a ConfigError if training takes more memory than the device has for it. preset: see `suggest_change`."""
     training, there = Training.of(settings), device.device_memory()
-    if (needed := training_memory(config, training).total) > room(there):
-        change = cheapest(config, training, there, preset)
+    if (needed := training_memory(config, training).total) > usable_memory(there):
+        change = suggest_change(config, training, there, preset)
         hint = f"{change.text}, which takes {human_bytes(change.needed)}" if change else "a smaller model"
-        there = human_bytes(room(there))
+        there = human_bytes(usable_memory(there))
         raise ConfigError(f"training this takes about {human_bytes(needed)} of memory, there are {there} for it", hint)
 
 
@@ -305,6 +329,6 @@ def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Pat
     if manifest.train.tokens < length + 1:
         there = manifest.train.tokens
         hint = f"--sequence-length {there - 1}, or more text" if there > 2 else "more text"
-        raise TooFewTokens(f"the text has {there} tokens, less than one sequence of {length}", hint)
+        raise TooFewTokensError(f"the text has {there} tokens, less than one sequence of {length}", hint)
     if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
         raise DataError("nothing is held out for validation", "more documents, or mlxlm pretrain --validation FILE")

@@ -9,13 +9,13 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
-from mlxlm.backend.cpu_cores import parts_of
+from mlxlm.backend.cpu_cores import num_batch_shards
 from mlxlm.backend.mlx import mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
-from mlxlm.train.cpu_data_parallel import Workers
-from mlxlm.train.distributed.process_group import Ranks
-from mlxlm.train.ema import averaged
+from mlxlm.train.cpu_data_parallel import CPUDataParallel
+from mlxlm.train.distributed.process_group import ProcessGroup
+from mlxlm.train.ema import ema_weights
 from mlxlm.train.loss import summed_loss
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.settings import TrainSettings
@@ -29,21 +29,21 @@ class TrainStep:
     The weights are float32. With `settings.dtype` "bfloat16" they are rounded for each forward pass, whose products
     and activations are in it; the loss, the sums of gradients, their norm and the update stay float32.
 
-    With `settings.ema`, an average of the weights goes along: what is evaluated, and a checkpoint's model.
+    With `settings.ema_decay`, an average of the weights goes along: what is evaluated, and a checkpoint's model.
     """
 
-    def __init__(self, model: Decoder, settings: TrainSettings, ranks: Ranks | None = None):
-        self.model, self.settings, self.ranks = model, settings, ranks or Ranks.alone()
+    def __init__(self, model: Decoder, settings: TrainSettings, process_group: ProcessGroup | None = None):
+        self.model, self.settings, self.process_group = model, settings, process_group or ProcessGroup.single_process()
         self._dtype = getattr(mx, settings.dtype)
-        model.model.recompute = settings.recompute
+        model.model.grad_checkpoint = settings.grad_checkpoint
         self._optimizer = make_optimizer(settings)
         self._optimizer.init(model.trainable_parameters())
-        self._averages = {name: mx.array(weight) for name, weight in self._raw().items()} if settings.ema else {}
+        self._averages = {name: mx.array(weight) for name, weight in self._raw().items()} if settings.ema_decay else {}
         mx.random.seed(settings.seed)
         self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
         self._own_sums = mx.compile(self._sums, inputs=[model.state, mx.random.state], outputs=mx.random.state)
         self._use_sums = mx.compile(self._use, inputs=self.state, outputs=self.state)
-        self._cut(parts_of(settings.batch_size))
+        self._cut(num_batch_shards(settings.batch_size))
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> tuple[mx.array, mx.array]:
         """Update the model on one batch after another, their gradients added: one step.
@@ -63,46 +63,50 @@ class TrainStep:
             raise
 
     def _stepped(self, batches: Sequence[Batch], rate: mx.array) -> tuple[mx.array, mx.array]:
-        if self.ranks.size == 1:
+        if self.process_group.size == 1:
             if self._workers is None:
                 return self._step(_arrays(batches), rate)
             return self._use_sums(self._workers(batches), rate)
-        following, *keys = mx.random.split(mx.random.state[0], 1 + self.ranks.size)
-        _set_key(keys[self.ranks.rank])  # each rank drops out elements of its own
+        following, *keys = mx.random.split(mx.random.state[0], 1 + self.process_group.size)
+        _set_key(keys[self.process_group.rank])  # each rank drops out elements of its own
         # Out of the compiled graph: no weight is touched before all sums have come.
         parts = [self._own_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
-        sums = self.ranks.summed(_added(parts))
+        sums = self.process_group.all_reduce(_added(parts))
         _set_key(following)
         return self._use_sums([sums], rate)
 
     @property
-    def machine(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Any]:
         """What decides here how sums are rounded, beside settings and data: JSON's types."""
         return {
-            "chip": platform.chip(), "blas": load_blas().name, "ranks": self.ranks.size, "parts": self._parts,
+            "chip": platform.chip(), "blas": load_blas().name, "num_processes": self.process_group.size, "parts": self._parts,
         }  # fmt: skip
 
-    def go_on_as(self, machine: Any) -> str | None:
-        """Cut batches as a step whose `machine` this is, where nothing else differs, however many cores there are now.
+    def match_environment(self, environment: Any) -> str | None:
+        """Cut batches as a step whose `environment` this is, where nothing else differs, however many cores there are now.
 
         Says what differs on the same chip; of another one nobody expects the same bits.
         """
-        own = self.machine
-        if not isinstance(machine, dict) or own["chip"] != machine.get("chip") or own["ranks"] != machine.get("ranks"):
+        own = self.environment
+        if (
+            not isinstance(environment, dict)
+            or own["chip"] != environment.get("chip")
+            or own["num_processes"] != environment.get("num_processes")
+        ):
             return None
-        if own["blas"] != machine.get("blas"):
+        if own["blas"] != environment.get("blas"):
             return (
-                f"products come from {own['blas']}, and came from {machine.get('blas')} before: the weights will not "
+                f"products come from {own['blas']}, and came from {environment.get('blas')} before: the weights will not "
                 "be those of a run without interruption, to the bit (mlxlm doctor tells more)"
             )
-        parts = machine.get("parts")
+        parts = environment.get("parts")
         if isinstance(parts, int) and 1 <= parts <= self.settings.batch_size and parts != self._parts:
             self._cut(parts)
         return None
 
     def _cut(self, parts: int) -> None:
         self._parts = parts
-        self._workers = Workers(self._sums, self.model.state, parts) if parts > 1 else None
+        self._workers = CPUDataParallel(self._sums, self.model.state, parts) if parts > 1 else None
 
     @property
     def state(self) -> list[Any]:
@@ -111,7 +115,7 @@ class TrainStep:
         return [self.model.state, optimizers, self._averages, mx.random.state]
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def ema_weights(self) -> Iterator[None]:
         """Inside, the model has the averaged weights, where there are any."""
         raw = self._raw()
         self.model.load_weights(list(self.weights().items()))
@@ -165,23 +169,23 @@ class TrainStep:
         count = mx.where(sums["count"] > 0, sums["count"], 1.0)
         gradients = tree_map(lambda g: g / count, sums["gradients"])
         norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
-        if self.settings.clip > 0:
-            factor = mx.minimum(self.settings.clip / (norm + 1e-6), 1.0)
+        if self.settings.grad_clip > 0:
+            factor = mx.minimum(self.settings.grad_clip / (norm + 1e-6), 1.0)
             gradients = tree_map(lambda g: g * factor, gradients)
         self._optimizer.learning_rate = learning_rate
         self._optimizer.update(self.model, gradients)
         step = self._optimizer.optimizers[0].step
-        self._averages.update(averaged(self._averages, self._raw(), self.settings.ema, step))
+        self._averages.update(ema_weights(self._averages, self._raw(), self.settings.ema_decay, step))
         return sums["loss"] / count, norm
 
     def _gradients(self, parameters: dict, batches: list[Arrays]) -> tuple[mx.array, dict]:
         """The loss over all `batches` and its gradients, summed over tokens."""
         loss_and_gradient = mx.value_and_grad(self._loss)
         total, gradients = mx.array(0.0), None
-        for tokens, segments, weights in batches:
+        for tokens, segment_ids, weights in batches:
             if gradients is not None:  # one micro-batch's activations at a time: this one waits for the last
                 tokens, total = mx.depends([tokens, total], [g for _, g in tree_flatten(gradients)])
-            loss, gradient = loss_and_gradient(parameters, tokens, segments, weights)
+            loss, gradient = loss_and_gradient(parameters, tokens, segment_ids, weights)
             total = total + loss
             gradients = gradient if gradients is None else tree_map(mx.add, gradients, gradient)
         return total, gradients

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from mlxlm.data import Batch, TokenDataset, TrainBatches
-from mlxlm.train.distributed.process_group import Ranks
+from mlxlm.train.distributed.process_group import ProcessGroup
 from mlxlm.train.run import Run
 
 
-class Feed:
+class StepBatches:
     """The batches of each step of `run`, or this rank's share of them.
 
     Attributes:
-        cropped: the share of the drawn text that an epoch leaves out, because it doesn't fit into rows.
+        dropped_fraction: the share of the drawn text that an epoch leaves out, because it doesn't fit into rows.
         padding: the share of the rows that is padding.
 
     Raises DataError for data that can't be used, PlatformError if the ranks can't share a step's batches equally.
     """
 
-    def __init__(self, run: Run, ranks: Ranks):
+    def __init__(self, run: Run, process_group: ProcessGroup):
         settings = run.settings
-        self._each = ranks.share_of(settings.accumulate)
+        self._each = process_group.batches_per_process(settings.grad_accumulation_steps)
         self._batches = TrainBatches(
-            TokenDataset.open(run.data, "train"), settings.batch_size, settings.sequence_length, settings.seed,
-            packing=settings.packing, document_mask=settings.document_mask, answers_only=settings.answers_only,
-            rank=ranks.rank, ranks=ranks.size,
+            TokenDataset.open(run.data, "train"), settings.batch_size, settings.max_seq_length, settings.seed,
+            packing=settings.packing, document_mask=settings.document_mask, mask_prompt=settings.mask_prompt,
+            rank=process_group.rank, num_processes=process_group.size,
         )  # fmt: skip
-        self.cropped, self.padding = self._batches.cropped, self._batches.padding
+        self.dropped_fraction, self.padding = self._batches.dropped_fraction, self._batches.padding
 
     def read(self, done: int) -> list[Batch]:
         """The batches of step number `done`, from 1."""
@@ -36,6 +36,6 @@ class Feed:
         """How many epochs of each source all ranks have seen after step `done`."""
         return self._batches.epochs(done * self._each)
 
-    def epoch_of(self, done: int) -> float:
+    def epoch_at(self, done: int) -> float:
         """How many epochs all ranks have seen after step `done`: rows of all sources, by the rows that they have."""
-        return self._batches.epoch_of(done * self._each)
+        return self._batches.epoch_at(done * self._each)

@@ -11,28 +11,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxlm.backend.mlx import compute, mx
+from mlxlm.backend.mlx import eval_arrays, mx
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
 from mlxlm.evaluate import evaluate
 from mlxlm.model import Decoder
-from mlxlm.train.deadline import validations_in
+from mlxlm.train.deadline import num_validations
 from mlxlm.train.events import Forecast
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
 
-STEPS = 3
-TRYING = "trying three training steps"
+BENCHMARK_STEPS = 3
+BENCHMARK_LABEL = "trying three training steps"
 # A run of fewer steps isn't probed, unless its length is given in minutes: the probe has four of its own.
-LEAST_STEPS = 100
+MIN_STEPS_TO_BENCHMARK = 100
 
 
 @dataclass(frozen=True)
 class Probe:
-    """compiling: seconds of the first step. step: the median of three after it. validation: seconds of a batch of
+    """compile_seconds: seconds of the first step. step: the median of three after it. validation: seconds of a batch of
     validation, 0 where there was nothing to validate on. memory: MLX's peak in bytes, over what was there before."""
 
-    compiling: float
+    compile_seconds: float
     step: float
     validation: float
     memory: int
@@ -41,13 +41,13 @@ class Probe:
         """What a run of so many `steps` (None: the settings') takes, `held_out` tokens being there to validate on: all
         steps and validations, without saving and samples."""
         steps = settings.steps if steps is None else steps
-        windows = min(max(held_out - 1, 1), settings.eval_tokens) / settings.sequence_length
+        windows = min(max(held_out - 1, 1), settings.eval_tokens) / settings.max_seq_length
         each = self.validation * math.ceil(math.ceil(windows) / settings.batch_size)
         if settings.eval_every is None:
-            times = validations_in(settings.time_limit, each)
+            times = num_validations(settings.time_limit, each)
         else:
             times = -(-steps // settings.eval_every) if settings.eval_every else 1
-        seconds = self.compiling + self.step * (steps - 1)
+        seconds = self.compile_seconds + self.step * (steps - 1)
         return Forecast(steps, seconds, seconds + times * each, self.memory, times)
 
     def steps_in(self, seconds: float, settings: TrainSettings, held_out: int) -> int:
@@ -68,10 +68,10 @@ def probe(config: ModelConfig, settings: TrainSettings, held_out: TokenDataset |
     _forget()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    compiling, times, validation = _tried(config, settings, held_out)
+    compile_seconds, times, validation = _tried(config, settings, held_out)
     memory = mx.get_peak_memory() - before
     _forget()
-    return Probe(compiling, sorted(times)[STEPS // 2], validation, memory)
+    return Probe(compile_seconds, sorted(times)[BENCHMARK_STEPS // 2], validation, memory)
 
 
 def _tried(
@@ -79,9 +79,9 @@ def _tried(
 ) -> tuple[float, list[float], float]:
     """Seconds: of the first step, of each after it, and of a batch of validation."""
     model = Decoder(config, dropout=settings.dropout)
-    model.initialize(0)
+    model.init_weights(0)
     step, batches = TrainStep(model, settings), _batches(config, settings)
-    first, *times = [_seconds(lambda: compute(step(batches, 0.0), step.state)) for _ in range(1 + STEPS)]
+    first, *times = [_seconds(lambda: eval_arrays(step(batches, 0.0), step.state)) for _ in range(1 + BENCHMARK_STEPS)]
     if held_out is None:
         return first, times, 0.0
     _, validation = [_seconds(lambda: _validate(model, held_out, settings)) for _ in range(2)]
@@ -90,8 +90,8 @@ def _tried(
 
 def _validate(model: Decoder, held_out: TokenDataset, settings: TrainSettings) -> None:
     """On one batch, as a run does."""
-    length, rows = settings.sequence_length, settings.batch_size
-    masks = {"document_mask": settings.document_mask, "answers_only": settings.answers_only}
+    length, rows = settings.max_seq_length, settings.batch_size
+    masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
     evaluate(model, held_out, length, rows, rows * length, **masks)
 
 
@@ -103,13 +103,13 @@ def _forget() -> None:
 
 def _batches(config: ModelConfig, settings: TrainSettings) -> list[Batch]:
     """One step's: with documents, and weights, where the run's have them."""
-    rows, length = settings.batch_size, settings.sequence_length
+    rows, length = settings.batch_size, settings.max_seq_length
     draw = np.random.default_rng(0)
-    tokens = draw.integers(0, config.vocab_size, (settings.accumulate, rows, length + 1), dtype=np.int32)
-    segments = np.cumsum(draw.random((rows, length)) < 4 / length, axis=1, dtype=np.int32)
+    tokens = draw.integers(0, config.vocab_size, (settings.grad_accumulation_steps, rows, length + 1), dtype=np.int32)
+    segment_ids = np.cumsum(draw.random((rows, length)) < 4 / length, axis=1, dtype=np.int32)
     weights = (draw.random((rows, length)) < 0.5).astype(np.float32)
     return [
-        Batch(micro, segments if settings.document_mask else None, weights if settings.answers_only else None)
+        Batch(micro, segment_ids if settings.document_mask else None, weights if settings.mask_prompt else None)
         for micro in tokens
     ]
 

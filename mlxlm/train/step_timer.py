@@ -6,7 +6,7 @@ import time
 from collections import deque
 
 
-class Clock:
+class StepTimer:
     """Seconds spent in steps; the first step, which compiles, is kept apart from the rates.
 
     Use it as a context around each step.
@@ -39,7 +39,7 @@ class Clock:
             return self.seconds * steps
         return (time.perf_counter() - self._compiled) / (self._steps - 1) * steps
 
-    def skip(self, seconds: float) -> None:
+    def exclude_pause(self, seconds: float) -> None:
         """The last `seconds` were a pause, which says nothing about the time that is left."""
         if self._steps:
             self._compiled += seconds

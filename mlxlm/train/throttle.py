@@ -7,60 +7,64 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mlxlm.backend import platform
-from mlxlm.train.events import Paused, Resumed, Slowed
+from mlxlm.train.events import Paused, Resumed, Throttled
 from mlxlm.utils.errors import ConfigError
 
-ANSWERS = ("pause", "slow", "ignore")
-SLOW = 50.0  # percent of the time that "slow" works
+POWER_ACTIONS = ("pause", "slow", "ignore")
+SLOW_DUTY_CYCLE = 50.0  # percent of the time that "slow" works
 _LOOK_EVERY = 10.0  # seconds: a charger or a fan takes longer to make a difference
 _SLICE = 0.1  # seconds between two questions whether to stop
 
 
 @dataclass(frozen=True)
-class Power:
-    """What a run does on battery power and in heat, each one of `ANSWERS`; `duty` is the percentage of the time that
-    it works. "slow" works half of the time, or `duty` where that is less.
+class PowerPolicy:
+    """What a run does on battery power and in heat, each one of `POWER_ACTIONS`; `duty_cycle` is the percentage of the time that
+    it works. "slow" works half of the time, or `duty_cycle` where that is less.
 
     Raises ConfigError for values that can't work.
     """
 
     on_battery: str = "ignore"
     on_heat: str = "ignore"
-    duty: float = 100.0
+    duty_cycle: float = 100.0
 
     def __post_init__(self) -> None:
         for name in ("on_battery", "on_heat"):
-            if getattr(self, name) not in ANSWERS:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}", f"one of {', '.join(ANSWERS)}")
-        if isinstance(self.duty, bool) or not isinstance(self.duty, int | float) or not 1 <= self.duty <= 100:
-            raise ConfigError(f"duty is {self.duty!r}, it is a percentage", "from 1 to 100")
+            if getattr(self, name) not in POWER_ACTIONS:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}", f"one of {', '.join(POWER_ACTIONS)}")
+        if (
+            isinstance(self.duty_cycle, bool)
+            or not isinstance(self.duty_cycle, int | float)
+            or not 1 <= self.duty_cycle <= 100
+        ):
+            raise ConfigError(f"duty is {self.duty_cycle!r}, it is a percentage", "from 1 to 100")
 
 
-class Pace:
+class Throttle:
     """Rests and pauses between the steps of a run, by `power`.
 
-    `on_battery` and `heat` are asked for the machine's state every 10 seconds, `now` and `sleep` are its clock.
+    `on_battery` and `thermal_state` are asked for the machine's state every 10 seconds, `now` and `sleep` are its clock.
     `paused` counts seconds.
     """
 
     def __init__(
         self,
-        power: Power,
+        power: PowerPolicy,
         *,
         on_battery: Callable[[], bool | None] = platform.on_battery,
-        heat: Callable[[], str | None] = platform.heat,
+        thermal_state: Callable[[], str | None] = platform.thermal_state,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.paused = 0.0
-        self._power, self._on_battery, self._heat, self._now, self._sleep = power, on_battery, heat, now, sleep
+        self._power, self._on_battery, self._heat, self._now, self._sleep = power, on_battery, thermal_state, now, sleep
         self._looked = -float("inf")
         self._worked_since = now()
         self._reasons: dict[str, str] = {}  # what is asked for now: the reason for "pause", the one for "slow"
         self._slow_since: tuple[str, float] | None = None
         self._hot = False
 
-    def missing(self) -> list[str]:
+    def unsupported(self) -> list[str]:
         """What was asked for and can't be known on this machine, a sentence each."""
         found = []
         if self._power.on_battery != "ignore" and self._on_battery() is None:
@@ -69,7 +73,7 @@ class Pace:
             found.append(f"this machine shows no temperatures: on heat {self._power.on_heat} has no effect")
         return found
 
-    def between_steps(self, step: int, should_stop: Callable[[], bool]) -> Iterator[Paused | Slowed | Resumed]:
+    def between_steps(self, step: int, should_stop: Callable[[], bool]) -> Iterator[Paused | Throttled | Resumed]:
         """Called after step `step`: return when the next one may begin, or as soon as a stop is asked for.
 
         The pause begins when the caller goes on after Paused, so that there is time to save.
@@ -102,7 +106,7 @@ class Pace:
         self._look()
         return "pause" not in self._reasons
 
-    def _slow(self, step: int) -> Iterator[Slowed | Resumed]:
+    def _slow(self, step: int) -> Iterator[Throttled | Resumed]:
         reason = self._reasons.get("slow")
         if self._slow_since and reason != self._slow_since[0]:
             before, since = self._slow_since
@@ -110,10 +114,10 @@ class Pace:
             yield Resumed(step, before, self._now() - since)
         if reason and not self._slow_since:
             self._slow_since = reason, self._now()
-            yield Slowed(step, reason, self._duty())
+            yield Throttled(step, reason, self._duty())
 
     def _duty(self) -> float:
-        return min(self._power.duty, SLOW) if "slow" in self._reasons else self._power.duty
+        return min(self._power.duty_cycle, SLOW_DUTY_CYCLE) if "slow" in self._reasons else self._power.duty_cycle
 
     def _rest(self, should_stop: Callable[[], bool]) -> None:
         start = self._now()
@@ -130,8 +134,8 @@ class Pace:
         self._reasons = {}
         if power.on_heat != "ignore":
             # From hot until cool again: between the two it would start and stop all the time.
-            heat = self._heat()
-            self._hot = heat == "hot" or self._hot and heat == "warm"
+            thermal_state = self._heat()
+            self._hot = thermal_state == "hot" or self._hot and thermal_state == "warm"
             if self._hot:
                 self._reasons[power.on_heat] = "the machine is hot"
         if power.on_battery != "ignore" and self._on_battery():

@@ -12,7 +12,17 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from mlxlm.families import config_to_hf
-from mlxlm.train.events import Event, Finished, Sample, Saved, Started, Step, Stopped, Validation, Warned
+from mlxlm.train.events import (
+    CheckpointSaved,
+    Event,
+    Finished,
+    Sample,
+    Started,
+    Step,
+    Stopped,
+    TrainingWarning,
+    Validation,
+)
 from mlxlm.train.run import Run
 from mlxlm.utils.errors import CheckpointError, PlatformError, one_line
 from mlxlm.utils.files import write_json
@@ -49,7 +59,7 @@ class Trackers:
             _identity(run, wandb)
             self._openers["Weights & Biases"] = lambda: _WeightsAndBiases(run, wandb)
 
-    def record(self, event: Event) -> Iterator[Warned]:
+    def record(self, event: Event) -> Iterator[TrainingWarning]:
         """Send `event` on; Warned for each tracker that fails and is left out from here on."""
         for name in list(self._openers):
             try:
@@ -59,7 +69,7 @@ class Trackers:
             except Exception as error:  # whatever a library of others meets, the training goes on
                 del self._openers[name]
                 reason = one_line(f"{type(error).__name__}: {error}".strip(": "))
-                yield Warned(getattr(event, "step", 0), f"{name} gets nothing more of this run: {reason}")
+                yield TrainingWarning(getattr(event, "step", 0), f"{name} gets nothing more of this run: {reason}")
                 self._close(name)
 
     def close(self) -> None:
@@ -78,7 +88,7 @@ def _numbers(event: Event) -> dict[str, float]:
         return {
             "train/loss": event.loss,
             "train/learning_rate": event.learning_rate,
-            "train/gradient_norm": event.gradient_norm,
+            "train/grad_norm": event.grad_norm,
             "train/tokens": event.tokens,
             "machine/tokens_per_second": event.tokens_per_second,
             "machine/memory_bytes": event.memory,
@@ -117,7 +127,9 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, event.step)
         if isinstance(event, Sample):
             self._writer.add_text("sample", event.prompt + event.text, event.step)
-        if isinstance(event, Saved | Stopped | Finished):  # a resume begins from here: nothing before may be missing
+        if isinstance(
+            event, CheckpointSaved | Stopped | Finished
+        ):  # a resume begins from here: nothing before may be missing
             self._writer.flush()
 
     def close(self) -> None:

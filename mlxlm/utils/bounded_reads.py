@@ -13,7 +13,7 @@ from mlxlm.utils.errors import MlxlmError, os_errors_as
 
 
 @contextmanager
-def opened(path: Path, kind: type[MlxlmError]) -> Iterator[BinaryIO]:
+def open_regular(path: Path, kind: type[MlxlmError]) -> Iterator[BinaryIO]:
     """The file at `path`, links followed, open for reading.
 
     Raises `kind` if it can't be read, and for what is no regular file: a read from a pipe waits for ever, one from a
@@ -27,8 +27,8 @@ def opened(path: Path, kind: type[MlxlmError]) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, most: int, kind: type[MlxlmError]) -> bytes:
-    """All of a file of at most `most` bytes. Raises `kind` for a larger one, and as `opened` does."""
-    with opened(path, kind) as file:
+    """All of a file of at most `most` bytes. Raises `kind` for a larger one, and as `open_regular` does."""
+    with open_regular(path, kind) as file:
         size = path.stat().st_size
         data = file.read(most + 1) if size <= most else b""
     if max(size, len(data)) > most:  # some files have more than they say
@@ -36,7 +36,7 @@ def read_bytes(path: Path, most: int, kind: type[MlxlmError]) -> bytes:
     return data
 
 
-def decoded(content: bytes, name: str, kind: type[MlxlmError], hint: str, encoding: str = "utf-8") -> str:
+def decode_utf8(content: bytes, name: str, kind: type[MlxlmError], hint: str, encoding: str = "utf-8") -> str:
     """The text of `content`; utf-8-sig drops a byte order mark. Raises `kind` with `hint` for what is not UTF-8."""
     try:
         return content.decode(encoding)
@@ -44,7 +44,7 @@ def decoded(content: bytes, name: str, kind: type[MlxlmError], hint: str, encodi
         raise kind(f"{name} is not UTF-8: {error.reason} at byte {error.start}", hint) from None
 
 
-def parsed_object(content: bytes, name: str, kind: type[MlxlmError], hint: str) -> dict[str, Any]:
+def parse_json_object(content: bytes, name: str, kind: type[MlxlmError], hint: str) -> dict[str, Any]:
     """The JSON object in `content`, in UTF-8. Raises `kind` with `hint` for what is none, and for what readers of JSON
     take differently: a name that is there twice, NaN, infinities. Texts can have lone surrogates, as JSON can."""
 
@@ -60,7 +60,7 @@ def parsed_object(content: bytes, name: str, kind: type[MlxlmError], hint: str) 
         return value
 
     try:
-        text = decoded(content, name, kind, hint)
+        text = decode_utf8(content, name, kind, hint)
         value = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise kind(f"{name} is not JSON: {error.msg} at character {error.pos + 1}", hint) from None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from mlxlm.utils.bounded_reads import opened
+from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import MlxlmError
 
 _BLOCK = 1 << 20  # bytes that are read at a time
@@ -30,7 +30,7 @@ class HashingWriter:
 def file_sha256(path: Path, kind: type[MlxlmError], should_stop: Callable[[], bool] = lambda: False) -> str | None:
     """The digest of a file, read block by block; None if `should_stop` said yes. Raises `kind` if it can't be read."""
     found = hashlib.sha256()
-    with opened(path, kind) as file:
+    with open_regular(path, kind) as file:
         while block := file.read(_BLOCK):
             if should_stop():
                 return None

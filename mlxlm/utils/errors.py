@@ -37,7 +37,7 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def shortened(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """The repr of a value out of a file, of long ones the beginning and the end."""
     short = reprlib.Repr()
     short.maxlist = short.maxtuple = short.maxdict = 12

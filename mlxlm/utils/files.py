@@ -25,14 +25,14 @@ _ESCAPED = re.compile(f"[{CONTROLS}\ud800-\udfff]")  # lone surrogates: UTF-8 ha
 
 
 @contextmanager
-def new_folder(
+def atomic_new_folder(
     path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
 ) -> Iterator[Path]:
     """Fill a hidden folder beside `path`; at the end it is flushed to disk and becomes `path`, else it goes.
 
     Raises `kind` if `path` exists (an empty folder may), with `hint`, or if the disk refuses.
     """
-    check_free(path, kind, hint)
+    check_not_exists(path, kind, hint)
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with os_errors_as(kind, "write", path), _parent(path):
@@ -51,7 +51,7 @@ def new_folder(
 
 
 @contextmanager
-def new_files(
+def atomic_new_files(
     path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
 ) -> Iterator[Path]:
     """Fill a hidden folder beside `path` with files; at the end they move to `path`'s folder, `path` itself last.
@@ -87,7 +87,7 @@ def new_files(
 
 
 @contextmanager
-def new_file(
+def atomic_new_file(
     path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
 ) -> Iterator[BinaryIO]:
     """Fill a hidden file beside `path`; at the end it is flushed to disk and becomes `path`, else it goes.
@@ -154,7 +154,7 @@ def _check_no_file(path: Path, kind: type[MlxlmError], hint: str) -> None:
         raise kind(f"{path} already exists", hint)
 
 
-def check_free(path: Path | str, kind: type[MlxlmError], hint: str) -> None:
+def check_not_exists(path: Path | str, kind: type[MlxlmError], hint: str) -> None:
     """Raise `kind` if something is at `path`, an empty folder excepted."""
     path = Path(path)
     if path.is_symlink() or path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -162,7 +162,7 @@ def check_free(path: Path | str, kind: type[MlxlmError], hint: str) -> None:
 
 
 @contextmanager
-def replaced_file(path: Path, kind: type[MlxlmError] = CheckpointError) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, kind: type[MlxlmError] = CheckpointError) -> Iterator[BinaryIO]:
     """Fill a hidden file beside `path`; at the end it is flushed to disk and takes `path`'s place, else it goes.
 
     Raises `kind` if the disk refuses.
@@ -180,8 +180,8 @@ def replaced_file(path: Path, kind: type[MlxlmError] = CheckpointError) -> Itera
             partial.unlink(missing_ok=True)
 
 
-def replacement(source: Path, target: Path) -> Path:
-    """A hidden file beside `target` with the content of `source`, complete on the disk, to `move_into_place`. It is a
+def stage_copy(source: Path, target: Path) -> Path:
+    """A hidden file beside `target` with the content of `source`, complete on the disk, to `commit_file`. It is a
     hard link, or a copy where the disk has none.
 
     Raises CheckpointError if the disk refuses.
@@ -201,7 +201,7 @@ def replacement(source: Path, target: Path) -> Path:
     return partial
 
 
-def move_into_place(partial: Path, target: Path) -> None:
+def commit_file(partial: Path, target: Path) -> None:
     """Give a complete file its name, for good. Raises CheckpointError if the disk refuses."""
     with os_errors_as(CheckpointError, "write", target):
         partial.replace(target)
@@ -209,7 +209,7 @@ def move_into_place(partial: Path, target: Path) -> None:
 
 
 def same_file(first: Path, second: Path) -> bool:
-    """Whether both are there and one is a link to the other, or a copy that `replacement` made."""
+    """Whether both are there and one is a link to the other, or a copy that `stage_copy` made."""
     if not first.is_file() or not second.is_file():
         return False
     one, other = first.stat(), second.stat()
@@ -230,7 +230,7 @@ def has_hard_links(folder: Path) -> bool:
 
 def write_bytes(path: Path, content: bytes, kind: type[MlxlmError] = CheckpointError) -> None:
     """Write or replace a file as a whole. Raises `kind` if the disk refuses."""
-    with replaced_file(path, kind) as file:
+    with atomic_write(path, kind) as file:
         file.write(content)
 
 

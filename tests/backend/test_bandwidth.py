@@ -43,7 +43,7 @@ def test_a_mixture_of_experts_is_not_stated():
             self.experts = [nn.Linear(4, 4)]
 
     assert bandwidth.weight_bytes(Mixture()) is None
-    assert bandwidth.moved_per_token(Mixture(), [], 1) is None
+    assert bandwidth.bytes_read_per_token(Mixture(), [], 1) is None
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -55,7 +55,7 @@ def test_the_cache_counts_at_its_mean_length(tiny_config, bits):
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     per_position = values * 4 if bits is None else values * (1 + 2 * 4 / 32)
     # The last 10 of 20 tokens had 11 to 20 positions to read.
-    assert bandwidth.moved_per_token(model, caches, 10).cache == pytest.approx(per_position * 15.5)
+    assert bandwidth.bytes_read_per_token(model, caches, 10).cache == pytest.approx(per_position * 15.5)
 
 
 def test_a_rotating_cache_counts_what_it_holds(tiny_config):
@@ -63,7 +63,7 @@ def test_a_rotating_cache_counts_what_it_holds(tiny_config):
     caches = make_cache(model, KVOptions(size=16))
     for _ in range(40):
         mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
-    moved = bandwidth.moved_per_token(model, caches, 5)
+    moved = bandwidth.bytes_read_per_token(model, caches, 5)
     per_position = 2 * tiny_config.num_hidden_layers * tiny_config.num_key_value_heads * tiny_config.head_dim * 4
     assert moved.cache <= 2 * 16 * per_position
     assert moved.total == moved.weights + moved.cache
@@ -71,14 +71,14 @@ def test_a_rotating_cache_counts_what_it_holds(tiny_config):
 
 def test_the_best_measurement_is_kept(own_cache_folder, monkeypatch):
     monkeypatch.setattr(bandwidth, "_LARGEST", 1 << 22)
-    assert bandwidth.recorded() is None
-    measured = bandwidth.measure()
+    assert bandwidth.cached_bandwidth() is None
+    measured = bandwidth.measure_bandwidth()
     assert 1e8 < measured < 1e13
-    assert bandwidth.recorded() == measured
+    assert bandwidth.cached_bandwidth() == measured
     monkeypatch.setattr(bandwidth, "_seconds", lambda work: 1000.0)  # a busy machine
-    assert bandwidth.measure() == measured
+    assert bandwidth.measure_bandwidth() == measured
     monkeypatch.setattr(bandwidth, "_seconds", lambda work: 1e-6)
-    assert bandwidth.measure() == bandwidth.recorded() > measured
+    assert bandwidth.measure_bandwidth() == bandwidth.cached_bandwidth() > measured
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', "{" * 10_000, json.dumps({"x": 5.0})])
@@ -87,12 +87,12 @@ def test_a_record_that_is_none_is_measured_anew(own_cache_folder, monkeypatch, c
     path = own_cache_folder / "mlxlm" / "bandwidth.json"
     path.parent.mkdir()
     path.write_text(content)
-    assert bandwidth.recorded() is None
-    assert bandwidth.measure() == bandwidth.recorded()
+    assert bandwidth.cached_bandwidth() is None
+    assert bandwidth.measure_bandwidth() == bandwidth.cached_bandwidth()
 
 
 def test_a_record_that_cannot_be_written_is_no_error(own_cache_folder, monkeypatch):
     monkeypatch.setattr(bandwidth, "_LARGEST", 1 << 22)
     (own_cache_folder / "mlxlm").write_text("a file in the way")
-    assert bandwidth.measure() > 0
-    assert bandwidth.recorded() is None
+    assert bandwidth.measure_bandwidth() > 0
+    assert bandwidth.cached_bandwidth() is None

@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
-from mlxlm.backend.compiled_kernels import folder, remove_broken, remove_unloaded
+from mlxlm.backend.compiled_kernels import kernel_folder, remove_corrupt_kernels, remove_failed_kernel
 from mlxlm.backend.error_text import describe_error
-from mlxlm.backend.mlx import ON_CPU, begin, compute, mx
+from mlxlm.backend.mlx import ON_CPU, async_eval_arrays, eval_arrays, mx
 from mlxlm.backend.platform import has_compiler
 
 COMPUTE = "from mlxlm.backend.mlx import mx\nprint(mx.compile(lambda x: mx.exp(x) * x + x)(mx.zeros(3)).tolist())"
@@ -41,7 +41,7 @@ def test_a_kernel_that_was_cut_short_is_made_again(tmp_path):
     assert kernel.stat().st_size == whole
     age(kernel)
     before = kernel.stat().st_ino
-    remove_broken(kernel.parent)
+    remove_corrupt_kernels(kernel.parent)
     assert kernel.stat().st_ino == before
 
 
@@ -54,25 +54,25 @@ def test_what_may_be_broken_goes_and_nothing_else(tmp_path):
     (tmp_path / "source.cpp").write_bytes(b"")
     age(tmp_path / "early.so", psutil.boot_time() - 5)
     age(tmp_path / "linking.so", time.time())
-    remove_broken(tmp_path)
+    remove_corrupt_kernels(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["linking.so", "source.cpp", "whole.so"]
-    remove_broken(tmp_path / "none")
+    remove_corrupt_kernels(tmp_path / "none")
 
 
 def test_where_they_are(monkeypatch):
     for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
         monkeypatch.delenv(name, raising=False)
-    assert str(folder("1.2")) == "/tmp/mlx/1.2/cpu"
+    assert str(kernel_folder("1.2")) == "/tmp/mlx/1.2/cpu"
     monkeypatch.setenv("TEMP", "/x")
-    assert str(folder("1.2")) == "/x/mlx/1.2/cpu"
+    assert str(kernel_folder("1.2")) == "/x/mlx/1.2/cpu"
 
 
 def test_one_that_could_not_be_loaded_is_removed_if_it_is_cut_short(tmp_path):
     for name, content in (("whole", b"\x7fELF" + bytes(36) + (64).to_bytes(8, "little") + bytes(16)), ("cut", b"\x7f")):
         (tmp_path / f"{name}.so").write_bytes(content)
-        remove_unloaded(f"Could not load C++ shared library {tmp_path}/{name}.so: it is spoiled")
-    remove_unloaded(f"Could not load C++ shared library {tmp_path}/none.so: no such file")
-    remove_unloaded("[Compile::eval_cpu] Failed to compile function")
+        remove_failed_kernel(f"Could not load C++ shared library {tmp_path}/{name}.so: it is spoiled")
+    remove_failed_kernel(f"Could not load C++ shared library {tmp_path}/none.so: no such file")
+    remove_failed_kernel("[Compile::eval_cpu] Failed to compile function")
     assert [path.name for path in tmp_path.iterdir()] == ["whole.so"]
 
 
@@ -99,8 +99,8 @@ def compiler(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("evaluation", "dies", "sines"),  # each graph is new to MLX, which compiles it
     [
-        (compute, "exit 1", 3), (compute, "kill -INT $$", 4), (compute, "exit 0", 5), (begin, "kill -INT $$", 6),
-        (compute, 'for last; do :; done; echo cut > "$last"; exit 0', 7),  # as a linker that was killed
+        (eval_arrays, "exit 1", 3), (eval_arrays, "kill -INT $$", 4), (eval_arrays, "exit 0", 5), (async_eval_arrays, "kill -INT $$", 6),
+        (eval_arrays, 'for last; do :; done; echo cut > "$last"; exit 0', 7),  # as a linker that was killed
     ],
 )  # fmt: skip
 def test_what_a_killed_compiler_left_uncomputed_is_computed(tmp_path, compiler, evaluation, dies, sines):
@@ -121,4 +121,4 @@ def test_what_a_killed_compiler_left_uncomputed_is_computed(tmp_path, compiler, 
 def test_a_compiler_that_always_fails_is_an_error(compiler):
     compiler("exit 1")
     with pytest.raises(RuntimeError, match="Failed to compile"):
-        compute(mx.compile(lambda x: mx.cos(x) * mx.tanh(x) - 3)(mx.array([1.0])))
+        eval_arrays(mx.compile(lambda x: mx.cos(x) * mx.tanh(x) - 3)(mx.array([1.0])))

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache import KVOptions, fingerprint, make_cache, read_caches, read_identity, write_caches
+from mlxlm.cache import (
+    KVOptions,
+    fingerprint,
+    load_prompt_cache,
+    load_prompt_cache_identity,
+    make_cache,
+    save_prompt_cache,
+)
 from mlxlm.cache import prompt_cache_file as cache_file
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
@@ -30,14 +37,14 @@ def make(seed=0, **changes):
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50)
     config = ModelConfig(**{**sizes, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 8, **changes})
     model = Decoder(config)
-    model.initialize(seed)
+    model.init_weights(seed)
     return model
 
 
 def read(model, kv, ids):
     caches, done = make_cache(model, kv), 0
     while done < len(ids):
-        n = min([len(ids) - done, 7, *(c.room for c in caches if c.room is not None)])
+        n = min([len(ids) - done, 7, *(c.max_update_size for c in caches if c.max_update_size is not None)])
         mx.eval(model(mx.array([ids[done : done + n]]), caches))
         done += n
     return caches
@@ -53,12 +60,16 @@ def test_a_text_goes_on_as_if_it_had_never_been_in_a_file(kind, count, layers, t
     model, kv = make(layer_types=layers), KINDS[kind]
     caches = read(model, kv, IDS[:count])
     path = tmp_path / "text.cache"
-    write_caches(path, caches, IDS[:count], IDENTITY)
-    assert read_identity(path) == IDENTITY
+    save_prompt_cache(path, caches, IDS[:count], IDENTITY)
+    assert load_prompt_cache_identity(path) == IDENTITY
     again = make_cache(model, kv)
-    assert read_caches(path, again) == (IDS[:count], IDENTITY)
+    assert load_prompt_cache(path, again) == (IDS[:count], IDENTITY)
     for old, new in zip(caches, again, strict=True):
-        assert (old.offset, old.room, old.is_trimmable()) == (new.offset, new.room, new.is_trimmable())
+        assert (old.offset, old.max_update_size, old.is_trimmable()) == (
+            new.offset,
+            new.max_update_size,
+            new.is_trimmable(),
+        )
         assert [x.tolist() for x in old.state] == [x.tolist() for x in new.state]
     for token in IDS[:40]:
         one, other = (model(mx.array([[token]]), c) for c in (caches, again))
@@ -68,21 +79,21 @@ def test_a_text_goes_on_as_if_it_had_never_been_in_a_file(kind, count, layers, t
 def test_a_file_is_never_written_over(tmp_path):
     model, path = make(), tmp_path / "a.cache"
     caches = read(model, KVOptions(), IDS[:5])
-    write_caches(path, caches, IDS[:5], IDENTITY)
+    save_prompt_cache(path, caches, IDS[:5], IDENTITY)
     before = path.read_bytes()
     with pytest.raises(CheckpointError, match="already exists"):
-        write_caches(path, caches, IDS[:5], IDENTITY)
+        save_prompt_cache(path, caches, IDS[:5], IDENTITY)
     assert path.read_bytes() == before
-    write_caches(path, caches, IDS[:5], {"model": "other"}, replace=True)
-    assert read_identity(path) == {"model": "other"}
+    save_prompt_cache(path, caches, IDS[:5], {"model": "other"}, replace=True)
+    assert load_prompt_cache_identity(path) == {"model": "other"}
     path.write_bytes(b"a letter to my grandmother")
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        write_caches(path, caches, IDS[:5], IDENTITY, replace=True)
+        save_prompt_cache(path, caches, IDS[:5], IDENTITY, replace=True)
     assert path.read_bytes() == b"a letter to my grandmother"
     with pytest.raises(CheckpointError, match="no tokens"):
-        write_caches(tmp_path / "b.cache", make_cache(model), [], IDENTITY)
+        save_prompt_cache(tmp_path / "b.cache", make_cache(model), [], IDENTITY)
     with pytest.raises(CheckpointError, match="a kind of its own"):
-        write_caches(tmp_path / "b.cache", [object()], [1], IDENTITY)
+        save_prompt_cache(tmp_path / "b.cache", [object()], [1], IDENTITY)
     assert [file.name for file in tmp_path.iterdir()] == ["a.cache"]
 
 
@@ -96,16 +107,16 @@ def test_two_processes_write_one_file(tmp_path, monkeypatch):
         monkeypatch.setattr(cache_file, "write_tensors", write)
         with monkeypatch.context() as other:
             other.setattr("os.getpid", os.getppid)
-            write_caches(path, caches[1], texts[1], IDENTITY, replace=True)
-            assert read_caches(path, make_cache(model))[0] == texts[1]
+            save_prompt_cache(path, caches[1], texts[1], IDENTITY, replace=True)
+            assert load_prompt_cache(path, make_cache(model))[0] == texts[1]
         write(file, *arguments, **settings)
-        assert read_caches(path, make_cache(model))[0] == texts[1]
+        assert load_prompt_cache(path, make_cache(model))[0] == texts[1]
 
     for _ in range(2):  # a new file, and an earlier one's place
         monkeypatch.setattr(cache_file, "write_tensors", interrupted)
-        write_caches(path, caches[0], texts[0], IDENTITY, replace=True)
+        save_prompt_cache(path, caches[0], texts[0], IDENTITY, replace=True)
         again = make_cache(model)
-        assert read_caches(path, again)[0] == texts[0]
+        assert load_prompt_cache(path, again)[0] == texts[0]
         assert [x.tolist() for c in again for x in c.state] == [x.tolist() for c in caches[0] for x in c.state]
     assert [file.name for file in path.parent.iterdir()] == ["a.cache"]
 
@@ -115,40 +126,40 @@ def test_a_link_stays_one_and_a_full_disk_leaves_the_old_file(tmp_path, monkeypa
     caches = read(model, KVOptions(), IDS[:5])
     link.symlink_to(real)
     for identity in ({"model": "one"}, {"model": "other"}):
-        write_caches(link, caches, IDS[:5], identity, replace=True)
-        assert link.is_symlink() and read_identity(real) == identity
+        save_prompt_cache(link, caches, IDS[:5], identity, replace=True)
+        assert link.is_symlink() and load_prompt_cache_identity(real) == identity
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        write_caches(link, caches, IDS[:5], {"model": "third"}, replace=True)
-    assert read_identity(link) == {"model": "other"} and len(list(tmp_path.iterdir())) == 2
+        save_prompt_cache(link, caches, IDS[:5], {"model": "third"}, replace=True)
+    assert load_prompt_cache_identity(link) == {"model": "other"} and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_kind_of_cache_is_refused_and_none_is_changed(kind, tmp_path):
     model, path = make(), tmp_path / "a.cache"
-    write_caches(path, read(model, KINDS[kind], IDS[:60]), IDS[:60], IDENTITY)
+    save_prompt_cache(path, read(model, KINDS[kind], IDS[:60]), IDS[:60], IDENTITY)
     for other in KINDS:
         caches = make_cache(model, KINDS[other])
         same_here = {"full", "rotating", "rotating, no sinks"}  # a window of 8 is smaller than 16: no layer rotates
         if other == kind or {other, kind} <= same_here:
             continue
         with pytest.raises(CheckpointError, match="layer 0"):
-            read_caches(path, caches)
+            load_prompt_cache(path, caches)
         assert all(cache.empty() and cache.offset == 0 for cache in caches)
     with pytest.raises(CheckpointError, match="the caches of 2 layers, the model has 3"):
-        read_caches(path, make_cache(make(num_hidden_layers=3), KINDS[kind]))
+        load_prompt_cache(path, make_cache(make(num_hidden_layers=3), KINDS[kind]))
 
 
 def test_a_model_of_other_sizes_says_so(tmp_path):
     path = tmp_path / "a.cache"
-    write_caches(path, read(make(), KVOptions(), IDS[:9]), IDS[:9], IDENTITY)
+    save_prompt_cache(path, read(make(), KVOptions(), IDS[:9]), IDS[:9], IDENTITY)
     other = make(num_key_value_heads=2)
     caches = make_cache(other)
-    read_caches(path, caches)
+    load_prompt_cache(path, caches)
     with pytest.raises(GenerationError, match=r"the cache has .* and the model gives .*made with"):
         other(mx.array([[1]]), caches)
 
@@ -169,7 +180,7 @@ def file(tmp_path_factory):
     """A model with layers of two kinds, its settings, and a cache file."""
     model, kv = make(layer_types=("full_attention", "sliding_attention")), KVOptions(size=16, keep=2, key_bits=8)
     path = tmp_path_factory.mktemp("caches") / "a.cache"
-    write_caches(path, read(model, kv, IDS[:60]), IDS[:60], IDENTITY)
+    save_prompt_cache(path, read(model, kv, IDS[:60]), IDS[:60], IDENTITY)
     return model, kv, path.read_bytes()
 
 
@@ -184,7 +195,7 @@ def test_a_header_that_lies_is_an_error(file, tmp_path):
         caches = make_cache(model, kv)
         before = mx.get_active_memory()
         with pytest.raises(CheckpointError, match=match):
-            read_caches(path, caches)
+            load_prompt_cache(path, caches)
         assert mx.get_active_memory() - before < 1 << 20 and all(cache.empty() for cache in caches)
 
     def reshape(name, shape, dtype=None):
@@ -235,7 +246,7 @@ def test_a_damaged_file_is_read_or_refused(file, tmp_path_factory, place, value,
     path.write_bytes(bytes(damaged) if cut is None else bytes(damaged)[: int(cut * len(damaged))])
     caches = make_cache(model, kv)
     try:
-        ids, _ = read_caches(path, caches)
+        ids, _ = load_prompt_cache(path, caches)
     except CheckpointError as error:
         assert "\n" not in str(error) and all(cache.empty() for cache in caches)
     else:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions, make_cache
-from mlxlm.cache.rotation import Window
+from mlxlm.cache.rotation import SlidingWindow
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
@@ -23,7 +23,7 @@ SIZES = dict(
 
 def make(layers=3, seed=0, **changes):
     model = Decoder(ModelConfig(**{**SIZES, "num_hidden_layers": layers, **changes}))
-    model.initialize(seed)
+    model.init_weights(seed)
     # Larger keys and queries than fresh ones: who is seen must matter.
     for layer in model.layers:
         layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 4
@@ -45,8 +45,8 @@ def as_room_allows(model, caches, tokens, pieces):
     """Logits of a text read in `pieces`, cut where a cache drops tokens."""
     parts, done, pieces = [], 0, itertools.cycle(pieces)
     while done < tokens.shape[1]:
-        room = min((c.room for c in caches if c.room is not None), default=1 << 30)
-        n = min(next(pieces), room, tokens.shape[1] - done)
+        max_update_size = min((c.max_update_size for c in caches if c.max_update_size is not None), default=1 << 30)
+        n = min(next(pieces), max_update_size, tokens.shape[1] - done)
         parts.append(model(tokens[:, done : done + n], caches))
         done += n
     return mx.concatenate(parts, axis=1)
@@ -92,7 +92,7 @@ def test_a_layer_with_a_window_forgets_only_what_it_cannot_see(kind, pieces, tri
 
 @pytest.mark.parametrize("window, slack", [(9, 64), (512, 128), (4096, 1024), (100_000, 1024)])
 def test_a_window_leaves_an_answer_to_take_back(window, slack):
-    assert Window.of(window).held == window - 1 + slack
+    assert SlidingWindow.of(window).held == window - 1 + slack
 
 
 # Rotation: a text computed again naively, by exactly what the rule lets each token see.
@@ -233,7 +233,7 @@ def test_rows_of_any_length_equal_each_alone(kind, kv):
     pads = [longest - n for n in lengths]
     caches = make_cache(model, kv)
     for cache in caches:
-        cache.pad_next(pads)
+        cache.set_left_padding(pads)
     padded = mx.concatenate(
         [mx.pad(text[:, :n], [(0, 0), (pad, 0)]) for text, n, pad in zip(texts, lengths, pads, strict=True)]
     )
@@ -268,7 +268,7 @@ def test_a_long_padded_prompt():
     model = make(1, max_position_embeddings=1200)
     long, short = tokens_of(1100, 0), tokens_of(30, 1)
     caches = make_cache(model)
-    caches[0].pad_next([0, 1070])
+    caches[0].set_left_padding([0, 1070])
     logits = model(mx.concatenate([long, mx.pad(short, [(0, 0), (1070, 0)])]), caches)
     assert mx.isfinite(logits).all()
     close(logits[0], model(long)[0])
@@ -278,11 +278,11 @@ def test_a_long_padded_prompt():
 def test_models_whose_positions_change_take_one_length_at_a_time():
     dynamic = make(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=20)
     longrope = make(rope_scaling={**LONGROPE, "original_max_position_embeddings": 16})
-    assert make().batchable and not dynamic.batchable and not longrope.batchable
+    assert make().supports_batching and not dynamic.supports_batching and not longrope.supports_batching
     for model in (dynamic, longrope):
         caches = make_cache(model)
         for cache in caches:
-            cache.pad_next([0, 2])
+            cache.set_left_padding([0, 2])
         with pytest.raises(GenerationError, match="different length can't be side by side"):
             model(tokens_of(5, rows=2), caches)
 

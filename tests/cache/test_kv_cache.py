@@ -7,20 +7,20 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVCache, KVOptions
-from mlxlm.cache.rotation import Rotation, Window
-from mlxlm.kernels import Quantized
+from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
+from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
 
 H, D = 2, 32
 KINDS = {
     "full": {},
-    "rotating": {"rotation": Rotation(13, 3)},
-    "rotating without sinks": {"rotation": Rotation(40, 0)},
-    "windowed": {"window": Window(5, slack=4)},
+    "rotating": {"rotation": RotationPolicy(13, 3)},
+    "rotating without sinks": {"rotation": RotationPolicy(40, 0)},
+    "windowed": {"window": SlidingWindow(5, slack=4)},
     "quantized": {"key_bits": 8, "value_bits": 4},
     "keys quantized": {"key_bits": 4},
-    "rotating, quantized": {"rotation": Rotation(30, 4), "key_bits": 4, "value_bits": 8},
-    "windowed, quantized": {"window": Window(70, slack=8), "value_bits": 8},
+    "rotating, quantized": {"rotation": RotationPolicy(30, 4), "key_bits": 4, "value_bits": 8},
+    "windowed, quantized": {"window": SlidingWindow(70, slack=8), "value_bits": 8},
 }
 
 
@@ -63,13 +63,15 @@ class Pair:
 
     def add(self, count, pads=None):
         if self.rotation is not None:
-            assert self.cache.room == min(self.rotation.room(len(text.tokens)) for text in self.texts)
-            count = min(count, self.cache.room)
+            assert self.cache.max_update_size == min(
+                self.rotation.max_update_size(len(text.tokens)) for text in self.texts
+            )
+            count = min(count, self.cache.max_update_size)
         pads = [0] * len(self.texts) if pads is None else [min(pad, count) for pad in pads]
         pads = [0 if text.read else pad for text, pad in zip(self.texts, pads, strict=True)]
         before = [text.read for text in self.texts]
         if any(pads):
-            self.cache.pad_next(pads)
+            self.cache.set_left_padding(pads)
             assert self.cache.offsets == [n - pad for n, pad in zip(before, pads, strict=True)]
         added = []
         for text, pad in zip(self.texts, pads, strict=True):
@@ -89,7 +91,7 @@ class Pair:
         first = [0] * len(self.texts) if self.cache.first is None else self.cache.first.tolist()
         bits = self.cache.key_bits, self.cache.value_bits
         for side, sign, b in zip(sides, (1, -1), bits, strict=True):
-            assert isinstance(side, Quantized) == (b is not None)
+            assert isinstance(side, QuantizedKV) == (b is not None)
             held = np.array(side.dequantized() if b is not None else side)
             assert held.shape[2] >= count
             for row, text in enumerate(self.texts):
@@ -180,7 +182,11 @@ def test_any_moves_leave_what_lists_of_tokens_would_have(kind, data, todo):
 @pytest.mark.parametrize("kind", ["rotating", "rotating, quantized", "windowed", "windowed, quantized"])
 def test_memory_stays_the_same_however_long_a_text_is(kind):
     cache = KVCache(**KINDS[kind])
-    bound = cache.rotation.size + cache.rotation.spare if cache.rotation else cache.window.held + cache.window.spare
+    bound = (
+        cache.rotation.size + cache.rotation.extra_capacity
+        if cache.rotation
+        else cache.window.held + cache.window.extra_capacity
+    )
     token = mx.ones((1, H, 1, D))
     held = set()
     for n in range(1000):
@@ -193,7 +199,7 @@ def test_memory_stays_the_same_however_long_a_text_is(kind):
 
 
 def test_a_row_that_has_dropped_nothing_holds_all():
-    cache = KVCache(rotation=Rotation(20, 2))
+    cache = KVCache(rotation=RotationPolicy(20, 2))
     x = mx.ones((1, H, 20, D))
     cache.update_and_fetch(x, x)
     assert cache.size() == 20 and cache.is_trimmable() and cache.can_trim(20)
@@ -203,14 +209,14 @@ def test_a_row_that_has_dropped_nothing_holds_all():
 
 
 def test_more_tokens_than_room_are_refused_and_change_nothing():
-    cache = KVCache(rotation=Rotation(20, 2))
+    cache = KVCache(rotation=RotationPolicy(20, 2))
     x = mx.ones((1, H, 21, D))
     with pytest.raises(GenerationError, match="21 tokens at once, .* 0 of 20 has room for 20"):
         cache.update_and_fetch(x, x)
     cache.update_and_fetch(x[:, :, :15], x[:, :, :15])
     with pytest.raises(GenerationError, match="has room for 5"):
         cache.update_and_fetch(x[:, :, :6], x[:, :, :6])
-    assert cache.offset == 15 and cache.room == 5
+    assert cache.offset == 15 and cache.max_update_size == 5
 
 
 @pytest.mark.skipif(not ON_CPU, reason="addresses of arrays are seen on a CPU")
@@ -225,7 +231,7 @@ def test_a_decoded_token_writes_in_place(kind):
     moved, before = -1, None
     for _ in range(200):
         keys, values = cache.update_and_fetch(token, token)
-        held = keys.arrays if isinstance(keys, Quantized) else [keys]
+        held = keys.arrays if isinstance(keys, QuantizedKV) else [keys]
         mx.async_eval([x + 1 for x in held])  # attention reads them while the next token is on its way
         mx.eval(cache.state)
         now = addresses()
@@ -239,9 +245,9 @@ def test_padding_before_tokens_is_refused_elsewhere():
     x = mx.ones((2, H, 4, D))
     cache.update_and_fetch(x, x)
     with pytest.raises(ValueError, match="row 1 has 4 tokens"):
-        cache.pad_next([0, 1])
+        cache.set_left_padding([0, 1])
     with pytest.raises(ValueError, match="3 numbers of padding for 2 rows"):
-        cache.pad_next([0, 0, 0])
+        cache.set_left_padding([0, 0, 0])
     with pytest.raises(ValueError, match="for 2 rows"):
         cache.update_and_fetch(x[:1], x[:1])
 

@@ -31,7 +31,7 @@ def decoder(tiny_config):
     """Its context is 4096 tokens, so that an answer is long enough to be interrupted."""
     config = tiny_config.with_changes(tie_word_embeddings=False, max_position_embeddings=4096)
     model = Decoder(config)
-    model.initialize(seed=3)
+    model.init_weights(seed=3)
     # Logits far apart, so that rounding decides nothing, but 0 for the special tokens, the first ones: they
     # would end answers.
     model.lm_head.weight = model.lm_head.weight * 20 * (mx.arange(300) >= SPECIAL)[:, None]
@@ -40,7 +40,7 @@ def decoder(tiny_config):
 
 
 @pytest.fixture
-def loaded(tokens, decoder, tmp_path):
+def lm(tokens, decoder, tmp_path):
     """The model in memory; `replace` its parts at will."""
     return LoadedModel(decoder, tokens, decoder.config, tmp_path)
 

@@ -10,7 +10,7 @@ _PIECE = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]")
 
 
 class Seen:
-    """A screen of `columns` x `rows` that scrolls, and obeys what `Tail` sends; anything else is an error.
+    """A screen of `columns` x `rows` that scrolls, and obeys what `LiveLines` sends; anything else is an error.
 
     `scrolled` are the lines above it, which no program can change.
     """

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm import tokenizer
-from mlxlm.chat.chat_formats import FORMATS
-from mlxlm.chat.chat_template import ChatTemplate, Message, PlainText, transcript
-from mlxlm.checkpoint.mlx_lm_fallback import ForeignConfig
+from mlxlm.chat.chat_formats import CHAT_FORMATS
+from mlxlm.chat.chat_template import ChatTemplate, Message, PlainTextEncoder, chat_encoder
+from mlxlm.checkpoint.mlx_lm_fallback import MlxLmConfig
 from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import TokenizerError
@@ -27,7 +27,7 @@ EXCHANGE = [
 
 def model_of(tokenizer, *ends):
     """As much of a model as the choice of a template looks at."""
-    return LoadedModel(None, tokenizer, ForeignConfig("any", 300, 4096, frozenset(ends)), Path("any"))
+    return LoadedModel(None, tokenizer, MlxLmConfig("any", 300, 4096, frozenset(ends)), Path("any"))
 
 
 def test_the_rendered_conversation(tokens):
@@ -94,9 +94,9 @@ def test_a_template_that_changes_answers_has_its_way(tokens):
 
 
 def test_the_token_behind_an_answer_ends_it(tokens):
-    assert ChatTemplate(tokens).end_ids == {tokens.special_tokens["<|end|>"]}
+    assert ChatTemplate(tokens).eos_token_ids == {tokens.special_tokens["<|end|>"]}
     tokens.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    assert ChatTemplate(tokens).end_ids == frozenset()
+    assert ChatTemplate(tokens).eos_token_ids == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_a_template_that_gives_nothing_says_so(tokens):
 
 def test_without_a_template_the_text_goes_on(tokens):
     tokens.chat_template = None
-    plain = transcript(model_of(tokens))
-    assert isinstance(plain, PlainText)
+    plain = chat_encoder(model_of(tokens))
+    assert isinstance(plain, PlainTextEncoder)
     ids = tuple(tokens.encode(" fox", add_special_tokens=False))
     messages = [Message("system", "Be brief."), Message("user", "The"), Message("assistant", " fox", ids)]
     assert plain.encode(messages[:2]) == tokens.encode("Be brief.\nThe")
@@ -156,7 +156,7 @@ def test_a_tokenizer_that_adds_a_first_space_adds_it_once():
     assert "] a<s>b [" in llama2.decode(forged, skip_special_tokens=False)
     assert forged.count(llama2.bos_id) == 1
     turns = [Message("user", "One"), Message("assistant", " two", (1023,)), Message("user", "x")]
-    plain = PlainText(llama2).encode(turns)
+    plain = PlainTextEncoder(llama2).encode(turns)
     assert plain[-2:] == [13, llama2.encode("x", continues=True)[0]]
 
 
@@ -177,7 +177,7 @@ def test_answers_that_a_template_leaves_as_they_are_stay_the_ids_they_were(token
     messages.append(Message("user", "?"))
     tokens.chat_template = REASONING
     template = ChatTemplate(tokens)
-    assert template.opening == "<think>\n"
+    assert template.generation_prefix == "<think>\n"
     ids = template.encode(messages)
     assert tokens.decode(ids, skip_special_tokens=False) == template.render(messages)
     joined = ",".join(map(str, ids))
@@ -214,40 +214,40 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(CHAT_FORMATS))
 def test_the_format_of_a_model_without_a_template(tokens, name):
     """By the tokens that it has and ends its texts with; a base model that only has them continues plain text."""
     tokens.chat_template = None
-    chat = with_tokens(tokens, *FORMATS[name].tokens)
-    end = chat.special_tokens[FORMATS[name].tokens[-1]]
-    found = transcript(model_of(chat, end))
-    assert found.name == name and found.end_ids == {end}
+    chat = with_tokens(tokens, *CHAT_FORMATS[name].tokens)
+    end = chat.special_tokens[CHAT_FORMATS[name].tokens[-1]]
+    found = chat_encoder(model_of(chat, end))
+    assert found.name == name and found.eos_token_ids == {end}
     ids = found.encode(EXCHANGE)
     assert chat.decode(ids, skip_special_tokens=False) == WANTED[name]
-    assert all(chat.special_tokens[token] in ids for token in FORMATS[name].tokens)
-    assert transcript(model_of(chat)).name == "plain"
-    assert transcript(model_of(chat), name).encode(EXCHANGE) == ids
-    assert transcript(model_of(tokens)).name == "plain"
+    assert all(chat.special_tokens[token] in ids for token in CHAT_FORMATS[name].tokens)
+    assert chat_encoder(model_of(chat)).name == "plain"
+    assert chat_encoder(model_of(chat), name).encode(EXCHANGE) == ids
+    assert chat_encoder(model_of(tokens)).name == "plain"
     with pytest.raises(TokenizerError, match=rf"template {name} takes the tokens .*which this model lacks"):
-        transcript(model_of(tokens), name)
+        chat_encoder(model_of(tokens), name)
 
 
 def test_a_template_that_was_asked_for(tokens, tmp_path):
-    assert transcript(model_of(tokens)).name == "model"
-    assert transcript(model_of(tokens), "plain").encode(EXCHANGE[1:2]) == tokens.encode("Hello!")
+    assert chat_encoder(model_of(tokens)).name == "model"
+    assert chat_encoder(model_of(tokens), "plain").encode(EXCHANGE[1:2]) == tokens.encode("Hello!")
     file = tmp_path / "short.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
-    own = transcript(model_of(tokens), str(file))
+    own = chat_encoder(model_of(tokens), str(file))
     assert own.name == str(file)
     assert tokens.decode(own.encode(EXCHANGE[1:2]), skip_special_tokens=False) == "Hello!<|end|>"
     with pytest.raises(TokenizerError, match="no chat template nowhere .try: one of model, chatml"):
-        transcript(model_of(tokens), "nowhere")
+        chat_encoder(model_of(tokens), "nowhere")
     file.write_bytes(b"\xff")
     with pytest.raises(TokenizerError, match="short.jinja is not UTF-8"):
-        transcript(model_of(tokens), str(file))
+        chat_encoder(model_of(tokens), str(file))
     tokens.chat_template = None
     with pytest.raises(TokenizerError, match="no chat template .try: one of chatml"):
-        transcript(model_of(tokens), "model")
+        chat_encoder(model_of(tokens), "model")
 
 
 GROWN = "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}{% set ns.a = MORE %}{% endfor %}{{ ns.a }}"
@@ -318,7 +318,7 @@ THINKING = """
 
 
 @pytest.mark.parametrize(("count", "size"), [(10_000, 20), (3, 1_000_000)])
-@pytest.mark.parametrize("source", [THINKING, *(form.template for form in FORMATS.values())])
+@pytest.mark.parametrize("source", [THINKING, *(form.template for form in CHAT_FORMATS.values())])
 def test_long_conversations_are_rendered_as_without_limits(tokens, source, count, size):
     import jinja2.ext
     import jinja2.sandbox

@@ -452,7 +452,7 @@ def test_an_answer_in_a_dumb_terminal_has_no_escapes(terminal):
 
 
 def test_an_error_ends_the_turn_only(terminal):
-    chat = terminal("-n", "5", "--overflow", "stop")
+    chat = terminal("-n", "5", "--context-overflow", "stop")
     chat.send("word " * 1500 + "\r")
     chat.expect(r"error: the message alone takes \d+ tokens.*tokens less")
     chat.expect(r"word.*\x1b\[\?25h")  # the message is still there
@@ -535,7 +535,7 @@ def test_one_question(model_folder, environment, tmp_path):
     once = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!")
     assert (once.returncode, once.stderr) == (0, b"")
     assert once.stdout == piped(model_folder, environment, b"Hello!\n", "-n", "9").stdout
-    system = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!", "--system", "Be brief.")
+    system = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!", "--system-prompt", "Be brief.")
     assert system.stdout != once.stdout
     cached = tmp_path / "c.jsonl"
     piped(model_folder, environment, b"Hello!\n/exit\n", "-n", "9", "--session", str(cached), "--cache")
@@ -559,7 +559,7 @@ def test_one_question_with_what_is_piped_in(model_folder, environment, tmp_path)
     "arguments",
     [
         ("--cache",), ("--continue", "--private"), ("--draft", "x", "--lookup"), ("--kv-keep", "3"),
-        ("--overflow", "ask"), ("-p", "x", "--overflow", "ask"), ("-p", "x", "--markdown"), ("-n", "0"),
+        ("--context-overflow", "ask"), ("-p", "x", "--context-overflow", "ask"), ("-p", "x", "--markdown"), ("-n", "0"),
     ],
 )  # fmt: skip
 def test_options_that_need_others(model_folder, environment, arguments):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.chat.terminal import markdown
-from mlxlm.chat.terminal.live_lines import Tail
+from mlxlm.chat.terminal.live_lines import LiveLines
 from mlxlm.chat.terminal.markdown_stream import MarkdownStream
 from tests.chat.fake_terminal import Seen
 
@@ -80,7 +80,7 @@ def streamed(text, columns, rows, rng, resized=()):
     def size():
         return seen.columns, rows
 
-    stream = MarkdownStream(Tail(seen.write, size), size, clock=lambda: now[0])
+    stream = MarkdownStream(LiveLines(seen.write, size), size, clock=lambda: now[0])
     widths = iter(resized)
     at = above = 0
     while at < len(text):
@@ -145,7 +145,7 @@ def test_what_is_printed_of_a_long_block_is_not_rendered_again(monkeypatch, text
 
     monkeypatch.setattr(markdown.Renderer, "lines", noted)
     now, seen = iter(range(10**9)), Seen(60, 12)
-    stream = MarkdownStream(Tail(seen.write, lambda: (60, 12)), lambda: (60, 12), clock=lambda: next(now))
+    stream = MarkdownStream(LiveLines(seen.write, lambda: (60, 12)), lambda: (60, 12), clock=lambda: next(now))
     for piece in re.split(r"(?<=\n)", text):
         stream.push(piece)
     stream.finish()
@@ -172,7 +172,7 @@ def test_a_window_that_changes_its_width_loses_nothing_and_repeats_nothing():
 
 def test_a_finished_block_is_printed_once():
     written = []
-    tail = Tail(written.append, lambda: (60, 24))
+    tail = LiveLines(written.append, lambda: (60, 24))
     stream = MarkdownStream(tail, lambda: (60, 24), clock=iter(range(10**6)).__next__)
     for piece in ("First paragraph.\n\n", "Second ", "one ", "grows.\n\n", "Third."):
         stream.push(piece)
@@ -188,7 +188,7 @@ def test_what_is_unfinished_is_not_shown_half():
         "2 * 3": "2 * 3", "x\n- ": "x", "x\n1": "x", "* item *it": "* item *it*", "```py\nx = 1\n``": "```py\nx = 1",
         "x\n|--": "x", "**b** c": "**b** c",
     }  # fmt: skip
-    assert {text: markdown.mended(text) for text in shown} == shown
+    assert {text: markdown.close_open_markup(text) for text in shown} == shown
 
 
 def test_names_with_underscores_stay_names():

@@ -13,9 +13,9 @@ from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import output, screen
 from mlxlm.chat.terminal.autosave import Autosave
 from mlxlm.chat.terminal.editor import _Commands
-from mlxlm.chat.terminal.multiline import block_is_open, typed, without_block
-from mlxlm.chat.terminal.repl import Talk
-from mlxlm.chat.terminal.settings import Settings, change, shown
+from mlxlm.chat.terminal.multiline import has_open_block, quote_message, strip_block
+from mlxlm.chat.terminal.repl import Repl
+from mlxlm.chat.terminal.settings import Settings, set_setting, settings_text
 from mlxlm.utils.errors import GenerationError
 from tests.chat.fake_terminal import Seen
 
@@ -32,8 +32,8 @@ def seen(monkeypatch):
     return terminal
 
 
-def show(thinking, markdown, pieces=PIECES):
-    drawn = screen.TerminalScreen(thinking, markdown)
+def show(reasoning, markdown, pieces=PIECES):
+    drawn = screen.TerminalScreen(reasoning, markdown)
     drawn.status("reading 9 tokens")
     for piece in pieces:
         drawn.push(*piece)
@@ -41,9 +41,9 @@ def show(thinking, markdown, pieces=PIECES):
     return drawn
 
 
-@pytest.mark.parametrize("thinking", ["show", "dim"])
-def test_reasoning_stands_before_the_answer(seen, thinking):
-    show(thinking, True)
+@pytest.mark.parametrize("reasoning", ["show", "dim"])
+def test_reasoning_stands_before_the_answer(seen, reasoning):
+    show(reasoning, True)
     assert seen.lines == ["I think so.", "", "The answer.", "", "Done"]
 
 
@@ -70,9 +70,9 @@ def test_reasoning_alone_ends_its_line(seen):
 
 def test_a_pipe_gets_reasoning_only_when_it_is_to_be_shown(monkeypatch):
     answer = "The **answer**.\n\nDone\n"
-    for thinking, expected in (("hide", answer), ("dim", answer), ("show", f"I think so.\n\n{answer}")):
+    for reasoning, expected in (("hide", answer), ("dim", answer), ("show", f"I think so.\n\n{answer}")):
         monkeypatch.setattr(sys, "stdout", io.StringIO())
-        pipe = screen.open_screen(thinking, True)
+        pipe = screen.open_screen(reasoning, True)
         for piece in PIECES:
             pipe.push(*piece)
         pipe.finish()
@@ -83,71 +83,73 @@ def test_control_characters_are_replaced():
     assert output.printable("a\x1b[31m\x07\x9b\r\u202e\u2066\tb\n") == "a\ufffd[31m\ufffd\ufffd\ufffd\ufffd\ufffd\tb\n"
 
 
-def test_settings(loaded):
-    chat, settings = Chat(loaded, seed=7), Settings()
+def test_settings(lm):
+    chat, settings = Chat(lm, seed=7), Settings()
     for name, text, expected in (
         ("temperature", "0.5", 0.5), ("top-k", "3", 3), ("max_tokens", "none", None), ("max_tokens", "9", 9),
         ("stop", "END 'two words' \\n", ("END", "two words", "\n")), ("logit_bias", "5=-2 6=1.5", {5: -2.0, 6: 1.5}),
         ("temperature", "default", 0.7), ("max_tokens", "default", None), ("stop", "default", ()), ("seed", "11", 11),
     ):  # fmt: skip
-        change(settings, chat, name, text)
+        set_setting(settings, chat, name, text)
         assert getattr(chat.options, name.replace("-", "_")) == expected
-    change(settings, chat, "seed", "default")
+    set_setting(settings, chat, "seed", "default")
     assert chat.options.seed not in (None, 11)
-    change(settings, chat, "think", "hide")
-    change(settings, chat, "stats", "on")
-    change(settings, chat, "overflow", "drop")
-    assert (settings.think, settings.stats, chat.overflow) == ("hide", True, "drop")
-    change(settings, chat, "overflow", "ask")
-    assert chat.overflow == "stop" and shown(settings, chat)["overflow"] == "ask"  # the terminal does
-    assert shown(settings, chat)["logit_bias"] == "5=-2.0 6=1.5"
+    set_setting(settings, chat, "reasoning", "hide")
+    set_setting(settings, chat, "stats", "on")
+    set_setting(settings, chat, "context_overflow", "drop")
+    assert (settings.reasoning, settings.stats, chat.context_overflow) == ("hide", True, "drop")
+    set_setting(settings, chat, "context_overflow", "ask")
+    assert (
+        chat.context_overflow == "stop" and settings_text(settings, chat)["context_overflow"] == "ask"
+    )  # the terminal does
+    assert settings_text(settings, chat)["logit_bias"] == "5=-2.0 6=1.5"
 
 
 @pytest.mark.parametrize(
-    "name, text", [("temperature", "hot"), ("top_p", "2"), ("stop", "'open"), ("think", "loud"), ("colour", "red")]
+    "name, text", [("temperature", "hot"), ("top_p", "2"), ("stop", "'open"), ("reasoning", "loud"), ("colour", "red")]
 )
-def test_settings_that_cannot_work_change_nothing(loaded, name, text):
-    chat, settings = Chat(loaded, seed=7), Settings()
+def test_settings_that_cannot_work_change_nothing(lm, name, text):
+    chat, settings = Chat(lm, seed=7), Settings()
     before = chat.options
     with pytest.raises(GenerationError, match=name):
-        change(settings, chat, name, text)
+        set_setting(settings, chat, name, text)
     assert chat.options == before and settings == Settings()
 
 
-def test_settings_that_the_model_cannot_serve_are_refused_at_once(loaded):
-    chat = Chat(loaded, seed=7)
+def test_settings_that_the_model_cannot_serve_are_refused_at_once(lm):
+    chat = Chat(lm, seed=7)
     for name, text in (("regex", "("), ("logit_bias", "900=1"), ("logprobs", "2")):
         with pytest.raises(GenerationError):
-            change(Settings(), chat, name, text)
+            set_setting(Settings(), chat, name, text)
 
 
-def test_a_model_with_a_template_ends_its_answers_and_one_without_is_ended(loaded):
-    bare = copy(loaded.tokenizer)
+def test_a_model_with_a_template_ends_its_answers_and_one_without_is_ended(lm):
+    bare = copy(lm.tokenizer)
     bare.chat_template = None
     settings = Settings()
     for given, expected in (({}, (None, 256)), ({"max_tokens": 9}, (9, 9))):
-        chat = Chat(loaded, **given)
+        chat = Chat(lm, **given)
         assert (chat.options.max_tokens, settings.has_markdown(chat)) == (expected[0], True)
-        chat.loaded = replace(loaded, tokenizer=bare)
+        chat.lm = replace(lm, tokenizer=bare)
         assert (chat.options.max_tokens, settings.has_markdown(chat)) == (expected[1], False)
-        chat.loaded = loaded
+        chat.lm = lm
         assert chat.options.max_tokens == expected[0]
-    assert Chat(replace(loaded, tokenizer=bare)).options.max_tokens == 256
+    assert Chat(replace(lm, tokenizer=bare)).options.max_tokens == 256
 
 
 def test_what_is_typed_for_a_message():
     for message in ("Hello", "/etc?", " /x", '"""', 'say """', '"""a"""', "\n/a\n"):
-        line = typed(message)
-        assert not block_is_open(line) and not line.startswith("/") and without_block(line) == message
-    assert block_is_open('/system """a') and block_is_open('/edit """\nb') and not block_is_open('/load """a')
-    assert not block_is_open('/system """a"""')
+        line = quote_message(message)
+        assert not has_open_block(line) and not line.startswith("/") and strip_block(line) == message
+    assert has_open_block('/system """a') and has_open_block('/edit """\nb') and not has_open_block('/load """a')
+    assert not has_open_block('/system """a"""')
 
 
-def test_completions_are_in_order_and_help_takes_names(loaded):
-    talk = Talk(Chat(loaded), Settings(), Autosave(), None)
+def test_completions_are_in_order_and_help_takes_names(lm):
+    repl = Repl(Chat(lm), Settings(), Autosave(), None)
 
     def offered(text):
-        return [c.text for c in _Commands(talk).get_completions(Document(text), None)]
+        return [c.text for c in _Commands(repl).get_completions(Document(text), None)]
 
     assert offered("/s") == ["/system ", "/set ", "/show ", "/save ", "/stats"]
     assert offered("/help sa") == ["save"] and offered("/set think ") == ["show", "dim", "hide"]
@@ -155,7 +157,7 @@ def test_completions_are_in_order_and_help_takes_names(loaded):
 
 
 def test_blocks():
-    assert block_is_open('"""') and block_is_open('"""a\nb') and block_is_open('""""')
-    assert not block_is_open('"""a"""') and not block_is_open('say """') and not block_is_open("")
-    assert without_block('"""\na\n b\n"""') == "a\n b"
-    assert without_block('"""a"""') == "a" and without_block('plain """') == 'plain """'
+    assert has_open_block('"""') and has_open_block('"""a\nb') and has_open_block('""""')
+    assert not has_open_block('"""a"""') and not has_open_block('say """') and not has_open_block("")
+    assert strip_block('"""\na\n b\n"""') == "a\n b"
+    assert strip_block('"""a"""') == "a" and strip_block('plain """') == 'plain """'

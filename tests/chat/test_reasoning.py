@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm.chat.reasoning import Splitter, opened_by, split
+from mlxlm.chat.reasoning import ReasoningParser, open_think_tag, split
 
 
 def streamed(parts):
-    splitter = Splitter()
-    pieces = [piece for part in parts for piece in splitter.push(part)] + splitter.finish()
+    parser = ReasoningParser()
+    pieces = [piece for part in parts for piece in parser.push(part)] + parser.finish()
     assert all(text for text, _ in pieces)
-    return tuple("".join(text for text, thinking in pieces if thinking is wanted) for wanted in (True, False))
+    return tuple("".join(text for text, reasoning in pieces if reasoning is wanted) for wanted in (True, False))
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_any_split_gives_the_same_and_nothing_is_lost(parts):
 
 
 def test_what_is_decided_is_not_held_back():
-    splitter = Splitter()
-    assert splitter.push("He") == [("He", False)]
-    splitter = Splitter()
-    assert splitter.push("<think>a b") == [("a b", True)] and splitter.thinking
-    assert splitter.push(" <") == [] and splitter.push("c") == [(" <c", True)]
-    assert splitter.push("</think>d") == [("d", False)] and not splitter.thinking
+    parser = ReasoningParser()
+    assert parser.push("He") == [("He", False)]
+    parser = ReasoningParser()
+    assert parser.push("<think>a b") == [("a b", True)] and parser.reasoning
+    assert parser.push(" <") == [] and parser.push("c") == [(" <c", True)]
+    assert parser.push("</think>d") == [("d", False)] and not parser.reasoning
 
 
 def test_the_tag_that_a_template_opens():
-    assert opened_by("<|assistant|>\n<think>\n") == "<think>\n"
-    assert opened_by("<|assistant|>\n<think>\n\n</think>\n\n") == ""
-    assert opened_by("<|assistant|>\n") == ""
+    assert open_think_tag("<|assistant|>\n<think>\n") == "<think>\n"
+    assert open_think_tag("<|assistant|>\n<think>\n\n</think>\n\n") == ""
+    assert open_think_tag("<|assistant|>\n") == ""

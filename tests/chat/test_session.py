@@ -11,11 +11,11 @@ from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.chat.chat_template import ChatTemplate, Message
-from mlxlm.chat.context_overflow import ContextFull, MessageTooLong
+from mlxlm.chat.context_overflow import ContextFullError, MessageTooLongError
 from mlxlm.chat.session import Chat
 from mlxlm.generation import generate
-from mlxlm.generation.drafters import NgramLookup
-from mlxlm.generation.speculative import Speculation
+from mlxlm.generation.drafters import PromptLookup
+from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, TokenizerError
 
@@ -47,45 +47,45 @@ def read(chat):
 
 def fresh(chat, question):
     """The prompt of a question, and what a model that has read nothing yet answers to it."""
-    prompt = ChatTemplate(chat.loaded.tokenizer).encode([*chat.messages, Message("user", question)])
-    return prompt, generate(chat.loaded, prompt, kv=chat.kv, **GREEDY)
+    prompt = ChatTemplate(chat.lm.tokenizer).encode([*chat.messages, Message("user", question)])
+    return prompt, generate(chat.lm, prompt, kv=chat.kv, **GREEDY)
 
 
-def prompt_of(loaded, question):
-    return ChatTemplate(loaded.tokenizer).encode([Message("user", question)])
+def prompt_of(lm, question):
+    return ChatTemplate(lm.tokenizer).encode([Message("user", question)])
 
 
-def small(loaded, size=60, **changes):
-    return replace(loaded, config=loaded.config.with_changes(max_position_embeddings=size, **changes))
+def small(lm, size=60, **changes):
+    return replace(lm, config=lm.config.with_changes(max_position_embeddings=size, **changes))
 
 
-def wide(loaded):
+def wide(lm):
     """A model whose head dim can be quantized."""
-    config = loaded.config.with_changes(head_dim=32, max_position_embeddings=128)
+    config = lm.config.with_changes(head_dim=32, max_position_embeddings=128)
     decoder = Decoder(config)
-    decoder.initialize(seed=3)
+    decoder.init_weights(seed=3)
     decoder.lm_head.weight = decoder.lm_head.weight * 20 * (mx.arange(300) >= 7)[:, None]
-    return replace(loaded, model=decoder, config=config)
+    return replace(lm, model=decoder, config=config)
 
 
-def remade(loaded, **changes):
+def remade(lm, **changes):
     """The same weights in a model of another configuration."""
-    config = loaded.config.with_changes(**changes)
+    config = lm.config.with_changes(**changes)
     decoder = Decoder(config)
-    decoder.load_weights(tree_flatten(loaded.model.parameters()))
-    return replace(loaded, model=decoder, config=config)
+    decoder.load_weights(tree_flatten(lm.model.parameters()))
+    return replace(lm, model=decoder, config=config)
 
 
-def test_answers_equal_a_fresh_computation_of_the_whole_conversation(loaded):
-    chat = mlxlm.Chat(loaded, system="Be brief.", **GREEDY)
+def test_answers_equal_a_fresh_computation_of_the_whole_conversation(lm):
+    chat = mlxlm.Chat(lm, system_prompt="Be brief.", **GREEDY)
     for question in ("Hello!", "How are you?", "Grüße 世界"):
         _, wanted = fresh(chat, question)
         assert say(chat, question) == wanted.text
 
 
-def test_only_new_tokens_are_read_and_the_system_prompt_once(loaded):
-    model = Recording(loaded.model)
-    chat = Chat(replace(loaded, model=model), system="You are a quick brown fox.", **GREEDY)
+def test_only_new_tokens_are_read_and_the_system_prompt_once(lm):
+    model = Recording(lm.model)
+    chat = Chat(replace(lm, model=model), system_prompt="You are a quick brown fox.", **GREEDY)
     say(chat, "Hello!")
     first = chat.stats.last
     assert first.cached_tokens == 0
@@ -93,22 +93,22 @@ def test_only_new_tokens_are_read_and_the_system_prompt_once(loaded):
     say(chat, "How are you?")
     last = chat.stats.last
     # The last token of the answer was never read, nor its end, the new message and the model's turn.
-    new = loaded.tokenizer.encode(
+    new = lm.tokenizer.encode(
         "<|end|>\n<|user|>\nHow are you?<|end|>\n<|assistant|>\n", add_special_tokens=False, parse_special=True
     )
     assert read(chat) == 1 + len(new)
     assert last.cached_tokens == first.prompt_tokens + len(first.tokens) - 1
     assert sum(model.calls) == 1 + len(new) + len(last.tokens) - 1
     prompt, _ = fresh(chat, "?")
-    assert prompt.count(loaded.tokenizer.special_tokens["<|system|>"]) == 1
+    assert prompt.count(lm.tokenizer.special_tokens["<|system|>"]) == 1
     chat.reset()
     say(chat, "How are you?")
-    shared = ChatTemplate(loaded.tokenizer).encode(chat.messages[:1], add_generation_prompt=False)
+    shared = ChatTemplate(lm.tokenizer).encode(chat.messages[:1], add_generation_prompt=False)
     assert chat.stats.last.cached_tokens >= len(shared)  # nor is it read again after a reset
 
 
-def test_a_stopped_answer_stays_as_far_as_it_was_said(loaded):
-    chat = Chat(loaded, **GREEDY)
+def test_a_stopped_answer_stays_as_far_as_it_was_said(lm):
+    chat = Chat(lm, **GREEDY)
     with closing(chat.ask("Hello!")) as pieces:
         said = "".join(next(pieces).text for _ in range(5))
     assert chat.messages == [Message("user", "Hello!"), Message("assistant", said, chat.messages[1].ids)]
@@ -117,8 +117,8 @@ def test_a_stopped_answer_stays_as_far_as_it_was_said(loaded):
     assert chat.stats.last.cached_tokens > 0
 
 
-def test_stopped_while_reading_the_message_is_forgotten(loaded):
-    chat = Chat(loaded, **GREEDY)
+def test_stopped_while_reading_the_message_is_forgotten(lm):
+    chat = Chat(lm, **GREEDY)
 
     def stop(_read):
         raise KeyboardInterrupt
@@ -130,8 +130,8 @@ def test_stopped_while_reading_the_message_is_forgotten(loaded):
     assert say(chat, "And?") == wanted.text
 
 
-def test_whatever_is_asked_of_a_chat_ends_the_answer_under_way(loaded):
-    chat = Chat(loaded, **GREEDY)
+def test_whatever_is_asked_of_a_chat_ends_the_answer_under_way(lm):
+    chat = Chat(lm, **GREEDY)
     left = chat.ask("Hello!")
     said = next(left).text + next(left).text
     answer = say(chat, "And?")
@@ -144,15 +144,15 @@ def test_whatever_is_asked_of_a_chat_ends_the_answer_under_way(loaded):
     assert list(never_begun) == [] and len(chat.messages) == 2
 
 
-def test_undo_reads_nothing_again(loaded):
-    chat = Chat(loaded, **GREEDY)
+def test_undo_reads_nothing_again(lm):
+    chat = Chat(lm, **GREEDY)
     say(chat, "Hello!")
     say(chat, "How are you?")
     told = chat.messages[-1].content
     turn = chat.undo()
     assert (turn.question, turn.answer, turn.finish_reason) == ("How are you?", told, "length")
     say(chat, "How old are you?")
-    assert read(chat) <= len(loaded.tokenizer.encode("How old are you?")) + 4 < chat.stats.last.prompt_tokens / 2
+    assert read(chat) <= len(lm.tokenizer.encode("How old are you?")) + 4 < chat.stats.last.prompt_tokens / 2
     chat.undo()
     chat.undo()
     assert chat.messages == []
@@ -160,15 +160,15 @@ def test_undo_reads_nothing_again(loaded):
         chat.undo()
 
 
-def test_a_retry_is_another_draw_and_reads_one_token(loaded):
-    chat = Chat(loaded, temperature=1.0, max_tokens=10, seed=5)
+def test_a_retry_is_another_draw_and_reads_one_token(lm):
+    chat = Chat(lm, temperature=1.0, max_tokens=10, seed=5)
     say(chat, "Hello!")
     first = say(chat, "Why?")
     second = "".join(piece.text for piece in chat.retry())
     assert first != second and read(chat) == 1
     assert [m.content for m in chat.messages][2:] == ["Why?", second] and chat.branches == {"main": 2}
     assert chat.stats.last.seed == 7  # one after the other, whatever was undone
-    plain = generate(loaded, fresh_prompt(chat), temperature=1.0, max_tokens=10, seed=7)
+    plain = generate(lm, fresh_prompt(chat), temperature=1.0, max_tokens=10, seed=7)
     assert plain.text == second
     with closing(chat.retry()):
         pass
@@ -179,25 +179,25 @@ def test_a_retry_is_another_draw_and_reads_one_token(loaded):
 
 def fresh_prompt(chat):
     """The prompt that the last answer followed."""
-    return ChatTemplate(chat.loaded.tokenizer).encode(chat.messages[:-1])
+    return ChatTemplate(chat.lm.tokenizer).encode(chat.messages[:-1])
 
 
-def test_edit_reads_only_what_was_changed(loaded):
-    chat = Chat(loaded, system="Be brief.", **GREEDY)
+def test_edit_reads_only_what_was_changed(lm):
+    chat = Chat(lm, system_prompt="Be brief.", **GREEDY)
     say(chat, "Hello!")
     say(chat, "How are you today?")
     list(chat.edit("How are you tomorrow?"))
     assert [m.content for m in chat.messages if m.role == "user"] == ["Hello!", "How are you tomorrow?"]
-    ends = loaded.tokenizer.encode("tomorrow?<|end|>\n<|assistant|>\n", add_special_tokens=False, parse_special=True)
+    ends = lm.tokenizer.encode("tomorrow?<|end|>\n<|assistant|>\n", add_special_tokens=False, parse_special=True)
     assert read(chat) <= len(ends) + 1
-    assert chat.messages[-1].content == generate(loaded, fresh_prompt(chat), **GREEDY).text
-    for nothing in (Chat(loaded).retry, lambda: Chat(loaded).edit("x")):
+    assert chat.messages[-1].content == generate(lm, fresh_prompt(chat), **GREEDY).text
+    for nothing in (Chat(lm).retry, lambda: Chat(lm).edit("x")):
         with pytest.raises(GenerationError, match="there is no message yet"):
             nothing()
 
 
-def test_branches_read_only_what_they_do_not_share(loaded):
-    chat = Chat(loaded, **GREEDY)
+def test_branches_read_only_what_they_do_not_share(lm):
+    chat = Chat(lm, **GREEDY)
     say(chat, "Hello! " * 10)
     assert chat.branch() == "branch-2" and chat.branch_name == "branch-2"
     say(chat, "How are you?")
@@ -227,22 +227,22 @@ def test_branches_read_only_what_they_do_not_share(loaded):
         (lambda chat: chat.branch(""), "can't be the name of a branch"),
         (lambda chat: chat.switch("x"), "no branch x .try: one of main, branch-2"),
         (lambda chat: chat.ask(""), "message is empty"),
-        (lambda chat: Chat(chat.loaded, overflow="ask"), "overflow is 'ask' .try: stop or drop"),
-        (lambda chat: Chat(chat.loaded, temprature=1), "no setting temprature"),
-        (lambda chat: Chat(chat.loaded, kv=KVOptions(size=5000)), "more than the model's context"),
+        (lambda chat: Chat(chat.lm, context_overflow="ask"), "overflow is 'ask' .try: stop or drop"),
+        (lambda chat: Chat(chat.lm, temprature=1), "no setting temprature"),
+        (lambda chat: Chat(chat.lm, kv=KVOptions(size=5000)), "more than the model's context"),
     ],
 )
-def test_what_cannot_be_done(loaded, act, message):
-    chat = Chat(loaded)
+def test_what_cannot_be_done(lm, act, message):
+    chat = Chat(lm)
     chat.branch()
     with pytest.raises(GenerationError, match=message):
         act(chat)
     with pytest.raises(TokenizerError, match="surrogate"):
-        chat.system = "\ud800"
+        chat.system_prompt = "\ud800"
 
 
-def test_any_number_of_branches_has_an_end(loaded):
-    chat = Chat(loaded)
+def test_any_number_of_branches_has_an_end(lm):
+    chat = Chat(lm)
     for _ in range(99):
         chat.branch()
     with pytest.raises(GenerationError, match="100 branches"):
@@ -250,17 +250,19 @@ def test_any_number_of_branches_has_an_end(loaded):
     assert len(chat.branches) == 100
 
 
-def test_a_full_context_says_so_and_the_chat_goes_on(loaded):
-    chat = Chat(small(loaded), temperature=0, max_tokens=None)
+def test_a_full_context_says_so_and_the_chat_goes_on(lm):
+    chat = Chat(small(lm), temperature=0, max_tokens=None)
     list(chat.ask("Hello!"))
     assert chat.stats.last.finish_reason == "context"
     before = list(chat.messages)
-    with pytest.raises(ContextFull, match=r"context has 60.*undo, reset"):
+    with pytest.raises(ContextFullError, match=r"context has 60.*undo, reset"):
         chat.ask("How are you?")
     long = "Hello! " * 40
-    tokens = len(prompt_of(loaded, long))
-    for asked in (chat, Chat(small(loaded))):  # with turns that could be dropped, too
-        with pytest.raises(MessageTooLong, match=f"alone takes {tokens} .* has 60 .try: at least {tokens - 59} tokens"):
+    tokens = len(prompt_of(lm, long))
+    for asked in (chat, Chat(small(lm))):  # with turns that could be dropped, too
+        with pytest.raises(
+            MessageTooLongError, match=f"alone takes {tokens} .* has 60 .try: at least {tokens - 59} tokens"
+        ):
             asked.ask(long)
     assert chat.messages == before
     chat.reset()
@@ -268,8 +270,8 @@ def test_a_full_context_says_so_and_the_chat_goes_on(loaded):
     assert say(chat, "Hello!") == before[1].content
 
 
-def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(loaded):
-    chat = Chat(small(loaded, 200), system="Be brief.", overflow="drop", temperature=0, max_tokens=10)
+def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(lm):
+    chat = Chat(small(lm, 200), system_prompt="Be brief.", context_overflow="drop", temperature=0, max_tokens=10)
     dropped, used = [], []
     for n in range(20):
         before = chat.dropped
@@ -282,31 +284,31 @@ def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(loaded):
     assert min(b - a for a, b in zip(drops, drops[1:], strict=False)) >= 3
     assert max(used) <= 200 and all(used[n] <= 100 + 20 for n in drops)
     assert len(chat.messages) == 41 and chat.messages[0] == Message("system", "Be brief.")
-    seen = ChatTemplate(loaded.tokenizer).encode([chat.messages[0], *chat.messages[1 + chat.dropped : -1]])
-    assert chat.messages[-1].content == generate(loaded, seen, temperature=0, max_tokens=10).text
-    system = ChatTemplate(loaded.tokenizer).encode(chat.messages[:1], add_generation_prompt=False)
-    chat.overflow = "stop"
+    seen = ChatTemplate(lm.tokenizer).encode([chat.messages[0], *chat.messages[1 + chat.dropped : -1]])
+    assert chat.messages[-1].content == generate(lm, seen, temperature=0, max_tokens=10).text
+    system_prompt = ChatTemplate(lm.tokenizer).encode(chat.messages[:1], add_generation_prompt=False)
+    chat.context_overflow = "stop"
     assert chat.drop_oldest("x" * 90) > 0
     say(chat, "x" * 90)
-    assert chat.stats.last.cached_tokens >= len(system)
-    chat.overflow, before = "drop", chat.dropped
+    assert chat.stats.last.cached_tokens >= len(system_prompt)
+    chat.context_overflow, before = "drop", chat.dropped
     for act in (chat.ask, chat.drop_oldest):
-        with pytest.raises(MessageTooLong):
+        with pytest.raises(MessageTooLongError):
             act("x" * 200)
     assert chat.dropped == before < 42  # nothing went in vain
 
 
-def test_turns_that_were_dropped_come_back_once_no_other_is_left(loaded):
-    chat = Chat(small(loaded, 100), **GREEDY)
+def test_turns_that_were_dropped_come_back_once_no_other_is_left(lm):
+    chat = Chat(small(lm, 100), **GREEDY)
     for question in ("Hello!", "Why?"):
         say(chat, question)
     assert chat.drop_oldest() == 0  # the last message fits when asked again
-    chat.loaded = small(loaded, chat.stats.last.prompt_tokens)
-    with pytest.raises(ContextFull):
+    chat.lm = small(lm, chat.stats.last.prompt_tokens)
+    with pytest.raises(ContextFullError):
         chat.retry()
     assert chat.drop_oldest() == 2
-    assert "".join(piece.text for piece in chat.retry()) == generate(loaded, prompt_of(loaded, "Why?"), **GREEDY).text
-    chat.loaded = small(loaded, 100)
+    assert "".join(piece.text for piece in chat.retry()) == generate(lm, prompt_of(lm, "Why?"), **GREEDY).text
+    chat.lm = small(lm, 100)
     assert chat.drop_oldest("x" * 40) == 2 and chat.context_used == 0
     assert len(chat.messages) == 4
     chat.undo()
@@ -314,10 +316,10 @@ def test_turns_that_were_dropped_come_back_once_no_other_is_left(loaded):
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_rotating_cache_bounds_a_chat_and_never_overflows(loaded, bits):
+def test_a_rotating_cache_bounds_a_chat_and_never_overflows(lm, bits):
     kv = KVOptions(size=64, key_bits=bits, value_bits=bits)
-    loaded = small(loaded, 128) if bits is None else wide(loaded)
-    chat = Chat(loaded, system="Be brief.", kv=kv, **GREEDY)
+    lm = small(lm, 128) if bits is None else wide(lm)
+    chat = Chat(lm, system_prompt="Be brief.", kv=kv, **GREEDY)
     for n in range(5):
         _, wanted = fresh(chat, f"Question {n}?")
         assert say(chat, f"Question {n}?") == wanted.text
@@ -337,19 +339,19 @@ def test_a_rotating_cache_bounds_a_chat_and_never_overflows(loaded, bits):
 
 
 @pytest.mark.parametrize("kv", [None, KVOptions(size=96)])
-def test_caches_that_drop_tokens_go_back_to_the_last_question(loaded, kv):
+def test_caches_that_drop_tokens_go_back_to_the_last_question(lm, kv):
     """An answer longer than what they can be trimmed by is taken back without the conversation being read again."""
-    loaded = loaded if kv else remade(loaded, sliding_window=32, model_type="mistral")
+    lm = lm if kv else remade(lm, sliding_window=32, model_type="mistral")
     long = {"temperature": 0, "max_tokens": 120}
-    chat = Chat(loaded, system="Be brief.", kv=kv, **long)
+    chat = Chat(lm, system_prompt="Be brief.", kv=kv, **long)
 
     def wanted():
-        return generate(loaded, fresh_prompt(chat), kv=kv, **long).text
+        return generate(lm, fresh_prompt(chat), kv=kv, **long).text
 
     for n in range(2):
         say(chat, f"Question {n}?")
         assert chat.messages[-1].content == wanted()
-    new = len(loaded.tokenizer.encode("Question 2?")) + 70
+    new = len(lm.tokenizer.encode("Question 2?")) + 70
     assert chat.stats.last.prompt_tokens > 2 * new
     list(chat.retry())
     assert read(chat) < new and chat.messages[-1].content == wanted()
@@ -364,8 +366,8 @@ def test_caches_that_drop_tokens_go_back_to_the_last_question(loaded, kv):
     assert chat.stats.last.cached_tokens == 0 and chat.messages[-1].content == wanted()
 
 
-def test_memory_stays_bounded_with_a_rotating_cache(loaded):
-    chat = Chat(loaded, kv=KVOptions(size=64), temperature=0, max_tokens=60)
+def test_memory_stays_bounded_with_a_rotating_cache(lm):
+    chat = Chat(lm, kv=KVOptions(size=64), temperature=0, max_tokens=60)
     held = []
     for n in range(6):
         say(chat, f"Question {n}?")
@@ -373,33 +375,33 @@ def test_memory_stays_bounded_with_a_rotating_cache(loaded):
     assert len(set(held[2:])) == 1
 
 
-def test_reset_keeps_the_system_prompt(loaded):
-    chat = Chat(loaded, system="Be brief.", **GREEDY)
+def test_reset_keeps_the_system_prompt(lm):
+    chat = Chat(lm, system_prompt="Be brief.", **GREEDY)
     first = say(chat, "Hello!")
     chat.branch("two")
     say(chat, "Why?")
     chat.reset()
     assert chat.messages == [Message("system", "Be brief.")] and chat.branches == {"main": 0}
     assert say(chat, "Hello!") == first
-    chat.system = "Be long."
+    chat.system_prompt = "Be long."
     assert chat.messages[0] == Message("system", "Be long.")
     _, wanted = fresh(chat, "Why?")
     assert say(chat, "Why?") == wanted.text
-    chat.system = None
+    chat.system_prompt = None
     assert chat.messages[0].role == "user"
 
 
-def test_equal_seeds_give_equal_conversations(loaded):
+def test_equal_seeds_give_equal_conversations(lm):
     def conversation(seed):
-        chat = Chat(loaded, temperature=1.0, max_tokens=10, seed=seed)
+        chat = Chat(lm, temperature=1.0, max_tokens=10, seed=seed)
         return [say(chat, "Hello!"), say(chat, "Hello!")]
 
     assert conversation(5) == conversation(5)
     assert conversation(5) != conversation(6)
 
 
-def test_options_can_be_changed_and_a_new_seed_begins_anew(loaded):
-    chat = Chat(loaded, temperature=1.0, max_tokens=10, seed=5)
+def test_options_can_be_changed_and_a_new_seed_begins_anew(lm):
+    chat = Chat(lm, temperature=1.0, max_tokens=10, seed=5)
     first = say(chat, "Hello!")
     chat.options = replace(chat.options, max_tokens=4)
     say(chat, "Hello!")
@@ -412,13 +414,13 @@ def test_options_can_be_changed_and_a_new_seed_begins_anew(loaded):
     for _ in chat.ask("Hello!"):
         chat.options = replace(chat.options, seed=100)
     assert chat.options.seed == 100  # set while an answer was under way
-    assert Chat(loaded).options.seed is not None
+    assert Chat(lm).options.seed is not None
     chat.options = replace(chat.options, seed=None)
     assert chat.options.seed not in (None, 6)  # a drawn one
 
 
-def test_the_end_of_a_turn_is_not_part_of_the_answer(loaded):
-    end = loaded.tokenizer.special_tokens["<|end|>"]
+def test_the_end_of_a_turn_is_not_part_of_the_answer(lm):
+    end = lm.tokenizer.special_tokens["<|end|>"]
 
     class Ending(Recording):
         def __call__(self, ids, cache=None):
@@ -426,7 +428,7 @@ def test_the_end_of_a_turn_is_not_part_of_the_answer(loaded):
             logits[..., end] = 1e3 if len(self.calls) > 6 else -1e3
             return logits
 
-    chat = Chat(replace(loaded, model=Ending(loaded.model)), **GREEDY)
+    chat = Chat(replace(lm, model=Ending(lm.model)), **GREEDY)
     say(chat, "Hello!")
     last = chat.stats.last
     assert last.finish_reason == "eos" and last.tokens[-1] == end
@@ -436,11 +438,11 @@ def test_the_end_of_a_turn_is_not_part_of_the_answer(loaded):
     assert chat.stats.last.cached_tokens >= last.prompt_tokens + len(last.tokens) - 1
 
 
-def test_a_chat_that_crosses_the_length_where_positions_change(loaded):
+def test_a_chat_that_crosses_the_length_where_positions_change(lm):
     """It is read again once, with the positions of a long text, and goes on; a new chat has the short ones."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    loaded = remade(loaded, rope_scaling={**scaling, "original_max_position_embeddings": 60})
-    chat = Chat(loaded, **GREEDY)
+    lm = remade(lm, rope_scaling={**scaling, "original_max_position_embeddings": 60})
+    chat = Chat(lm, **GREEDY)
     was_read = []
     for question in ("Hello!", "How?", "You?", "Dog?"):
         _, wanted = fresh(chat, question)
@@ -458,13 +460,17 @@ class Scripted(Recording):
     def make_cache(self):
         return make_cache(self._model)
 
-    def __init__(self, loaded, script, opening=""):
-        super().__init__(loaded.model)
+    def __init__(self, lm, script, generation_prefix=""):
+        super().__init__(lm.model)
 
         def encode(text):
-            return loaded.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+            return lm.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
 
-        self.script, self.begins, self.text = encode(script + "<|end|>"), encode("<|assistant|>\n" + opening), []
+        self.script, self.begins, self.text = (
+            encode(script + "<|end|>"),
+            encode("<|assistant|>\n" + generation_prefix),
+            [],
+        )
 
     def __call__(self, ids, cache=None):
         self.text[cache[0].offset :] = ids[0].tolist()
@@ -479,11 +485,11 @@ class Scripted(Recording):
 THOUGHT = "<think>\nHm, a fox.\n</think>\n\nThe fox."
 
 
-def test_reasoning_is_told_from_the_answer(loaded):
-    chat = Chat(replace(loaded, model=Scripted(loaded, THOUGHT)), temperature=0, max_tokens=None)
+def test_reasoning_is_told_from_the_answer(lm):
+    chat = Chat(replace(lm, model=Scripted(lm, THOUGHT)), temperature=0, max_tokens=None)
     pieces = list(chat.ask("Hello!"))
-    assert "".join(piece.text for piece in pieces if piece.thinking) == "Hm, a fox."
-    assert "".join(piece.text for piece in pieces if not piece.thinking) == "The fox."
+    assert "".join(piece.text for piece in pieces if piece.reasoning) == "Hm, a fox."
+    assert "".join(piece.text for piece in pieces if not piece.reasoning) == "The fox."
     assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["eos"] and pieces[-1].finish_reason
     assert len(pieces) >= len(chat.stats.last.tokens)
     assert chat.messages[-1].content == THOUGHT
@@ -498,11 +504,11 @@ def without_reasoning(template):
     )
 
 
-def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(loaded, tokens):
+def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(lm, tokens):
     tokens.chat_template = without_reasoning(tokens.chat_template)
-    loaded = remade(loaded, sliding_window=32, model_type="mistral")
+    lm = remade(lm, sliding_window=32, model_type="mistral")
     script = THOUGHT.replace("Hm, ", "Hm, " * 100)
-    chat = Chat(replace(loaded, model=Scripted(loaded, script)), temperature=0, max_tokens=None)
+    chat = Chat(replace(lm, model=Scripted(lm, script)), temperature=0, max_tokens=None)
     was_read = []
     for n in range(6):
         say(chat, f"Question {n}?")
@@ -513,12 +519,12 @@ def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(loaded, token
     assert max(was_read) < 64 + 2 * turn
 
 
-def test_a_template_that_drops_earlier_reasoning_has_its_way(loaded, tokens):
+def test_a_template_that_drops_earlier_reasoning_has_its_way(lm, tokens):
     kept = tokens.chat_template
     tokens.chat_template = without_reasoning(kept)
     assert tokens.chat_template != kept
-    model = Scripted(loaded, THOUGHT)
-    chat = Chat(replace(loaded, model=model), temperature=0, max_tokens=None)
+    model = Scripted(lm, THOUGHT)
+    chat = Chat(replace(lm, model=model), temperature=0, max_tokens=None)
     prompts, template = [], ChatTemplate(tokens)
     for question in ("Hello!", "Why?", "How?"):
         prompts.append(template.encode([*chat.messages, Message("user", question)]))
@@ -533,12 +539,12 @@ def test_a_template_that_drops_earlier_reasoning_has_its_way(loaded, tokens):
     assert read(chat) == 1
 
 
-def test_a_template_that_opens_the_block_itself(loaded, tokens):
+def test_a_template_that_opens_the_block_itself(lm, tokens):
     tokens.chat_template = tokens.chat_template.replace("assistant|>\n{% endif", "assistant|>\n<think>\n{% endif")
-    model = Scripted(loaded, THOUGHT.removeprefix("<think>\n"), opening="<think>\n")
-    chat = Chat(replace(loaded, model=model), temperature=0, max_tokens=None)
+    model = Scripted(lm, THOUGHT.removeprefix("<think>\n"), generation_prefix="<think>\n")
+    chat = Chat(replace(lm, model=model), temperature=0, max_tokens=None)
     pieces = list(chat.ask("Hello!"))
-    assert "".join(piece.text for piece in pieces if piece.thinking) == "Hm, a fox."
+    assert "".join(piece.text for piece in pieces if piece.reasoning) == "Hm, a fox."
     assert chat.messages[-1].content == THOUGHT  # with the tag, as the model has read it
     say(chat, "Why?")
     new = "<|end|>\n<|user|>\nWhy?<|end|>\n<|assistant|>\n<think>\n"
@@ -546,14 +552,14 @@ def test_a_template_that_opens_the_block_itself(loaded, tokens):
     assert chat.messages[-1].content == THOUGHT
 
 
-def test_a_chat_with_another_model_goes_on_as_text(loaded, tokens):
-    chat = Chat(loaded, logit_bias={7: -100}, **GREEDY)
+def test_a_chat_with_another_model_goes_on_as_text(lm, tokens):
+    chat = Chat(lm, logit_bias={7: -100}, **GREEDY)
     say(chat, "Hello!")
-    other = remade(loaded)
-    other.model.initialize(seed=9)
+    other = remade(lm)
+    other.model.init_weights(seed=9)
     mx.eval(other.model.parameters())
     said = chat.messages[-1]
-    chat.loaded = other
+    chat.lm = other
     assert chat.messages[-1] == said and chat.options.logit_bias  # the same tokens
     chat.options = replace(chat.options, logit_bias={})
     _, wanted = fresh(chat, "Why?")
@@ -561,43 +567,43 @@ def test_a_chat_with_another_model_goes_on_as_text(loaded, tokens):
     chat.options = replace(chat.options, logit_bias={7: -100})
     with_other_tokens = tokenizer.train(["Another text altogether, of other words. " * 20], 280)
     with_other_tokens.chat_template = tokens.chat_template
-    chat.loaded = replace(other, tokenizer=with_other_tokens)
+    chat.lm = replace(other, tokenizer=with_other_tokens)
     assert not chat.options.logit_bias and chat.messages[-1].content == wanted.text
     assert not any(message.ids for message in chat.messages)
     _, wanted = fresh(chat, "Why?")
     assert say(chat, "Why?") == wanted.text
     with pytest.raises(GenerationError, match="more than the model's context"):
-        rotating = Chat(loaded, kv=KVOptions(size=1000), **GREEDY)
-        rotating.loaded = small(other)
-    assert rotating.loaded is loaded and say(rotating, "Hello!")
+        rotating = Chat(lm, kv=KVOptions(size=1000), **GREEDY)
+        rotating.lm = small(other)
+    assert rotating.lm is lm and say(rotating, "Hello!")
 
 
-def test_a_turn_encodes_the_conversation_once(loaded):
-    chat = Chat(loaded, **GREEDY)
+def test_a_turn_encodes_the_conversation_once(lm):
+    chat = Chat(lm, **GREEDY)
     say(chat, "Hello!")
-    encode, calls = chat._reader.transcript.encode, []
-    chat._reader.transcript.encode = lambda *a, **k: calls.append(a) or encode(*a, **k)
+    encode, calls = chat._chat_model.chat_encoder.encode, []
+    chat._chat_model.chat_encoder.encode = lambda *a, **k: calls.append(a) or encode(*a, **k)
     before = chat.stats
     say(chat, "Why?")
     assert (len(calls), before.answers, chat.stats.answers) == (1, 1, 2)
 
 
-def test_speculation_changes_no_text(loaded):
+def test_speculation_changes_no_text(lm):
     def conversation(speculation):
-        chat = Chat(loaded, speculation=speculation, temperature=0, max_tokens=40)
+        chat = Chat(lm, speculation=speculation, temperature=0, max_tokens=40)
         return [say(chat, "The quick brown fox. " * 5), say(chat, "The quick brown fox?")], chat.stats.last
 
-    told, last = conversation(Speculation(NgramLookup()))
+    told, last = conversation(SpeculativeDecoder(PromptLookup()))
     plain, without = conversation(None)
     assert told == plain and last.speculation is not None and without.speculation is None
     assert last.cached_tokens == without.cached_tokens
 
 
-def test_token_counts_are_those_of_each_message(loaded):
-    chat = Chat(loaded, system="Be brief.", **GREEDY)
-    assert chat.token_counts() == [len(loaded.tokenizer.encode("Be brief.", add_special_tokens=False))]
+def test_token_counts_are_those_of_each_message(lm):
+    chat = Chat(lm, system_prompt="Be brief.", **GREEDY)
+    assert chat.token_counts() == [len(lm.tokenizer.encode("Be brief.", add_special_tokens=False))]
     assert chat.context_used == 0
     say(chat, "Hello!")
     counts = chat.token_counts()
-    assert counts[1:] == [len(loaded.tokenizer.encode("Hello!", add_special_tokens=False)), 12]
+    assert counts[1:] == [len(lm.tokenizer.encode("Hello!", add_special_tokens=False)), 12]
     assert sum(counts) < chat.context_used == chat.stats.last.prompt_tokens + 12 + 2

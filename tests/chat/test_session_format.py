@@ -36,9 +36,9 @@ def write(file, *values):
 
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("kv", [KVOptions(), KVOptions(size=48)])
-def test_a_chat_goes_on_as_if_it_had_never_been_left(loaded, file, cache, kv):
+def test_a_chat_goes_on_as_if_it_had_never_been_left(lm, file, cache, kv):
     def begun():
-        chat = Chat(loaded, system="Be brief.", kv=kv, **SAMPLED)
+        chat = Chat(lm, system_prompt="Be brief.", kv=kv, **SAMPLED)
         say(chat, "Hello!")
         list(chat.retry())
         say(chat, "Grüße 世界?")
@@ -51,32 +51,32 @@ def test_a_chat_goes_on_as_if_it_had_never_been_left(loaded, file, cache, kv):
 
     chat = begun()
     chat.save(file, cache=cache)
-    again = Chat.open(file, loaded)
+    again = Chat.open(file, lm)
     assert again.notes == [] and again.messages == chat.messages and again.options == chat.options
-    assert (again.kv, again.system, again.branches, again.options.seed) == (kv, "Be brief.", {"main": 2}, 8)
+    assert (again.kv, again.system_prompt, again.branches, again.options.seed) == (kv, "Be brief.", {"main": 2}, 8)
     assert cache_path(file).exists() is cache
     list(again.ask("Why?"))
     assert read(again) < 14 if cache else again.stats.last.cached_tokens == 0
-    again = Chat.open(file, loaded)
+    again = Chat.open(file, lm)
     assert ended(again) == ended(begun())
 
 
-def test_people_can_read_it(loaded, file):
-    chat = Chat(loaded, system="Sei höflich.", **SAMPLED)
+def test_people_can_read_it(lm, file):
+    chat = Chat(lm, system_prompt="Sei höflich.", **SAMPLED)
     answer = say(chat, "Grüße 世界\nund mehr")
     chat.save(file)
     header, question, told = lines(file)
     assert "höflich" in file.read_text() and "世界" in file.read_text()
-    assert header["mlxlm_chat"] == 1 and header["system"] == "Sei höflich."
+    assert header["mlxlm_chat"] == 1 and header["system_prompt"] == "Sei höflich."
     assert header["options"] == {"temperature": 1.0, "max_tokens": 8, "seed": 6}  # of the next answer
-    assert header["tokenizer"] == loaded.tokenizer.fingerprint and "branches" not in header
+    assert header["tokenizer"] == lm.tokenizer.fingerprint and "branches" not in header
     assert question == {"role": "user", "content": "Grüße 世界\nund mehr"}
     assert (told["role"], told["content"], told["seed"], told["finish_reason"]) == ("assistant", answer, 5, "length")
     assert told["ids"] == chat.stats.last.tokens and told["time"].endswith("+00:00")
 
 
-def test_branches_share_their_lines_and_dropped_turns_stay(loaded, file):
-    chat = Chat(small(loaded, 120), overflow="drop", **GREEDY)
+def test_branches_share_their_lines_and_dropped_turns_stay(lm, file):
+    chat = Chat(small(lm, 120), context_overflow="drop", **GREEDY)
     say(chat, "Hello!")
     chat.branch("two")
     say(chat, "Why?")
@@ -90,50 +90,52 @@ def test_branches_share_their_lines_and_dropped_turns_stay(loaded, file):
     chat.save(file)
     assert len(lines(file)) == 1 + 2 * 4
     assert [line["after"] for line in lines(file) if "after" in line] == [3]
-    again = Chat.open(file, chat.loaded)
+    again = Chat.open(file, chat.lm)
     assert again.branch_name == "none" and again.branches == chat.branches == {"main": 3, "two": 2, "none": 0}
     for name in chat.branches:
         chat.switch(name)
         again.switch(name)
         assert again.messages == chat.messages and again.dropped == chat.dropped
-    assert again.overflow == "drop"
+    assert again.context_overflow == "drop"
 
 
-def test_settings_given_here_count_instead_of_the_files(loaded, file):
-    Chat(loaded, stop=("x", "y"), logit_bias={300 - 1: -5, 9: 2}, choice=(), **SAMPLED).save(file)
-    again = Chat.open(file, loaded)
+def test_settings_given_here_count_instead_of_the_files(lm, file):
+    Chat(lm, stop=("x", "y"), logit_bias={300 - 1: -5, 9: 2}, choice=(), **SAMPLED).save(file)
+    again = Chat.open(file, lm)
     assert again.options.stop == ("x", "y") and again.options.logit_bias == {299: -5, 9: 2}
-    again = Chat.open(file, loaded, temperature=0, seed=9, kv=KVOptions(size=32), overflow="drop", template="plain")
+    again = Chat.open(
+        file, lm, temperature=0, seed=9, kv=KVOptions(size=32), context_overflow="drop", chat_template="plain"
+    )
     assert (again.options.temperature, again.options.seed, again.options.stop) == (0, 9, ("x", "y"))
-    assert (again.kv.size, again.overflow, again.template) == (32, "drop", "plain")
+    assert (again.kv.size, again.context_overflow, again.chat_template) == (32, "drop", "plain")
     say(again, "Hello!")
     assert again.stats.last.seed == 9
 
 
-def test_templates_in_session_files(loaded, file, tmp_path):
-    Chat(loaded, template="plain", **SAMPLED).save(file)
-    assert Chat.open(file, loaded).template == "plain"
+def test_templates_in_session_files(lm, file, tmp_path):
+    Chat(lm, chat_template="plain", **SAMPLED).save(file)
+    assert Chat.open(file, lm).chat_template == "plain"
     own = tmp_path / "own.jinja"
-    own.write_text(loaded.tokenizer.chat_template)
-    chat = Chat(loaded, template=str(own), **SAMPLED)
+    own.write_text(lm.tokenizer.chat_template)
+    chat = Chat(lm, chat_template=str(own), **SAMPLED)
     chat.save(tmp_path / "other.jsonl")
-    again = Chat.open(tmp_path / "other.jsonl", loaded)  # a session file can't name a file to be read
-    assert again.template == "model" and "own.jinja, which is not used unless asked for" in again.notes[0]
-    assert Chat.open(tmp_path / "other.jsonl", loaded, template=str(own)).notes == []
+    again = Chat.open(tmp_path / "other.jsonl", lm)  # a session file can't name a file to be read
+    assert again.chat_template == "model" and "own.jinja, which is not used unless asked for" in again.notes[0]
+    assert Chat.open(tmp_path / "other.jsonl", lm, chat_template=str(own)).notes == []
 
 
-def test_only_what_this_chat_wrote_is_replaced(loaded, file):
-    chat = Chat(loaded, **SAMPLED)
+def test_only_what_this_chat_wrote_is_replaced(lm, file):
+    chat = Chat(lm, **SAMPLED)
     say(chat, "Hello!")
     chat.save(file, cache=True)
     say(chat, "Why?")
     chat.save(file, cache=True)
     assert len(lines(file)) == 5
-    other = Chat.open(file, loaded)
+    other = Chat.open(file, lm)
     assert other.branches == {"main": 2}
     say(other, "And?")
     with pytest.raises(GenerationError, match="talk.jsonl already exists .try: another name for this chat"):
-        Chat(loaded).save(file)
+        Chat(lm).save(file)
     other.save(file)
     say(chat, "Mine?")
     before = file.read_bytes()
@@ -148,27 +150,27 @@ def test_only_what_this_chat_wrote_is_replaced(loaded, file):
     assert not [name for name in os.listdir(file.parent) if "partial" in name]
 
 
-def test_a_session_of_another_model_opens_as_text(loaded, file):
-    chat = Chat(loaded, logit_bias={7: 1}, template="model", kv=KVOptions(size=1000), **SAMPLED)
+def test_a_session_of_another_model_opens_as_text(lm, file):
+    chat = Chat(lm, logit_bias={7: 1}, chat_template="model", kv=KVOptions(size=1000), **SAMPLED)
     say(chat, "Hello!")
     chat.save(file, cache=True)
-    other = remade(loaded)
-    other.model.initialize(seed=9)
+    other = remade(lm)
+    other.model.init_weights(seed=9)
     mx.eval(other.model.parameters())
     again = Chat.open(file, small(other))
     assert again.messages == chat.messages and again.options.logit_bias == {7: 1} and again.kv == KVOptions()
-    assert again.notes == [f"{file} is a chat with another model, {loaded.path}: this one reads it again, as text"]
+    assert again.notes == [f"{file} is a chat with another model, {lm.path}: this one reads it again, as text"]
     say(again, "Why?")
     assert again.stats.last.cached_tokens == 0
     words = tokenizer.train(["Another text altogether, of other words. " * 20], 280)
-    again = Chat.open(file, replace(loaded, tokenizer=words))
-    assert len(again.notes) == 1 and again.template == "plain" and not again.options.logit_bias
+    again = Chat.open(file, replace(lm, tokenizer=words))
+    assert len(again.notes) == 1 and again.chat_template == "plain" and not again.options.logit_bias
     assert [m.content for m in again.messages] == [m.content for m in chat.messages] and not again.messages[1].ids
     assert say(again, "Why?") is not None and again.stats.last.cached_tokens == 0
 
 
-def test_a_cache_that_cannot_be_used_is_told_and_the_chat_goes_on(loaded, file):
-    chat = Chat(loaded, **SAMPLED)
+def test_a_cache_that_cannot_be_used_is_told_and_the_chat_goes_on(lm, file):
+    chat = Chat(lm, **SAMPLED)
     say(chat, "Hello!")
     chat.save(file, cache=True)
     wanted = say(chat, "Why?")
@@ -176,39 +178,39 @@ def test_a_cache_that_cannot_be_used_is_told_and_the_chat_goes_on(loaded, file):
     whole = cache.read_bytes()
     for content in (b"", whole[:100], whole[:-9], b"\xff" * 200, os.urandom(4000)):
         cache.write_bytes(content)
-        again = Chat.open(file, loaded)
+        again = Chat.open(file, lm)
         assert len(again.notes) == 1 and "is read again, since its cache can't be used: " in again.notes[0]
         assert say(again, "Why?") == wanted and again.stats.last.cached_tokens == 0
     cache.write_bytes(whole)
-    again = Chat.open(file, loaded, kv=KVOptions(size=32))
+    again = Chat.open(file, lm, kv=KVOptions(size=32))
     assert "can't be used" in again.notes[0] and say(again, "Why?")
 
 
-def test_edited_by_hand(loaded, file):
-    chat = Chat(loaded, **SAMPLED)
+def test_edited_by_hand(lm, file):
+    chat = Chat(lm, **SAMPLED)
     say(chat, "Hello!")
     chat.save(file)
     header, question, answer = lines(file)
     write(file, header, {**question, "content": "Hi"}, {**answer, "content": "The fox."}, "")
-    again = Chat.open(file, loaded)
+    again = Chat.open(file, lm)
     assert [m.content for m in again.messages] == ["Hi", "The fox."] and again.messages[1].ids == ()
     write(file, header, question, {"role": "assistant", "content": "The fox."})
-    assert say(Chat.open(file, loaded), "Why?")
+    assert say(Chat.open(file, lm), "Why?")
     write(file, {"mlxlm_chat": 1, "options": {"seed": 1}})
-    assert Chat.open(file, loaded).messages == []
+    assert Chat.open(file, lm).messages == []
 
 
-@pytest.mark.parametrize("ids", [["end", "system"], [2**30], [299], [-1], [True], ["a"], "12", [1.5]])
-def test_ids_that_say_something_else_do_not_count(loaded, file, ids):
+@pytest.mark.parametrize("ids", [["end", "system_prompt"], [2**30], [299], [-1], [True], ["a"], "12", [1.5]])
+def test_ids_that_say_something_else_do_not_count(lm, file, ids):
     """A file from elsewhere can't hide tokens behind what it shows."""
-    special = loaded.tokenizer.special_tokens
+    special = lm.tokenizer.special_tokens
     ids = [special.get(f"<|{i}|>", i) if isinstance(i, str) else i for i in ids] if isinstance(ids, list) else ids
-    told = loaded.tokenizer.encode("The fox.", add_special_tokens=False)
+    told = lm.tokenizer.encode("The fox.", add_special_tokens=False)
     answer = {"role": "assistant", "content": "The fox.", "ids": ids if isinstance(ids, str) else [*told, *ids]}
-    write(file, {"mlxlm_chat": 1, "tokenizer": loaded.tokenizer.fingerprint, "options": {"seed": 1}},
+    write(file, {"mlxlm_chat": 1, "tokenizer": lm.tokenizer.fingerprint, "options": {"seed": 1}},
           {"role": "user", "content": "?"}, answer)  # fmt: skip
     try:
-        chat = Chat.open(file, replace(loaded, config=loaded.config))
+        chat = Chat.open(file, replace(lm, config=lm.config))
     except GenerationError as error:
         assert "line 3 has" in error.message
         return
@@ -238,8 +240,8 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
         ([{**HEADER, "options": [1]}], r"line 1 has the options \[1\] .try: a JSON object"),
         ([{**HEADER, "kv": {"bits": 4}}], "line 1 has bits in its kv, which is no setting"),
         ([{**HEADER, "kv": {"size": 1e9}}], "line 1: these cache settings can't work"),
-        ([{**HEADER, "overflow": "ask"}], "line 1: overflow is 'ask'"),
-        ([{**HEADER, "system": 3}], "line 1 has the system 3 .try: a text"),
+        ([{**HEADER, "context_overflow": "ask"}], "line 1: overflow is 'ask'"),
+        ([{**HEADER, "system_prompt": 3}], "line 1 has the system 3 .try: a text"),
         (['{"mlxlm_chat": 1, "options": {"seed": 1}, "system": "\\ud800"}'], "line 1: .*lone surrogate"),
         ([HEADER, ANSWER], "line 2 is not a message of the user"),
         ([HEADER, USER], "line 2 is a message without an answer"),
@@ -264,46 +266,46 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
         ([{**HEADER, "branches": {"main": {"line": 3, "dropped": 2}}}, USER, ANSWER], "line 1 has 2 turns dropped"),
     ],
 )  # fmt: skip
-def test_what_is_no_session_says_so_in_a_line(loaded, file, content, message):
+def test_what_is_no_session_says_so_in_a_line(lm, file, content, message):
     write(file, *content)
     with pytest.raises(GenerationError, match=rf"talk.jsonl: {message}") as caught:
-        Chat.open(file, loaded)
+        Chat.open(file, lm)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 2500
 
 
-def test_a_small_file_cannot_have_any_number_of_turns(loaded, file, monkeypatch):
+def test_a_small_file_cannot_have_any_number_of_turns(lm, file, monkeypatch):
     monkeypatch.setattr(session_format, "_MOST_TURNS", 20)
     ends = {str(n): {"line": 7} for n in range(7)}
     write(file, {**HEADER, "branch": "0", "branches": ends}, *[USER, ANSWER] * 3)
     with pytest.raises(GenerationError, match="line 1 has more than 20 turns in all its branches"):
-        Chat.open(file, loaded)
+        Chat.open(file, lm)
 
 
-def test_names_that_are_no_utf8(loaded, file):
-    chat = Chat(replace(loaded, path=Path(os.fsdecode(b"m\xff"))), **SAMPLED)
+def test_names_that_are_no_utf8(lm, file):
+    chat = Chat(replace(lm, path=Path(os.fsdecode(b"m\xff"))), **SAMPLED)
     chat.save(file)
-    assert Chat.open(file, loaded).notes == [] and lines(file)[0]["model"] == os.fsdecode(b"m\xff")
+    assert Chat.open(file, lm).notes == [] and lines(file)[0]["model"] == os.fsdecode(b"m\xff")
 
 
-def test_files_that_cannot_be_read(loaded, file, tmp_path):
+def test_files_that_cannot_be_read(lm, file, tmp_path):
     with pytest.raises(GenerationError, match="cannot read .*talk.jsonl"):
-        Chat.open(file, loaded)
+        Chat.open(file, lm)
     with pytest.raises(GenerationError, match="not a regular file"):
-        Chat.open(tmp_path, loaded)
+        Chat.open(tmp_path, lm)
     file.write_bytes(b"\xff\xfe{")
     with pytest.raises(GenerationError, match="line 1 is not UTF-8"):
-        Chat.open(file, loaded)
+        Chat.open(file, lm)
     with file.open("wb") as out:
         out.truncate(1 << 40)
     with pytest.raises(GenerationError, match="more than the"):
-        Chat.open(file, loaded)
+        Chat.open(file, lm)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_any_damage_is_one_line_or_a_chat(loaded, file, data):
+def test_any_damage_is_one_line_or_a_chat(lm, file, data):
     if not (whole := file.parent / "whole").exists():
-        chat = Chat(loaded, system="Be brief.", **SAMPLED)
+        chat = Chat(lm, system_prompt="Be brief.", **SAMPLED)
         say(chat, "Hello!")
         chat.branch("two")
         say(chat, "Why?")
@@ -316,7 +318,7 @@ def test_any_damage_is_one_line_or_a_chat(loaded, file, data):
         content[at : at + data.draw(st.integers(0, 12))] = piece
     file.write_bytes(bytes(content))
     try:
-        chat = Chat.open(file, loaded)
+        chat = Chat.open(file, lm)
         next(iter(chat.ask("And?")))
     except MlxlmError as error:
         assert "\n" not in str(error)

@@ -68,7 +68,7 @@ def llama_tokenizer() -> Tokenizer:
 
 def weights() -> dict:
     model = Decoder(CONFIG)
-    model.initialize(0)
+    model.init_weights(0)
     return dict(tree_flatten(model.parameters()))
 
 
@@ -102,7 +102,7 @@ def _shards(folder: Path) -> Sample:
 
 def _quantized(folder: Path) -> Sample:
     model = Decoder(CONFIG)
-    model.initialize(0)
+    model.init_weights(0)
     packed, plan = quantized_weights(model, 4, 32)
     save_weights(folder, packed)
     sample = _folder(folder)
@@ -233,11 +233,11 @@ GGUF_NAMES = (
 
 
 def _llama2c(folder: Path, version: int) -> Sample:
-    from mlxlm.checkpoint.lazy_tensor import of_array
+    from mlxlm.checkpoint.lazy_tensor import lazy_tensor
     from mlxlm.checkpoint.llama2c import write
 
     path = folder / "model.bin"
-    tensors = {name: of_array(value) for name, value in weights().items()}
+    tensors = {name: lazy_tensor(value) for name, value in weights().items()}
     write(path, CONFIG, tensors, llama_tokenizer())
     if version:
         _as_version(path, version)

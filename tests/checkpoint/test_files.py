@@ -16,14 +16,14 @@ from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
-from mlxlm.utils.files import new_folder
+from mlxlm.utils.files import atomic_new_folder
 from tests.quantized_weights import quantized_weights
 
 
 @pytest.fixture
 def model_dir(tmp_path, tiny_config):
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
@@ -32,15 +32,15 @@ def model_dir(tmp_path, tiny_config):
 
 
 def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "a") as folder:
+    with pytest.raises(ZeroDivisionError), atomic_new_folder(tmp_path / "a") as folder:
         (folder / "x").write_text("x")
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
-    with new_folder(tmp_path / "deep/a") as folder:
+    with atomic_new_folder(tmp_path / "deep/a") as folder:
         (folder / "x").write_text("x")
         assert not (tmp_path / "deep/a").exists()
     assert (tmp_path / "deep/a/x").read_text() == "x"
-    with pytest.raises(CheckpointError, match="already exists"), new_folder(tmp_path / "deep/a"):
+    with pytest.raises(CheckpointError, match="already exists"), atomic_new_folder(tmp_path / "deep/a"):
         pass
 
 
@@ -132,7 +132,7 @@ def test_quantized_weights_load_back_close(tmp_path, bits):
         intermediate_size=96, vocab_size=50,
     )  # fmt: skip
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     packed, plan = quantized_weights(model, bits, 64)
     assert plan["model.layers.0.mlp.down_proj"] == {"group_size": 32, "bits": bits, "mode": "affine"}
     (tmp_path / "config.json").write_text(json.dumps({**config_to_hf(config), "quantization": plan}))

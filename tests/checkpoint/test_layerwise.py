@@ -7,15 +7,15 @@ import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.layerwise import Stages
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.layerwise import LayerwiseModel
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
 
 
 def in_memory(config: ModelConfig, model: Decoder) -> Checkpoint:
-    tensors = {name: of_array(value) for name, value in tree_flatten(model.parameters())}
+    tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
     return Checkpoint("here", "safetensors", {}, config, tensors, load_tokenizer=None)
 
 
@@ -43,17 +43,19 @@ FAMILIES = {
 def test_equal_to_the_whole_decoder_to_the_bit(tiny_config, family):
     config = tiny_config.with_changes(num_hidden_layers=3, **FAMILIES[family])
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     model.eval()
     tokens = mx.random.randint(0, config.vocab_size, (2, 17), key=mx.random.key(1))
     seen = []
-    logits = Stages(in_memory(config, model)).run(tokens, on_layer=lambda index, state: seen.append((index, state)))
+    logits = LayerwiseModel(in_memory(config, model)).run(
+        tokens, on_layer=lambda index, state: seen.append((index, state))
+    )
     assert mx.array_equal(logits, model(tokens))
     assert [index for index, _ in seen] == [0, 1, 2]
-    stream, update = model.model.embed(tokens), None
+    residual, hidden_states = model.model.embed(tokens), None
     for layer, (_, (their_stream, their_update)) in zip(model.layers, seen, strict=True):
-        stream, update = layer(stream, update)
-        assert mx.array_equal(stream, their_stream) and mx.array_equal(update, their_update)
+        residual, hidden_states = layer(residual, hidden_states)
+        assert mx.array_equal(residual, their_stream) and mx.array_equal(hidden_states, their_update)
 
 
 _PEAK = """
@@ -90,4 +92,4 @@ def test_memory_does_not_grow_with_the_number_of_layers():
 
 def test_an_architecture_of_mlx_lm_has_no_stages():
     with pytest.raises(CheckpointError, match="layer by layer: it is a mamba"):
-        Stages(Checkpoint("here", "safetensors", {}, None, {}, None, foreign="it is a mamba model"))
+        LayerwiseModel(Checkpoint("here", "safetensors", {}, None, {}, None, unsupported_reason="it is a mamba model"))

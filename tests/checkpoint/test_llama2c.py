@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.llama2c import open_llama2c, write
 from mlxlm.checkpoint.llama2c_tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
 from mlxlm.config import ModelConfig
@@ -52,8 +52,8 @@ def config(**changes) -> ModelConfig:
 
 def model_tensors(**changes):
     model = Decoder(config(**changes))
-    model.initialize(3)
-    return {name: of_array(value) for name, value in tree_flatten(model.parameters())}
+    model.init_weights(3)
+    return {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_every_version_computes_what_run_c_computes(tmp_path, weights, version, 
     path.write_bytes(file_bytes(weights, version, tied, group))
     checkpoint = open_llama2c(path)
     assert checkpoint.format == "llama2.c" and checkpoint.config == config(tie_word_embeddings=tied)
-    assert checkpoint.values["num_key_value_heads"] == KV
+    assert checkpoint.hf_config["num_key_value_heads"] == KV
     for tensor in checkpoint.tensors.values():
         value = tensor.read()
         assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype)
@@ -208,15 +208,15 @@ def test_nothing_is_left_of_a_model_that_can_not_be_written(tmp_path, words):
     tensors = model_tensors()
     path = tmp_path / "model.bin"
     name = "model.layers.1.mlp.up_proj.weight"
-    broken = {**tensors, name: of_array(tensors[name].read() * float("nan"))}
+    broken = {**tensors, name: lazy_tensor(tensors[name].read() * float("nan"))}
     with pytest.raises(CheckpointError, match=f"{name} has values that are not finite"):
         write(path, config(), broken, words)
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
         write(path, config(), {n: t for n, t in tensors.items() if n != name}, words)
     with pytest.raises(CheckpointError, match=rf"{name} is \[2\], the configuration says \[48, 32\]"):
-        write(path, config(), {**tensors, name: of_array(mx.zeros(2))}, words)
+        write(path, config(), {**tensors, name: lazy_tensor(mx.zeros(2))}, words)
     with pytest.raises(CheckpointError, match="model.layers.0.mlp.up_proj.bias has no place"):
-        write(path, config(), {**tensors, "model.layers.0.mlp.up_proj.bias": of_array(mx.zeros(48))}, words)
+        write(path, config(), {**tensors, "model.layers.0.mlp.up_proj.bias": lazy_tensor(mx.zeros(48))}, words)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,9 +8,9 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import mlx_lm_fallback, save_weights
 from mlxlm.checkpoint.load import load_model
-from mlxlm.checkpoint.mlx_lm_config import for_mlx_lm
-from mlxlm.checkpoint.mlx_lm_fallback import build_foreign
-from mlxlm.checkpoint.mlx_lm_model import build
+from mlxlm.checkpoint.mlx_lm_config import to_mlx_lm_config
+from mlxlm.checkpoint.mlx_lm_fallback import build_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm_model import build_model
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.cli.main import _run
 from mlxlm.convert.inspect import describe
@@ -143,7 +143,7 @@ def test_building_a_model_reads_no_weights(write):
     folder = write()
     checkpoint = open_checkpoint(folder)
     (folder / "model.safetensors").unlink()
-    model, limit = build_foreign(checkpoint)
+    model, limit = build_with_mlx_lm(checkpoint)
     assert model.model_type == "granite" and limit is None
 
 
@@ -174,23 +174,23 @@ WITH_PICTURES = {
 @pytest.mark.parametrize("kind", WITH_PICTURES)
 def test_fields_of_the_language_model_inside_one_with_pictures(kind):
     text = {**TEXT, **WITH_PICTURES[kind], "model_type": f"{kind}_text"}
-    model, limit = build({"model_type": kind, "text_config": text})
+    model, limit = build_model({"model_type": kind, "text_config": text})
     assert limit is None
     assert model(mx.array([[1, 2, 3]])).shape == (1, 3, 97)
     assert model.layers[0].self_attn.head_dim == 256  # that of every Gemma whose file has none
     with pytest.raises(CheckpointError, match="use_bidirectional_attention is 'all'"):
-        build({"model_type": kind, "text_config": {**text, "use_bidirectional_attention": "all"}})
+        build_model({"model_type": kind, "text_config": {**text, "use_bidirectional_attention": "all"}})
 
 
 def test_sizes_that_the_file_leaves_to_the_architecture(tmp_path):
     text = {**TEXT, **WITH_PICTURES["gemma3"], "model_type": "gemma3_text"}
     del text["vocab_size"], text["layer_types"]
     values = {"model_type": "gemma3", "text_config": text}
-    model, _ = build(values)
+    model, _ = build_model(values)
     assert mlx_lm_fallback._count(text, model, "vocab_size") == 262_208
     assert mlx_lm_fallback._count(text, model, "max_position_embeddings") == 131_072
 
 
 def test_llama4_with_an_empty_list_of_layers_without_positions():
     values = {"num_hidden_layers": 4, "no_rope_layers": [], "model_type": "llama4_text"}
-    assert for_mlx_lm(values) == for_mlx_lm({**values, "no_rope_layers": None}) | {"no_rope_layers": []}
+    assert to_mlx_lm_config(values) == to_mlx_lm_config({**values, "no_rope_layers": None}) | {"no_rope_layers": []}

@@ -14,14 +14,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import hub, load_model, load_part, open_checkpoint, save_weights
+from mlxlm.checkpoint import hub, load_model, load_submodule, open_checkpoint, save_weights
 from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors, folder_tensors
 from mlxlm.families import config_to_hf
 from mlxlm.generation.loaded_model import load
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import load as load_tokenizer
-from mlxlm.train.finetune import open_base
+from mlxlm.train.finetune import open_base_model
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError, MlxlmError
 
@@ -31,7 +31,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def model_dir(tmp_path, tiny_config, tiny_tokenizer):
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
@@ -52,9 +52,14 @@ def entry(first, last, shape, dtype="F32"):
 
 def test_a_folder_is_described_and_not_read(model_dir, tiny_config):
     checkpoint = open_checkpoint(model_dir)
-    assert (checkpoint.format, checkpoint.foreign, checkpoint.config) == ("safetensors", None, tiny_config)
+    assert (checkpoint.format, checkpoint.unsupported_reason, checkpoint.config) == ("safetensors", None, tiny_config)
     tensor = checkpoint.tensors["model.embed_tokens.weight"]
-    assert (tensor.shape, tensor.dtype, tensor.stored, tensor.nbytes) == ((300, 32), mx.float32, "F32", 300 * 32 * 4)
+    assert (tensor.shape, tensor.dtype, tensor.stored_dtype, tensor.nbytes) == (
+        (300, 32),
+        mx.float32,
+        "F32",
+        300 * 32 * 4,
+    )
     assert checkpoint.load_tokenizer().vocab_size == 300
 
 
@@ -78,7 +83,7 @@ def test_each_reading_is_a_fresh_array_and_nothing_is_kept(tmp_path):
 def test_a_part_of_a_model_by_itself(model_dir, tiny_config):
     checkpoint = open_checkpoint(model_dir)
     block = Decoder(tiny_config).layers[0]
-    load_part(block, checkpoint.tensors, "model.layers.1")
+    load_submodule(block, checkpoint.tensors, "model.layers.1")
     whole = load_model(model_dir)[0].layers[1]
     for (name, ours), (_, theirs) in zip(
         tree_flatten(block.parameters()), tree_flatten(whole.parameters()), strict=True
@@ -270,22 +275,22 @@ def test_special_tokens_beyond_the_model_that_no_text_becomes(model_dir, tiny_co
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"].append({"id": size, "content": "<image_soft_token>", "special": True, **flags})
     (model_dir / "tokenizer.json").write_text(json.dumps(content))
-    loaded = load(model_dir)
-    assert loaded.tokenizer.vocab_size == size + 1 and loaded.tokenizer.least_vocab_size <= size
-    assert open_base(model_dir)[1].vocab_size == size + 1
+    lm = load(model_dir)
+    assert lm.tokenizer.vocab_size == size + 1 and lm.tokenizer.min_vocab_size <= size
+    assert open_base_model(model_dir)[1].vocab_size == size + 1
     config = SimpleNamespace(eos_ids=frozenset({1, size}), vocab_size=size)
-    assert size not in replace(loaded, config=config).end_ids
-    loaded.tokenizer.chat_template = "{{ messages }}<image_soft_token>"
-    assert loaded.tokenizer.least_vocab_size == size + 1
+    assert size not in replace(lm, config=config).eos_token_ids
+    lm.tokenizer.chat_template = "{{ messages }}<image_soft_token>"
+    assert lm.tokenizer.min_vocab_size == size + 1
     marks = [{**content["added_tokens"][-1], "content": mark} for mark in ("<|im_start|>", "<|im_end|>")]
     marks = [{**mark, "id": size + 1 + n} for n, mark in enumerate(marks)]
     (model_dir / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": content["added_tokens"] + marks}))
-    assert load(model_dir).tokenizer.least_vocab_size <= size
+    assert load(model_dir).tokenizer.min_vocab_size <= size
     with pytest.raises(CheckpointError, match=f"has {size + 3} tokens and the model {size}"):
-        open_base(model_dir)  # would train on them
+        open_base_model(model_dir)  # would train on them
     content["added_tokens"][-1]["special"] = False
     (model_dir / "tokenizer.json").write_text(json.dumps(content))
-    for opened in (load, open_base):
+    for opened in (load, open_base_model):
         with pytest.raises(CheckpointError, match=f"the tokenizer has {size + 1} tokens and the model {size}"):
             opened(model_dir)
 
@@ -349,7 +354,7 @@ def test_eight_bit_floats_are_for_mlx_lm(model_dir):
     assert file_tensors(header_file(path, header, bytes(9600)))["model.embed_tokens.weight"].dtype == mx.uint8
     values = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**values, "model_type": "deepseek_v3"}))
-    assert "deepseek_v3" in open_checkpoint(model_dir).foreign
+    assert "deepseek_v3" in open_checkpoint(model_dir).unsupported_reason
     layer = {f"model.layers.{i}.x": entry(9600, 9600, [0]) for i in range(2)}
     header_file(path, header | layer, bytes(9600))
     (model_dir / "config.json").write_text(json.dumps(values))

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, open_checkpoint, pytorch
-from mlxlm.checkpoint.unpickler import PickleError, Storage, View, read_pickle
+from mlxlm.checkpoint.unpickler import PickleError, Storage, TensorView, read_pickle
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
@@ -69,7 +69,7 @@ def test_a_file_made_by_hand(tmp_path):
         read = tensors[name].read()
         assert read.shape == tensors[name].shape and read.dtype == tensors[name].dtype
         np.testing.assert_array_equal(np.array(read), value if name != "part" else [[5, 6], [9, 10]])
-    assert (tensors["one"].stored, tensors["part"].nbytes) == ("F16", 16)
+    assert (tensors["one"].stored_dtype, tensors["part"].nbytes) == ("F16", 16)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_the_interpreter_knows_what_python_pickles():
         import fractions
 
         read_pickle(pickle.dumps(fractions.Fraction(1, 2)))
-    assert isinstance(next(iter(read_pickle(state({"a": ("FloatStorage", "0", 1, 0, (), ())})).values())), View)
+    assert isinstance(next(iter(read_pickle(state({"a": ("FloatStorage", "0", 1, 0, (), ())})).values())), TensorView)
     assert Storage("FloatStorage", "0", 1) == Storage("FloatStorage", "0", 1)
 
 
@@ -211,7 +211,7 @@ def test_modules_with_their_own_fields(tmp_path, torch):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_folder_of_them_is_a_model(tmp_path, tiny_config, torch, shards):
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     weights = {name: torch.from_numpy(np.array(value)) for name, value in tree_flatten(model.parameters())}
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
     torch.save({"x": torch.zeros(1)}, tmp_path / "training_args.bin")

@@ -7,11 +7,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
-from mlxlm.checkpoint import load, load_checkpoint, load_model, load_part, open_checkpoint, save_weights
-from mlxlm.checkpoint.dequantize import dequantized, full_shapes
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint import load, load_checkpoint, load_model, load_submodule, open_checkpoint, save_weights
+from mlxlm.checkpoint.dequantize import dequantize_tensors, unpacked_shapes
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
-from mlxlm.config.quantization import plan_of
+from mlxlm.config.quantization import module_quantization
 from mlxlm.families import config_to_hf
 from mlxlm.generation import engine
 from mlxlm.model import Block, Decoder
@@ -28,7 +28,7 @@ MODES += [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)]
 def quantized_folder(folder, plan, skipped=(), config=CONFIG):
     """A folder as mlx_lm.convert writes it; returns the decoder that it stands for."""
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     weights, plain = {}, []
     for name, value in tree_flatten(model.parameters()):
         layer = name.removesuffix(".weight")
@@ -56,7 +56,7 @@ def quantized_folder(folder, plan, skipped=(), config=CONFIG):
 def test_every_mode_is_what_mlx_dequantizes(tmp_path, mode, group_size, bits):
     wanted = quantized_folder(tmp_path, {"group_size": group_size, "bits": bits, "mode": mode})
     checkpoint = open_checkpoint(tmp_path)
-    plain = dequantized(checkpoint.tensors, checkpoint.config.quantization)
+    plain = dequantize_tensors(checkpoint.tensors, checkpoint.config.quantization)
     for name, value in tree_flatten(wanted.parameters()):
         assert plain[name].shape == value.shape and mx.array_equal(plain[name].read().astype(mx.float32), value), name
     tokens = mx.array([[1, 2, 3]])
@@ -89,7 +89,7 @@ def test_the_plan_may_lie_under_hugging_faces_name(tmp_path):
 
 def test_what_is_no_module_in_a_plan(tmp_path):
     quantized_folder(tmp_path, {"group_size": 64, "bits": 4, "quant_method": "mlx", "mode": None, "note": None})
-    assert plan_of(open_checkpoint(tmp_path).config.quantization, "lm_head")["mode"] == "affine"
+    assert module_quantization(open_checkpoint(tmp_path).config.quantization, "lm_head")["mode"] == "affine"
 
 
 def test_mlx_lm_quantizes_and_we_read(tmp_path):
@@ -110,7 +110,7 @@ def test_one_layer_by_itself(tmp_path, monkeypatch):
     wanted = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
     checkpoint = open_checkpoint(tmp_path)
     part = nn.Linear(128, 128, bias=False)
-    load_part(part, checkpoint.tensors, "model.layers.1.self_attn.o_proj", checkpoint.config.quantization)
+    load_submodule(part, checkpoint.tensors, "model.layers.1.self_attn.o_proj", checkpoint.config.quantization)
     assert mx.array_equal(part.weight, wanted.layers[1].self_attn.o_proj.weight)
 
 
@@ -154,7 +154,7 @@ def test_a_part_that_stays_quantized(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(tmp_path)
     monkeypatch.setattr(load, "ON_CPU", False)
     block = Block(checkpoint.config, 1)
-    load_part(block, checkpoint.tensors, "model.layers.1", checkpoint.config.quantization)
+    load_submodule(block, checkpoint.tensors, "model.layers.1", checkpoint.config.quantization)
     assert is_quantized(block.self_attn.o_proj) and block.self_attn.o_proj.bits == 4
     layer = block.self_attn.o_proj
     parts = (part.astype(mx.float32) for part in (layer.scales, layer.biases))
@@ -164,7 +164,7 @@ def test_a_part_that_stays_quantized(tmp_path, monkeypatch):
 
 def test_weights_without_room_in_float32_stay_in_16_bits(tmp_path, monkeypatch):
     model = Decoder(CONFIG)
-    model.initialize(0)
+    model.init_weights(0)
     weights = {name: value.astype(mx.bfloat16) for name, value in tree_flatten(model.parameters())}
     save_weights(tmp_path, weights)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(CONFIG)))
@@ -221,7 +221,9 @@ def test_parts_that_do_not_belong_together(tmp_path, plan, change, expected):
 
 def test_shapes_are_those_of_the_whole_matrix():
     parts = mx.quantize(mx.random.normal((6, 96)), group_size=32, bits=3)
-    tensors = {f"a.{part}": of_array(value) for part, value in zip(("weight", "scales", "biases"), parts, strict=True)}
-    assert full_shapes(tensors, {"group_size": 32, "bits": 3}, "x") == {"a.weight": (6, 96)}
+    tensors = {
+        f"a.{part}": lazy_tensor(value) for part, value in zip(("weight", "scales", "biases"), parts, strict=True)
+    }
+    assert unpacked_shapes(tensors, {"group_size": 32, "bits": 3}, "x") == {"a.weight": (6, 96)}
     with pytest.raises(CheckpointError, match="a.weight is of type uint32.*unquantized"):
-        full_shapes(tensors, None, "x")
+        unpacked_shapes(tensors, None, "x")

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
-from mlxlm.checkpoint.weight_mapping import as_modules, as_stored
-from mlxlm.families import Stored
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
+from mlxlm.families import WeightMapping
 from mlxlm.utils.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ def stored_modules(draw):
     else:
         rows = tuple(groups * draw(st.integers(1, 4)) for _ in range(count))
     modules = tuple(f"model.layers.0.part{i}" for i in range(count))
-    stored = Stored("file.0.whole", modules, rows, groups, draw(st.booleans()), heads)
+    stored = WeightMapping("file.0.whole", modules, rows, groups, draw(st.booleans()), heads)
     shape = (sum(rows), draw(st.integers(1, 5)))
     weight = numbers(shape[::-1] if stored.transposed else shape)
     arrays = {"file.0.whole.weight": weight}
@@ -41,12 +41,12 @@ def stored_modules(draw):
 def test_as_stored_undoes_as_modules(case):
     stored, arrays = case
     arrays |= {"model.norm.weight": numbers((7,))}
-    tensors = as_modules([stored], {name: of_array(value) for name, value in arrays.items()}, "file")
+    tensors = to_decoder_weights([stored], {name: lazy_tensor(value) for name, value in arrays.items()}, "file")
     assert "model.norm.weight" in tensors
     for tensor in tensors.values():
         value = tensor.read()
         assert value.shape == tensor.shape and value.dtype == tensor.dtype
-    back = as_stored([stored], tensors)
+    back = to_file_weights([stored], tensors)
     assert back.keys() == arrays.keys()
     for name, tensor in back.items():
         assert tensor.shape == arrays[name].shape and tensor.nbytes == arrays[name].nbytes
@@ -55,8 +55,8 @@ def test_as_stored_undoes_as_modules(case):
 
 def test_groups_are_dealt_out():
     """Two groups of query (two rows), key and value (one each), as Falcon has them."""
-    stored = Stored("qkv", ("q", "k", "v"), (4, 2, 2), groups=2)
-    tensors = as_modules([stored], {"qkv.bias": of_array(mx.arange(8))}, "file")
+    stored = WeightMapping("qkv", ("q", "k", "v"), (4, 2, 2), groups=2)
+    tensors = to_decoder_weights([stored], {"qkv.bias": lazy_tensor(mx.arange(8))}, "file")
     assert {name: tensor.read().tolist() for name, tensor in tensors.items()} == {
         "q.bias": [0, 1, 4, 5],
         "k.bias": [2, 6],
@@ -65,8 +65,8 @@ def test_groups_are_dealt_out():
 
 
 def test_interleaved_pairs_become_halves():
-    stored = Stored("q", ("q",), interleaved=2)
-    tensors = as_modules([stored], {"q.bias": of_array(mx.arange(8))}, "file")
+    stored = WeightMapping("q", ("q",), interleaved=2)
+    tensors = to_decoder_weights([stored], {"q.bias": lazy_tensor(mx.arange(8))}, "file")
     assert tensors["q.bias"].read().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -77,8 +77,10 @@ def test_a_fused_tensor_is_read_once_for_its_parts():
         reads.append(1)
         return mx.zeros((6, 2))
 
-    tensors = as_modules(
-        [Stored("qkv", ("q", "k", "v"), (2, 2, 2))], {"qkv.weight": Tensor((6, 2), mx.float32, "F32", 48, read)}, "file"
+    tensors = to_decoder_weights(
+        [WeightMapping("qkv", ("q", "k", "v"), (2, 2, 2))],
+        {"qkv.weight": LazyTensor((6, 2), mx.float32, "F32", 48, read)},
+        "file",
     )
     for _ in range(2):
         for tensor in tensors.values():
@@ -87,21 +89,23 @@ def test_a_fused_tensor_is_read_once_for_its_parts():
 
 
 def test_parts_that_do_not_fit():
-    stored = Stored("qkv", ("q", "k", "v"), (2, 2, 2))
+    stored = WeightMapping("qkv", ("q", "k", "v"), (2, 2, 2))
     with pytest.raises(
         CheckpointError, match=r"model.bin: qkv.weight is \[5, 2\], config.json says 6 rows \(q, k, v\)"
     ):
-        as_modules([stored], {"qkv.weight": of_array(mx.zeros((5, 2)))}, "model.bin")
+        to_decoder_weights([stored], {"qkv.weight": lazy_tensor(mx.zeros((5, 2)))}, "model.bin")
     with pytest.raises(CheckpointError, match="model.bin: qkv.weight"):
-        as_modules([stored], {"qkv.weight": of_array(mx.array(1.0))}, "model.bin")
-    parts = {f"{name}.weight": of_array(mx.zeros((2, 2))) for name in "qkv"}
-    for wrong in ({"k.weight": of_array(mx.zeros((2, 3)))}, {"v.weight": of_array(mx.zeros((2, 2), mx.float16))}):
+        to_decoder_weights([stored], {"qkv.weight": lazy_tensor(mx.array(1.0))}, "model.bin")
+    parts = {f"{name}.weight": lazy_tensor(mx.zeros((2, 2))) for name in "qkv"}
+    for wrong in ({"k.weight": lazy_tensor(mx.zeros((2, 3)))}, {"v.weight": lazy_tensor(mx.zeros((2, 2), mx.float16))}):
         with pytest.raises(CheckpointError, match="qkv.weight joins q, k, v"):
-            as_stored([stored], {**parts, **wrong})
+            to_file_weights([stored], {**parts, **wrong})
     del parts["v.weight"]
     with pytest.raises(CheckpointError, match="qkv.weight joins q, k, v"):
-        as_stored([stored], parts)
+        to_file_weights([stored], parts)
     with pytest.raises(CheckpointError, match="qkv.weight joins q, k, v, which need"):
-        as_stored([stored], {f"{name}.weight": of_array(mx.zeros((3, 2))) for name in "qkv"})
+        to_file_weights([stored], {f"{name}.weight": lazy_tensor(mx.zeros((3, 2))) for name in "qkv"})
     with pytest.raises(CheckpointError, match=r"model.bin: q.weight is \[6, 2\], which 2 heads"):
-        as_modules([Stored("q", ("q",), interleaved=2)], {"q.weight": of_array(mx.zeros((6, 2)))}, "model.bin")
+        to_decoder_weights(
+            [WeightMapping("q", ("q",), interleaved=2)], {"q.weight": lazy_tensor(mx.zeros((6, 2)))}, "model.bin"
+        )

@@ -9,12 +9,12 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface, load_model, open_checkpoint, safetensors, save_weights
-from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.safetensors import folder_tensors, write_shards
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
-from mlxlm.utils.files import new_folder
+from mlxlm.utils.files import atomic_new_folder
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,13 @@ def config():
 @pytest.fixture
 def weights(config):
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     return {name: value.astype(mx.bfloat16) for name, value in tree_flatten(model.parameters())}
 
 
 @pytest.fixture
 def tensors(weights):
-    return {name: of_array(value) for name, value in weights.items()}
+    return {name: lazy_tensor(value) for name, value in weights.items()}
 
 
 def bits(value: mx.array) -> np.ndarray:
@@ -96,10 +96,10 @@ def test_fields_of_the_source_are_kept_as_far_as_they_still_hold(tmp_path, confi
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_values_that_are_not_finite_are_named(tmp_path, config, tensors, tiny_tokenizer, value, dtype):
     name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name] = tensors[name].then(lambda v: v.at[3, 5].add(value)).astype(dtype)
+    tensors[name] = tensors[name].transform(lambda v: v.at[3, 5].add(value)).astype(dtype)
     with (
         pytest.raises(CheckpointError, match="layers.1.mlp.down_proj.weight has values that are not finite"),
-        new_folder(tmp_path / "out") as folder,
+        atomic_new_folder(tmp_path / "out") as folder,
     ):
         huggingface.write(folder, {}, config, tensors, tiny_tokenizer)
     assert list(tmp_path.iterdir()) == []
@@ -110,8 +110,8 @@ def test_nothing_is_left_when_a_tensor_can_not_be_read(tmp_path, config, tensors
         raise CheckpointError("x.bin is truncated")
 
     name = "model.norm.weight"
-    tensors[name] = Tensor(tensors[name].shape, tensors[name].dtype, "BF16", 64, fail)
-    with pytest.raises(CheckpointError, match="x.bin is truncated"), new_folder(tmp_path / "out") as folder:
+    tensors[name] = LazyTensor(tensors[name].shape, tensors[name].dtype, "BF16", 64, fail)
+    with pytest.raises(CheckpointError, match="x.bin is truncated"), atomic_new_folder(tmp_path / "out") as folder:
         huggingface.write(folder, {}, config, tensors, tiny_tokenizer)
     assert list(tmp_path.iterdir()) == []
 
@@ -123,7 +123,7 @@ def test_nothing_is_left_when_the_disk_is_full(tmp_path, config, tensors, tiny_t
     monkeypatch.setattr(safetensors, "_bytes_of", full)
     with (
         pytest.raises(CheckpointError, match="cannot write .*model.safetensors: No space left.*try: free some disk"),
-        new_folder(tmp_path / "out") as folder,
+        atomic_new_folder(tmp_path / "out") as folder,
     ):
         huggingface.write(folder, {}, config, tensors, tiny_tokenizer)
     assert list(tmp_path.iterdir()) == []
@@ -165,7 +165,7 @@ def test_quantized_folders_have_mlxs_names(tmp_path, config, tiny_tokenizer):
     mlx_lm = pytest.importorskip("mlx_lm")
     plan = {"group_size": 32, "bits": 4, "mode": "affine"}
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     weights = {}
     for name, value in tree_flatten(model.parameters()):
         if value.ndim == 1:
@@ -175,7 +175,7 @@ def test_quantized_folders_have_mlxs_names(tmp_path, config, tiny_tokenizer):
         layer = name.removesuffix(".weight")
         weights |= {f"{layer}.{part}": v for part, v in zip(("weight", "scales", "biases"), parts, strict=True)}
     quantized = config.with_changes(quantization=plan)
-    huggingface.write(tmp_path, {}, quantized, {n: of_array(v) for n, v in weights.items()}, tiny_tokenizer)
+    huggingface.write(tmp_path, {}, quantized, {n: lazy_tensor(v) for n, v in weights.items()}, tiny_tokenizer)
     assert open_checkpoint(tmp_path).config == quantized
     theirs, _ = mlx_lm.load(str(tmp_path))
     tokens = mx.array([[1, 2, 3]])

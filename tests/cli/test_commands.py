@@ -305,13 +305,13 @@ def test_a_stop_in_the_last_step_of_a_run_ends_several(monkeypatch, capsys):
     made = []
 
     def asked_too_late(run, _tokenizer, *, stop, **_options):
-        stop.asked = True
+        stop.requested = True
         return Finished(1, 1.0, 1.0, 1.0, 1.0, 1, run)
 
     monkeypatch.setattr(sweep, "run_training", asked_too_late)
     monkeypatch.setattr(sweep, "is_finished", lambda run: False)
     runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
-    assert sweep.train_all(runs, None, "the command") == [] and made == ["one"]
+    assert sweep.train_sweep(runs, None, "the command") == [] and made == ["one"]
     assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "the command"]
 
 
@@ -327,11 +327,11 @@ def test_options_without_an_effect_are_wrong_usage(text_file, tmp_path, capsys):
 @pytest.fixture
 def hasty(tmp_path, monkeypatch):
     """Training that is over after a step, in an empty folder."""
-    monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, begun: 0.06)  # too little to learn anything
+    monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, start_time: 0.06)  # too little to learn anything
     for least in ("_LEAST_TOKENS", "_LEAST_STEPS"):
         monkeypatch.setattr(f"mlxlm.train.time_budget.{least}", 0)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)  # of measuring speed
-    monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)  # no waiting for mlx_lm
+    monkeypatch.setattr("mlxlm.quantize.check_expansion._SLOW", 0)  # no waiting for mlx_lm
     monkeypatch.chdir(tmp_path)
 
 

@@ -15,8 +15,8 @@ from mlxlm.utils.files import write_json
 
 @pytest.fixture(autouse=True)
 def no_peers(monkeypatch):
-    monkeypatch.setattr("mlxlm.convert.conversion._PEERS", {"huggingface": (), "gguf": (), "llama2.c": ()})
-    monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 8)
+    monkeypatch.setattr("mlxlm.convert.conversion._BACKENDS", {"huggingface": (), "gguf": (), "llama2.c": ()})
+    monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def model(tmp_path, tiny_tokenizer):
         vocab_size=320, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
     decoder = Decoder(config)
-    decoder.initialize(0)
+    decoder.init_weights(0)
     folder = tmp_path / "model"
     folder.mkdir()
     save_weights(folder, {name: w.astype(mx.float16) for name, w in tree_flatten(decoder.parameters())})
@@ -126,11 +126,11 @@ def test_a_text_has_one_figure_in_all_commands(model, tmp_path, make_text, capsy
     compared = json.loads(out)
     settings = ("--group-size", "32", "--eval-text", text, "--no-verify", "--json")
     _, out, _ = run(capsys, "quantize", model, "--out", tmp_path / "out", *settings)
-    measured = json.loads(out)["measured"]
-    assert evaluated["tokens"] > 2 * evaluated["context"]
+    measured = json.loads(out)["metrics"]
+    assert evaluated["tokens"] > 2 * evaluated["context_length"]
     for found in (compared, measured):
-        assert [found[name] for name in ("tokens", "context", "stride")] == [
-            evaluated[name] for name in ("tokens", "context", "stride")
+        assert [found[name] for name in ("tokens", "context_length", "stride")] == [
+            evaluated[name] for name in ("tokens", "context_length", "stride")
         ]
     figures = [compared["bits_per_byte_a"], measured["bits_per_byte_before"]]
     assert figures == pytest.approx([evaluated["bits_per_byte"]] * 2, rel=1e-6)
@@ -147,10 +147,10 @@ def test_compare_needs_one_tokenizer(model, tmp_path, make_text, capsys):
 
 def test_kinds_of_files_are_those_of_the_library():
     from mlxlm.cli.convert import convert
-    from mlxlm.convert.conversion import DTYPES, KINDS
+    from mlxlm.convert.conversion import DTYPES, OUTTYPES
 
     choices = {option.name: option.type.choices for option in convert.params if hasattr(option.type, "choices")}
-    assert [kind.upper() for kind in choices["kind"]] == list(KINDS)
+    assert [outtype.upper() for outtype in choices["outtype"]] == list(OUTTYPES)
     assert list(choices["dtype"]) == list(DTYPES)
 
 
@@ -205,9 +205,9 @@ def test_a_table_ends_as_lines_do_when_its_reader_is_gone(monkeypatch):
 def test_long_lines_hang_below_their_heading_on_a_terminal(monkeypatch):
     from mlxlm.cli import render
 
-    assert render.hanging("attention ", "word " * 30) == "attention " + "word " * 30
+    assert render.hanging_indent("attention ", "word " * 30) == "attention " + "word " * 30
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "50")
-    lines = render.hanging("attention      ", "key-value " * 9).splitlines()
+    lines = render.hanging_indent("attention      ", "key-value " * 9).splitlines()
     assert len(lines) > 1 and all(len(line) <= 50 for line in lines)
     assert all(line.startswith(" " * 15 + "key-value") for line in lines[1:])

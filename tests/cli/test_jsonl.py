@@ -16,7 +16,7 @@ from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.families import config_to_hf
 from mlxlm.generation import batch, generate, load
-from mlxlm.generation.gumbel_noise import derived_seed
+from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.model import Decoder
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -28,7 +28,7 @@ def folder(tiny_config, tiny_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("jsonl") / "tiny"
     folder.mkdir()
     model = Decoder(tiny_config.with_changes(tie_word_embeddings=False))
-    model.initialize(seed=3)
+    model.init_weights(seed=3)
     model.lm_head.weight = model.lm_head.weight * 20  # logits far apart, so that rounding decides nothing
     (folder / "config.json").write_text(json.dumps(config_to_hf(model.config)))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
@@ -78,10 +78,10 @@ def test_a_result_for_each_request(run, requests, folder):
     assert (code, err) == (0, "")
     found = {value["id"]: value for value in parsed(out)}
     assert set(found) == {f"r{n}" for n in range(7)}
-    loaded = load(folder)
+    lm = load(folder)
     for request in SEVERAL:
-        seed = derived_seed(0, request["id"], 0)
-        alone = generate(loaded, request["prompt"], seed=seed, temperature=1, max_tokens=6)
+        seed = derive_seed(0, request["id"], 0)
+        alone = generate(lm, request["prompt"], seed=seed, temperature=1, max_tokens=6)
         assert len(found[request["id"]].pop("request")) == 12
         assert found[request["id"]] == {
             "id": request["id"], "text": alone.text, "finish_reason": alone.finish_reason,
@@ -99,7 +99,7 @@ def test_an_empty_prompt_begins_a_text(run, requests, folder):
 
 def test_results_depend_on_nothing_but_the_request(run, requests, tmp_path):
     """Byte-identical lines at any batch size, in any order, resumed or not."""
-    lines = [*SEVERAL, {"id": "s", "prompt": "old garden", "samples": 3}, BAD]
+    lines = [*SEVERAL, {"id": "s", "prompt": "old garden", "num_samples": 3}, BAD]
     arguments = ["-t", "1", "--seed", "4"]
     wanted = sorted(
         line for line in run("--jsonl", requests(*lines), *arguments)[1].splitlines() if b"error" not in line
@@ -117,7 +117,7 @@ def test_results_depend_on_nothing_but_the_request(run, requests, tmp_path):
 def test_ordered(run, requests):
     lines = [{"id": n, "prompt": "the cat", "max_tokens": 9 - n} for n in range(8)]
     lines.insert(3, BAD)
-    lines.insert(5, {"id": "s", "prompt": "x", "samples": 2})
+    lines.insert(5, {"id": "s", "prompt": "x", "num_samples": 2})
     _, out, _ = run("--jsonl", requests(*lines), "--ordered", "--batch-size", "4")
     found = [(value["id"], value.get("sample")) for value in parsed(out)]
     assert found == [(i, None) for i in (0, 1, 2, "bad", 3)] + [("s", 0), ("s", 1)] + [(i, None) for i in (4, 5, 6, 7)]
@@ -173,7 +173,7 @@ def test_a_request_beyond_all_numbers_stops_no_other(run, requests, tmp_path):
         ([{"id": "a", "prompt": "the", "temperature": 0}], []),
         ([{"id": "a", "prompt": "the", "seed": 5}], []),
         ([{"id": "a", "prompt": "the"}], ["--seed", "7"]),
-        ([{"id": "a", "prompt": "the"}], ["--kv-size", "64"]),
+        ([{"id": "a", "prompt": "the"}], ["--max-kv-size", "64"]),
         ([{"id": "new", "prompt": "the"}, {"id": "a", "prompt": "The"}], []),
     ],
 )
@@ -199,15 +199,15 @@ def test_a_template_is_read_once(run, requests, tmp_path, monkeypatch):
     assert len(compiled) == 1
     assert run("--jsonl", requests({"prompt": "x"}))[0] == 0
     assert len(compiled) == 1  # not needed
-    code, out, err = run("--jsonl", requests({"prompt": "x"}), "--template", "nosuch")
+    code, out, err = run("--jsonl", requests({"prompt": "x"}), "--chat-template", "nosuch")
     assert (code, out) == (1, b"") and err.startswith("error: there is no chat template nosuch")
 
 
 def test_more_samples_later(run, requests, tmp_path):
     out, asked = tmp_path / "out.jsonl", requests({"id": "a", "prompt": "the"}, {"id": "b", "prompt": "cat"})
-    run("--jsonl", asked, "--samples", "2", "--resume", out)
-    assert run("--jsonl", asked, "--samples", "3", "--resume", out)[0] == 0
-    fresh = run("--jsonl", asked, "--samples", "3")[1]
+    run("--jsonl", asked, "--num-samples", "2", "--resume", out)
+    assert run("--jsonl", asked, "--num-samples", "3", "--resume", out)[0] == 0
+    fresh = run("--jsonl", asked, "--num-samples", "3")[1]
     assert sorted(out.read_bytes().splitlines()) == sorted(fresh.splitlines())
     assert len({value["seed"] for value in parsed(fresh)}) == 6
 
@@ -239,12 +239,12 @@ def test_messages(run, requests, folder):
         {"id": "p", "prompt": "the cat?"},
     ]
     asked = requests(*lines)
-    _, out, _ = run("--jsonl", asked, "--system", "Brief.", "-t", "0")
+    _, out, _ = run("--jsonl", asked, "--system-prompt", "Brief.", "-t", "0")
     texts = {value["id"]: value.get("text", value.get("error")) for value in parsed(out)}
     assert texts["p"].startswith("a prompt that is continued has no system prompt")
-    _, out, _ = run("-p", "the cat?", "--chat", "--system", "Brief.", "-t", "0")
+    _, out, _ = run("-p", "the cat?", "--chat", "--system-prompt", "Brief.", "-t", "0")
     assert texts["m"] == texts["s"] == texts["d"] == out.decode()[:-1]
-    _, out, _ = run("--jsonl", asked, "--chat", "--system", "Brief.", "-t", "0")
+    _, out, _ = run("--jsonl", asked, "--chat", "--system-prompt", "Brief.", "-t", "0")
     assert {value["text"] for value in parsed(out)} == {texts["m"]}
 
 
@@ -276,9 +276,9 @@ def test_constraints(run, requests, tiny_tokenizer):
     ]
     code, out, err = run("--jsonl", requests(*lines), "--ordered")
     whole, cut, stopped, listed, none = parsed(out)
-    assert whole["text"] in ("yes", "no") and "complaint" not in whole
-    assert cut["complaint"] and cut["finish_reason"] == "length"
-    assert (stopped["text"], stopped["finish_reason"], stopped.get("complaint")) == ("yes", "stop", None)
+    assert whole["text"] in ("yes", "no") and "constraint_error" not in whole
+    assert cut["constraint_error"] and cut["finish_reason"] == "length"
+    assert (stopped["text"], stopped["finish_reason"], stopped.get("constraint_error")) == ("yes", "stop", None)
     assert (listed["text"], listed["finish_reason"]) == ("[1, 2]", "eos")
     assert none["error"].startswith("choice is an empty list")
     assert code == 1 and "2 of 5 results failed" in err
@@ -293,7 +293,7 @@ def test_constraints(run, requests, tiny_tokenizer):
         (["--jsonl", "-", "--json"], 2, "no --prompt, no --json"),
         (["--jsonl", "-", "--lookup"], 2, "--lookup needs a single text"),
         (["--jsonl", "-", "--prompt-cache", "x"], 2, "--prompt-cache needs a single text"),
-        (["--jsonl", "-", "--samples", "0"], 2, "0 is not in the range"),
+        (["--jsonl", "-", "--num-samples", "0"], 2, "0 is not in the range"),
         (["--jsonl", "-", "--resume", ""], 2, "--resume takes the name of a file"),
         (["--jsonl", "-", "--resume", "-"], 2, "--resume takes the name of a file"),
         (["--jsonl", "-", "--resume", "x", "--ordered"], 2, "either --ordered or --resume"),
@@ -310,8 +310,10 @@ def test_bad_usage(run, arguments, code, message):
 def test_results_are_those_of_batch(run, requests, folder):
     """The same texts for the same seeds: a prompt's number is the id of a request without one."""
     prompts = ["the cat", "old garden"]
-    _, out, _ = run("--jsonl", requests(*({"prompt": p} for p in prompts)), "--ordered", "--samples", 2, "--seed", 4)
-    results = batch(load(folder), prompts, samples=2, seed=4, max_tokens=6)
+    _, out, _ = run(
+        "--jsonl", requests(*({"prompt": p} for p in prompts)), "--ordered", "--num-samples", 2, "--seed", 4
+    )
+    results = batch(load(folder), prompts, num_samples=2, seed=4, max_tokens=6)
     assert [value["text"] for value in parsed(out)] == [result.text for result in results]
 
 
@@ -407,7 +409,7 @@ def test_nothing_but_results_and_no_colour(start, requests, run, monkeypatch):
     for name, value in COLOURFUL.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("mlxlm.cli.render.console", type(render.console)(stderr=True, highlight=False, soft_wrap=True))
-    for one in (["-p", "the"], ["-p", "the", "--samples", "2"], ["--jsonl", requests({"prompt": "the"})]):
+    for one in (["-p", "the"], ["-p", "the", "--num-samples", "2"], ["--jsonl", requests({"prompt": "the"})]):
         code, out, err = run(*one, "-v")
         assert code == 0 and "tokens" in err and "\x1b" not in err and b"\x1b" not in out
 
@@ -430,6 +432,6 @@ def test_json_of_one_text_is_that_of_lines(run, monkeypatch):
     """UTF-8 whatever the locale, and nothing that a terminal obeys."""
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     arguments = ["-p", "the", "-n", "40", "--json", "--choice", "\x9b31m\u2028ü"]
-    for more in ([], ["--samples", "2"]):
+    for more in ([], ["--num-samples", "2"]):
         _, out, _ = run(*arguments, *more)
         assert "\\u009b31m\\u2028ü".encode() in out and b"\xc2\x9b" not in out

@@ -43,7 +43,7 @@ def test_bench_measures_keeps_and_is_used(tiny_model, capsys):
     listed = run_json(capsys, "kernels", "list", tiny_model)
     for case, operation in zip(found["cases"], listed["operations"], strict=True):
         assert operation["case"] == case["case"] and "measured fastest here" in operation["why"]
-        assert operation["path"] == case["fastest"] == measurements.fastest(case["case"])
+        assert operation["path"] == case["fastest"] == measurements.fastest_path(case["case"])
 
 
 def test_the_mode_of_the_environment_is_shown_and_checked(tiny_model, capsys, monkeypatch):

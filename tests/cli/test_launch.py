@@ -8,7 +8,7 @@ import pytest
 
 from mlxlm.cli import launch as module
 from mlxlm.cli import rank_process
-from mlxlm.cli.launch import hostfile_of, without
+from mlxlm.cli.launch import make_hostfile, strip_options
 from mlxlm.utils.errors import ConfigError
 
 HERE = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
@@ -33,13 +33,13 @@ def network(monkeypatch):
 def test_processes_on_this_machine(network, monkeypatch):
     monkeypatch.setattr(module.platform, "cpu_cores", lambda: 4)
     with pytest.raises(ConfigError, match="5 processes for 4 cores.*--ranks 4"):
-        hostfile_of(None, 5)
-    assert hostfile_of(None, 3) == {"backend": "ring", "hosts": [HERE] * 3}
-    assert hostfile_of("localhost,127.0.0.1", None) == {"backend": "ring", "hosts": [HERE] * 2}
+        make_hostfile(None, 5)
+    assert make_hostfile(None, 3) == {"backend": "ring", "hosts": [HERE] * 3}
+    assert make_hostfile("localhost,127.0.0.1", None) == {"backend": "ring", "hosts": [HERE] * 2}
 
 
 def test_machines_by_name_or_address_this_one_without_ssh(network):
-    assert hostfile_of("here, 10.0.0.2,b", None)["hosts"] == [
+    assert make_hostfile("here, 10.0.0.2,b", None)["hosts"] == [
         {"ssh": "127.0.0.1", "ips": ["10.0.0.1"]},
         {"ssh": "10.0.0.2", "ips": ["10.0.0.2"]},
         {"ssh": "b", "ips": ["10.0.0.3"]},
@@ -54,9 +54,9 @@ def test_a_hostfile_keeps_what_mlx_needs(network, tmp_path):
     ]
     file.write_text(json.dumps({"backend": "jaccl", "envs": ["A=1"], "hosts": hosts}))
     own = {**hosts[0], "ssh": "127.0.0.1"}
-    assert hostfile_of(str(file), None) == {"backend": "jaccl", "envs": ["A=1"], "hosts": [own, hosts[1]]}
+    assert make_hostfile(str(file), None) == {"backend": "jaccl", "envs": ["A=1"], "hosts": [own, hosts[1]]}
     file.write_text(json.dumps(hosts))
-    assert hostfile_of(str(file), None) == {"backend": "ring", "hosts": [own, hosts[1]]}
+    assert make_hostfile(str(file), None) == {"backend": "ring", "hosts": [own, hosts[1]]}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_hostfile_keeps_what_mlx_needs(network, tmp_path):
 )
 def test_hosts_that_cannot_work(network, hosts, message):
     with pytest.raises(ConfigError, match=message):
-        hostfile_of(hosts, None)
+        make_hostfile(hosts, None)
 
 
 @pytest.mark.parametrize(
@@ -90,32 +90,32 @@ def test_a_file_that_is_no_hostfile(network, tmp_path, content):
     file = tmp_path / "hosts.json"
     file.write_text(content)
     with pytest.raises(ConfigError, match="hosts.json is not a hostfile"):
-        hostfile_of(str(file), None)
+        make_hostfile(str(file), None)
 
 
 def test_a_hostfile_of_another_backend(network, tmp_path):
     (tmp_path / "hosts.json").write_text('{"backend": "nonsense", "hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}]}')
     with pytest.raises(ConfigError, match="backend is 'nonsense', it must be one of ring, jaccl"):
-        hostfile_of(str(tmp_path / "hosts.json"), None)
+        make_hostfile(str(tmp_path / "hosts.json"), None)
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "shares"), [(4, 2, [{0, 1}, {2, 3}]), (3, 2, [{0}, {1, 2}]), (1, 2, [{0}] * 2)]
+    ("cores", "num_processes", "shares"), [(4, 2, [{0, 1}, {2, 3}]), (3, 2, [{0}, {1, 2}]), (1, 2, [{0}] * 2)]
 )
-def test_processes_share_the_cores_of_a_machine(monkeypatch, cores, ranks, shares):
+def test_processes_share_the_cores_of_a_machine(monkeypatch, cores, num_processes, shares):
     taken = []
     monkeypatch.setattr(rank_process.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr(rank_process.os, "sched_setaffinity", lambda pid, own: taken.append(set(own)), raising=False)
-    for rank in range(ranks):
-        rank_process.take_share(rank, ranks)
-    rank_process.take_share(0, 1)
+    for rank in range(num_processes):
+        rank_process.limit_to_share(rank, num_processes)
+    rank_process.limit_to_share(0, 1)
     assert taken == shares
 
 
 def test_the_hosts_get_the_command_line_without_the_hosts():
     flags = ("--hosts", "--ranks")
     given = ["pretrain", "data", "--hosts", "a,b", "--out", "x", "--ranks=2", "--hosts=a", "--ranks", "2"]
-    assert without(given, flags) == ["pretrain", "data", "--out", "x"]
+    assert strip_options(given, flags) == ["pretrain", "data", "--out", "x"]
 
 
 def test_what_nobody_reads_is_read_from_the_processes_all_the_same():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm.cli.line_reader import Lines
+from mlxlm.cli.line_reader import LineReader
 
 
 @pytest.fixture
@@ -22,31 +22,31 @@ def pipe():
         else:
             os.write(writing, data)
 
-    yield Lines(reading, 100), write
+    yield LineReader(reading, 100), write
     os.close(reading)
 
 
 def test_what_has_arrived_and_no_more(pipe):
     lines, write = pipe
-    assert lines.take(0) is None and not lines.ended
+    assert lines.read_line(0) is None and not lines.ended
     write(b"one\ntwo\nth")
-    assert [lines.take(0), lines.take(0), lines.take(0)] == [(1, b"one"), (2, b"two"), None]
+    assert [lines.read_line(0), lines.read_line(0), lines.read_line(0)] == [(1, b"one"), (2, b"two"), None]
     write(b"ree")
-    assert lines.take(0) is None and not lines.ended
+    assert lines.read_line(0) is None and not lines.ended
     write(b"\n\nlast")
-    assert [lines.take(None), lines.take(None), lines.take(0)] == [(3, b"three"), (4, b""), None]
+    assert [lines.read_line(None), lines.read_line(None), lines.read_line(0)] == [(3, b"three"), (4, b""), None]
     write(None)
-    assert lines.take(None) == (5, b"last")
-    assert lines.take(None) is None and lines.ended
+    assert lines.read_line(None) == (5, b"last")
+    assert lines.read_line(None) is None and lines.ended
 
 
 def test_waiting_as_long_as_asked(pipe):
     lines, write = pipe
     start = time.monotonic()
-    assert lines.take(0.05) is None
+    assert lines.read_line(0.05) is None
     assert time.monotonic() - start >= 0.05
     threading.Timer(0.05, write, [b"late\n"]).start()
-    assert lines.take(None) == (1, b"late")
+    assert lines.read_line(None) == (1, b"late")
     write(None)
 
 
@@ -54,10 +54,10 @@ def test_an_endless_line_is_cut(pipe):
     lines, write = pipe
     for _ in range(50):
         write(b"x" * 50)
-        assert lines.take(0) is None
+        assert lines.read_line(0) is None
     write(b"x\nnext\n")
-    assert lines.take(0) == (1, b"x" * 101)
-    assert lines.take(0) == (2, b"next")
+    assert lines.read_line(0) == (1, b"x" * 101)
+    assert lines.read_line(0) == (2, b"next")
     write(None)
 
 
@@ -66,9 +66,9 @@ def test_every_line_of_any_file(tmp_path_factory, content, longest):
     path = tmp_path_factory.mktemp("lines") / "file"
     path.write_bytes(content)
     descriptor = os.open(path, os.O_RDONLY)
-    lines = Lines(descriptor, longest)
+    lines = LineReader(descriptor, longest)
     found = []
-    while (taken := lines.take(0)) is not None:
+    while (taken := lines.read_line(0)) is not None:
         found.append(taken)
     os.close(descriptor)
     wanted = content.split(b"\n")

@@ -10,7 +10,7 @@ from mlxlm.checkpoint import save_weights
 from mlxlm.cli import quantize as command
 from mlxlm.cli.main import _run
 from mlxlm.config.quantization import MODES
-from mlxlm.convert.reference_backends import Unavailable
+from mlxlm.convert.reference_backends import BackendUnavailable
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.files import write_json
@@ -21,7 +21,7 @@ def model(tmp_path_factory, tiny_config, tiny_tokenizer):
     folder = tmp_path_factory.mktemp("command") / "model"
     folder.mkdir()
     decoder = Decoder(tiny_config)
-    decoder.initialize(0)
+    decoder.init_weights(0)
     write_json(folder / "config.json", config_to_hf(tiny_config))
     save_weights(folder, {name: 4 * w if w.ndim == 2 else w for name, w in tree_flatten(decoder.parameters())})
     tiny_tokenizer.save(folder)
@@ -31,9 +31,9 @@ def model(tmp_path_factory, tiny_config, tiny_tokenizer):
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     def unavailable(*arguments, **options):
-        raise Unavailable("not asked in this test")
+        raise BackendUnavailable("not asked in this test")
 
-    monkeypatch.setattr("mlxlm.convert.reference_backends.ask", unavailable)
+    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", unavailable)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
 
 
@@ -65,8 +65,8 @@ def test_one_json_object(model, tmp_path, capsys, text_file):
     arguments = ["quantize", str(model), "--out", str(tmp_path / "out"), "--method", "gptq", "--text", str(text_file)]
     assert _run([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["method"] == "gptq" and report["measured"]["kl"] > 0 and len(report["worst"]) == 5
-    assert "last tenth" in report["calibration"] and "last tenth" in report["measured"]["text"]
+    assert report["method"] == "gptq" and report["metrics"]["kl"] > 0 and len(report["worst_layers"]) == 5
+    assert "last tenth" in report["calibration_text"] and "last tenth" in report["metrics"]["text"]
 
 
 def test_a_search_by_size(model, tmp_path, capsys, text_file):

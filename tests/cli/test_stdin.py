@@ -49,9 +49,9 @@ def file(content, tmp_path):
 def test_what_is_piped_in_comes_before_the_prompt(standard_input, tmp_path, capsys, content, expected):
     for source in (pipe(content), file(content, tmp_path)):
         standard_input(source)
-        assert stdin.with_standard_input("Summarize") == expected
+        assert stdin.prepend_stdin("Summarize") == expected
     standard_input(pipe(content))
-    assert stdin.with_standard_input("") == expected.removesuffix("Summarize").removesuffix("\n\n")
+    assert stdin.prepend_stdin("") == expected.removesuffix("Summarize").removesuffix("\n\n")
     assert capsys.readouterr() == ("", "")
 
 
@@ -60,7 +60,7 @@ def test_a_terminal_and_a_device_are_not_read(standard_input):
     os.write(other, b"typed\n\x04")
     for source in (terminal, os.open(os.devnull, os.O_RDONLY), os.open("/dev/zero", os.O_RDONLY)):
         standard_input(source)
-        assert stdin.with_standard_input("Summarize") == "Summarize"
+        assert stdin.prepend_stdin("Summarize") == "Summarize"
     os.close(other)
 
 
@@ -68,7 +68,7 @@ def test_a_pipe_in_which_nothing_comes_is_given_up(standard_input, monkeypatch, 
     reading, writing = os.pipe()
     standard_input(reading)
     monkeypatch.setattr(stdin, "FIRST_BYTE_SECONDS", 0)
-    assert stdin.with_standard_input("Summarize") == "Summarize"
+    assert stdin.prepend_stdin("Summarize") == "Summarize"
     assert "warning: nothing came from standard input" in capsys.readouterr().err
     os.close(writing)
 
@@ -76,4 +76,4 @@ def test_a_pipe_in_which_nothing_comes_is_given_up(standard_input, monkeypatch, 
 def test_what_is_piped_in_must_be_text(standard_input):
     standard_input(pipe(b"ab\xff"))
     with pytest.raises(GenerationError, match="standard input is not UTF-8"):
-        stdin.with_standard_input("Summarize")
+        stdin.prepend_stdin("Summarize")

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from mlxlm.cli.main import _run
-from mlxlm.cli.training_metrics import Figures
-from mlxlm.train import NotSaved, Paused, Resumed, Saved, Slowed, Started, Step, Validation
+from mlxlm.cli.training_metrics import TrainingMetrics
+from mlxlm.train import CheckpointNotSaved, CheckpointSaved, Paused, Resumed, Started, Step, Throttled, Validation
 
 
 def started(steps=1000):
     return Started(
-        step=0, steps=steps, parameters=1000, tokens_per_step=4096, epochs=1.0, flops_per_token=10**7, epochs_of={},
-        cropped=0.0,
+        step=0, steps=steps, parameters=1000, tokens_per_step=4096, epochs=1.0, flops_per_token=10**7, epochs_by_source={},
+        dropped_fraction=0.0,
         padding=0.0,
     )  # fmt: skip
 
@@ -23,32 +23,32 @@ def step(n, loss=3.0, speed=50_000.0):
 
 def shown(*events, peak=1e12):
     now = [0.0]
-    figures = Figures(peak, now=lambda: now[0])
+    figures = TrainingMetrics(peak, now=lambda: now[0])
     for event in events:
-        figures.take(event)
+        figures.update(event)
     now[0] = 130.0
     return figures
 
 
 def test_the_figures_and_their_order():
     figures = shown(started(), step(1, 5.0, 0.0), Validation(1, 1, 2.0, 7.4, 1.25, True), step(2, 3.0))
-    loss = float(figures.facts()[0].removeprefix("loss "))
+    loss = float(figures.metrics()[0].removeprefix("loss "))
     assert 3.0 < loss < 5.0
-    assert figures.facts()[1:] == [
+    assert figures.metrics()[1:] == [
         "12m34s left", "50,000 tokens/s", "best 1.250 bits/byte", "312 MB", "500 GFLOP/s (50%)", "rate 0.0003",
         "gradient 0.83",
     ]  # fmt: skip
-    assert "500 GFLOP/s" in shown(started(), step(2), peak=None).facts()
+    assert "500 GFLOP/s" in shown(started(), step(2), peak=None).metrics()
 
 
 def test_a_worse_validation_is_not_the_best():
     worse = Validation(2, 2, 3.0, 20.0, 1.5, False)
-    assert "best 1.250 bits/byte" in shown(started(), Validation(1, 1, 2.0, 7.4, 1.25, True), worse, step(2)).facts()
+    assert "best 1.250 bits/byte" in shown(started(), Validation(1, 1, 2.0, 7.4, 1.25, True), worse, step(2)).metrics()
 
 
 @pytest.mark.parametrize("width", [200, 80, 40, 20, 5])
 def test_no_line_is_wider_than_the_terminal(width):
-    full = (started(), step(500), Validation(1, 1, 2.0, 7.4, 1.25, True), NotSaved(3, "full", "free 3 GB"),
+    full = (started(), step(500), Validation(1, 1, 2.0, 7.4, 1.25, True), CheckpointNotSaved(3, "full", "free 3 GB"),
             Paused(500, "the machine runs on battery"))  # fmt: skip
     lines = shown(*full).lines(width)
     assert lines and all(len(line) <= width for line in lines) and len(lines) <= 9
@@ -62,9 +62,16 @@ def test_no_line_is_wider_than_the_terminal(width):
 
 def test_pauses_and_put_off_checkpoints_end():
     path = Path("x")
-    figures = shown(started(), step(5), Paused(5, "hot"), Resumed(5, "hot", 3.0), NotSaved(5, "f", "h"), Saved(6, path))
+    figures = shown(
+        started(),
+        step(5),
+        Paused(5, "hot"),
+        Resumed(5, "hot", 3.0),
+        CheckpointNotSaved(5, "f", "h"),
+        CheckpointSaved(6, path),
+    )
     assert len(figures.lines(200)) == 2
-    slowed = shown(started(), step(5), Slowed(5, "the machine is hot", 50.0))
+    slowed = shown(started(), step(5), Throttled(5, "the machine is hot", 50.0))
     assert "working 50% of the time: the machine is hot" in " ".join(slowed.lines(200))
     assert shown(started()).lines(80)[1:] == ["compiling the first step"] and shown().lines(80) == []
 

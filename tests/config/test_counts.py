@@ -8,7 +8,7 @@ from mlxlm.config import ModelConfig, counts
 from mlxlm.families import load_preset
 from mlxlm.utils.errors import ConfigError
 
-PARTS = {
+PARAMETER_GROUPS = {
     "embed_tokens": "embedding", "embed_positions": "positions", "q_proj": "query", "k_proj": "key",
     "v_proj": "value", "o_proj": "output", "gate_proj": "feed_forward", "up_proj": "feed_forward",
     "down_proj": "feed_forward", "lm_head": "head",
@@ -52,33 +52,33 @@ def test_parameters_by_part_are_those_of_the_arrays(config):
     from mlxlm.backend.mlx import tree_flatten
     from mlxlm.model import Decoder
 
-    found = dict.fromkeys(counts.PARTS, 0)
+    found = dict.fromkeys(counts.PARAMETER_GROUPS, 0)
     for name, array in tree_flatten(Decoder(config).parameters()):
         *_, module, kind = name.split(".")
-        part = "norms" if module not in PARTS else "biases" if kind == "bias" else PARTS[module]
+        part = "norms" if module not in PARAMETER_GROUPS else "biases" if kind == "bias" else PARAMETER_GROUPS[module]
         found[part] += array.size
-    assert counts.parameters(config) == found
+    assert counts.count_parameters(config) == found
     assert config.parameter_count() == sum(found.values())
 
 
 @settings(max_examples=30)
 @given(configs(), st.integers(1, 9))
-def test_operations_are_those_of_the_products(config, context):
+def test_operations_are_those_of_the_products(config, context_length):
     """Each weight of a matrix once, and H·D·context numbers twice, 2 operations each."""
-    products = sum(counts.parameters(config)[part] for part in counts.MATRICES) + config.hidden_size * (
+    products = sum(counts.count_parameters(config)[part] for part in counts.MATRICES) + config.hidden_size * (
         config.vocab_size
     )
-    seen = min(context, config.sliding_window or context)
+    seen = min(context_length, config.sliding_window or context_length)
     scores = 2 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
-    assert config.flops_per_token(context) == 2 * products + 2 * scores
-    assert config.flops_per_token(context, training=True) == 3 * config.flops_per_token(context)
+    assert config.flops_per_token(context_length) == 2 * products + 2 * scores
+    assert config.flops_per_token(context_length, training=True) == 3 * config.flops_per_token(context_length)
 
 
 @given(st.integers(1, 40), st.sampled_from([None, 1, 3, 64]))
 def test_keys_that_a_causal_row_sees(length, window):
     config = ModelConfig(8, 2, 2, 8, 8, sliding_window=window)
     by_row = [min(row, window or row) for row in range(1, length + 1)]
-    assert counts.mean_keys_seen(config, length) == pytest.approx(2 * sum(by_row) / length)
+    assert counts.mean_attended_keys(config, length) == pytest.approx(2 * sum(by_row) / length)
 
 
 @pytest.mark.parametrize("name", ["0.3m", "1m"])
@@ -98,33 +98,33 @@ def test_a_cache_is_as_large_as_planned(name, bits):
         for array in side.arrays
     )  # fmt: skip
     floats = "cpu"  # 32 bits, as this model has them on any device
-    assert held == cache_bytes(config, Serving(texts=2, context=20, kv_bits=bits or 32, device=floats))
+    assert held == cache_bytes(config, Serving(num_sequences=2, context_length=20, kv_bits=bits or 32, device=floats))
 
 
 def test_a_window_bounds_the_cache():
     from mlxlm.plan.inference import Serving, cache_bytes
 
     config = ModelConfig(64, 4, 4, 128, 100, sliding_window=10, layer_types=["sliding_attention", "full_attention"] * 2)
-    assert cache_bytes(config, Serving(context=100)) == 2 * 64 * 2 * 4 * 100
-    assert cache_bytes(config, Serving(context=999)) == 2 * 64 * 2 * (2 * (10 + 64 + 64) + 2 * 999)
+    assert cache_bytes(config, Serving(context_length=100)) == 2 * 64 * 2 * 4 * 100
+    assert cache_bytes(config, Serving(context_length=999)) == 2 * 64 * 2 * (2 * (10 + 64 + 64) + 2 * 999)
     with pytest.raises(ConfigError, match="a cache of head dim 16 can't be quantized"):
-        cache_bytes(config, Serving(context=100, kv_bits=4))
+        cache_bytes(config, Serving(context_length=100, kv_bits=4))
 
 
 @pytest.mark.parametrize("window", [10, 600])
 def test_a_cache_with_a_window_is_as_large_as_planned(window):
     from mlxlm.backend.mlx import mx
     from mlxlm.cache import KVCache
-    from mlxlm.cache.rotation import Window
+    from mlxlm.cache.rotation import SlidingWindow
     from mlxlm.plan.inference import Serving, cache_bytes
 
     config = ModelConfig(8, 1, 1, 8, 8, sliding_window=window)
-    cache = KVCache(window=Window.of(window))
+    cache = KVCache(window=SlidingWindow.of(window))
     for _ in range(4):  # a prompt in pieces, and tokens until they have moved
         cache.update_and_fetch(*[mx.zeros((1, 1, window, 8))] * 2)
     while cache.offset < 7 * window or cache.offset < 400:
         cache.update_and_fetch(*[mx.zeros((1, 1, 1, 8))] * 2)
-    assert cache.nbytes == cache_bytes(config, Serving(context=cache.offset, kv_bits=32))
+    assert cache.nbytes == cache_bytes(config, Serving(context_length=cache.offset, kv_bits=32))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.quantization import plan_of
+from mlxlm.config.quantization import module_quantization
 from mlxlm.families import config_from_hf, config_to_hf, load_config, load_preset, preset_names
 from mlxlm.utils.errors import ConfigError
 
@@ -132,11 +132,11 @@ def test_quantization_of_a_module():
         "lm_head": False, "a": True, "b": {"bits": 8}, "c": {"mode": "nvfp4"},
     }  # fmt: skip
     config = ModelConfig(**SIZES, quantization=plan)
-    assert plan_of(config.quantization, "lm_head") is None
-    assert plan_of(config.quantization, "a") == plan_of(config.quantization, "other")
-    assert plan_of(config.quantization, "a") == {"bits": 4, "group_size": 32, "mode": "mxfp4"}
-    assert plan_of(config.quantization, "b") == {"bits": 8, "group_size": 64, "mode": "affine"}
-    assert plan_of(config.quantization, "c") == {"bits": 4, "group_size": 16, "mode": "nvfp4"}
+    assert module_quantization(config.quantization, "lm_head") is None
+    assert module_quantization(config.quantization, "a") == module_quantization(config.quantization, "other")
+    assert module_quantization(config.quantization, "a") == {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+    assert module_quantization(config.quantization, "b") == {"bits": 8, "group_size": 64, "mode": "affine"}
+    assert module_quantization(config.quantization, "c") == {"bits": 4, "group_size": 16, "mode": "nvfp4"}
 
 
 def test_from_dict_names_the_file_and_what_is_missing():

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.overrides import NAMES, meaning, parse, with_parts
+from mlxlm.config.overrides import OVERRIDE_NAMES, apply_overrides, infer_field, parse_overrides
 from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.utils.errors import ConfigError
 
 BASE = ModelConfig(64, 4, 8, 96, 300, num_key_value_heads=2, max_position_embeddings=128)
 
 
-def changed(*parts, base=BASE):
+def changed(*overrides, base=BASE):
     """The fields that are others then, without the family."""
-    found = resolve_model_type(with_parts(base, parse(parts)))
+    found = resolve_model_type(apply_overrides(base, parse_overrides(overrides)))
     return {
         f.name: getattr(found, f.name)
         for f in dataclasses.fields(found)
@@ -27,7 +27,7 @@ def changed(*parts, base=BASE):
 
 
 @pytest.mark.parametrize(
-    ("parts", "expected"),
+    ("overrides", "expected"),
     [
         ([], {}),
         (["norm=layer"], {"norm": "layer"}),
@@ -79,8 +79,8 @@ def changed(*parts, base=BASE):
         (["tie_word_embeddings=true", "rms_norm_eps=1e-6"], {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}),
     ],
 )  # fmt: skip
-def test_what_a_part_means(parts, expected):
-    assert changed(*parts) == expected
+def test_what_a_part_means(overrides, expected):
+    assert changed(*overrides) == expected
 
 
 @pytest.mark.parametrize(("kind", "heads"), [("multi-head", 16), ("grouped-query", 4), ("multi-query", 1)])
@@ -93,7 +93,7 @@ def test_attention_beside_another_number_of_heads(kind, heads):
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("overrides", "message"),
     [
         (["nrom=layer"], "there is no part 'nrom' .try: norm"),
         (["foo=1"], "there is no part 'foo' .try: one of alibi_scaled, attention, .*, window"),
@@ -127,9 +127,9 @@ def test_attention_beside_another_number_of_heads(kind, heads):
         (["num_attention_heads=1", "attention=grouped-query"], "1 heads can't be grouped"),
     ],
 )
-def test_what_can_t_be_is_one_line(parts, message):
+def test_what_can_t_be_is_one_line(overrides, message):
     with pytest.raises(ConfigError, match=message) as found:
-        with_parts(BASE, parse(parts), {"vocab_size": "--vocab-size"})
+        apply_overrides(BASE, parse_overrides(overrides), {"vocab_size": "--vocab-size"})
     assert "\n" not in str(found.value)
 
 
@@ -142,29 +142,38 @@ def test_the_base_of_ntk_stretches_the_longest_wave_by_the_factor():
 def test_what_positions_don_t_read_goes_back_to_its_default():
     """Else no family could say it: BLOOM has no base of rotary positions."""
     rotary = BASE.with_changes(rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0})
-    parts = ["norm=layer", "positions=alibi", "embedding_norm=true", "biases=all", "head=tied", "attention=multi-head"]
-    parts += [
+    overrides = [
+        "norm=layer",
+        "positions=alibi",
+        "embedding_norm=true",
+        "biases=all",
+        "head=tied",
+        "attention=multi-head",
+    ]
+    overrides += [
         "mlp_gated=false",
         "hidden_act=gelu_pytorch_tanh",
         "intermediate_size=256",
         "max_position_embeddings=2048",
     ]
-    bloom = resolve_model_type(with_parts(rotary, parse(parts)))
+    bloom = resolve_model_type(apply_overrides(rotary, parse_overrides(overrides)))
     assert (bloom.model_type, bloom.rope_theta, bloom.rope_scaling) == ("bloom", 10_000.0, None)
-    none = resolve_model_type(with_parts(rotary, {"positions": "none"}))
-    assert resolve_model_type(with_parts(none, {"positions": "rope"})).model_type == "llama"
+    none = resolve_model_type(apply_overrides(rotary, {"positions": "none"}))
+    assert resolve_model_type(apply_overrides(none, {"positions": "rope"})).model_type == "llama"
 
 
 def test_words_alone():
-    assert meaning("alibi") == {"positions": "alibi"} and meaning("post") == {"norm_placement": "post"}
-    assert meaning("geglu") == {"feed_forward": "geglu"} and meaning("multi-query") == {"attention": "multi-query"}
-    assert meaning("none") is None and meaning("wide") is None  # of several, of none
+    assert infer_field("alibi") == {"positions": "alibi"} and infer_field("post") == {"norm_placement": "post"}
+    assert infer_field("geglu") == {"feed_forward": "geglu"} and infer_field("multi-query") == {
+        "attention": "multi-query"
+    }
+    assert infer_field("none") is None and infer_field("wide") is None  # of several, of none
 
 
 @settings(max_examples=300)
 @given(
     st.dictionaries(
-        st.sampled_from(NAMES),
+        st.sampled_from(OVERRIDE_NAMES),
         st.sampled_from(
             ["1", "2", "7", "9", "64", "0.5", "1e-5", "true", "none", "rms", "layer", "post", "alibi", "sinusoidal"]
         )
@@ -174,9 +183,9 @@ def test_words_alone():
         max_size=4,
     )
 )
-def test_any_parts_are_a_configuration_or_one_error(parts):
+def test_any_parts_are_a_configuration_or_one_error(overrides):
     try:
-        found = resolve_model_type(with_parts(BASE, parts))
+        found = resolve_model_type(apply_overrides(BASE, overrides))
     except ConfigError as error:
         assert "\n" not in str(error)
     else:

@@ -6,11 +6,11 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.convert import compare as module
 from mlxlm.convert.compare import compare
-from mlxlm.convert.tensor_diff import difference
+from mlxlm.convert.tensor_diff import tensor_diff
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
@@ -18,8 +18,8 @@ from mlxlm.utils.files import write_json
 
 
 def checkpoint(model: Decoder, name: str, **replaced) -> Checkpoint:
-    tensors = {n: of_array(v) for n, v in tree_flatten(model.parameters())} | {
-        n: of_array(v) for n, v in replaced.items()
+    tensors = {n: lazy_tensor(v) for n, v in tree_flatten(model.parameters())} | {
+        n: lazy_tensor(v) for n, v in replaced.items()
     }
     return Checkpoint(name, "safetensors", config_to_hf(model.config), model.config, tensors, load_tokenizer=None)
 
@@ -27,7 +27,7 @@ def checkpoint(model: Decoder, name: str, **replaced) -> Checkpoint:
 @pytest.fixture
 def model(tiny_config):
     model = Decoder(tiny_config.with_changes(num_hidden_layers=3))
-    model.initialize(0)
+    model.init_weights(0)
     model.eval()
     return model
 
@@ -47,7 +47,7 @@ def test_the_numbers(model, tokens, monkeypatch, stride):
     monkeypatch.setattr(module, "_LOGITS", 300 * 7)  # many small pieces
     changed = noisy(model, "model.layers.1.mlp.up_proj.weight")
     both = checkpoint(model, "a"), checkpoint(model, "b", **changed)
-    found = compare(*both, [tokens], text_bytes=400, context=50, stride=stride)
+    found = compare(*both, [tokens], text_bytes=400, context_length=50, stride=stride)
     other = Decoder(model.config)
     other.load_weights(list({**dict(tree_flatten(model.parameters())), **changed}.items()))
     other.eval()
@@ -66,21 +66,21 @@ def test_the_numbers(model, tokens, monkeypatch, stride):
         done = start + len(ids)
         if done == len(tokens):
             break
-    assert (found.tokens, found.context, found.stride) == (119, 50, stride)
+    assert (found.tokens, found.context_length, found.stride) == (119, 50, stride)
     assert found.kl == pytest.approx(sums[0] / 119, rel=1e-3)
     assert found.loss_a == pytest.approx(sums[1] / 119, rel=1e-5)
     assert found.loss_b == pytest.approx(sums[2] / 119, rel=1e-5)
-    assert found.top1 == sums[3] / 119
+    assert found.top1_agreement == sums[3] / 119
     assert found.bits_per_byte_b == pytest.approx(sums[2] / np.log(2) / 400, rel=1e-5)
-    assert found.first_different == "model.layers.1" and found.worst(1) == ["model.layers.1"]
+    assert found.first_different_layer == "model.layers.1" and found.worst_layers(1) == ["model.layers.1"]
     assert found.layers["model.embed_tokens"] == found.layers["model.layers.0"] == 0 < found.layers["model.layers.1"]
-    assert not found.identical and not found.equal_to_rounding and found.logits_error > 0
+    assert not found.identical and not found.equal_to_rounding and found.max_logit_error > 0
 
 
 def test_a_model_is_identical_to_itself(model, tokens):
     told = []
     found = compare(checkpoint(model, "a"), checkpoint(model, "b"), [tokens], progress=lambda *at: told.append(at))
-    assert found.identical and found.kl < 1e-6 and found.top1 == 1 and found.first_different is None
+    assert found.identical and found.kl < 1e-6 and found.top1_agreement == 1 and found.first_different_layer is None
     assert found.bits_per_byte_a is None and told[-1] == (5, 5)
 
 
@@ -99,7 +99,7 @@ def test_small_and_large_divergences_are_exact(size):
 
 def test_models_of_other_depths_are_compared_by_what_they_say(model, tokens):
     smaller = Decoder(model.config.with_changes(num_hidden_layers=1, hidden_size=16, head_dim=8))
-    smaller.initialize(1)
+    smaller.init_weights(1)
     found = compare(checkpoint(model, "a"), checkpoint(smaller, "b"), [tokens])
     assert found.layers == {} and found.kl > 0 and not found.identical
 
@@ -124,15 +124,15 @@ def test_weights_beside_weights(model):
     a = checkpoint(model, "a")
     config = model.config.with_changes(quantization={"group_size": 32, "bits": 8, "mode": "affine"}, rope_theta=5e4)
     tensors = {n: t for n, t in a.tensors.items() if n != "model.norm.weight"}
-    tensors |= {f"{name.removesuffix('.weight')}.{part}": of_array(value) for part, value in packed.items()}
-    tensors["model.extra.weight"] = of_array(mx.ones(3))
+    tensors |= {f"{name.removesuffix('.weight')}.{part}": lazy_tensor(value) for part, value in packed.items()}
+    tensors["model.extra.weight"] = lazy_tensor(mx.ones(3))
     b = Checkpoint("b", "safetensors", {}, config, tensors, load_tokenizer=None)
-    found = difference(a, b)
+    found = tensor_diff(a, b)
     assert {n for n, error in found.tensors.items() if error} == {name} and 1e-4 < found.tensors[name] < 1e-2
     assert found.only_a == ["model.norm.weight"] and found.only_b == ["model.extra.weight"] and not found.equal
     assert found.config == {"rope_theta": (10000.0, 5e4)}
     assert found.bits_per_weight_a == 32 and found.nbytes_b < found.nbytes_a
-    assert difference(a, a).equal
+    assert tensor_diff(a, a).equal
 
 
 def test_models_of_mlx_lm_are_compared_by_what_they_say(tmp_path):
@@ -152,8 +152,8 @@ def test_models_of_mlx_lm_are_compared_by_what_they_say(tmp_path):
         found.append(open_checkpoint(folder))
     a, b = found
     assert a.config is None
-    same, other = (compare(a, x, [list(range(40))], context=16, stride=16) for x in (a, b))
+    same, other = (compare(a, x, [list(range(40))], context_length=16, stride=16) for x in (a, b))
     assert same.identical and same.layers == {} and same.tokens == 39
     assert other.kl > 0.01 and not other.equal_to_rounding
-    apart = difference(a, b)
+    apart = tensor_diff(a, b)
     assert not apart.equal and apart.config == {} and apart.bits_per_weight_a == 32

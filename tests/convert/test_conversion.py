@@ -14,7 +14,7 @@ from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as module
 from mlxlm.convert import convert, reference_backends
-from mlxlm.convert.tensor_diff import difference, plain
+from mlxlm.convert.tensor_diff import dequantized_tensors, tensor_diff
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.quantize import quantize
@@ -38,7 +38,7 @@ def write_model(tmp_path, tiny_tokenizer):
         }  # fmt: skip
         config = ModelConfig(**{**sizes, **fields})
         model = Decoder(config)
-        model.initialize(0)
+        model.init_weights(0)
         folder = tmp_path / name
         folder.mkdir()
         weights = {n: w.astype(DTYPES[dtype]) for n, w in tree_flatten(model.parameters())}
@@ -58,7 +58,7 @@ def results(report) -> dict[str, str]:
 def quiet_peers(monkeypatch):
     """Other programs take seconds to start: they are asked in tests of their own."""
     monkeypatch.setattr(module, "_PEERS", dict.fromkeys(module._PEERS, ()))
-    monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 8)
+    monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
 
 
 def test_a_folder_of_transformers_opens_in_transformers_and_mlx_lm_again(tmp_path, tiny_tokenizer, monkeypatch):
@@ -104,7 +104,7 @@ def test_around_the_formats_and_back_bit_equal(write_model, tmp_path, monkeypatc
     assert [report.dtype for report in reports] == [{"float16": "F16", "bfloat16": "BF16"}[dtype], dtype, dtype]
     for report in reports:
         assert set(results(report).values()) == {"equal"}, report.checks
-    assert difference(open_checkpoint(source), open_checkpoint(tmp_path / "last")).equal
+    assert tensor_diff(open_checkpoint(source), open_checkpoint(tmp_path / "last")).equal
     before, after = (dict(mx.load(str(folder / "model.safetensors"))) for folder in (source, tmp_path / "last"))
     assert before.keys() == after.keys()
     assert all(after[name].dtype == DTYPES[dtype] and mx.array_equal(after[name], before[name]) for name in before)
@@ -136,7 +136,7 @@ def test_a_llama2c_file_and_back(write_model, tmp_path, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "sub").iterdir()) == ["out.bin", "tokenizer.bin"]
     back = convert(tmp_path / "sub/out.bin", tmp_path / "back")
     assert set(results(back).values()) == {"equal"} and back.dtype == "float32"
-    assert difference(open_checkpoint(source), open_checkpoint(tmp_path / "back")).equal
+    assert tensor_diff(open_checkpoint(source), open_checkpoint(tmp_path / "back")).equal
     convert(source, tmp_path / "sub/again.bin", verify_output=False)  # beside the same tokenizer.bin
     (tmp_path / "sub/tokenizer.bin").write_bytes(b"another one")
     with pytest.raises(CheckpointError, match="tokenizer.bin is there already.*try: an output in another folder"):
@@ -146,12 +146,12 @@ def test_a_llama2c_file_and_back(write_model, tmp_path, monkeypatch):
     assert open_checkpoint(tmp_path / "back").load_tokenizer().encode(text) == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5)])
-def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, monkeypatch, kind, bits):
+@pytest.mark.parametrize(("outtype", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5)])
+def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, monkeypatch, outtype, bits):
     quiet_peers(monkeypatch)
-    report = convert(write_model(), tmp_path / "out.gguf", kind=kind)
+    report = convert(write_model(), tmp_path / "out.gguf", outtype=outtype)
     assert results(report)["tensors"] == results(report)["logits"] == "within rounding"
-    assert report.bits_per_weight < bits + 2 and report.dtype == kind
+    assert report.bits_per_weight < bits + 2 and report.dtype == outtype
     back = convert(tmp_path / "out.gguf", tmp_path / "back")
     assert back.dtype == "float16" and back.bits_per_weight == 16
 
@@ -177,11 +177,11 @@ def test_a_quantized_folder_becomes_a_llama2c_file(write_model, tmp_path, monkey
     quiet_peers(monkeypatch)
     source = write_model(tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
     sentencepiece_tokenizer(300).save(source)
-    quantize(source, tmp_path / "quantized", group_size=32, measure=False, verify=False)
+    quantize(source, tmp_path / "quantized", group_size=32, evaluate=False, verify=False)
     report = convert(tmp_path / "quantized", tmp_path / "out/model.bin")
     assert set(results(report).values()) == {"equal"} and report.bits_per_weight == 32
     written = open_checkpoint(tmp_path / "out/model.bin").tensors
-    for name, tensor in plain(open_checkpoint(tmp_path / "quantized")).items():
+    for name, tensor in dequantized_tensors(open_checkpoint(tmp_path / "quantized")).items():
         assert mx.array_equal(written[name].read(), tensor.read().astype(mx.float32)), name
 
 
@@ -234,7 +234,7 @@ def test_values_that_are_not_numbers_are_refused(write_model, tmp_path, out):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
-@pytest.mark.parametrize(("out", "options"), [("out", {"dtype": "float16"}), ("out.gguf", {"kind": "F16"})])
+@pytest.mark.parametrize(("out", "options"), [("out", {"dtype": "float16"}), ("out.gguf", {"outtype": "F16"})])
 def test_values_that_float16_can_not_hold_are_refused(write_model, tmp_path, out, options):
     source = write_model(dtype="float32")
     change(source, NAME, 70000.0)
@@ -251,8 +251,8 @@ def test_options_outputs_and_sources_that_make_no_sense(write_model, tmp_path):
     with pytest.raises(CheckpointError, match="already exists"):
         convert(source, tmp_path / "there.gguf")
     for out, options in (
-        ("a", {"kind": "F16"}), ("a.gguf", {"dtype": "float16"}), ("a.bin", {"dtype": "float32"}),
-        ("a", {"dtype": "int8"}), ("a.gguf", {"kind": "Q5_K"}),
+        ("a", {"outtype": "F16"}), ("a.gguf", {"dtype": "float16"}), ("a.bin", {"dtype": "float32"}),
+        ("a", {"dtype": "int8"}), ("a.gguf", {"outtype": "Q5_K"}),
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             convert(source, tmp_path / out, **options)
@@ -371,7 +371,7 @@ def test_types_that_are_not_as_asked_are_told(write_model, tmp_path):
     weights = taken_out(source)
     save_weights(source, {n: w.astype(mx.float32) if "norm" in n else w for n, w in weights.items()})
     assert convert(source, tmp_path / "out", verify_output=False).dtype == "bfloat16, float32"
-    report = convert(source, tmp_path / "out.gguf", kind="Q4_0", verify_output=False)
+    report = convert(source, tmp_path / "out.gguf", outtype="Q4_0", verify_output=False)
     assert report.warnings == [] and report.notes == [
         "kept in F16: blk.*.ffn_down.weight (32 doesn't divide their rows)",
         "kept in Q8_0: token_embd.weight (each of its errors is one of a logit)",
@@ -381,12 +381,12 @@ def test_types_that_are_not_as_asked_are_told(write_model, tmp_path):
 def test_programs_are_not_asked_about_what_they_have_no_words_for(write_model, tmp_path, monkeypatch):
     asked = []
 
-    def ask(peer, *_args, **_options):
-        asked.append(peer)
-        raise reference_backends.Unavailable("not here")
+    def ask(backend, *_args, **_options):
+        asked.append(backend)
+        raise reference_backends.BackendUnavailable("not here")
 
-    monkeypatch.setattr("mlxlm.convert.reference_backends.ask", ask)
-    monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 4)
+    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", ask)
+    monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 4)
     report = convert(write_model("own", positions="alibi"), tmp_path / "own-out")
     assert not asked and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"
     assert "only mlxlm opens this model" in report.checks[-1].detail and not report.warnings

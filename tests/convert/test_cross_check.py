@@ -10,7 +10,7 @@ import pytest
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.convert import convert, cross_check, reference_backends
 from mlxlm.convert.verify import verify
@@ -29,14 +29,14 @@ def no_tokenizer():
 @pytest.fixture
 def model(tiny_config):
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     return model
 
 
 @pytest.fixture
 def memory(model):
     """A checkpoint that is not in files."""
-    tensors = {name: of_array(value) for name, value in tree_flatten(model.parameters())}
+    tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
     return Checkpoint("here", "safetensors", {}, model.config, tensors, no_tokenizer)
 
 
@@ -51,27 +51,29 @@ def folder(model, tmp_path, tiny_tokenizer):
     return path
 
 
-def greedy(checkpoint: Checkpoint) -> list[int]:
+def greedy_tokens(checkpoint: Checkpoint) -> list[int]:
     ids = [5, 17, 280, 33]
-    return [*ids, *cross_check.greedy(checkpoint, ids, COUNT)]
+    return [*ids, *cross_check.greedy_tokens(checkpoint, ids, COUNT)]
 
 
 def answering(monkeypatch, answer) -> None:
     """`answer(peer, path, ids, start)` stands for the other programs."""
-    monkeypatch.setattr(cross_check.peers, "ask", lambda peer, path, ids, start, **_: answer(peer, path, ids, start))
+    monkeypatch.setattr(
+        cross_check.peers, "run_backend", lambda backend, path, ids, start, **_: answer(backend, path, ids, start)
+    )
 
 
-def opinion(ids, start, other=0, gap=0.0) -> reference_backends.Opinion:
+def opinion(ids, start, other=0, gap=0.0) -> reference_backends.BackendOutput:
     """The text's own tokens, but for the first, which is another one by `other`."""
     own = list(ids[start:])
-    return reference_backends.Opinion([own[0] + other, *own[1:]], [gap, *[0.0] * (len(own) - 1)], spread=1.0)
+    return reference_backends.BackendOutput([own[0] + other, *own[1:]], [gap, *[0.0] * (len(own) - 1)], logit_std=1.0)
 
 
 def test_a_tie_is_no_difference_and_an_absent_peer_is_skipped(memory, monkeypatch):
-    def answer(peer, path, ids, start):
-        if peer == "transformers":
-            raise reference_backends.Unavailable("not installed")
-        return opinion(ids, start, *((1, 0.01) if peer == "llama.cpp" else ()))
+    def answer(backend, path, ids, start):
+        if backend == "transformers":
+            raise reference_backends.BackendUnavailable("not installed")
+        return opinion(ids, start, *((1, 0.01) if backend == "llama.cpp" else ()))
 
     answering(monkeypatch, answer)
     checks = {check.name: check for check in verify(memory, memory, "out", ("mlx_lm", "llama.cpp", "transformers"))}
@@ -81,20 +83,22 @@ def test_a_tie_is_no_difference_and_an_absent_peer_is_skipped(memory, monkeypatc
 
 
 def test_another_token_is_an_error(memory, monkeypatch):
-    answering(monkeypatch, lambda peer, path, ids, start: opinion(ids, start, 1, 0.01))
+    answering(monkeypatch, lambda backend, path, ids, start: opinion(ids, start, 1, 0.01))
     with pytest.raises(CheckpointError, match=r"out: mlx_lm goes on with token .* .greedy token 1 of 64.*--no-verify"):
         verify(memory, memory, "out", ("mlx_lm",))
 
 
 def test_not_a_number_is_an_error(memory, monkeypatch):
-    answering(monkeypatch, lambda peer, path, ids, start: opinion(ids, start, 0, float("nan")))
+    answering(monkeypatch, lambda backend, path, ids, start: opinion(ids, start, 0, float("nan")))
     with pytest.raises(CheckpointError, match="mlx_lm goes on with token"):
         verify(memory, memory, "out", ("mlx_lm",))
 
 
 def test_a_peer_that_has_its_own_way_is_told_and_no_error(memory, tmp_path, monkeypatch):
     wrong = {"mlx_lm"}
-    answering(monkeypatch, lambda peer, path, ids, start: opinion(ids, start, *((1, 1.0) if peer in wrong else ())))
+    answering(
+        monkeypatch, lambda backend, path, ids, start: opinion(ids, start, *((1, 1.0) if backend in wrong else ()))
+    )
     found = {check.name: check for check in verify(memory, memory, "out", ("transformers", "mlx_lm"))}
     assert found["mlx_lm"].result == "differs" and found["mlx_lm"].detail.endswith("transformers agrees with mlxlm")
     (tmp_path / "config.json").touch()
@@ -102,7 +106,7 @@ def test_a_peer_that_has_its_own_way_is_told_and_no_error(memory, tmp_path, monk
     [*_, check] = verify(source, memory, "out", ("mlx_lm",))
     assert check.result == "differs" and check.detail.endswith("so it does with the source")
 
-    def only_of_the_output(peer, path, ids, start):
+    def only_of_the_output(backend, path, ids, start):
         return opinion(ids, start, *(() if path == tmp_path else (1, 1.0)))
 
     answering(monkeypatch, only_of_the_output)
@@ -111,41 +115,43 @@ def test_a_peer_that_has_its_own_way_is_told_and_no_error(memory, tmp_path, monk
 
 
 def test_a_peer_that_refuses_is_a_warning_under_the_outputs_name(folder, tmp_path, monkeypatch):
-    def answer(peer, path, ids, start):
-        if peer == "mlx_lm":
-            raise reference_backends.Refused(
+    def answer(backend, path, ids, start):
+        if backend == "mlx_lm":
+            raise reference_backends.BackendRejected(
                 f"mlx_lm can't read it: ValueError: The model at {path.name} in {path} is odd"
             )
         return opinion(ids, start)
 
     answering(monkeypatch, answer)
-    monkeypatch.setattr("mlxlm.convert.verify.GREEDY", 8)
+    monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
     report = convert(folder, tmp_path / "out")
     [warning] = report.warnings
     assert warning.startswith("mlx_lm can't run this output: ") and "transformers agrees" in warning
     assert f"The model at {tmp_path / 'out'} in {tmp_path / 'out'} is odd" in warning
     assert ".partial" not in json.dumps(report.to_dict())
     assert {check.name: check.result for check in report.checks}["mlx_lm"] == "refused"
-    monkeypatch.setattr("mlxlm.convert.conversion._PEERS", {"huggingface": ("mlx_lm",)})
+    monkeypatch.setattr("mlxlm.convert.conversion._BACKENDS", {"huggingface": ("mlx_lm",)})
     (folder / "config.json").rename(tmp_path / "config.json")
     source = replace(open_checkpoint(tmp_path / "out"), path=tmp_path / "nowhere")
-    with pytest.raises(reference_backends.Refused, match=r"out: mlx_lm can't read it.*try: --no-verify"):
+    with pytest.raises(reference_backends.BackendRejected, match=r"out: mlx_lm can't read it.*try: --no-verify"):
         verify(source, open_checkpoint(tmp_path / "out"), "out", ("mlx_lm",))
 
 
 def test_other_tokens_of_a_text_are_an_error_unless_the_writer_said_so(folder, monkeypatch):
     source = open_checkpoint(folder)
-    answering(monkeypatch, lambda peer, path, ids, start: replace(opinion(ids, start), words=[1, 2, 3]))
-    ids = greedy(source)
+    answering(monkeypatch, lambda backend, path, ids, start: replace(opinion(ids, start), text_ids=[1, 2, 3]))
+    ids = greedy_tokens(source)
     with pytest.raises(CheckpointError, match="llama.cpp makes other tokens of a text"):
-        cross_check.ask_one("llama.cpp", source, source, "out", ids, START)
-    check = cross_check.ask_one("llama.cpp", source, source, "out", ids, START, warned=True)
+        cross_check.cross_check_one("llama.cpp", source, source, "out", ids, START)
+    check = cross_check.cross_check_one("llama.cpp", source, source, "out", ids, START, tokens_may_differ=True)
     assert check.result == "equal" and "as the warnings say" in check.detail
 
 
 def stand_in(monkeypatch, program: str) -> None:
     """A process that needs no time to start stands for the other program: `program` reads `request`."""
-    monkeypatch.setattr(reference_backends, "NEEDS", dict.fromkeys(reference_backends.NEEDS, ()))
+    monkeypatch.setattr(
+        reference_backends, "REQUIRED_PACKAGES", dict.fromkeys(reference_backends.REQUIRED_PACKAGES, ())
+    )
     monkeypatch.setattr(reference_backends, "_CHILD", f"import json, sys; request = json.load(sys.stdin); {program}")
 
 
@@ -155,69 +161,69 @@ def test_the_process_of_a_peer(tmp_path, monkeypatch):
         "print('loading'); print(json.dumps({'tokens': request['ids'][request['start']:], 'gaps': [0.0],"
         " 'spread': 1.0, 'words': [len(request['text'])]}))",
     )
-    found = reference_backends.ask("llama.cpp", tmp_path, [1, 2, 3], 2, text="four")
-    assert found == reference_backends.Opinion([3], [0.0], 1.0, words=[4])
+    found = reference_backends.run_backend("llama.cpp", tmp_path, [1, 2, 3], 2, text="four")
+    assert found == reference_backends.BackendOutput([3], [0.0], 1.0, text_ids=[4])
 
 
 @pytest.mark.parametrize(
-    ("peer", "said", "kind", "reason"),
+    ("backend", "said", "kind", "reason"),
     [
         (
             "mlx_lm",
             "Traceback\nValueError: Model type mamba9 not supported.",
-            reference_backends.Unavailable,
+            reference_backends.BackendUnavailable,
             "mamba9 not",
         ),
         (
             "mlx_lm",
             "Traceback\nValueError: Missing 3 parameters",
-            reference_backends.Refused,
+            reference_backends.BackendRejected,
             "mlx_lm can't read it: .*Missing 3",
         ),
-        ("mlx_lm", "", reference_backends.Refused, "exit code 1"),
+        ("mlx_lm", "", reference_backends.BackendRejected, "exit code 1"),
         (
             "llama.cpp",
             "load: info\nllama_model_load: error loading model: unordered_map::at\nTraceback\nValueError: Failed",
-            reference_backends.Refused, "error loading model: unordered_map::at",
+            reference_backends.BackendRejected, "error loading model: unordered_map::at",
         ),
         (
             "llama.cpp", "llama_model_load: error loading model: unknown model architecture: 'x'\nValueError: Failed",
-            reference_backends.Unavailable, "unknown model architecture",
+            reference_backends.BackendUnavailable, "unknown model architecture",
         ),
     ],
 )  # fmt: skip
-def test_why_a_peer_has_no_opinion(tmp_path, monkeypatch, peer, said, kind, reason):
+def test_why_a_peer_has_no_opinion(tmp_path, monkeypatch, backend, said, kind, reason):
     stand_in(monkeypatch, f"print({said!r}, file=sys.stderr); sys.exit(1)")
     with pytest.raises(kind, match=reason) as caught:
-        reference_backends.ask(peer, tmp_path, [1, 2], 1)
+        reference_backends.run_backend(backend, tmp_path, [1, 2], 1)
     assert caught.type is kind
 
 
 def test_a_peer_that_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(reference_backends.NEEDS, "mlx_lm", ("no_such_module",))
-    with pytest.raises(reference_backends.Unavailable, match="no_such_module not installed"):
-        reference_backends.ask("mlx_lm", tmp_path, [1, 2], 1)
+    monkeypatch.setitem(reference_backends.REQUIRED_PACKAGES, "mlx_lm", ("no_such_module",))
+    with pytest.raises(reference_backends.BackendUnavailable, match="no_such_module not installed"):
+        reference_backends.run_backend("mlx_lm", tmp_path, [1, 2], 1)
 
 
 def test_transformers_agrees_and_names_the_first_layer_that_differs(folder):
     pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
     pytest.importorskip("transformers")
     source = open_checkpoint(folder)
-    ids = greedy(source)
+    ids = greedy_tokens(source)
     values = json.loads((folder / "config.json").read_text())
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(name), dict):
             values[name]["rope_theta"] = 50.0
     write_json(folder / "config.json", {**values, "rope_theta": 50.0})  # after the source was opened
     with pytest.raises(CheckpointError, match="transformers goes on .* the first layer that differs is model.layers.0"):
-        cross_check.ask_one("transformers", source, source, "out", ids, START)
+        cross_check.cross_check_one("transformers", source, source, "out", ids, START)
 
 
 def test_mlx_lm_agrees_with_the_right_tokens_only(folder):
     pytest.importorskip("mlx_lm")
     source = open_checkpoint(folder)
-    ids = greedy(source)
-    assert cross_check.ask_one("mlx_lm", source, source, "out", ids, START).result == "equal"
+    ids = greedy_tokens(source)
+    assert cross_check.cross_check_one("mlx_lm", source, source, "out", ids, START).result == "equal"
 
 
 def test_llama_cpp_verifies_a_file_by_any_name(folder, tmp_path):
@@ -235,6 +241,6 @@ def test_what_llama_cpp_says_of_a_broken_file(folder, tmp_path):
     data = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(data.replace(b"blk.0.attn_q", b"blk.0.attn_x"))
     with pytest.raises(
-        reference_backends.Refused, match=r"out: llama.cpp can't read it: .*error loading model.*attn_q"
+        reference_backends.BackendRejected, match=r"out: llama.cpp can't read it: .*error loading model.*attn_q"
     ):
-        cross_check.ask_one("llama.cpp", checkpoint, checkpoint, "out", [1, 2, 3, 4, 5, 6], START)
+        cross_check.cross_check_one("llama.cpp", checkpoint, checkpoint, "out", [1, 2, 3, 4, 5, 6], START)

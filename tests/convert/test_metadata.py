@@ -9,9 +9,9 @@ import pytest
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.convert.metadata import check_carried
+from mlxlm.convert.metadata import check_metadata
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, train
 from mlxlm.utils.errors import CheckpointError, TokenizerError
@@ -21,8 +21,8 @@ from mlxlm.utils.errors import CheckpointError, TokenizerError
 def source(tiny_config, tiny_tokenizer):
     ids = {"bos_token_id": tiny_tokenizer.bos_id, "eos_token_id": tiny_tokenizer.eos_id}
     model = Decoder(tiny_config.with_changes(**ids))
-    model.initialize(0)
-    tensors = {name: of_array(value) for name, value in tree_flatten(model.parameters())}
+    model.init_weights(0)
+    tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
     return Checkpoint("here", "safetensors", {}, model.config, tensors, lambda: tiny_tokenizer)
 
 
@@ -38,11 +38,11 @@ def changed(tokenizer: Tokenizer, template=None, **names) -> Tokenizer:
     import tokenizers
 
     runtime = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    return Tokenizer(runtime, {**tokenizer.names, **names}, chat_template=template)
+    return Tokenizer(runtime, {**tokenizer.special_token_names, **names}, chat_template=template)
 
 
 def test_the_same(source):
-    assert [(check.name, check.result) for check in check_carried(source, source, "out")] == [
+    assert [(check.name, check.result) for check in check_metadata(source, source, "out")] == [
         ("tokenizer", "equal"), ("configuration", "equal"),
     ]  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_the_same(source):
 @pytest.mark.parametrize("format", ["safetensors", "gguf"])
 def test_a_field_that_was_lost_is_named(source, changes, format):
     with pytest.raises(CheckpointError, match=f"out: the configuration's {next(iter(changes))} is .* in here"):
-        check_carried(source, with_config(source, format, **changes), "out")
+        check_metadata(source, with_config(source, format, **changes), "out")
 
 
 def test_fields_that_mean_the_same_may_differ(source):
@@ -71,41 +71,41 @@ def test_fields_that_mean_the_same_may_differ(source):
     )
     for before, after in pairs:
         a, b = with_config(source, **before), with_config(source, **after)
-        assert check_carried(a, b, "out")[1].result == "equal", before
+        assert check_metadata(a, b, "out")[1].result == "equal", before
 
 
 def test_what_a_format_has_no_place_for_is_named(source):
     other = with_config(source, model_type="mistral")
-    _, check = check_carried(other, with_config(source, "gguf"), "out")
+    _, check = check_metadata(other, with_config(source, "gguf"), "out")
     assert check.result == "in part" and "model_type ('mistral' becomes 'llama')" in check.detail
     with pytest.raises(CheckpointError, match="model_type"):
-        check_carried(other, source, "out")
+        check_metadata(other, source, "out")
 
 
 def test_another_tokenizer_is_found(source, tiny_tokenizer, make_text):
     other = train([make_text(3000).upper()], 300)
     with pytest.raises(CheckpointError, match="out: its tokenizer differs from the source's: other tokens at "):
-        check_carried(source, with_tokenizer(source, other), "out")
+        check_metadata(source, with_tokenizer(source, other), "out")
     end = with_tokenizer(source, changed(tiny_tokenizer, eos=tiny_tokenizer.names["pad"]))
     with pytest.raises(CheckpointError, match="the eos token is "):
-        check_carried(source, end, "out")
+        check_metadata(source, end, "out")
 
     def broken():
         raise TokenizerError("m.gguf: no merges")
 
     with pytest.raises(CheckpointError, match="out: its tokenizer can't be read: m.gguf: no merges"):
-        check_carried(source, replace(source, load_tokenizer=broken), "out")
-    [check, _] = check_carried(replace(source, load_tokenizer=broken), source, "out")
+        check_metadata(source, replace(source, load_tokenizer=broken), "out")
+    [check, _] = check_metadata(replace(source, load_tokenizer=broken), source, "out")
     assert check.result == "skipped"
 
 
 def test_the_chat_template_comes_along_where_the_format_has_a_place_for_it(source, tiny_tokenizer):
     a = with_tokenizer(source, changed(tiny_tokenizer, "{{ messages }}"))
-    [check, _] = check_carried(a, a, "out")
+    [check, _] = check_metadata(a, a, "out")
     assert "equal chat template" in check.detail
     with pytest.raises(CheckpointError, match="chat template is another"):
-        check_carried(a, with_tokenizer(source, tiny_tokenizer, "gguf"), "out")
-    [check, _] = check_carried(a, with_tokenizer(source, tiny_tokenizer, "llama2.c"), "out")
+        check_metadata(a, with_tokenizer(source, tiny_tokenizer, "gguf"), "out")
+    [check, _] = check_metadata(a, with_tokenizer(source, tiny_tokenizer, "llama2.c"), "out")
     assert check.result == "in part" and "chat template" in check.detail
 
 
@@ -128,4 +128,4 @@ def test_wrong_values_in_a_gguf_file_are_found(source, tmp_path, monkeypatch, ke
     source = with_tokenizer(source, tokenizer)
     gguf.write(tmp_path / "m.gguf", source.config, source.tensors, tokenizer, "F32")
     with pytest.raises(CheckpointError, match=error):
-        check_carried(source, open_checkpoint(tmp_path / "m.gguf"), "out")
+        check_metadata(source, open_checkpoint(tmp_path / "m.gguf"), "out")

@@ -6,7 +6,7 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as converting
 from mlxlm.convert import convert
@@ -20,7 +20,7 @@ from mlxlm.utils.errors import CheckpointError, TokenizerError
 @pytest.fixture
 def model(tiny_config):
     model = Decoder(tiny_config.with_changes(num_hidden_layers=3))
-    model.initialize(0)
+    model.init_weights(0)
     return model
 
 
@@ -30,7 +30,7 @@ def no_tokenizer():
 
 def checkpoint(model: Decoder, config: ModelConfig | None = None, **changed) -> Checkpoint:
     arrays = dict(tree_flatten(model.parameters())) | changed
-    tensors = {name: of_array(value) for name, value in arrays.items()}
+    tensors = {name: lazy_tensor(value) for name, value in arrays.items()}
     return Checkpoint("here", "safetensors", {}, config or model.config, tensors, no_tokenizer)
 
 
@@ -67,7 +67,7 @@ def test_a_writer_that_swaps_two_rows_leaves_nothing(model, tmp_path, tiny_token
     write = huggingface.write
 
     def faulty(folder, values, config, tensors, tokenizer):
-        write(folder, values, config, {**tensors, NAME: tensors[NAME].then(swapped)}, tokenizer)
+        write(folder, values, config, {**tensors, NAME: tensors[NAME].transform(swapped)}, tokenizer)
 
     monkeypatch.setattr(converting.huggingface, "write", faulty)
     with pytest.raises(CheckpointError, match=f"out: {NAME} differs from"):
@@ -87,7 +87,7 @@ def test_a_layer_that_computes_otherwise_is_named(model, monkeypatch):
     other = model.config.with_changes(rope_theta=500.0)
     with pytest.raises(CheckpointError, match="out: the configuration's rope_theta is 500.0 and was 10000.0 in here"):
         verify(checkpoint(model), checkpoint(model, other), "out")
-    monkeypatch.setattr(module, "check_carried", lambda *_: [])
+    monkeypatch.setattr(module, "check_metadata", lambda *_: [])
     with pytest.raises(CheckpointError, match=r"logits differ from the source's, from model.layers.0 on \(KL"):
         verify(checkpoint(model), checkpoint(model, other), "out")
 
@@ -111,10 +111,10 @@ def test_the_bound_of_a_block(kind, steps):
     steps_of = np.round(np.divide(weights, scale, where=scale != 0, out=np.zeros_like(weights)))
     low, high = (-127, 127) if kind == "Q8_0" else (-8, 7)
     value = scale * np.clip(steps_of, low, high)
-    source = of_array(mx.array(weights))
+    source = lazy_tensor(mx.array(weights))
 
     def written(array):
-        tensor = of_array(mx.array(array))
+        tensor = lazy_tensor(mx.array(array))
         return type(tensor)(tensor.shape, tensor.dtype, kind, tensor.nbytes, tensor.read)
 
     assert module._changed(source, written(value)) == kind

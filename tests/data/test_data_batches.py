@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import TrainBatches, validation_batches
-from mlxlm.data.dataset import Part
-from mlxlm.data.permutation import permuted
+from mlxlm.data.dataset import WeightedPart
+from mlxlm.data.permutation import permute
 from mlxlm.utils.errors import DataError
 
 
@@ -16,7 +16,7 @@ class Counting:
 
     def __init__(self, n):
         self._ids = np.arange(n, dtype=np.uint32)
-        self.parts = [Part("train", 1.0, self)]
+        self.parts = [WeightedPart("train", 1.0, self)]
 
     def __len__(self):
         return len(self._ids)
@@ -39,8 +39,8 @@ def test_an_epoch_predicts_every_target_at_most_once(n, batch_size, seed):
         assert len(np.unique(part)) == part.size
         assert part.size >= n - 1 - 20 or n < 31
         assert len(np.unique(part[:, 0] % 10)) == 1  # one grid of windows
-    assert batches.epoch_of(0) == 0
-    assert batches.epoch_of(needed) == pytest.approx(needed * batch_size / batches.rows)
+    assert batches.epoch_at(0) == 0
+    assert batches.epoch_at(needed) == pytest.approx(needed * batch_size / batches.rows)
 
 
 def test_epochs_differ_in_order_and_in_cuts():
@@ -73,7 +73,7 @@ def test_rows_do_not_depend_on_the_batch_size():
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])
 def test_permutation(n):
     keys = np.arange(4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    values = permuted(np.arange(n), n, keys)
+    values = permute(np.arange(n), n, keys)
     assert sorted(values.tolist()) == list(range(n))
 
 
@@ -101,10 +101,10 @@ def test_too_few_tokens_name_a_length_that_works():
 @settings(max_examples=150)
 def test_validation_predicts_every_target_once(n, batch_size, length, limit):
     seen = []
-    for tokens, segments, mask in validation_batches(Counting(n), batch_size, length, limit):
+    for tokens, segment_ids, mask in validation_batches(Counting(n), batch_size, length, limit):
         assert tokens.shape == (batch_size, length + 1) and tokens.dtype == np.int32
         assert mask.shape == (batch_size, length) and mask.dtype == np.float32
-        assert mask.any() and segments is None
+        assert mask.any() and segment_ids is None
         real = mask == 1
         assert (tokens[:, 1:][real] == tokens[:, :-1][real] + 1).all()
         assert (tokens[:, 1:][mask == 0] == 0).all()

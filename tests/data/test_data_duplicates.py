@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from mlxlm.data import Document, TokenDataset, prepare
 from mlxlm.data.dedup import DuplicateFilter
-from mlxlm.data.minhash import MINIMA, Index, Shingles
+from mlxlm.data.minhash import NUM_HASHES, MinHash, MinHashLSH
 from mlxlm.utils.errors import DataError
 
 VOCABULARY = [f"word{i}" for i in range(5000)]
 
 
-def minima(text, cuts=()):
-    shingles = Shingles()
+def min_hashes(text, cuts=()):
+    shingles = MinHash()
     for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
         shingles.add(text[start:stop])
-    return shingles.minima(b"12345678")
+    return shingles.min_hashes(b"12345678")
 
 
 def estimate(a, b):
-    return float((minima(a) == minima(b)).mean())
+    return float((min_hashes(a) == min_hashes(b)).mean())
 
 
 def similarity(a, b):
@@ -58,7 +58,7 @@ def test_estimates_have_the_deviation_that_theory_says():
         a = " ".join(words(draw, 300))
         b = changed(draw, a, share)
         true = similarity(a, b)
-        errors.append((estimate(a, b) - true) / max((true * (1 - true) / MINIMA) ** 0.5, 1e-9))
+        errors.append((estimate(a, b) - true) / max((true * (1 - true) / NUM_HASHES) ** 0.5, 1e-9))
     assert abs(np.mean(errors)) < 0.35 and 0.8 < np.std(errors) < 1.25
 
 
@@ -69,29 +69,29 @@ def test_estimates_have_the_deviation_that_theory_says():
 @settings(max_examples=100)
 def test_pieces_do_not_matter(text, cuts):
     cuts = [cut for cut in cuts if cut <= len(text)]
-    assert (minima(text, cuts) == minima(text)).all()
+    assert (min_hashes(text, cuts) == min_hashes(text)).all()
 
 
 def test_words_of_any_language_and_none():
     assert estimate("The cat, SAT on (a) mat!", "the cat sat on a mat") == 1
     assert estimate("我喜欢吃苹果和香蕉", "我喜欢吃苹果和葡萄") > 0.3  # characters, not one long word
     assert estimate("a b", "a b") == 1 and estimate("a b", "b a") < 0.2
-    one, other = Shingles(), Shingles()
-    assert (one.minima(b"12345678") != other.minima(b"12345679")).any()  # "" and "???"
+    one, other = MinHash(), MinHash()
+    assert (one.min_hashes(b"12345678") != other.min_hashes(b"12345679")).any()  # "" and "???"
 
 
 def test_a_run_without_spaces_is_cut_and_not_held():
-    shingles = Shingles()
+    shingles = MinHash()
     for _ in range(40):
         shingles.add("x" * 10_000)
         assert len(shingles._rest) <= 1 << 16
-    assert len(np.unique(shingles.minima(b"12345678"))) > 100
+    assert len(np.unique(shingles.min_hashes(b"12345678"))) > 100
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.9])
 def test_planted_near_duplicates_are_found_and_others_stay(threshold):
     draw = random.Random(1)
-    margin = 2.5 * (threshold * (1 - threshold) / MINIMA) ** 0.5
+    margin = 2.5 * (threshold * (1 - threshold) / NUM_HASHES) ** 0.5
     texts, near, far = [], 0, 0
     for _ in range(80):
         a = " ".join(words(draw, 400))
@@ -120,11 +120,11 @@ def test_repetitions_to_the_byte_are_told_apart():
 def test_the_index_grows_without_losing_anything():
     draw = random.Random(2)
     texts = [" ".join(words(draw, 60)) for _ in range(2500)]
-    index = Index(0.8)
-    assert all(index.add(minima(text), b"%8d" % i) is None for i, text in enumerate(texts))
+    index = MinHashLSH(0.8)
+    assert all(index.add(min_hashes(text), b"%8d" % i) is None for i, text in enumerate(texts))
     for i in range(0, 2500, 50):
-        assert index.add(minima(texts[i]), b"%8d" % i) is True
-        assert index.add(minima(texts[i]), b"another!") is False
+        assert index.add(min_hashes(texts[i]), b"%8d" % i) is True
+        assert index.add(min_hashes(texts[i]), b"another!") is False
 
 
 def test_long_documents_wait_on_disk_unchanged(monkeypatch):
@@ -134,7 +134,7 @@ def test_long_documents_wait_on_disk_unchanged(monkeypatch):
     pieces = [f"piece {i} Grüße 東京\n" * 7 for i in range(60)]
     unique = DuplicateFilter(0.8)
     [document] = unique([Document("a", iter(pieces))])
-    assert document.where == "a"
+    assert document.location == "a"
     [read] = [list(d.pieces) for d in DuplicateFilter(0.8)([Document("a", iter(pieces))])]
     assert read == pieces
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlxlm.data import documents, prepare, total_bytes
 from mlxlm.data.dedup import DuplicateFilter
-from mlxlm.data.source_weights import weighted
+from mlxlm.data.source_weights import parse_weighted_sources
 from mlxlm.data.text import Document
 from mlxlm.utils.errors import DataError
 
@@ -86,4 +86,4 @@ def test_a_source_that_repeats_another_is_said_to(tmp_path, byte_level):
 
 def test_weights_that_rows_cannot_follow_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"least share is 0\.001"):
-        weighted(["a.txt=1e-9", "b.txt=1"])
+        parse_weighted_sources(["a.txt=1e-9", "b.txt=1"])

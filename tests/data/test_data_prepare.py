@@ -199,12 +199,12 @@ def test_conversations_are_what_the_chat_template_renders(kind, request, tmp_pat
     tokenizer = request.getfixturevalue(kind)
     path = jsonl(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     manifest = prepare([path], tokenizer, tmp_path / "out", validation_fraction=0)
-    assert manifest.chat_documents == 2
+    assert manifest.num_conversations == 2
     assert manifest.train.bytes == sum(len(m["content"].encode()) for c in CONVERSATIONS for m in c)
     expected = []
     for messages in CONVERSATIONS:
         template = jinja2.Environment().from_string(CHAT_TEMPLATE)
-        text = template.render(messages=messages, bos_token=tokenizer.names["bos"])
+        text = template.render(messages=messages, bos_token=tokenizer.special_token_names["bos"])
         expected += tokenizer.encode(text, add_special_tokens=False, parse_special=True) + [tokenizer.eos_id]
     assert tokens(tmp_path / "out", "train") == expected
 

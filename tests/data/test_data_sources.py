@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import BadInput, documents, texts, total_bytes
-from mlxlm.data.text import PIECE
+from mlxlm.data.text import PIECE_CHARS
 from mlxlm.utils.errors import DataError
 
 
 def read(*paths, **options):
-    return [(d.where, "".join(d.pieces), d.messages) for d in documents(paths, **options)]
+    return [(d.location, "".join(d.pieces), d.messages) for d in documents(paths, **options)]
 
 
 def write(path, content):
@@ -25,19 +25,19 @@ def write(path, content):
 def test_a_text_file_is_one_document_unchanged(tmp_path, text):
     content = "\r\n\t a\r\r\n" + text(30_000)
     path = write(tmp_path / "a.txt", content)
-    [(where, pieces, messages)] = [(d.where, list(d.pieces), d.messages) for d in documents([path])]
+    [(location, pieces, messages)] = [(d.location, list(d.pieces), d.messages) for d in documents([path])]
     assert "".join(pieces) == content
-    assert where == str(path) and messages is None
-    assert len(pieces) > 3 and max(map(len, pieces)) <= PIECE
+    assert location == str(path) and messages is None
+    assert len(pieces) > 3 and max(map(len, pieces)) <= PIECE_CHARS
     for piece, following in zip(pieces, pieces[1:], strict=False):
         assert piece.endswith("\n") and not following[0].isspace()
 
 
 @pytest.mark.parametrize("unit", ["x", "x ", "  ", "\n", "漢", "word\n "])
 def test_texts_without_good_cuts_are_cut_anyway(tmp_path, unit):
-    content = unit * (5 * PIECE // len(unit) + 3)
+    content = unit * (5 * PIECE_CHARS // len(unit) + 3)
     [pieces] = [list(d.pieces) for d in documents([write(tmp_path / "a.txt", content)])]
-    assert "".join(pieces) == content and max(map(len, pieces)) <= PIECE
+    assert "".join(pieces) == content and max(map(len, pieces)) <= PIECE_CHARS
 
 
 @given(content=st.text(st.sampled_from("a \n漢🎉\r\t"), max_size=200), size=st.integers(1, 9))
@@ -154,11 +154,11 @@ def test_a_long_line_ends_within_a_character(tmp_path):
 
 
 def test_bad_rows_are_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxlm.data.rows.LONGEST_ROW", 60)
+    monkeypatch.setattr("mlxlm.data.rows.MAX_ROW_BYTES", 60)
     rows = [b'{"text": "a"}', b'{"text": "b', b'{"text": "' + b"c" * 200 + b'"}', b'{"txt": ""}', b'{"text": "\xff"}']
     path = write(tmp_path / "a.jsonl", b"\n".join([*rows, b'{"text": "d"}']))
     bad = BadInput("skip")
-    assert [(where[-6:], text) for where, text, _ in read(path, on_bad=bad)] == [("line 1", "a"), ("line 6", "d")]
+    assert [(location[-6:], text) for location, text, _ in read(path, on_bad=bad)] == [("line 1", "a"), ("line 6", "d")]
     assert bad.skipped == 4
     for content in (b"hello".decode().encode("utf-16"), b""):
         with pytest.raises(DataError, match="UTF-16|is empty"):

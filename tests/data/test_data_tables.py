@@ -48,8 +48,8 @@ def test_a_document_for_each_row(tmp_path, name, options):
     assert read(path, advance=seen.append) == [(text, None) for text in [*TEXTS, "last"]]
     assert sum(seen) == path.stat().st_size == total_bytes([path]) and len(seen) > 2
     assert "".join(texts([path])) == "".join(TEXTS) + "last"
-    where = [d.where for d in documents([path])]
-    assert (where[0], where[-1]) == (f"{path}, row 1", f"{path}, row {len(cells)}")
+    location = [d.location for d in documents([path])]
+    assert (location[0], location[-1]) == (f"{path}, row 1", f"{path}, row {len(cells)}")
 
 
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
@@ -192,7 +192,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
 def test_lines_have_a_limit(tmp_path, monkeypatch):
     from mlxlm.data import rows
 
-    monkeypatch.setattr(rows, "LONGEST_ROW", 100)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + json.dumps({"text": "b" * 200}))
     with pytest.raises(DataError, match="a.jsonl, line 2 is longer than 100 bytes"):
         read(tmp_path / "a.jsonl")

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm.data import TokenDataset, prepare, weighted
+from mlxlm.data import TokenDataset, parse_weighted_sources, prepare
 from mlxlm.data.manifest import Manifest
 from mlxlm.utils.errors import DataError
 
@@ -19,10 +19,10 @@ def jsonl(path, rows):
 def test_weights_are_written_behind_paths(tmp_path):
     odd = tmp_path / "a=0.5"
     odd.write_text("x")
-    assert weighted([str(odd), "b.txt"]) == ([str(odd), "b.txt"], None)
-    assert weighted([f"{odd}=3", "b=c.txt=1"]) == ([str(odd), "b=c.txt"], [0.75, 0.25])
-    assert weighted(["a=b", "-"]) == (["a=b", "-"], None)
-    assert weighted(["-=1e0", "x=7"]) == (["-", "x"], [0.125, 0.875])
+    assert parse_weighted_sources([str(odd), "b.txt"]) == ([str(odd), "b.txt"], None)
+    assert parse_weighted_sources([f"{odd}=3", "b=c.txt=1"]) == ([str(odd), "b=c.txt"], [0.75, 0.25])
+    assert parse_weighted_sources(["a=b", "-"]) == (["a=b", "-"], None)
+    assert parse_weighted_sources(["-=1e0", "x=7"]) == (["-", "x"], [0.125, 0.875])
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_weights_are_written_behind_paths(tmp_path):
 )
 def test_weights_that_cannot_be(sources, message):
     with pytest.raises(DataError, match=f"{message}.*try: wiki.txt=0.7"):
-        weighted(sources)
+        parse_weighted_sources(sources)
 
 
 def test_parts_have_shards_of_their_own(byte_level, text, tmp_path):

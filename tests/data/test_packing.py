@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import TokenDataset, TrainBatches, packing, prepare, validation_batches
-from mlxlm.data.dataset import Part, Starts
+from mlxlm.data.dataset import DocumentStarts, WeightedPart
 from mlxlm.data.mixture import BLOCK, Mixture
-from mlxlm.data.packing import BestFit, packed
+from mlxlm.data.packing import BestFitPacking, first_fit_decreasing
 from mlxlm.utils.errors import DataError
 
 lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=80)
@@ -26,8 +26,8 @@ class Documents:
         inside = [self.first[(self.first >= e - shard) & (self.first < e)] for e in ends[:-1]]
         inside.append(self.first[self.first >= (ends[-2] if len(ends) > 1 else 0)])
         begins = [0, *ends[:-1]]
-        self.starts = Starts([f - b for f, b in zip(inside, begins, strict=True)], ends)
-        self.parts = [Part("train", 1.0, self)]
+        self.starts = DocumentStarts([f - b for f, b in zip(inside, begins, strict=True)], ends)
+        self.parts = [WeightedPart("train", 1.0, self)]
 
     def __len__(self):
         return self.total
@@ -36,13 +36,13 @@ class Documents:
         assert 0 <= start <= stop <= self.total
         return np.arange(start, stop)
 
-    def learned(self, start, stop):
+    def loss_mask(self, start, stop):
         return np.arange(start, stop) % 2
 
     def targets(self):
         return self.total // 2
 
-    def segments(self, start, stop):
+    def segment_ids(self, start, stop):
         numbers = self.of(np.arange(start, stop))
         return (numbers - numbers[0]).astype(np.int32) if len(numbers) else numbers.astype(np.int32)
 
@@ -67,7 +67,7 @@ def plainly_packed(lengths, room):
 @given(lengths=st.lists(st.integers(1, 30), max_size=120), room=st.integers(30, 60))
 @settings(max_examples=120)
 def test_documents_are_packed_first_fit_decreasing(lengths, room):
-    patterns = packed(np.bincount(lengths, minlength=room + 1))
+    patterns = first_fit_decreasing(np.bincount(lengths, minlength=room + 1))
     rows = [np.repeat(p.sizes, p.counts).tolist() for p in patterns for _ in range(p.repeats)]
     assert sorted(rows) == plainly_packed(lengths, room)
 
@@ -77,7 +77,7 @@ def test_documents_are_packed_first_fit_decreasing(lengths, room):
 def test_rows_have_whole_documents_and_every_target_once(lengths, length, seed, shard):
     """In each epoch: what fits a row is whole in exactly one; of longer ones each token is a target exactly once."""
     data = Documents(lengths, shard)
-    rows = BestFit(data, length + 1, seed)
+    rows = BestFitPacking(data, length + 1, seed)
     for epoch in range(2):
         found = [rows.spans(row) for row in range(epoch * rows.rows, (epoch + 1) * rows.rows)]
         assert all(0 < sum(s.stop - s.start for s in spans) <= length + 1 for spans in found)
@@ -90,7 +90,7 @@ def test_rows_have_whole_documents_and_every_target_once(lengths, length, seed, 
             assert [s.start for s in pieces] == [first, *(s.stop - 1 for s in pieces[:-1])] and pieces[-1].stop == last
             assert all(s.stop - s.start == length + 1 for s in pieces[:-1]) and pieces[-1].stop - pieces[-1].start > 1
             assert [s.continues for s in pieces] == [False] + [True] * (len(pieces) - 1)
-        assert rows.cropped == 0 and len(spans) >= len(lengths)
+        assert rows.dropped_fraction == 0 and len(spans) >= len(lengths)
         tokens = sum(s.stop - s.start for s in spans)
         assert rows.padding == pytest.approx(1 - tokens / (rows.rows * (length + 1)))
 
@@ -100,12 +100,12 @@ def test_long_documents_are_seen_whole(lengths, rows):
     """Of a single one, too: in as many rows of 200 targets as it takes."""
     data = Documents(lengths)
     batches = TrainBatches(data, 1, 200, 0, packing="best-fit", document_mask=True)
-    assert batches.rows == rows and batches.cropped == 0
+    assert batches.rows == rows and batches.dropped_fraction == 0
     targets = []
     for index in range(batches.rows):
-        tokens, segments, weights = batches.batch(index)
+        tokens, segment_ids, weights = batches.batch(index)
         targets += tokens[0, 1:][weights[0] > 0].tolist()
-        assert (np.diff(segments[0]) >= 0).all()
+        assert (np.diff(segment_ids[0]) >= 0).all()
     begins = {int(first) for first in data.first}
     assert sorted(set(targets) | begins) == list(range(len(data)))
     assert not [t for t in set(targets) - begins if targets.count(t) > 1]
@@ -114,25 +114,25 @@ def test_long_documents_are_seen_whole(lengths, rows):
 @pytest.mark.parametrize("lengths", [np.random.default_rng(0).integers(3, 60, 400).tolist(), [40] * 50])
 def test_epochs_differ_in_what_meets_and_in_order(lengths):
     data = Documents(lengths)
-    rows = BestFit(data, 130, 0)
+    rows = BestFitPacking(data, 130, 0)
     epochs = [[tuple(rows.spans(e * rows.rows + i)) for i in range(rows.rows)] for e in range(5)]
     for e in range(1, 5):
         assert len(set(epochs[e]) & set(epochs[0])) < len(epochs[0]) / 2
-    assert [tuple(BestFit(data, 130, 0).spans(i)) for i in range(rows.rows)] == epochs[0]
-    assert [tuple(BestFit(data, 130, 1).spans(i)) for i in range(rows.rows)] != epochs[0]
+    assert [tuple(BestFitPacking(data, 130, 0).spans(i)) for i in range(rows.rows)] == epochs[0]
+    assert [tuple(BestFitPacking(data, 130, 1).spans(i)) for i in range(rows.rows)] != epochs[0]
 
 
 def test_any_row_is_found_by_packing_one_chapter(monkeypatch):
     """However many come before it, though chapters differ in their rows."""
-    monkeypatch.setattr(packing, "CHAPTER", 64)
+    monkeypatch.setattr(packing, "PACKING_BLOCK", 64)
     data = Documents([90] * 50 + np.random.default_rng(1).integers(1, 30, 950).tolist())
-    rows = BestFit(data, 33, 5)
+    rows = BestFitPacking(data, 33, 5)
     assert len(set(np.diff(rows._ends))) > 3
-    counted, real = [], packing.packed
-    monkeypatch.setattr(packing, "packed", lambda counts: counted.append(counts.sum()) or real(counts))
+    counted, real = [], packing.first_fit_decreasing
+    monkeypatch.setattr(packing, "first_fit_decreasing", lambda counts: counted.append(counts.sum()) or real(counts))
     late = rows.spans(10**9 + 7)
     assert counted in ([62], [63])
-    fresh = BestFit(data, 33, 5)
+    fresh = BestFitPacking(data, 33, 5)
     in_order = [fresh.spans(i) for i in range(2 * rows.rows)]
     assert [rows.spans(i) for i in reversed(range(2 * rows.rows))] == in_order[::-1]
     assert rows.spans(10**9 + 7) == late
@@ -141,7 +141,7 @@ def test_any_row_is_found_by_packing_one_chapter(monkeypatch):
 
 
 def form(packing, **changes):
-    return {"packing": packing, "document_mask": True, "answers_only": True, **changes}
+    return {"packing": packing, "document_mask": True, "mask_prompt": True, **changes}
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
@@ -151,10 +151,10 @@ def test_documents_and_weights_of_a_batch(packing, lengths, seed):
     data = Documents([60, *lengths])
     batches = TrainBatches(data, 3, 20, seed, **form(packing))
     for index in (0, 7):
-        tokens, segments, weights = batches.batch(index)
+        tokens, segment_ids, weights = batches.batch(index)
         assert tokens.dtype == np.int32 and tokens.shape == (3, 21)
-        assert segments.dtype == np.int32 and weights.dtype == np.float32
-        for i, (row, numbers) in enumerate(zip(tokens, segments, strict=True)):
+        assert segment_ids.dtype == np.int32 and weights.dtype == np.float32
+        for i, (row, numbers) in enumerate(zip(tokens, segment_ids, strict=True)):
             spans = batches._packings[0].spans(3 * index + i)
             n = sum(s.stop - s.start for s in spans)
             continued = {s.start for s in spans if s.continues}
@@ -167,29 +167,32 @@ def test_documents_and_weights_of_a_batch(packing, lengths, seed):
             begins = (np.diff(data.of(row)) != 0) | (np.diff(row) != 1)
             assert numbers[0] == 0 and (np.diff(numbers) == begins).all()
         plain = TrainBatches(data, 3, 20, seed, packing=packing).batch(index)
-        assert np.array_equal(plain.tokens, tokens) and plain.segments is None
+        assert np.array_equal(plain.tokens, tokens) and plain.segment_ids is None
         assert (plain.weights is None) == (packing == "concatenate")
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_batches_of_one(packing, ranks):
-    """A step of `ranks` that accumulate twice is the step of one that accumulates 2 · ranks times."""
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_ranks_share_the_batches_of_one(packing, num_processes):
+    """A step of `num_processes` that accumulate twice is the step of one that accumulates 2 · ranks times."""
     lengths = np.random.default_rng(2).integers(1, 50, 100).tolist()
     alone = TrainBatches(Documents(lengths), 2, 16, 3, **form(packing))
-    shared = [TrainBatches(Documents(lengths), 2, 16, 3, rank=r, ranks=ranks, **form(packing)) for r in range(ranks)]
+    shared = [
+        TrainBatches(Documents(lengths), 2, 16, 3, rank=r, num_processes=num_processes, **form(packing))
+        for r in range(num_processes)
+    ]
     for step in range(5):
-        single = [alone.batch(step * 2 * ranks + i) for i in range(2 * ranks)]
+        single = [alone.batch(step * 2 * num_processes + i) for i in range(2 * num_processes)]
         together = [batches.batch(step * 2 + i) for i in range(2) for batches in shared]
         for one, other in zip(single, together, strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-        assert shared[0].epoch_of(step * 2) == alone.epoch_of(step * 2 * ranks)
-        assert shared[0].epochs(step * 2) == alone.epochs(step * 2 * ranks)
+        assert shared[0].epoch_at(step * 2) == alone.epoch_at(step * 2 * num_processes)
+        assert shared[0].epochs(step * 2) == alone.epochs(step * 2 * num_processes)
 
 
 class Mixed:
     def __init__(self, *parts):
-        self.parts = [Part(f"part {i}", weight, data) for i, (weight, data) in enumerate(parts)]
+        self.parts = [WeightedPart(f"part {i}", weight, data) for i, (weight, data) in enumerate(parts)]
 
 
 @given(weights=st.lists(st.floats(1e-5, 1), min_size=1, max_size=6), seed=st.integers(0, 5), block=st.integers(0, 999))
@@ -227,7 +230,7 @@ def test_every_source_goes_through_its_own_epochs():
     assert len(rows) == 2000
     epochs = batches.epochs(500)
     assert epochs == {"part 0": pytest.approx(1000 / 9), "part 1": 10.0}
-    assert batches.epoch_of(500) == pytest.approx(2000 / 109)
+    assert batches.epoch_at(500) == pytest.approx(2000 / 109)
     late = TrainBatches(Mixed((0.5, small), (0.5, large)), 4, 16, 0).batch(499).tokens
     assert np.array_equal(rows[-4:], late)
     alone = TrainBatches(small, 1, 16, 0)  # the rows of the first source, as they would come alone
@@ -255,8 +258,8 @@ def test_validation_of_answers_has_every_conversation_from_its_start(lengths, ro
             room = length + 1
         wanted[-1].append(number)
         room -= size
-    batches = list(validation_batches(data, rows, length, document_mask=True, answers_only=True))
-    assert {(b.tokens.shape, b.segments.shape, b.weights.shape) for b in batches} == {
+    batches = list(validation_batches(data, rows, length, document_mask=True, mask_prompt=True))
+    assert {(b.tokens.shape, b.segment_ids.shape, b.weights.shape) for b in batches} == {
         ((rows, length + 1), (rows, length), (rows, length))
     }
     found = [row for b in batches for row in zip(*b, strict=True)]
@@ -273,7 +276,7 @@ def test_validation_of_answers_has_every_conversation_from_its_start(lengths, ro
 class Unlearned(Documents):
     """Of which nothing is to be learned but the last token."""
 
-    def learned(self, start, stop):
+    def loss_mask(self, start, stop):
         return (np.arange(start, stop) == self.total - 1).astype(np.uint8)
 
 
@@ -281,11 +284,11 @@ def test_rows_without_anything_to_learn_make_up_no_batch():
     data = Unlearned([30, 10, 30])
     for form in ({}, {"max_tokens": 1}):
         with pytest.raises(DataError, match="no answers that begin in rows of 20 tokens .*a longer sequence length"):
-            validation_batches(data, 2, 20, answers_only=True, **form)
-    [batch] = validation_batches(data, 2, 29, answers_only=True)
+            validation_batches(data, 2, 20, mask_prompt=True, **form)
+    [batch] = validation_batches(data, 2, 29, mask_prompt=True)
     assert batch.weights.sum() == 1 and batch.tokens[0, 0] == 40
     with pytest.raises(DataError, match="batch 1 of the train data has nothing to be learned"):
-        TrainBatches(data, 1, 20, 0, packing="best-fit", answers_only=True).batch(1)
+        TrainBatches(data, 1, 20, 0, packing="best-fit", mask_prompt=True).batch(1)
 
 
 @pytest.fixture
@@ -309,7 +312,7 @@ def test_prepared_documents_across_shards(folder, byte_level):
     assert all(t.startswith(("river stone ", "light green water ")) for t in text)
     numbers = np.searchsorted(starts, np.arange(len(data)), side="right") - 1
     for a, b in ((0, len(data)), (95, 205), (starts[3], stops[3]), (7, 8)):
-        assert np.array_equal(data.segments(a, b), numbers[a:b] - numbers[a])
+        assert np.array_equal(data.segment_ids(a, b), numbers[a:b] - numbers[a])
     shuffled = np.random.default_rng(0).permutation(len(starts))
     assert np.array_equal(data.starts.bounds(shuffled)[0], starts[shuffled])
 
@@ -349,10 +352,10 @@ def test_a_mask_of_another_size(tmp_path, byte_level):
     )
     prepare([tmp_path / "talks.jsonl"], byte_level, tmp_path / "data")
     data = TokenDataset.open(tmp_path / "data", "train")
-    tokens, _, weights = TrainBatches(data, 1, 20, 0, answers_only=True).batch(0)
+    tokens, _, weights = TrainBatches(data, 1, 20, 0, mask_prompt=True).batch(0)
     end, user = (byte_level.special_tokens[f"<|{name}|>"] for name in ("end", "user"))
     assert 0 < weights.sum() < 20 and not weights[tokens[:, 1:] == user].any() and weights[tokens[:, 1:] == end].any()
-    assert data.targets() == data.learned(0, len(data)).sum()
+    assert data.targets() == data.loss_mask(0, len(data)).sum()
     (tmp_path / "data/train-00000.mask.bin").write_bytes(b"\1")
     with pytest.raises(DataError, match="train-00000.mask.bin has 1 bytes"):
-        TokenDataset.open(tmp_path / "data", "train").learned(0, 1)
+        TokenDataset.open(tmp_path / "data", "train").loss_mask(0, 1)

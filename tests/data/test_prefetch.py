@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from mlxlm.data import read_ahead
+from mlxlm.data import prefetch
 from mlxlm.utils.errors import DataError
 
 
@@ -13,10 +13,10 @@ def reading_threads():
     return [t for t in threading.enumerate() if t.name.startswith("read ahead")]
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_results_come_in_order(ahead):
-    assert list(read_ahead(lambda n: n * n, range(3, 40), ahead)) == [n * n for n in range(3, 40)]
-    assert list(read_ahead(lambda n: n, [], ahead)) == []
+@pytest.mark.parametrize("prefetch_factor", [1, 2, 5])
+def test_results_come_in_order(prefetch_factor):
+    assert list(prefetch(lambda n: n * n, range(3, 40), prefetch_factor)) == [n * n for n in range(3, 40)]
+    assert list(prefetch(lambda n: n, [], prefetch_factor)) == []
     assert not reading_threads()
 
 
@@ -31,7 +31,7 @@ def test_the_next_is_read_while_this_one_is_used():
             third.set()
         return n
 
-    with closing(read_ahead(reads, range(10))) as results:
+    with closing(prefetch(reads, range(10))) as results:
         assert next(results) == 0
         assert third.wait(10)
         assert next(results) == 1
@@ -46,7 +46,7 @@ def test_an_error_comes_where_its_result_would():
             raise DataError(f"no {n}")
         return n
 
-    results = read_ahead(reads, range(10))
+    results = prefetch(reads, range(10))
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(DataError, match="no 3"):
         next(results)
@@ -64,7 +64,7 @@ def test_closing_waits_for_the_read_in_work_and_starts_no_other():
             go_on.wait(10)
         return n
 
-    results = read_ahead(reads, range(10), ahead=3)
+    results = prefetch(reads, range(10), prefetch_factor=3)
     assert next(results) == 0
     begun.wait(10)
     threading.Timer(0.05, go_on.set).start()

@@ -14,7 +14,7 @@ def test_loss_is_the_mean_over_every_token_once(tmp_path, text_file, tiny_config
     prepare([text_file], tiny_tokenizer, tmp_path / "data")
     data = TokenDataset.open(tmp_path / "data", "validation")
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     found = evaluate(model, data, 50, batch_size)
     tokens = data.slice(0, len(data)).astype(np.int64)
     total = 0.0
@@ -33,7 +33,7 @@ def test_a_part_is_spread_over_the_whole(tmp_path, text_file, tiny_config, tiny_
     prepare([text_file], tiny_tokenizer, tmp_path / "data")
     data = TokenDataset.open(tmp_path / "data", "train")
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     model.train()
     part = evaluate(model, data, 50, 4, max_tokens=1000)
     assert part.tokens == 1000 and model.training

@@ -28,111 +28,113 @@ def read(text):
     return documents(["-"], stdin=io.BytesIO(text.encode()))
 
 
-def one_by_one(logprobs, ids, context, stride):
+def one_by_one(logprobs, ids, context_length, stride):
     """Each token from what its window holds before it: the window that reads it first begins at a multiple of the
     stride."""
     total = 0.0
     for target in range(1, len(ids)):
-        begin = -(-max(0, target - context) // stride) * stride
+        begin = -(-max(0, target - context_length) // stride) * stride
         total -= logprobs(ids[begin : target + 1])[0][-1]
     return total
 
 
-@pytest.mark.parametrize(("context", "stride"), [(128, 128), (128, 64), (20, 20), (20, 7), (20, 1), (1, 1)])
-def test_every_token_once_with_its_window(loaded, logprobs, context, stride):
-    found = evaluate_text(loaded, read(TEXT), context=context, stride=stride)
-    ids = loaded.tokenizer.encode(TEXT)
+@pytest.mark.parametrize(("context_length", "stride"), [(128, 128), (128, 64), (20, 20), (20, 7), (20, 1), (1, 1)])
+def test_every_token_once_with_its_window(lm, logprobs, context_length, stride):
+    found = evaluate_text(lm, read(TEXT), context_length=context_length, stride=stride)
+    ids = lm.tokenizer.encode(TEXT)
     assert found.tokens == len(ids) - 1  # BOS is in front of the text
     assert (found.bytes, found.characters, found.documents) == (len(TEXT.encode()), len(TEXT), 1)
-    assert found.nats == pytest.approx(one_by_one(logprobs, ids, context, stride), rel=1e-5)
+    assert found.nats == pytest.approx(one_by_one(logprobs, ids, context_length, stride), rel=1e-5)
     assert found.loss == found.nats / found.tokens and found.perplexity == pytest.approx(math.exp(found.loss))
     assert found.bits_per_byte == pytest.approx(found.nats / math.log(2) / len(TEXT.encode()))
     assert found.bits_per_character == pytest.approx(found.nats / math.log(2) / len(TEXT))
 
 
 @given(
-    sizes=st.lists(st.integers(0, 12), max_size=8), context=st.integers(1, 12), share=st.floats(0, 1, exclude_min=True)
+    sizes=st.lists(st.integers(0, 12), max_size=8),
+    context_length=st.integers(1, 12),
+    share=st.floats(0, 1, exclude_min=True),
 )
 @settings(max_examples=300)
-def test_windows_cover_a_text_however_it_comes(sizes, context, share):
-    stride = max(1, math.ceil(share * context))
+def test_windows_cover_a_text_however_it_comes(sizes, context_length, share):
+    stride = max(1, math.ceil(share * context_length))
     ids = iter(range(sum(sizes)))
     chunks = [[next(ids) for _ in range(size)] for size in sizes]
     seen = []
-    for window, new in windows(iter(chunks), context, stride):
-        assert 2 <= len(window) <= context + 1 and window == list(range(window[0], window[0] + len(window)))
+    for window, new in windows(iter(chunks), context_length, stride):
+        assert 2 <= len(window) <= context_length + 1 and window == list(range(window[0], window[0] + len(window)))
         for target in window[-new:]:
-            assert target - window[0] >= min(target, context - stride)
+            assert target - window[0] >= min(target, context_length - stride)
         seen += window[-new:]
     assert seen == list(range(1, sum(sizes)))
 
 
-def test_texts_of_all_lengths_side_by_side(loaded, logprobs, tmp_path):
+def test_texts_of_all_lengths_side_by_side(lm, logprobs, tmp_path):
     rows = ["The", "quick brown " * 9, "a", "fox " * 30, "Grüße", "lazy dog. " * 50] * 3
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    found = evaluate_text(loaded, documents([tmp_path / "a.jsonl"]), context=40, stride=13)
-    each = [one_by_one(logprobs, loaded.tokenizer.encode(row), 40, 13) for row in rows]
+    found = evaluate_text(lm, documents([tmp_path / "a.jsonl"]), context_length=40, stride=13)
+    each = [one_by_one(logprobs, lm.tokenizer.encode(row), 40, 13) for row in rows]
     assert found.nats == pytest.approx(sum(each), rel=1e-5) and found.documents == 18
     assert found.characters == sum(map(len, rows))
 
 
-def test_a_batch_is_as_large_where_texts_are_short(loaded, monkeypatch):
-    shapes, real = [], evaluate_text_module.summed
+def test_a_batch_is_as_large_where_texts_are_short(lm, monkeypatch):
+    shapes, real = [], evaluate_text_module.sum_nll
 
     def counted(model, tokens, *values, **names):
         shapes.append(tokens.shape)
         return real(model, tokens, *values, **names)
 
-    monkeypatch.setattr(evaluate_text_module, "summed", counted)
+    monkeypatch.setattr(evaluate_text_module, "sum_nll", counted)
     monkeypatch.setattr(evaluate_text_module, "_TOGETHER", 128)
-    found = evaluate_text(loaded, (document for _ in range(70) for document in read("The cat")), context=128)
-    columns = len(loaded.tokenizer.encode("The cat"))
+    found = evaluate_text(lm, (document for _ in range(70) for document in read("The cat")), context_length=128)
+    columns = len(lm.tokenizer.encode("The cat"))
     assert found.documents == 70 and columns in range(4, 8)
     assert shapes == [(32, columns), (32, columns), (6, columns)]
     shapes.clear()
-    evaluate_text(loaded, read(TEXT), context=128)
+    evaluate_text(lm, read(TEXT), context_length=128)
     assert all(rows == 1 for rows, _ in shapes)
 
 
-def test_a_first_token_with_nothing_before_it_counts_for_nothing(loaded, logprobs):
+def test_a_first_token_with_nothing_before_it_counts_for_nothing(lm, logprobs):
     class Bare(Tokenizer):
         def __init__(self):
-            self.__dict__ = dict(loaded.tokenizer.__dict__)
+            self.__dict__ = dict(lm.tokenizer.__dict__)
 
         def encode(self, text, *, add_special_tokens=True, **kind):
             return super().encode(text, add_special_tokens=False, **kind)
 
-    bare = replace(loaded, tokenizer=Bare())
-    found = evaluate_text(bare, read(TEXT), context=32, stride=32)
-    ids = loaded.tokenizer.encode(TEXT, add_special_tokens=False)
-    first = loaded.tokenizer.decode(ids[:1])
+    bare = replace(lm, tokenizer=Bare())
+    found = evaluate_text(bare, read(TEXT), context_length=32, stride=32)
+    ids = lm.tokenizer.encode(TEXT, add_special_tokens=False)
+    first = lm.tokenizer.decode(ids[:1])
     assert found.tokens == len(ids) - 1
     assert found.bytes == len(TEXT.encode()) - len(first.encode())
     assert found.characters == len(TEXT) - len(first)
     assert found.nats == pytest.approx(one_by_one(logprobs, ids, 32, 32), rel=1e-5)
 
 
-def test_a_long_text_is_read_in_pieces(loaded, monkeypatch):
+def test_a_long_text_is_read_in_pieces(lm, monkeypatch):
     text = TEXT * 400  # 10 pieces of text
-    whole = evaluate_text(loaded, read(text), context=128, stride=128)
-    assert whole.tokens == len(loaded.tokenizer.encode(text)) - 1 and whole.characters == len(text)
+    whole = evaluate_text(lm, read(text), context_length=128, stride=128)
+    assert whole.tokens == len(lm.tokenizer.encode(text)) - 1 and whole.characters == len(text)
     monkeypatch.setattr(windows_module, "_PIECES", 1)
-    again = evaluate_text(loaded, read(text), context=128, stride=128)
+    again = evaluate_text(lm, read(text), context_length=128, stride=128)
     assert (again.nats, again.tokens) == (whole.nats, whole.tokens)
 
 
-def test_quantized_and_foreign_models_give_what_their_logits_say(loaded):
+def test_quantized_and_foreign_models_give_what_their_logits_say(lm):
     from mlxlm.backend.mlx import nn
 
     class OnlyCallable:
         def __call__(self, tokens, cache=None):
-            return loaded.model(tokens)
+            return lm.model(tokens)
 
-    plain = evaluate_text(loaded, read(TEXT), context=32, stride=8)
-    foreign = evaluate_text(replace(loaded, model=OnlyCallable()), read(TEXT), context=32, stride=8)
+    plain = evaluate_text(lm, read(TEXT), context_length=32, stride=8)
+    foreign = evaluate_text(replace(lm, model=OnlyCallable()), read(TEXT), context_length=32, stride=8)
     assert foreign.nats == pytest.approx(plain.nats, rel=1e-5) and foreign.tokens == plain.tokens
-    copy = type(loaded.model)(loaded.config)
-    copy.update(loaded.model.parameters())
+    copy = type(lm.model)(lm.config)
+    copy.update(lm.model.parameters())
     nn.quantize(copy, group_size=32, bits=8)
 
     class OnlyCallableQuantized:
@@ -140,20 +142,20 @@ def test_quantized_and_foreign_models_give_what_their_logits_say(loaded):
             return copy(tokens)
 
     found, called = (
-        evaluate_text(replace(loaded, model=m), read(TEXT), context=32, stride=32)
+        evaluate_text(replace(lm, model=m), read(TEXT), context_length=32, stride=32)
         for m in (copy, OnlyCallableQuantized())
     )
     assert found.nats == pytest.approx(called.nats, rel=1e-5)
 
 
-def test_equal_to_transformers(folder, loaded):
+def test_equal_to_transformers(folder, lm):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([loaded.tokenizer.encode(TEXT)])
-    context, stride, done, total, count = 48, 16, 1, 0.0, 0
+    ids = torch.tensor([lm.tokenizer.encode(TEXT)])
+    context_length, stride, done, total, count = 48, 16, 1, 0.0, 0
     for begin in range(0, ids.shape[1], stride):  # the loop of Hugging Face's guide, windows one token longer
-        end = min(begin + context + 1, ids.shape[1])
+        end = min(begin + context_length + 1, ids.shape[1])
         labels = ids[:, begin:end].clone()
         labels[:, : labels.shape[1] - (end - done)] = -100
         with torch.no_grad():
@@ -161,7 +163,7 @@ def test_equal_to_transformers(folder, loaded):
         total, count, done = total + loss.item() * (end - done), count + end - done, end
         if end == ids.shape[1]:
             break
-    found = evaluate_text(loaded, read(TEXT), context=context, stride=stride)
+    found = evaluate_text(lm, read(TEXT), context_length=context_length, stride=stride)
     assert found.tokens == count and found.loss == pytest.approx(total / count, rel=1e-5)
 
 
@@ -173,34 +175,38 @@ def test_sums_add_up_and_empty_ones_have_no_mean():
 
 @pytest.mark.parametrize(
     ("window", "message"),
-    [({"context": 129}, "the model reads 128"), ({"context": 0}, "context of 0"), ({"context": 9, "stride": 10}, "10")],
+    [
+        ({"context_length": 129}, "the model reads 128"),
+        ({"context_length": 0}, "context of 0"),
+        ({"context_length": 9, "stride": 10}, "10"),
+    ],
 )
-def test_windows_that_cannot_work(loaded, window, message):
+def test_windows_that_cannot_work(lm, window, message):
     with pytest.raises(ConfigError, match=message):
-        evaluate_text(loaded, read(TEXT), **window)
+        evaluate_text(lm, read(TEXT), **window)
 
 
-def test_texts_that_cannot_be_measured(loaded, tmp_path):
+def test_texts_that_cannot_be_measured(lm, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     with pytest.raises(DataError, match="a.jsonl, line 1 is a conversation"):
-        evaluate_text(loaded, documents([tmp_path / "a.jsonl"]))
+        evaluate_text(lm, documents([tmp_path / "a.jsonl"]))
     with pytest.raises(DataError, match="no token to predict"):
-        evaluate_text(loaded, iter(()))
+        evaluate_text(lm, iter(()))
 
     class Broken:
         def __call__(self, tokens, cache=None):
-            return loaded.model(tokens) * mx.nan
+            return lm.model(tokens) * mx.nan
 
     with pytest.raises(CheckpointError, match="not a number"):
-        evaluate_text(replace(loaded, model=Broken()), read(TEXT))
+        evaluate_text(replace(lm, model=Broken()), read(TEXT))
 
 
-def test_default_window(loaded):
-    assert evaluate_text(loaded, read(TEXT)) == evaluate_text(loaded, read(TEXT), context=128, stride=64)
-    assert np.isfinite(evaluate_text(loaded, read("a")).loss)
+def test_default_window(lm):
+    assert evaluate_text(lm, read(TEXT)) == evaluate_text(lm, read(TEXT), context_length=128, stride=64)
+    assert np.isfinite(evaluate_text(lm, read("a")).loss)
 
 
-def test_bytes_of_a_tokenizer_whose_tokens_depend_on_their_neighbours(loaded):
+def test_bytes_of_a_tokenizer_whose_tokens_depend_on_their_neighbours(lm):
     runtime = tokenizers.Tokenizer(tokenizers.models.Unigram([("?", -9.0), ("▁one", -1.0), ("▁für", -1.0)], 0))
     runtime.pre_tokenizer, runtime.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     tokenizer = Tokenizer(runtime, {})
@@ -209,5 +215,5 @@ def test_bytes_of_a_tokenizer_whose_tokens_depend_on_their_neighbours(loaded):
     for count, predicted in ((4, " für one für"), (2, " für"), (1, "")):
         ids, size = first_tokens(tokenizer, read(text), count)
         assert (ids, size) == ([tokenizer.encode(text)[:count]], len(predicted.encode()))
-    scored = score(replace(loaded, tokenizer=tokenizer), text)
+    scored = score(replace(lm, tokenizer=tokenizer), text)
     assert -scored.total / math.log(2) / scored.bits_per_byte == pytest.approx(len(" für one für".encode()))

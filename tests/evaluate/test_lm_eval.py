@@ -32,20 +32,20 @@ def model(folder):
     return MlxlmModel(str(folder), max_length=64)
 
 
-def test_loglikelihoods(model, loaded, logprobs):
+def test_loglikelihoods(model, lm, logprobs):
     pairs = [(row["q"], " " + choice) for row in ROWS for choice in row["choices"]]
     pairs += [("", "How are you?"), ((SHOT * 30).strip(), " lazy dog"), (SHOT.strip(), "")]
     found = model.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
     for (context, continuation), (logprob, greedy) in zip(pairs, found, strict=True):
-        after = len(loaded.tokenizer.encode(context + continuation)) - len(loaded.tokenizer.encode(context))
-        logs, best = logprobs(loaded.tokenizer.encode(context + continuation)[-65:])
+        after = len(lm.tokenizer.encode(context + continuation)) - len(lm.tokenizer.encode(context))
+        logs, best = logprobs(lm.tokenizer.encode(context + continuation)[-65:])
         assert logprob == pytest.approx(logs[len(logs) - after :].sum(), rel=1e-4, abs=1e-3)
         assert greedy == best[len(best) - after :].all()
 
 
-def test_whole_texts(model, loaded, logprobs):
+def test_whole_texts(model, lm, logprobs):
     text = SHOT * 9
-    ids = loaded.tokenizer.encode(text)
+    ids = lm.tokenizer.encode(text)
     total = logprobs(ids[:65])[0].sum()
     for done in range(64, len(ids) - 1, 64):
         new = min(64, len(ids) - 1 - done)
@@ -55,17 +55,17 @@ def test_whole_texts(model, loaded, logprobs):
     assert found == pytest.approx(total, rel=1e-4)
 
 
-def test_generation(model, loaded):
+def test_generation(model, lm):
     from mlxlm.generation import generate
 
-    whole = generate(loaded, "How are", max_tokens=12, temperature=0).text
+    whole = generate(lm, "How are", max_tokens=12, temperature=0).text
     assert len(whole) > 3
     asked = ("How are", {"until": [], "max_gen_toks": 12}), ("How are", {"until": [whole[2]], "max_tokens": 12})
     found = model.generate_until(instances("generate_until", *asked), disable_tqdm=True)
     assert found == [whole, whole[: whole.index(whole[2])]]
     # Of a prompt that is too long the end stays, with room for what comes.
-    end = loaded.tokenizer.encode(SHOT * 30)[-59:]
-    expected = generate(loaded, end, max_tokens=5, temperature=0, stop=("x",)).text
+    end = lm.tokenizer.encode(SHOT * 30)[-59:]
+    expected = generate(lm, end, max_tokens=5, temperature=0, stop=("x",)).text
     asked = (SHOT * 30, {"until": "x", "max_gen_toks": 5})
     assert model.generate_until(instances("generate_until", asked), disable_tqdm=True) == [expected]
     with pytest.raises(ConfigError, match="unknown generation settings: beams"):
@@ -103,13 +103,13 @@ def task(tmp_path, monkeypatch):
     return tmp_path / "tasks"
 
 
-def test_a_task_of_the_harness_agrees_with_our_choices(model, loaded, task):
+def test_a_task_of_the_harness_agrees_with_our_choices(model, lm, task):
     manager = TaskManager(include_path=str(task), include_defaults=False)
     found = lm_eval.simple_evaluate(model, tasks=["tiny_choices"], task_manager=manager, bootstrap_iters=0)
-    ours = list(answer(loaded, [Question(i, r["q"], r["choices"], r["gold"], "") for i, r in enumerate(ROWS)]))
+    ours = list(answer(lm, [Question(i, r["q"], r["choices"], r["gold"], "") for i, r in enumerate(ROWS)]))
     scores = found["results"]["tiny_choices"]
-    assert scores["acc,none"] == pytest.approx(sum(one.chosen == one.answer for one in ours) / 3)
-    assert scores["acc_bytes,none"] == pytest.approx(sum(one.chosen_by_bytes == one.answer for one in ours) / 3)
+    assert scores["acc,none"] == pytest.approx(sum(one.predicted == one.answer for one in ours) / 3)
+    assert scores["acc_bytes,none"] == pytest.approx(sum(one.predicted_by_bytes == one.answer for one in ours) / 3)
     for sample in found["samples"]["tiny_choices"]:
         logprobs = [response[0] for response in sample["filtered_resps"]]
         assert logprobs == pytest.approx(ours[sample["doc_id"]].logprobs, rel=1e-4)
@@ -119,7 +119,7 @@ def test_the_documented_command(folder, task):
     command = [
         sys.executable,
         "-m",
-        "mlxlm.evaluate.lm_eval",
+        "mlxlm.eval_caches.lm_eval",
         "run",
         "--model",
         "mlxlm",

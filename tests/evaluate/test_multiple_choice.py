@@ -10,8 +10,8 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.evaluate import loglikelihood as continuations_module
-from mlxlm.evaluate.loglikelihood import Continuations
-from mlxlm.evaluate.multiple_choice import Accuracy, Answered, Question, answer, read_questions
+from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
+from mlxlm.evaluate.multiple_choice import Accuracy, ChoiceResult, Question, answer, read_questions
 from mlxlm.utils.errors import CheckpointError, DataError
 
 SHOT = "The quick brown fox jumps over the lazy dog. "
@@ -21,86 +21,89 @@ def question(text, choices, right=0):
     return Question(1, text, choices, right, "file, line 1")
 
 
-@pytest.mark.parametrize("batchable", [True, False])
-def test_likelihoods_are_those_of_the_whole_text(loaded, logprobs, batchable, monkeypatch):
+@pytest.mark.parametrize("supports_batching", [True, False])
+def test_likelihoods_are_those_of_the_whole_text(lm, logprobs, supports_batching, monkeypatch):
     monkeypatch.setattr(continuations_module, "_LOGITS", 4 * 300)  # one to four columns at a time
 
     class Alone:
-        batchable = False
-        layers, config = loaded.model.layers, loaded.config
+        supports_batching = False
+        layers, config = lm.model.layers, lm.config
 
         def __call__(self, ids, cache=None):
-            return loaded.model(ids, cache=cache)
+            return lm.model(ids, cache=cache)
 
-    model = loaded if batchable else replace(loaded, model=Alone())
-    scorer = Continuations(model)
-    encode = loaded.tokenizer.encode
+    model = lm if supports_batching else replace(lm, model=Alone())
+    scorer = LoglikelihoodScorer(model)
+    encode = lm.tokenizer.encode
     prompts = [encode(SHOT * 2 + "How are"), encode(SHOT * 2 + "Grüße"), encode("a")[:1], encode(SHOT)]
     for prompt in prompts:
-        likeliest = int(loaded.model(mx.array([prompt]))[0, -1].argmax().item())
+        likeliest = int(lm.model(mx.array([prompt]))[0, -1].argmax().item())
         rows = [[likeliest], [5, 6, 7], [260], list(range(30, 60))]
         found = scorer.of(prompt, rows)
         for row, likelihood in zip(rows, found, strict=True):
             logs, best = logprobs([*prompt, *row])
             assert likelihood.logprob == pytest.approx(logs[-len(row) :].sum(), rel=1e-4, abs=2e-3)
-            assert likelihood.greedy == best[-len(row) :].all()
-        assert found[0].greedy
+            assert likelihood.is_greedy == best[-len(row) :].all()
+        assert found[0].is_greedy
 
 
-def test_what_prompts_share_is_read_once(loaded):
+def test_what_prompts_share_is_read_once(lm):
     read = []
 
     class Counting:
-        batchable = True
-        layers, config = loaded.model.layers, loaded.config
+        supports_batching = True
+        layers, config = lm.model.layers, lm.config
 
         def __call__(self, ids, cache=None):
             read.append(ids.size)
-            return loaded.model(ids, cache=cache)
+            return lm.model(ids, cache=cache)
 
     few_shot = SHOT * 3
     questions = [question(f"{few_shot}{end}", ["you", "lazy"]) for end in ("How are", "Where are", "Who are")]
-    list(answer(replace(loaded, model=Counting()), questions))
-    length = len(loaded.tokenizer.encode(few_shot))
+    list(answer(replace(lm, model=Counting()), questions))
+    length = len(lm.tokenizer.encode(few_shot))
     assert length < sum(read) < length + 3 * 30
 
 
-def test_chosen_by_sum_and_by_byte(loaded, logprobs):
+def test_chosen_by_sum_and_by_byte(lm, logprobs):
     asked = question(SHOT + "How are", ["you", "you today? How are you today? How are you", " dog", "世"], 1)
-    [found] = answer(loaded, [asked])
+    [found] = answer(lm, [asked])
     expected = []
     for choice, between in zip(asked.choices, [" ", " ", "", " "], strict=True):
-        ids = loaded.tokenizer.encode(asked.question + between + choice)
-        n = len(loaded.tokenizer.encode(asked.question))
-        assert ids[:n] == loaded.tokenizer.encode(asked.question)
+        ids = lm.tokenizer.encode(asked.question + between + choice)
+        n = len(lm.tokenizer.encode(asked.question))
+        assert ids[:n] == lm.tokenizer.encode(asked.question)
         expected.append(logprobs(ids)[0][n - 1 :].sum())
     assert found.logprobs == pytest.approx(expected, rel=1e-4)
     by_bytes = [value / len(choice.encode()) for value, choice in zip(expected, asked.choices, strict=True)]
-    assert found.chosen == max(range(4), key=expected.__getitem__)
-    assert found.chosen_by_bytes == max(range(4), key=by_bytes.__getitem__) and found.chosen != found.chosen_by_bytes
+    assert found.predicted == max(range(4), key=expected.__getitem__)
+    assert (
+        found.predicted_by_bytes == max(range(4), key=by_bytes.__getitem__)
+        and found.predicted != found.predicted_by_bytes
+    )
 
 
-def test_white_space_between_belongs_to_the_choice(loaded, logprobs):
+def test_white_space_between_belongs_to_the_choice(lm, logprobs):
     # White space is the choice's, wherever it is written.
-    prompt, together = (loaded.tokenizer.encode(text) for text in ("The quick br", "The quick br own fox"))
+    prompt, together = (lm.tokenizer.encode(text) for text in ("The quick br", "The quick br own fox"))
     assert together[: len(prompt)] == prompt
     expected = logprobs(together)[0][len(prompt) - 1 :].sum()
     for text, choice in (("The quick br ", "own fox"), ("The quick br", " own fox"), ("The quick br", "own fox")):
-        [found] = answer(loaded, [question(text, [choice, "lazy"])])
+        [found] = answer(lm, [question(text, [choice, "lazy"])])
         assert found.logprobs[0] == pytest.approx(expected, rel=1e-4)
-    merged = loaded.tokenizer.encode("The\n\tquick")
-    [found] = answer(loaded, [question("The\n", ["\tquick", " x"])])
-    cut = len(loaded.tokenizer.encode("The"))
-    assert merged[:cut] == loaded.tokenizer.encode("The")
+    merged = lm.tokenizer.encode("The\n\tquick")
+    [found] = answer(lm, [question("The\n", ["\tquick", " x"])])
+    cut = len(lm.tokenizer.encode("The"))
+    assert merged[:cut] == lm.tokenizer.encode("The")
     assert found.logprobs[0] == pytest.approx(logprobs(merged)[0][cut - 1 :].sum(), rel=1e-4)
 
 
 def test_shares():
-    right = [Answered(1, 0, 0, 1, [-1.0, -2.0]), Answered(2, 1, 1, 1, [0.0] * 4)]
-    wrong = [Answered(3, 0, 1, 1, [-1.0, -2.0]), Answered(4, 0, 1, 0, [0.0] * 4)]
+    right = [ChoiceResult(1, 0, 0, 1, [-1.0, -2.0]), ChoiceResult(2, 1, 1, 1, [0.0] * 4)]
+    wrong = [ChoiceResult(3, 0, 1, 1, [-1.0, -2.0]), ChoiceResult(4, 0, 1, 0, [0.0] * 4)]
     found = Accuracy.of(right + wrong)
-    assert (found.questions, found.accuracy, found.accuracy_by_bytes, found.chance) == (4, 0.5, 0.5, 0.375)
-    assert found.error(0.5) == pytest.approx(math.sqrt(0.25 / 3)) and math.isnan(Accuracy.of(right[:1]).error(1.0))
+    assert (found.questions, found.accuracy, found.accuracy_by_bytes, found.random_accuracy) == (4, 0.5, 0.5, 0.375)
+    assert found.stderr(0.5) == pytest.approx(math.sqrt(0.25 / 3)) and math.isnan(Accuracy.of(right[:1]).stderr(1.0))
     with pytest.raises(DataError, match="no question"):
         Accuracy.of([])
 
@@ -131,19 +134,19 @@ def test_lines_that_are_no_questions_are_named(tmp_path, line, message):
         next(questions)
 
 
-def test_questions_that_do_not_fit(loaded):
+def test_questions_that_do_not_fit(lm):
     with pytest.raises(DataError, match="line 1: question and choice have .* context 128"):
-        list(answer(loaded, [question(SHOT * 20, ["a", "b"])]))
+        list(answer(lm, [question(SHOT * 20, ["a", "b"])]))
 
     class Broken:
-        batchable = True
-        layers, config = loaded.model.layers, loaded.config
+        supports_batching = True
+        layers, config = lm.model.layers, lm.config
 
         def __call__(self, ids, cache=None):
-            return loaded.model(ids, cache=cache) * mx.nan
+            return lm.model(ids, cache=cache) * mx.nan
 
     with pytest.raises(CheckpointError, match="not numbers"):
-        list(answer(replace(loaded, model=Broken()), [question("q", ["a", "b"])]))
+        list(answer(replace(lm, model=Broken()), [question("q", ["a", "b"])]))
 
 
 def mlxlm(*arguments, stdin=b""):

@@ -17,7 +17,7 @@ from mlxlm.train.start import start_run
 from mlxlm.utils.errors import ConfigError, DataError
 from tests.train.training_runs import contents, finish, read_log
 
-SETTINGS = {"steps": 6, "batch_size": 4, "sequence_length": 16, "eval_every": 3, "save_every": 2}
+SETTINGS = {"steps": 6, "batch_size": 4, "max_seq_length": 16, "eval_every": 3, "save_every": 2}
 VARIANTS = [Variant.read(text) for text in ("rope", "post: norm_placement=post, positions=sinusoidal, dropout=0.1")]
 TINY = [
     "--preset", "0.3m", "--vocab-size", "300", "--steps", "4", "--batch-size", "2", "--sequence-length", "16",
@@ -142,7 +142,11 @@ def test_it_goes_on_where_it_stopped(start):
     values = json.loads((parts.path / "comparison.json").read_text())
     variant = values["variants"][1]
     hostile = [{"name": 1}, {"parts": None}, {"parts": {"norm": 3}}, {"settings": {"lr": 1}}, {"more": 1}]
-    for damaged in ({}, {**values, "asked": 1}, *({**values, "variants": [variant | change]} for change in hostile)):
+    for damaged in (
+        {},
+        {**values, "saved_args": 1},
+        *({**values, "variants": [variant | change]} for change in hostile),
+    ):
         (parts.path / "comparison.json").write_text(json.dumps(damaged))
         with pytest.raises(ConfigError, match=r"comparison.json lacks config"):
             Comparison.open(parts.path)

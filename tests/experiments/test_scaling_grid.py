@@ -12,13 +12,13 @@ import pytest
 from mlxlm.cli.main import _run
 from mlxlm.experiments.scaling_grid import Grid, _fitting, start_grid
 from mlxlm.experiments.sweep import is_finished
-from mlxlm.plan.model_sizes import family
-from mlxlm.plan.scaling_law import HOFFMANN, Law
+from mlxlm.plan.model_sizes import model_family
+from mlxlm.plan.scaling_law import CHINCHILLA_LAW, ScalingLaw
 from mlxlm.train import Run, TrainSettings, auto_size
 from mlxlm.utils.errors import ConfigError, DataError
 from tests.train.training_runs import finish, read_log
 
-TINY = {"sequence_length": 16, "batch_size": 4, "eval_tokens": 500}
+TINY = {"max_seq_length": 16, "batch_size": 4, "eval_tokens": 500}
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def start(tmp_path, text_file, tokenizer_folder, monkeypatch):
 
 def test_a_grid_is_made_trained_and_gone_on_with(start, text_file):
     grid = start()
-    assert [(c.hidden, c.tokens, c.steps) for c in grid.cells] == [(32, 128, 2), (32, 256, 4), (64, 128, 2),
+    assert [(c.hidden_size, c.tokens, c.steps) for c in grid.cells] == [(32, 128, 2), (32, 256, 4), (64, 128, 2),
                                                                     (64, 256, 4)]  # fmt: skip
     assert grid.points() == [] and grid.seconds_left(0) == pytest.approx(sum(c.seconds for c in grid.cells))
     with pytest.raises(ConfigError, match="no run of .* is finished"):
@@ -71,31 +71,31 @@ def test_a_grid_says_how_long_once(start):
 
 @pytest.mark.parametrize("seconds", [10.0, 1e4, 1e5])
 def test_the_default_grid_fills_the_time_and_keeps_to_the_text(seconds):
-    members = family(512)
+    members = model_family(512)
 
-    def pace(config):
+    def token_seconds(config):
         return 6 * config.parameter_count() / 1e10
 
-    found = _fitting(members, pace, seconds, 1e7, [], [])
+    found = _fitting(members, token_seconds, seconds, 1e7, [], [])
     assert len(found) == 16 and len({c.hidden_size for c, _ in found}) == 4 and len({n for _, n in found}) == 4
     assert max(n for _, n in found) <= 1e7
-    total = sum(pace(c) * n for c, n in found)
+    total = sum(token_seconds(c) * n for c, n in found)
     assert total <= seconds
     if seconds > 100:
         assert total > 0.3 * seconds
 
 
 def test_lengths_that_are_asked_for_fit_the_time_or_are_refused():
-    members = family(512)
+    members = model_family(512)
 
-    def pace(config):
+    def token_seconds(config):
         return 6 * config.parameter_count() / 1e10
 
     most = 2 * members[3].parameter_count()
-    found = _fitting(members, pace, 1e4, most, [1, 5, 10], [])
+    found = _fitting(members, token_seconds, 1e4, most, [1, 5, 10], [])
     assert len({(c.hidden_size, n) for c, n in found}) == len(found) and max(n for _, n in found) == most
     with pytest.raises(ConfigError, match="takes longer, even of the smallest models"):
-        _fitting(members, pace, 10.0, 1e12, [], [1e9, 2e9])
+        _fitting(members, token_seconds, 10.0, 1e12, [], [1e9, 2e9])
 
 
 def test_what_cant_be_trained_is_refused_before_anything_is(start, tmp_path):
@@ -119,7 +119,7 @@ def test_prepared_data_needs_no_sizes_and_no_other_tokenizer(start, tmp_path, te
 def test_weight_decay_follows_the_passes_of_each_run_as_in_pretraining(start):
     grid = start(sizes=[2e4], ratios=[], tokens=[128, 10**6])
     decays = [grid.run(cell).settings.weight_decay for cell in grid.cells]
-    assert [cell.tokens / grid.unique > 16 for cell in grid.cells] == [False, True] and decays == [0.1, 1.0]
+    assert [cell.tokens / grid.unique_tokens > 16 for cell in grid.cells] == [False, True] and decays == [0.1, 1.0]
 
 
 def test_the_time_left_is_of_what_is_not_finished(start):
@@ -137,23 +137,27 @@ def test_a_warmup_needs_no_steps(start):
 @pytest.fixture
 def steady(monkeypatch):
     """A machine that does 60 GFLOP/s in every model."""
-    monkeypatch.setattr(auto_size, "pace_of", lambda members, seconds, settings: lambda c: c.parameter_count() / 1e10)
+    monkeypatch.setattr(
+        auto_size, "fit_token_seconds", lambda members, seconds, settings: lambda c: c.parameter_count() / 1e10
+    )
 
 
 def test_the_choice_is_the_best_by_the_law_of_hoffmann(steady):
-    chosen = auto_size.choose(3600.0, 10**12, 1024, {})
+    chosen = auto_size.auto_size(3600.0, 10**12, 1024, {})
     count = chosen.config.parameter_count()
     assert chosen.tokens == pytest.approx(0.9 * 3600 * 1e10 / count)
-    optimum = HOFFMANN.optimum(6 * 0.9 * 3600 * 1e10)
-    assert optimum[0] / 2.3 < count < 1.5 * optimum[0]  # the family has steps, and the smaller of equals is taken
-    assert HOFFMANN.loss(count, chosen.tokens) < 1.006 * HOFFMANN.loss(*optimum)
-    assert chosen.settings["sequence_length"] == 512 and chosen.settings["batch_size"] >= 8
+    compute_optimal = CHINCHILLA_LAW.compute_optimal(6 * 0.9 * 3600 * 1e10)
+    assert (
+        compute_optimal[0] / 2.3 < count < 1.5 * compute_optimal[0]
+    )  # the family has steps, and the smaller of equals is taken
+    assert CHINCHILLA_LAW.loss(count, chosen.tokens) < 1.006 * CHINCHILLA_LAW.loss(*compute_optimal)
+    assert chosen.settings["max_seq_length"] == 512 and chosen.settings["batch_size"] >= 8
 
 
 def test_minutes_on_a_megabyte_are_a_model_like_the_smallest_preset(steady):
-    chosen = auto_size.choose(180.0, 430_000, 1024, {})
+    chosen = auto_size.auto_size(180.0, 430_000, 1024, {})
     assert 2.5e5 < chosen.config.parameter_count() < 6e5  # 2.16 bits per byte; 0.03M parameters end at 2.65
-    assert chosen.settings["batch_size"] * chosen.settings["sequence_length"] <= 2048
+    assert chosen.settings["batch_size"] * chosen.settings["max_seq_length"] <= 2048
 
 
 def test_the_speed_is_the_median_of_several_probes(monkeypatch):
@@ -162,43 +166,48 @@ def test_the_speed_is_the_median_of_several_probes(monkeypatch):
     monkeypatch.setattr(auto_size, "measure_matmul", lambda seconds: 50.0)
     monkeypatch.setattr(auto_size, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(auto_size, "probe", lambda config, settings: SimpleNamespace(step=next(times)))
-    one = TrainSettings(steps=1, learning_rate=1.0, batch_size=1, sequence_length=100)
-    pace = auto_size.pace_of(family(512)[:1], 300.0, lambda config: one)
-    assert pace(family(512)[0]) == pytest.approx(0.01)
+    one = TrainSettings(steps=1, learning_rate=1.0, batch_size=1, max_seq_length=100)
+    token_seconds = auto_size.fit_token_seconds(model_family(512)[:1], 300.0, lambda config: one)
+    assert token_seconds(model_family(512)[0]) == pytest.approx(0.01)
 
 
 def test_little_text_makes_the_model_smaller(steady):
-    sizes = [auto_size.choose(3600.0, unique, 1024, {}).config.parameter_count() for unique in (10**9, 10**5, 10**4)]
+    sizes = [
+        auto_size.auto_size(3600.0, unique_tokens, 1024, {}).config.parameter_count()
+        for unique_tokens in (10**9, 10**5, 10**4)
+    ]
     assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_more_processes_are_more_tokens(steady):
-    one, four = (auto_size.choose(3600.0, 10**12, 1024, {"accumulate": n}, ranks=n) for n in (1, 4))
-    optimum = HOFFMANN.optimum(4 * 6 * one.tokens * one.config.parameter_count())
-    assert optimum[0] / 2.3 < four.config.parameter_count() < 1.5 * optimum[0]
+    one, four = (
+        auto_size.auto_size(3600.0, 10**12, 1024, {"grad_accumulation_steps": n}, num_processes=n) for n in (1, 4)
+    )
+    compute_optimal = CHINCHILLA_LAW.compute_optimal(4 * 6 * one.tokens * one.config.parameter_count())
+    assert compute_optimal[0] / 2.3 < four.config.parameter_count() < 1.5 * compute_optimal[0]
     assert four.config.parameter_count() > 1.3 * one.config.parameter_count()
 
 
 def test_a_law_decides(steady):
-    hungry, easy = Law(1.0, 1.0, 0.5, 1e4, 0.5), Law(1.0, 1e4, 0.5, 1.0, 0.5)
-    small, large = (auto_size.choose(60.0, 10**12, 1024, {}, law).config.parameter_count() for law in (hungry, easy))
+    hungry, easy = ScalingLaw(1.0, 1.0, 0.5, 1e4, 0.5), ScalingLaw(1.0, 1e4, 0.5, 1.0, 0.5)
+    small, large = (auto_size.auto_size(60.0, 10**12, 1024, {}, law).config.parameter_count() for law in (hungry, easy))
     assert large > 100 * small
 
 
 def test_given_settings_are_kept(steady):
-    values = {"batch_size": 3, "sequence_length": 64, "eval_every": 7}
-    chosen = auto_size.choose(60.0, 10**6, 1024, values)
+    values = {"batch_size": 3, "max_seq_length": 64, "eval_every": 7}
+    chosen = auto_size.auto_size(60.0, 10**6, 1024, values)
     assert values.items() <= chosen.settings.items()
 
 
 def test_pretrain_by_the_clock_chooses_a_model(tmp_path, text_file, tokenizer_folder, capfd, monkeypatch):
-    monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, begun: 1.0)  # however slow the machine is
+    monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, start_time: 1.0)  # however slow the machine is
     out, options = tmp_path / "run", ["--eval-tokens", "200", "--sequence-length", "32"]
     assert _run(["pretrain", str(text_file), "--out", str(out), "--hours", "0.0008", "--tokenizer",
                  str(tokenizer_folder), *options]) == 0  # fmt: skip
     run = Run.open(out)
     entries = read_log(run)
-    assert [e["event"] for e in entries[:2]] == ["chosen", "forecast"]
+    assert [e["event"] for e in entries[:2]] == ["model_size_chosen", "forecast"]
     assert entries[0]["parameters"] == run.config.parameter_count() and 0 < run.settings.time_limit < 2.88
     assert "chosen by the scaling law of Hoffmann et al." in capfd.readouterr().err
 
@@ -209,7 +218,7 @@ def test_a_spoilt_grid_is_named_and_nothing_predicted_from_none(start, capfd):
     text = path.read_text()
     cell = json.loads(text)["cells"][0]
     for spoilt in (
-        {"cells": []}, {"unique": 0}, {"cells": [[1]]}, {"settings": 3}, {"asked": None}, {"vocab_size": "x"},
+        {"cells": []}, {"unique_tokens": 0}, {"cells": [[1]]}, {"settings": 3}, {"saved_args": None}, {"vocab_size": "x"},
         {"cells": [{**cell, "seconds": math.nan}]}, {"cells": [{**cell, "seconds": None}]},
     ):  # fmt: skip
         path.write_text(json.dumps({**json.loads(text), **spoilt}))
@@ -242,7 +251,7 @@ def test_idle_options_are_refused(tmp_path, text_file, capsys, options, message)
 
 
 def test_the_command_fits_what_is_finished(start, capfd):
-    law, grid = Law(1.0, 20.0, 0.4, 20.0, 0.4), start(sizes=[2e4, 1e5, 2e5], tokens=[64, 256, 512])
+    law, grid = ScalingLaw(1.0, 20.0, 0.4, 20.0, 0.4), start(sizes=[2e4, 1e5, 2e5], tokens=[64, 256, 512])
     for cell in grid.cells:  # runs as if they had been trained
         run = grid.run(cell)
         (run.path / "checkpoints" / f"step-{cell.steps}").mkdir(parents=True)

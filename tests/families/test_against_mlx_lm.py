@@ -7,10 +7,17 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
-from mlxlm.checkpoint.lazy_tensor import of_array
-from mlxlm.checkpoint.weight_mapping import as_modules, as_stored
-from mlxlm.config.quantization import plan_of
-from mlxlm.families import config_from_hf, config_to_hf, is_mlx_layout, layout, load_config, own_name
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
+from mlxlm.config.quantization import module_quantization
+from mlxlm.families import (
+    config_from_hf,
+    config_to_hf,
+    is_mlx_layout,
+    load_config,
+    normalize_tensor_name,
+    weight_mappings,
+)
 from mlxlm.model import Decoder
 
 SIZES = {
@@ -65,8 +72,10 @@ def model(request):
 
 def write(folder, config, weights, for_mlx):
     (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
-    tensors = {name: of_array(value) for name, value in weights.items()}
-    stored = {name: tensor.read() for name, tensor in as_stored(layout(config, for_mlx), tensors).items()}
+    tensors = {name: lazy_tensor(value) for name, value in weights.items()}
+    stored = {
+        name: tensor.read() for name, tensor in to_file_weights(weight_mappings(config, for_mlx), tensors).items()
+    }
     mx.save_safetensors(str(folder / "model.safetensors"), stored, metadata={"format": "pt"})
     return stored
 
@@ -88,7 +97,7 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
     config = model.config.with_changes(quantization=plan)
 
     def parameters(name, module):
-        return hasattr(module, "to_quantized") and plan_of(config.quantization, name)
+        return hasattr(module, "to_quantized") and module_quantization(config.quantization, name)
 
     nn.quantize(model, class_predicate=lambda name, module: parameters(name, module) or False)
     weights = dict(tree_flatten(model.parameters()))
@@ -98,8 +107,10 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
     again = load_config(tmp_path)
     assert again == config
     assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox"))
-    assert all(own_name(again, name) == name for name in stored)
-    back = as_modules(layout(again, for_mlx=True), {n: of_array(v) for n, v in stored.items()}, "folder")
+    assert all(normalize_tensor_name(again, name) == name for name in stored)
+    back = to_decoder_weights(
+        weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"
+    )
     assert back.keys() == weights.keys()
     for name, tensor in back.items():
         assert mx.array_equal(tensor.read(), weights[name]), name

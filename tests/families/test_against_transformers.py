@@ -8,13 +8,13 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import make_cache
 from mlxlm.checkpoint.huggingface import write
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.weight_mapping import as_modules, as_stored
+from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
-from mlxlm.config.overrides import parse, with_parts
-from mlxlm.families import FAMILIES, OWN, config_from_hf, config_to_hf, layout, resolve_model_type
+from mlxlm.config.overrides import apply_overrides, parse_overrides
+from mlxlm.families import FAMILIES, MLXLM_MODEL_TYPE, config_from_hf, config_to_hf, resolve_model_type, weight_mappings
 from mlxlm.generation.engine import Context, tokens
 from mlxlm.model import Decoder
 
@@ -24,7 +24,7 @@ transformers_oracle = pytest.importorskip("transformers_oracle")
 logits_of = transformers_oracle.logits_of
 
 VOCABULARY, LENGTH = 97, 45
-THEIRS = [name for name in FAMILIES if name != OWN]
+THEIRS = [name for name in FAMILIES if name != MLXLM_MODEL_TYPE]
 LLAMA = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -159,7 +159,7 @@ def test_greedy_tokens(case):
         expected = oracle.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
         )
-    found = tokens(Context(model), TOKENS[0, :18].tolist(), greedy, 16, prefill_chunk=5)
+    found = tokens(Context(model), TOKENS[0, :18].tolist(), greedy, 16, prefill_step_size=5)
     assert list(found) == expected[0, 18:].tolist()
 
 
@@ -170,10 +170,10 @@ def test_longrope_in_pieces(prompt, new):
     kind, sizes = CASES["phi3 longrope, long"]
     oracle = make_oracle(kind, {**sizes, "sliding_window": None})
     config = config_from_hf(oracle.config.to_dict())
-    assert config.positions_change == 16
+    assert config.longrope_original_length == 16
     model = Decoder(config)
-    weights = {name: of_array(mx.array(value.numpy())) for name, value in oracle.state_dict().items()}
-    modules = as_modules(layout(config), weights, "oracle")
+    weights = {name: lazy_tensor(mx.array(value.numpy())) for name, value in oracle.state_dict().items()}
+    modules = to_decoder_weights(weight_mappings(config), weights, "oracle")
     model.load_weights([(name, tensor.read()) for name, tensor in modules.items()])
     seen = []
 
@@ -182,7 +182,7 @@ def test_longrope_in_pieces(prompt, new):
         return greedy(logits)
 
     text = TOKENS[0, :prompt].tolist()
-    text += tokens(Context(model), list(text), watched, new, prefill_chunk=5)
+    text += tokens(Context(model), list(text), watched, new, prefill_step_size=5)
     whole = logits_of(oracle, np.array([text]))[0]  # of prompt + new tokens, as our positions are
     np.testing.assert_allclose(np.array(seen), whole[prompt - 1 : -1], atol=1e-4)
 
@@ -210,7 +210,7 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(model_type):
 def test_written_back_it_opens_in_transformers(case, tmp_path):
     oracle, _, config, tensors = case
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
-    stored = {name: tensor.read() for name, tensor in as_stored(layout(config), tensors).items()}
+    stored = {name: tensor.read() for name, tensor in to_file_weights(weight_mappings(config), tensors).items()}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), stored, metadata={"format": "pt"})
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     again.set_attn_implementation(oracle.config._attn_implementation)
@@ -238,7 +238,7 @@ def test_sizes_are_those_of_the_arrays(case):
 def test_a_training_step_reaches_every_parameter(case):
     _, _, config, _ = case
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     model.train()
     tokens = mx.array(TOKENS)
 
@@ -258,7 +258,7 @@ def test_a_training_step_reaches_every_parameter(case):
 
 
 LAYER = "norm=layer feed_forward=gelu biases=all attention=multi-head"
-PARTS = {
+PARAMETER_GROUPS = {
     "swiglu, multi-query": ("attention=multi-query", "llama"),
     "glu": ("feed_forward=glu head=tied", "llama"),
     "geglu, ntk": ("feed_forward=geglu rope_scaling=ntk:4", "llama"),
@@ -283,16 +283,16 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PARAMETER_GROUPS)
 def test_parts_that_a_family_has_are_those_of_transformers(name, tmp_path):
     """A model made here part by part, written as the family that its configuration is."""
-    words, family = PARTS[name]
+    words, family = PARAMETER_GROUPS[name]
     base = ModelConfig(32, 2, 4, 128, VOCABULARY, num_key_value_heads=2, max_position_embeddings=64)
-    config = resolve_model_type(with_parts(base, parse(words.split())))
+    config = resolve_model_type(apply_overrides(base, parse_overrides(words.split())))
     assert config.model_type == family
     model, rng = Decoder(config), np.random.default_rng(0)
     weights = {
-        name: of_array(mx.array(rng.normal(0.5 * (value.ndim == 1), 0.25, value.shape).astype(np.float32)))
+        name: lazy_tensor(mx.array(rng.normal(0.5 * (value.ndim == 1), 0.25, value.shape).astype(np.float32)))
         for name, value in tree_flatten(model.parameters())
     }
     model.load_weights([(name, tensor.read()) for name, tensor in weights.items()])

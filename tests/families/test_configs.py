@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.quantization import plan_of
+from mlxlm.config.quantization import module_quantization
 from mlxlm.families import (
     FAMILIES,
-    OWN,
-    caveat,
+    MLXLM_MODEL_TYPE,
+    compatibility_warning,
     config_from_hf,
     config_to_hf,
-    own_name,
+    normalize_tensor_name,
     resolve_model_type,
-    unsaid,
+    unrepresentable_fields,
     unsupported,
 )
 from mlxlm.families.config_conversion import canonical, huggingface
@@ -283,7 +283,7 @@ def test_errors_name_the_field_of_the_file():
 
 def test_what_a_family_has_no_word_for():
     config = read("SmolLM2-135M").with_changes(positions="alibi")
-    assert unsaid(config) == ["positions 'alibi'"]
+    assert unrepresentable_fields(config) == ["positions 'alibi'"]
     with pytest.raises(ConfigError, match="a llama model can't say positions 'alibi'"):
         huggingface(config)
     values = config_to_hf(config)
@@ -327,7 +327,7 @@ def test_the_family_is_what_the_configuration_is(changes, family):
 def test_a_head_of_odd_size_has_no_family_but_ours():
     config = ModelConfig(14, 2, 2, 16, 97, positions="alibi")
     assert config.head_dim == 7 and config_to_hf(config)["model_type"] == "mlxlm"
-    assert "nearest family, llama, has no positions 'alibi'" in caveat(config)
+    assert "nearest family, llama, has no positions 'alibi'" in compatibility_warning(config)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_head_of_odd_size_has_no_family_but_ours():
 )
 def test_what_other_tools_make_of_it(changes, said):
     layers = len(changes.get("layer_types", "ab"))
-    found = caveat(ModelConfig(32, layers, 4, 128, 97, **changes))
+    found = compatibility_warning(ModelConfig(32, layers, 4, 128, 97, **changes))
     assert found is None if said is None else re.search(said, found)
 
 
@@ -353,9 +353,17 @@ def test_quantized_modules_have_the_names_of_the_decoder():
     plan = {"bits": 4, "group_size": 64, "model.h.3.attn.c_attn": {"bits": 8, "group_size": 32}, "model.wte": False}
     config = read("gpt2", quantization=plan)
     found = config.quantization
-    assert plan_of(found, "model.embed_tokens") is None
-    assert plan_of(found, "model.layers.3.self_attn.k_proj") == {"bits": 8, "group_size": 32, "mode": "affine"}
-    assert plan_of(found, "model.layers.2.self_attn.k_proj") == {"bits": 4, "group_size": 64, "mode": "affine"}
+    assert module_quantization(found, "model.embed_tokens") is None
+    assert module_quantization(found, "model.layers.3.self_attn.k_proj") == {
+        "bits": 8,
+        "group_size": 32,
+        "mode": "affine",
+    }
+    assert module_quantization(found, "model.layers.2.self_attn.k_proj") == {
+        "bits": 4,
+        "group_size": 64,
+        "mode": "affine",
+    }
     assert config_to_hf(config)["quantization"] == plan
 
 
@@ -379,7 +387,7 @@ def test_quantized_modules_have_the_names_of_the_decoder():
     ],
 )
 def test_names_in_files(name, given, wanted):
-    assert own_name(read(name), given) == wanted
+    assert normalize_tensor_name(read(name), given) == wanted
 
 
 junk = st.recursive(
@@ -412,7 +420,7 @@ SCALINGS = [
 @st.composite
 def configs(draw):
     """A configuration of any family, by random values of the fields that the family has."""
-    family = draw(st.sampled_from([name for name in FAMILIES if name != OWN]))
+    family = draw(st.sampled_from([name for name in FAMILIES if name != MLXLM_MODEL_TYPE]))
     heads = draw(st.sampled_from([1, 2, 4]))
     choices = {
         "hidden_size": st.just(16 * heads), "num_hidden_layers": st.integers(1, 3), "vocab_size": st.integers(10, 99),
@@ -427,12 +435,12 @@ def configs(draw):
     }  # fmt: skip
     values = {"model_type": family}
     for name, strategy in choices.items():
-        names = FAMILIES[family].names_of(name)
+        names = FAMILIES[family].hf_names(name)
         if names:
             values[names[0]] = draw(strategy)
     if family.startswith("qwen"):
         values |= {"use_sliding_window": draw(st.booleans()), "max_window_layers": draw(st.integers(0, 4))}
-    if FAMILIES[family].names_of("rope_theta") and family != "phi3":
+    if FAMILIES[family].hf_names("rope_theta") and family != "phi3":
         values["rope_scaling"] = draw(st.none() | st.sampled_from(SCALINGS))
     if family == "falcon":
         flags = ("alibi", "bias", "multi_query", "parallel_attn", "new_decoder_architecture")

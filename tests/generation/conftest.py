@@ -11,11 +11,11 @@ TEXT = ["The quick brown fox jumps over the lazy dog. Grüße, 世界! How are y
 
 
 @pytest.fixture(scope="session")
-def loaded(tiny_config, tmp_path_factory) -> LoadedModel:
+def lm(tiny_config, tmp_path_factory) -> LoadedModel:
     tokens = tokenizer.train(TEXT, 300)
     config = tiny_config.with_changes(tie_word_embeddings=False)
     model = Decoder(config)
-    model.initialize(seed=3)
+    model.init_weights(seed=3)
     model.lm_head.weight = model.lm_head.weight * 20  # logits far apart, so that rounding decides nothing
     mx.eval(model.parameters())
     return LoadedModel(model, tokens, config, tmp_path_factory.getbasetemp())

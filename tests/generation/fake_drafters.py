@@ -1,14 +1,14 @@
 """Drafters for tests: one that knows the text to come, and a model that nearly agrees with another."""
 
 from mlxlm.backend.mlx import mx, tree_map
-from mlxlm.generation.speculative import Speculation
+from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 
 
 class Oracle:
     """Proposes the text that is to come, with every `wrong`-th token (0: none) another one; at most `count` a time."""
 
-    right, behind = None, 0
+    last_draft_matched, num_unread = None, 0
 
     def __init__(self, text, wrong=0):
         self.text, self.wrong, self.position = text, wrong, 0
@@ -17,7 +17,7 @@ class Oracle:
         self.position = 0
         return self
 
-    def check(self, loaded):
+    def check(self, lm):
         pass
 
     def read(self, known):
@@ -43,19 +43,19 @@ class Always:
     def __init__(self, count):
         self.count = count
 
-    def choose(self):
+    def next_draft_length(self):
         return self.count
 
-    def outcome(self, accepted, refused):
+    def record_acceptance(self, accepted, refused):
         pass
 
-    def took(self, proposals, seconds):
+    def record_time(self, proposals, seconds):
         pass
 
 
 def always(drafter, count):
-    speculation = Speculation(drafter, most=count)
-    speculation._pace = Always(count)
+    speculation = SpeculativeDecoder(drafter, num_draft_tokens=count)
+    speculation._draft_length = Always(count)
     return speculation
 
 

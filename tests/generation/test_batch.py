@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.generation import GenerationOptions, Request, TextStream, batch, generate, run_batch
-from mlxlm.generation.batch import in_order
-from mlxlm.generation.context import shared
+from mlxlm.generation.batch import ordered_results
+from mlxlm.generation.context import common_prefix_length
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
@@ -30,14 +30,14 @@ OPTIONS = [
 ]
 
 
-def alone(loaded, request, kv=None):
-    text = TextStream(loaded, request.prompt, request.options, kv=kv, end_ids=request.end_ids)
+def alone(lm, request, kv=None):
+    text = TextStream(lm, request.prompt, request.options, kv=kv, eos_token_ids=request.eos_token_ids)
     list(text)
     return text.result
 
 
 def same(one, other):
-    for name in ("text", "tokens", "finish_reason", "seed", "prompt_tokens", "complaint"):
+    for name in ("text", "tokens", "finish_reason", "seed", "prompt_tokens", "constraint_error"):
         assert getattr(one, name) == getattr(other, name)
     if other.logprobs is not None:
         for a, b in zip(one.logprobs, other.logprobs, strict=True):
@@ -56,28 +56,28 @@ requests = st.builds(
 
 @settings(max_examples=10)
 @given(st.lists(requests, min_size=1, max_size=7), st.integers(1, 5))
-def test_rows_equal_their_result_alone(loaded, wanted, batch_size):
-    found = dict(run_batch(loaded, wanted, batch_size=batch_size))
+def test_rows_equal_their_result_alone(lm, wanted, batch_size):
+    found = dict(run_batch(lm, wanted, batch_size=batch_size))
     assert sorted(found) == list(range(len(wanted)))
     for index, request in enumerate(wanted):
-        same(found[index], alone(loaded, request))
+        same(found[index], alone(lm, request))
 
 
 @settings(max_examples=5)
 @given(st.lists(requests, min_size=2, max_size=5), st.sampled_from([8, 20, 50]))
-def test_rows_of_rotating_caches(loaded, wanted, size):
+def test_rows_of_rotating_caches(lm, wanted, size):
     kv = KVOptions.of(size=size, keep=2)
-    for index, result in run_batch(loaded, wanted, kv=kv, batch_size=3):
-        same(result, alone(loaded, wanted[index], kv))
+    for index, result in run_batch(lm, wanted, kv=kv, batch_size=3):
+        same(result, alone(lm, wanted[index], kv))
 
 
 @pytest.fixture(scope="module")
-def windowed(loaded):
+def windowed(lm):
     """Of two layers, the first sees 9 tokens."""
-    config = loaded.config.with_changes(sliding_window=9, layer_types=["sliding_attention", "full_attention"])
+    config = lm.config.with_changes(sliding_window=9, layer_types=["sliding_attention", "full_attention"])
     model = Decoder(config)
-    model.load_weights(tree_flatten(loaded.model.parameters()))
-    return replace(loaded, model=model, config=config)
+    model.load_weights(tree_flatten(lm.model.parameters()))
+    return replace(lm, model=model, config=config)
 
 
 @settings(max_examples=4)
@@ -87,13 +87,13 @@ def test_rows_of_sliding_windows(windowed, wanted):
         same(result, alone(windowed, wanted[index]))
 
 
-def test_a_model_that_can_not_be_batched_takes_one_after_another(loaded):
+def test_a_model_that_can_not_be_batched_takes_one_after_another(lm):
     scaling = {"rope_type": "dynamic", "factor": 2.0}
-    config = loaded.config.with_changes(rope_scaling=scaling)
+    config = lm.config.with_changes(rope_scaling=scaling)
     model = Decoder(config)
-    model.load_weights(tree_flatten(loaded.model.parameters()))
-    dynamic = replace(loaded, model=model, config=config)
-    assert loaded.batchable and not dynamic.batchable
+    model.load_weights(tree_flatten(lm.model.parameters()))
+    dynamic = replace(lm, model=model, config=config)
+    assert lm.supports_batching and not dynamic.supports_batching
     wanted = [greedy([*SYSTEM, 7 + i]) for i in range(4)]
     found = list(run_batch(dynamic, wanted, batch_size=4))
     assert [index for index, _ in found] == [0, 1, 2, 3]
@@ -106,23 +106,29 @@ class Counting:
     """A model that notes the shape of each call."""
 
     def __init__(self, model):
-        self._model, self.layers, self.config, self.batchable, self.calls = model, model.layers, model.config, True, []
+        self._model, self.layers, self.config, self.supports_batching, self.calls = (
+            model,
+            model.layers,
+            model.config,
+            True,
+            [],
+        )
 
     def __call__(self, ids, cache=None):
         self.calls.append(ids.shape)
         return self._model(ids, cache=cache)
 
 
-def counting(loaded):
-    return replace(loaded, model=Counting(loaded.model))
+def counting(lm):
+    return replace(lm, model=Counting(lm.model))
 
 
 def greedy(ids, max_tokens=4):
     return Request(ids, GenerationOptions(temperature=0, max_tokens=max_tokens, seed=1))
 
 
-def test_what_prompts_share_is_read_once(loaded):
-    model = counting(loaded)
+def test_what_prompts_share_is_read_once(lm):
+    model = counting(lm)
     wanted = [greedy([*SYSTEM, 7 + i, *range(i % 3)]) for i in range(8)]
     results = dict(run_batch(model, wanted, batch_size=8))
     read = sum(rows * columns for rows, columns in model.model.calls if columns > 1)
@@ -130,25 +136,25 @@ def test_what_prompts_share_is_read_once(loaded):
     assert all(result.cached_tokens >= len(SYSTEM) for result in results.values())
 
 
-def test_the_shared_prefix_outlives_a_batch(loaded):
-    model = counting(loaded)
+def test_the_shared_prefix_outlives_a_batch(lm):
+    model = counting(lm)
     for _ in run_batch(model, [greedy([*SYSTEM, 7 + i, 3]) for i in range(12)], batch_size=4):
         pass
     assert sum(columns >= len(SYSTEM) for _, columns in model.model.calls) == 1
 
 
-def test_samples_of_one_prompt_read_it_once(loaded):
-    model = counting(loaded)
-    results = batch(model, [SYSTEM], samples=5, temperature=1.0, seed=8, max_tokens=6)
+def test_samples_of_one_prompt_read_it_once(lm):
+    model = counting(lm)
+    results = batch(model, [SYSTEM], num_samples=5, temperature=1.0, seed=8, max_tokens=6)
     assert sum(rows * columns for rows, columns in model.model.calls if columns > 1) == len(SYSTEM) - 1
     assert len({result.seed for result in results}) == 5
     assert len({tuple(result.tokens) for result in results}) > 1
     for result in results:
-        assert generate(loaded, SYSTEM, temperature=1.0, seed=result.seed, max_tokens=6).tokens == result.tokens
+        assert generate(lm, SYSTEM, temperature=1.0, seed=result.seed, max_tokens=6).tokens == result.tokens
 
 
-def test_a_request_takes_the_place_of_a_row_that_ended(loaded):
-    model = counting(loaded)
+def test_a_request_takes_the_place_of_a_row_that_ended(lm):
+    model = counting(lm)
     wanted = [greedy([5, 6, 7], 40), *(greedy([5, 6, 8 + i], 3) for i in range(12))]
     order = [index for index, _ in run_batch(model, wanted, batch_size=4)]
     assert order[-1] == 0 and sorted(order) == list(range(13))
@@ -156,22 +162,22 @@ def test_a_request_takes_the_place_of_a_row_that_ended(loaded):
     assert max(steps) == 4 and len(steps) < 60
 
 
-def test_bad_requests_are_results(loaded):
+def test_bad_requests_are_results(lm):
     wanted = [greedy([1] * 128), greedy([5, 6]), greedy([]), greedy([10**12]), greedy([5, 6, 7]), greedy([1.5])]
     for batch_size in (1, 2):
-        found = dict(run_batch(loaded, wanted, batch_size=batch_size))
+        found = dict(run_batch(lm, wanted, batch_size=batch_size))
         assert [isinstance(found[i], MlxlmError) for i in range(6)] == [True, False, True, True, False, True]
-        same(found[4], alone(loaded, wanted[4]))
+        same(found[4], alone(lm, wanted[4]))
 
 
-def test_nothing_is_computed_for_a_list_with_a_bad_prompt(loaded):
-    model = counting(loaded)
+def test_nothing_is_computed_for_a_list_with_a_bad_prompt(lm):
+    model = counting(lm)
     with pytest.raises(GenerationError, match="prompt 3: the prompt has 128 tokens"):
         batch(model, ["one", "two", [1] * 128])
     assert model.model.calls == []
 
 
-def test_a_request_that_comes_while_others_are_long_is_not_kept_waiting(loaded):
+def test_a_request_that_comes_while_others_are_long_is_not_kept_waiting(lm):
     """Also where one row of eight is free; and what can't be served is answered at once."""
     came = []
 
@@ -182,13 +188,13 @@ def test_a_request_that_comes_while_others_are_long_is_not_kept_waiting(loaded):
         while len(came) < 2:
             yield None
 
-    for index, _ in run_batch(loaded, source(), batch_size=8):
+    for index, _ in run_batch(lm, source(), batch_size=8):
         came.append(index)
     assert came[:2] == [8, 7]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_requests_are_drawn_as_they_are_needed(loaded, batch_size):
+def test_requests_are_drawn_as_they_are_needed(lm, batch_size):
     drawn = []
 
     def source():
@@ -196,14 +202,14 @@ def test_requests_are_drawn_as_they_are_needed(loaded, batch_size):
             drawn.append(i)
             yield greedy([5, 6, i % 250], 2)
 
-    run = run_batch(loaded, source(), batch_size=batch_size)
+    run = run_batch(lm, source(), batch_size=batch_size)
     first = [next(run) for _ in range(3)]
     run.close()
     assert len(first) == 3 and len(drawn) <= 5 * batch_size
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_an_iterable_may_have_nothing_for_now(loaded, batch_size):
+def test_an_iterable_may_have_nothing_for_now(lm, batch_size):
     given = []
 
     def source():
@@ -212,7 +218,7 @@ def test_an_iterable_may_have_nothing_for_now(loaded, batch_size):
             yield None
         yield greedy([5, 6, 8], 3)
 
-    for index, result in run_batch(loaded, source(), batch_size=batch_size):
+    for index, result in run_batch(lm, source(), batch_size=batch_size):
         given.append(index)
         assert len(result.tokens) == 3
     assert given == [0, 1]
@@ -221,38 +227,38 @@ def test_an_iterable_may_have_nothing_for_now(loaded, batch_size):
 def test_results_in_the_order_of_their_requests():
     drawn = []
     source = ((drawn.append(n), (n, f"result {n}"))[1] for n in (0, 3, 1, 2))
-    ordered = in_order(source)
+    ordered = ordered_results(source)
     assert next(ordered) == "result 0" and drawn == [0]  # as soon as it can
     assert list(ordered) == ["result 1", "result 2", "result 3"]
     with pytest.raises(GenerationError, match="no"):
-        next(in_order([(1, GenerationError("no"))]))
+        next(ordered_results([(1, GenerationError("no"))]))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_progress(loaded, batch_size):
+def test_progress(lm, batch_size):
     told = []
     wanted = [greedy([5, 6, 7, 8 + i], 4) for i in range(5)] + [greedy([])]
-    results = dict(run_batch(loaded, wanted, batch_size=batch_size, on_progress=told.append))
+    results = dict(run_batch(lm, wanted, batch_size=batch_size, on_progress=told.append))
     assert told == sorted(told) and told[0] == 0 and told[-1] == sum(len(results[i].tokens) for i in range(5))
     # All begin with the same three tokens: read once, or once for each of two batches.
     read = sum(len(wanted[i].prompt) - 1 - results[i].cached_tokens for i in range(5))
     assert read == (3 if batch_size == 1 else 6)
 
 
-def test_rows_end_where_the_context_does(loaded):
+def test_rows_end_where_the_context_does(lm):
     wanted = [Request([1 + i] * (120 - i), GenerationOptions(temperature=0, max_tokens=None, seed=1)) for i in range(4)]
-    for index, result in run_batch(loaded, wanted, batch_size=4):
+    for index, result in run_batch(lm, wanted, batch_size=4):
         assert result.finish_reason == "context" and len(result.tokens) == 8 + index
-        same(result, alone(loaded, wanted[index]))
+        same(result, alone(lm, wanted[index]))
 
 
 @pytest.mark.parametrize("changes", [{"positions": "learned"}, {"positions": "alibi"}], ids=str)
-def test_a_row_that_has_ended_needs_no_position_behind_the_context(loaded, changes):
+def test_a_row_that_has_ended_needs_no_position_behind_the_context(lm, changes):
     """It computes on until it is taken out, and a learned table has no more."""
-    config = loaded.config.with_changes(max_position_embeddings=32, **changes)
+    config = lm.config.with_changes(max_position_embeddings=32, **changes)
     model = Decoder(config)
-    model.initialize(2)
-    other = replace(loaded, model=model, config=config)
+    model.init_weights(2)
+    other = replace(lm, model=model, config=config)
     options = GenerationOptions(temperature=0, max_tokens=100, seed=1)
     wanted = [Request([1 + n] * n, options, frozenset()) for n in (30, 25, 20, 3, 2, 1)]
     for index, result in run_batch(other, wanted, batch_size=6):
@@ -260,7 +266,7 @@ def test_a_row_that_has_ended_needs_no_position_behind_the_context(loaded, chang
         same(result, alone(other, wanted[index]))
 
 
-def test_a_batch_that_waits_holds_no_caches(loaded):
+def test_a_batch_that_waits_holds_no_caches(lm):
     held = []
 
     def source():
@@ -270,25 +276,25 @@ def test_a_batch_that_waits_holds_no_caches(loaded):
             held.append(mx.get_active_memory())
             yield None
 
-    list(run_batch(loaded, source(), batch_size=4))
+    list(run_batch(lm, source(), batch_size=4))
     assert max(held) > held[0] + 20_000 and held[-1] < held[0] + 20_000
 
 
-def test_a_row_whose_logits_are_no_numbers_is_an_error_of_its_own(loaded):
+def test_a_row_whose_logits_are_no_numbers_is_an_error_of_its_own(lm):
     class Broken(Counting):
         def __call__(self, ids, cache=None):
             return mx.where(ids[..., None] == 250, mx.nan, super().__call__(ids, cache))
 
-    broken = replace(loaded, model=Broken(loaded.model))
+    broken = replace(lm, model=Broken(lm.model))
     wanted = [greedy([5, 6, 7], 9), greedy([5, 6, 250], 9), greedy([5, 6, 8], 9)]
     for batch_size in (1, 3):
         found = dict(run_batch(broken, wanted, batch_size=batch_size))
         assert isinstance(found[1], GenerationError) and "not numbers" in str(found[1])
         for index in (0, 2):
-            same(found[index], alone(loaded, wanted[index]))
+            same(found[index], alone(lm, wanted[index]))
 
 
-def test_an_interrupt_ends_a_batch_and_the_next_is_whole(loaded):
+def test_an_interrupt_ends_a_batch_and_the_next_is_whole(lm):
     class Interrupted(Counting):
         def __call__(self, ids, cache=None):
             if len(self.calls) == 5:
@@ -297,16 +303,16 @@ def test_an_interrupt_ends_a_batch_and_the_next_is_whole(loaded):
 
     wanted = [greedy([5, 6, 7 + i], 9) for i in range(3)]
     with pytest.raises(KeyboardInterrupt):
-        list(run_batch(replace(loaded, model=Interrupted(loaded.model)), wanted))
-    for index, result in run_batch(loaded, wanted):
-        same(result, alone(loaded, wanted[index]))
+        list(run_batch(replace(lm, model=Interrupted(lm.model)), wanted))
+    for index, result in run_batch(lm, wanted):
+        same(result, alone(lm, wanted[index]))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"samples": 0}, "samples is 0"),
+        ({"num_samples": 0}, "samples is 0"),
         ({"prompts": "one"}, "no list of texts"),
         ({"prompts": [3, 4]}, "prompt 1: the prompt is neither a text nor a list of ids"),
         ({"prompts": ["one", []]}, "prompt 2: the prompt is empty"),
@@ -318,16 +324,16 @@ def test_an_interrupt_ends_a_batch_and_the_next_is_whole(loaded):
         ({"kv": KVOptions(size=129)}, "more than the model's context"),
     ],
 )
-def test_refused(loaded, arguments, message):
+def test_refused(lm, arguments, message):
     with pytest.raises(GenerationError, match=message):
-        batch(loaded, **{"prompts": ["one"], **arguments})
+        batch(lm, **{"prompts": ["one"], **arguments})
 
 
 @given(st.lists(st.integers(0, 1), max_size=600), st.lists(st.integers(0, 1), max_size=600), st.integers(0, 600))
 def test_what_two_texts_begin_with(one, other, n):
     one, other = [7] * n + one, [7] * n + other
     pairs = zip(one, other, strict=False)
-    assert shared(one, other) == len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    assert common_prefix_length(one, other) == len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def test_texts_that_differ_early_are_not_compared_to_the_end():
@@ -338,4 +344,4 @@ def test_texts_that_differ_early_are_not_compared_to_the_end():
             Text.read += where.stop - where.start
             return super().__getitem__(where)
 
-    assert shared(Text([1, 2, *range(5000)]), Text([1, 3, *range(5000)])) == 1 and Text.read < 100
+    assert common_prefix_length(Text([1, 2, *range(5000)]), Text([1, 3, *range(5000)])) == 1 and Text.read < 100

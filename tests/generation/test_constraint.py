@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mlxlm import tokenizer as tokenizers
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import GenerationOptions, Sampler, generate
-from mlxlm.generation.constraint import Grammar, masked_logits
-from mlxlm.generation.sampling import draw_rows
+from mlxlm.generation.constraint import Grammar, apply_token_bitmask
+from mlxlm.generation.sampling import sample_batch
 from mlxlm.utils.errors import GenerationError
 from tests.paths import SHARED
 
@@ -32,9 +32,9 @@ PERSON = {
 
 
 @pytest.fixture(scope="module", params=["tiny", "spaced", "gpt2", "llama2"])
-def tokenizer(request, loaded, make_text):
+def tokenizer(request, lm, make_text):
     if request.param == "tiny":
-        return loaded.tokenizer
+        return lm.tokenizer
     if request.param == "spaced":
         return takes_a_space_off(tokenizers.train([make_text(3000)], 400, "sentencepiece"))
     folder = SHARED / "tokenizers" / request.param
@@ -62,23 +62,23 @@ def random_text(tokenizer, options, seed, most=400):
     grammar, ends = compiled(options, tokenizer)
     sampler = Sampler(options, [1], seed, tokenizer=tokenizer, grammar=grammar)
     size = tokenizer.vocab_size + 5
-    ids, stream, text = [], tokenizer.stream(), ""
+    ids, stream, text = [], tokenizer.detokenizer(), ""
     while not sampler.finished and not sampler.error and len(ids) < most:
         logits = mx.random.normal((1, size), key=mx.random.key(1000 * seed + len(ids))) * 3
         token = sampler(logits).item()
         assert token < tokenizer.vocab_size  # never one that is only padding
-        sampler.observe(token)
+        sampler.accept(token)
         if token in ends:
             break
         ids.append(token)
-        text += stream.push(token)
-    return text + stream.finish(), sampler
+        text += stream.add_token(token)
+    return text + stream.finalize(), sampler
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_json_of_a_schema_always_parses(tokenizer, seed):
     text, sampler = random_text(tokenizer, GenerationOptions(temperature=1.0, json_schema=PERSON), seed)
-    assert sampler.complaint is None and sampler.finished
+    assert sampler.constraint_error is None and sampler.finished
     value = json.loads(text)
     assert {"name", "age"} <= set(value) <= {"name", "age", "tags", "more"}
     assert len(value["name"]) <= 12 and 0 <= value["age"] <= 150
@@ -92,7 +92,7 @@ def test_json_of_a_schema_always_parses(tokenizer, seed):
 def test_texts_match_a_regular_expression(tokenizer, regex, seed):
     text, sampler = random_text(tokenizer, GenerationOptions(temperature=1.0, regex=regex), seed, most=60)
     matches = re.fullmatch(regex.replace(r"\d", "[0-9]"), text)
-    assert (matches is not None) == (sampler.complaint is None)
+    assert (matches is not None) == (sampler.constraint_error is None)
     assert matches or len(text) >= 60 or "+" in regex
 
 
@@ -101,7 +101,7 @@ def test_texts_are_one_of_the_choices(tokenizer, seed):
     choices = ("yes", " no", "yes, of course", 'a "b"\\n\n', "世界", "\x00\x7f")
     for temperature in (0, 1.0):
         text, sampler = random_text(tokenizer, GenerationOptions(temperature=temperature, choice=choices), seed)
-        assert text in choices and sampler.complaint is None
+        assert text in choices and sampler.constraint_error is None
 
 
 @pytest.mark.parametrize("text", [" no", "no", "  two spaces"])
@@ -115,9 +115,9 @@ some_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_si
 
 @settings(max_examples=60)
 @given(st.lists(some_text, min_size=1, max_size=4), st.integers(0, 99))
-def test_any_text_can_be_a_choice(loaded, choices, seed):
-    text, sampler = random_text(loaded.tokenizer, GenerationOptions(temperature=1.0, choice=tuple(choices)), seed)
-    assert text in choices and sampler.complaint is None
+def test_any_text_can_be_a_choice(lm, choices, seed):
+    text, sampler = random_text(lm.tokenizer, GenerationOptions(temperature=1.0, choice=tuple(choices)), seed)
+    assert text in choices and sampler.constraint_error is None
 
 
 json_values = st.recursive(
@@ -129,40 +129,40 @@ json_values = st.recursive(
 
 @settings(max_examples=40)
 @given(json_values, st.integers(0, 99))
-def test_a_constant_comes_out_as_it_is(loaded, value, seed):
+def test_a_constant_comes_out_as_it_is(lm, value, seed):
     options = GenerationOptions(temperature=1.0, json_schema={"const": value})
-    text, sampler = random_text(loaded.tokenizer, options, seed)
-    assert sampler.complaint is None and json.loads(text) == value
+    text, sampler = random_text(lm.tokenizer, options, seed)
+    assert sampler.constraint_error is None and json.loads(text) == value
 
 
-def test_an_end_token_is_allowed_exactly_where_the_text_may_end(loaded):
+def test_an_end_token_is_allowed_exactly_where_the_text_may_end(lm):
     """Also one that stands for text: it would end the text inside a string."""
-    letter = loaded.tokenizer.encode("a", add_special_tokens=False, continues=True)[0]
-    ends = frozenset({loaded.tokenizer.eos_id, letter, 10_000})
-    matcher = Grammar.compile(GenerationOptions(regex="[ab]+"), loaded.tokenizer, 310, ends).matcher()
-    assert not allowed(matcher) & ends
-    matcher.consume(next(iter(allowed(matcher))))
-    assert allowed(matcher) >= {loaded.tokenizer.eos_id, letter}
-    assert matcher.complaint is None and not matcher.finished
+    letter = lm.tokenizer.encode("a", add_special_tokens=False, continues=True)[0]
+    ends = frozenset({lm.tokenizer.eos_id, letter, 10_000})
+    matcher = Grammar.compile(GenerationOptions(regex="[ab]+"), lm.tokenizer, 310, ends).matcher()
+    assert not token_bitmask(matcher) & ends
+    matcher.consume(next(iter(token_bitmask(matcher))))
+    assert token_bitmask(matcher) >= {lm.tokenizer.eos_id, letter}
+    assert matcher.constraint_error is None and not matcher.finished
 
 
-def test_what_must_follow_is_never_spelt_with_an_end_token(loaded):
+def test_what_must_follow_is_never_spelt_with_an_end_token(lm):
     """The tokenizer would spell it so itself."""
-    spelt = loaded.tokenizer.encode("The quick", add_special_tokens=False)
-    merged = next(id for id in spelt if len(loaded.tokenizer.token_bytes(id)) > 1)
+    spelt = lm.tokenizer.encode("The quick", add_special_tokens=False)
+    merged = next(id for id in spelt if len(lm.tokenizer.token_bytes(id)) > 1)
     options = GenerationOptions(choice="The quick")
-    matcher = Grammar.compile(options, loaded.tokenizer, 300, frozenset({merged})).matcher()
+    matcher = Grammar.compile(options, lm.tokenizer, 300, frozenset({merged})).matcher()
     text = b""
     while not matcher.finished:
-        assert matcher.error is None and merged not in allowed(matcher)
-        token = min(allowed(matcher))
-        text += loaded.tokenizer.token_bytes(token)
+        assert matcher.error is None and merged not in token_bitmask(matcher)
+        token = min(token_bitmask(matcher))
+        text += lm.tokenizer.token_bytes(token)
         matcher.consume(token)
-    assert text == b"The quick" and matcher.complaint is None
+    assert text == b"The quick" and matcher.constraint_error is None
 
 
-def allowed(matcher):
-    bits = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")
+def token_bitmask(matcher):
+    bits = np.unpackbits(matcher.token_bitmask().view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 
 
@@ -172,99 +172,99 @@ def test_masked_logits_are_those_of_the_bits():
         words = rng.integers(0, 2**32, (3, -(-size // 32)), dtype=np.uint32)
         logits = rng.normal(size=(3, size)).astype(np.float32)
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :size].astype(bool)
-        ours = np.array(masked_logits(mx.array(logits), list(words)))
+        ours = np.array(apply_token_bitmask(mx.array(logits), list(words)))
         assert (ours == np.where(bits, logits, -np.inf)).all()
         fewer = [words[0], words[1, :-1], np.append(words[2], 7).astype(np.uint32)]  # a word that stands for no logits
         bits[1, (words.shape[1] - 1) * 32 :] = False
-        ours = np.array(masked_logits(mx.array(logits), fewer))
+        ours = np.array(apply_token_bitmask(mx.array(logits), fewer))
         assert (ours == np.where(bits, logits, -np.inf)).all()
 
 
-def test_a_text_without_end_tokens_ends_where_nothing_can_follow(loaded):
-    grammar = Grammar.compile(GenerationOptions(choice=("ab",)), loaded.tokenizer, 300, frozenset())
+def test_a_text_without_end_tokens_ends_where_nothing_can_follow(lm):
+    grammar = Grammar.compile(GenerationOptions(choice=("ab",)), lm.tokenizer, 300, frozenset())
     matcher = grammar.matcher()
-    for token in loaded.tokenizer.encode("ab", continues=True):
+    for token in lm.tokenizer.encode("ab", continues=True):
         assert not matcher.finished and matcher.error is None
         matcher.consume(token)
-    assert matcher.finished and matcher.complaint is None and not any(id < 300 for id in allowed(matcher))
+    assert matcher.finished and matcher.constraint_error is None and not any(id < 300 for id in token_bitmask(matcher))
 
 
-def test_a_text_cut_off_says_so(loaded):
-    result = generate(loaded, "x", json_schema={"type": "string", "minLength": 200}, max_tokens=5, temperature=1.0)
+def test_a_text_cut_off_says_so(lm):
+    result = generate(lm, "x", json_schema={"type": "string", "minLength": 200}, max_tokens=5, temperature=1.0)
     assert result.finish_reason == "length"
-    assert result.complaint == "the text ended before it was what json_schema asks for"
-    assert generate(loaded, "x", choice="yes", temperature=0).complaint is None
+    assert result.constraint_error == "the text ended before it was what json_schema asks for"
+    assert generate(lm, "x", choice="yes", temperature=0).constraint_error is None
 
 
 @pytest.mark.parametrize("pattern", ["^x$", "^[ab]$"])
-def test_json_that_repeats_a_key_is_not_what_was_asked_for(loaded, pattern):
+def test_json_that_repeats_a_key_is_not_what_was_asked_for(lm, pattern):
     """The library lets keys that a schema doesn't name be said again; there is no other way to so many."""
     least = len(pattern) - 1  # one more than there are such keys
     schema = {"type": "object", "patternProperties": {pattern: {"enum": [1]}}, "additionalProperties": False}
     options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": least})
     for seed in range(3):
-        text, sampler = random_text(loaded.tokenizer, options, seed)
+        text, sampler = random_text(lm.tokenizer, options, seed)
         assert sampler.finished and len(json.loads(text)) < least
-        assert re.fullmatch(r'json_schema: the key "[abx]" is there twice', sampler.complaint)
+        assert re.fullmatch(r'json_schema: the key "[abx]" is there twice', sampler.constraint_error)
     options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": 1, "maxProperties": 1})
-    assert random_text(loaded.tokenizer, options, 0)[1].complaint is None
+    assert random_text(lm.tokenizer, options, 0)[1].constraint_error is None
 
 
-def test_json_that_readers_refuse_has_a_complaint(loaded):
+def test_json_that_readers_refuse_has_a_complaint(lm):
     value = {"$defs": {"v": {"type": "array", "items": {"$ref": "#/$defs/v"}}}, "$ref": "#/$defs/v"}
     options = GenerationOptions(json_schema=value)
-    matcher = compiled(options, loaded.tokenizer)[0].matcher()
+    matcher = compiled(options, lm.tokenizer)[0].matcher()
     for text in "[]":
         for _ in range(3000):
-            matcher.consume(loaded.tokenizer.encode(text, continues=True)[0])
-    assert matcher.finished and matcher.complaint == "json_schema: its parts are nested too deeply to be read"
+            matcher.consume(lm.tokenizer.encode(text, continues=True)[0])
+    assert matcher.finished and matcher.constraint_error == "json_schema: its parts are nested too deeply to be read"
 
 
-def test_a_grammar_is_compiled_once_for_the_texts_that_share_it(loaded, monkeypatch):
+def test_a_grammar_is_compiled_once_for_the_texts_that_share_it(lm, monkeypatch):
     compile = Grammar._compile.__func__
     calls = []
     monkeypatch.setattr(Grammar, "_compile", classmethod(lambda cls, *a: calls.append(a) or compile(cls, *a)))
     options = [GenerationOptions(choice=("once", str(n))) for n in range(20)]
-    first, again = (compiled(options[0], loaded.tokenizer)[0] for _ in range(2))
+    first, again = (compiled(options[0], lm.tokenizer)[0] for _ in range(2))
     assert first is again and len(calls) == 1
     for other in options:
-        compiled(other, loaded.tokenizer)
+        compiled(other, lm.tokenizer)
     assert len(calls) == 20
-    compiled(options[0], loaded.tokenizer)  # the oldest has made room
+    compiled(options[0], lm.tokenizer)  # the oldest has made room
     assert len(calls) == 21
 
 
-def test_rows_with_different_constraints_are_their_rows_alone(loaded):
+def test_rows_with_different_constraints_are_their_rows_alone(lm):
     def samplers():
         constraints = {"choice": ("yes", "no")}, {}, {"regex": "[0-9]{1,5}"}, {"json_schema": PERSON}
         for i, constraint in enumerate(constraints):
             options = GenerationOptions(temperature=1.0, **constraint)
-            grammar = compiled(options, loaded.tokenizer, padding=0)[0] if constraint else None
-            yield Sampler(options, [1], i, tokenizer=loaded.tokenizer, grammar=grammar)
+            grammar = compiled(options, lm.tokenizer, padding=0)[0] if constraint else None
+            yield Sampler(options, [1], i, tokenizer=lm.tokenizer, grammar=grammar)
 
     together, alone = list(samplers()), list(samplers())
     live = list(range(4))
     for step in range(8):
-        logits = mx.random.normal((4, loaded.tokenizer.vocab_size), key=mx.random.key(step))
-        tokens = draw_rows([together[row] for row in live], logits[mx.array(live)]).tolist()
+        logits = mx.random.normal((4, lm.tokenizer.vocab_size), key=mx.random.key(step))
+        tokens = sample_batch([together[row] for row in live], logits[mx.array(live)]).tolist()
         assert tokens == [alone[row](logits[row : row + 1]).item() for row in live]
         for row, token in zip(live, tokens, strict=True):
-            together[row].observe(token), alone[row].observe(token)
-        ended = {row for row, token in zip(live, tokens, strict=True) if token == loaded.tokenizer.eos_id}
+            together[row].accept(token), alone[row].accept(token)
+        ended = {row for row, token in zip(live, tokens, strict=True) if token == lm.tokenizer.eos_id}
         live = [row for row in live if not together[row].finished and row not in ended]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_ahead_is_what_single_steps_draw(loaded, seed):
+def test_ahead_is_what_single_steps_draw(lm, seed):
     """Through the end of the text; a draft that the grammar refuses changes nothing before it."""
     options = GenerationOptions(temperature=1.0, json_schema=PERSON)
-    grammar, ends = compiled(options, loaded.tokenizer, padding=0)
-    plain, ahead = (Sampler(options, [1], seed, tokenizer=loaded.tokenizer, grammar=grammar) for _ in range(2))
-    logits = mx.random.normal((200, loaded.tokenizer.vocab_size), key=mx.random.key(seed))
+    grammar, ends = compiled(options, lm.tokenizer, padding=0)
+    plain, verify_draft = (Sampler(options, [1], seed, tokenizer=lm.tokenizer, grammar=grammar) for _ in range(2))
+    logits = mx.random.normal((200, lm.tokenizer.vocab_size), key=mx.random.key(seed))
     wanted = []
     while not plain.finished and not (wanted and wanted[-1] in ends):
         wanted.append(plain(logits[len(wanted)][None]).item())
-        plain.observe(wanted[-1])
+        plain.accept(wanted[-1])
     rng, done = np.random.default_rng(seed), 0
     while done < len(wanted):
         draft = wanted[done : done + 4]
@@ -272,23 +272,23 @@ def test_ahead_is_what_single_steps_draw(loaded, seed):
         draft = draft[:wrong] + [0] * (4 - min(wrong, len(draft)))
         pairs = zip(draft, wanted[done:], strict=False)
         right = next((i for i, (a, b) in enumerate(pairs) if a != b), min(4, len(wanted) - done))
-        tokens, _ = ahead.ahead(logits[done : done + 5], mx.array(draft))
+        tokens, _ = verify_draft.verify_draft(logits[done : done + 5], mx.array(draft))
         taken = min(right + 1, len(wanted) - done)
         assert tokens.tolist()[:taken] == wanted[done : done + taken]
-        ahead.advance(tokens[:taken])
+        verify_draft.accept_draft(tokens[:taken])
         for token in wanted[done : done + taken]:
-            ahead.observe(token)
+            verify_draft.accept(token)
         done += taken
 
 
-def test_a_fork_goes_its_own_way(loaded):
+def test_a_fork_goes_its_own_way(lm):
     options = GenerationOptions(temperature=0, choice=("ab", "cd"))
-    sampler = Sampler(options, [1], 0, tokenizer=loaded.tokenizer, grammar=compiled(options, loaded.tokenizer, 0)[0])
+    sampler = Sampler(options, [1], 0, tokenizer=lm.tokenizer, grammar=compiled(options, lm.tokenizer, 0)[0])
     fork = sampler.fork()
-    a, c = (loaded.tokenizer.encode(text, continues=True)[0] for text in "ac")
-    fork.observe(a)
-    sampler.observe(c)
-    b, d = (loaded.tokenizer.encode(text, continues=True)[0] for text in "bd")
+    a, c = (lm.tokenizer.encode(text, continues=True)[0] for text in "ac")
+    fork.accept(a)
+    sampler.accept(c)
+    b, d = (lm.tokenizer.encode(text, continues=True)[0] for text in "bd")
     assert (fork(mx.zeros((1, 300))).item(), sampler(mx.zeros((1, 300))).item()) == (b, d)
 
 
@@ -322,10 +322,10 @@ def nested(depth):
         ({"regex": r"[^\x00-\x{10FFFF}]"}, "no text matches it"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_in_one_line(loaded, constraint, said):
+def test_what_cannot_be_had_is_refused_in_one_line(lm, constraint, said):
     started = time.process_time()
     with pytest.raises(GenerationError) as caught:
-        compiled(GenerationOptions(**constraint), loaded.tokenizer)
+        compiled(GenerationOptions(**constraint), lm.tokenizer)
     assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert time.process_time() - started < 5
 
@@ -347,24 +347,24 @@ def test_what_cannot_be_had_is_refused_in_one_line(loaded, constraint, said):
         {"choice": tuple(str(i) for i in range(5000))},
     ],
 )  # fmt: skip
-def test_large_constraints_end_in_bounded_time(loaded, constraint):
+def test_large_constraints_end_in_bounded_time(lm, constraint):
     """They work, or are refused in one line at the beginning, or the text says why it can't go on."""
     started = time.process_time()
     try:
-        _, sampler = random_text(loaded.tokenizer, GenerationOptions(temperature=1.0, **constraint), 0, most=20)
-        assert "\n" not in (sampler.complaint or "")
+        _, sampler = random_text(lm.tokenizer, GenerationOptions(temperature=1.0, **constraint), 0, most=20)
+        assert "\n" not in (sampler.constraint_error or "")
     except GenerationError as error:
         assert "\n" not in str(error) and len(str(error)) < 600
     assert time.process_time() - started < 20
 
 
-def test_a_tokenizer_whose_tokens_are_not_bytes_is_refused(loaded, monkeypatch):
-    monkeypatch.setattr(type(loaded.tokenizer), "has_byte_tokens", False)
+def test_a_tokenizer_whose_tokens_are_not_bytes_is_refused(lm, monkeypatch):
+    monkeypatch.setattr(type(lm.tokenizer), "has_byte_tokens", False)
     with pytest.raises(GenerationError, match="regex can't be had with this model"):
-        compiled(GenerationOptions(regex="a"), loaded.tokenizer)
+        compiled(GenerationOptions(regex="a"), lm.tokenizer)
 
 
-def test_an_error_inside_the_library_is_one_line(loaded, monkeypatch):
+def test_an_error_inside_the_library_is_one_line(lm, monkeypatch):
     import llguidance
 
     def fails(*_, **__):
@@ -372,7 +372,7 @@ def test_an_error_inside_the_library_is_one_line(loaded, monkeypatch):
 
     monkeypatch.setattr(llguidance, "LLMatcher", fails)
     with pytest.raises(GenerationError, match="^regex: first "):
-        compiled(GenerationOptions(regex="a"), loaded.tokenizer)
+        compiled(GenerationOptions(regex="a"), lm.tokenizer)
 
 
 TABLE = {
@@ -393,8 +393,8 @@ def blank_loving_text(tokenizer, schema):
     ids = []
     while not sampler.finished and len(ids) < 500 and not (ids and ids[-1] in ends):
         ids.append(sampler(logits).item())
-        sampler.observe(ids[-1])
-    assert sampler.complaint is None
+        sampler.accept(ids[-1])
+    assert sampler.constraint_error is None
     return tokenizer.decode(ids)
 
 
@@ -403,10 +403,10 @@ def test_json_has_at_most_the_white_space_of_json_dumps(tokenizer):
 
 
 @pytest.mark.parametrize("comma, colon", [(",", ":"), (",\n  ", " : "), (", ", None)])
-def test_json_has_the_separators_that_its_schema_sets(loaded, comma, colon):
+def test_json_has_the_separators_that_its_schema_sets(lm, comma, colon):
     separators = {"item_separator": comma, **({"key_separator": colon} if colon else {})}
     wanted = json.dumps({"a": [None, None], "b": {}}, separators=(comma, colon or ": "))
-    assert blank_loving_text(loaded.tokenizer, {**TABLE, "x-guidance": separators}) == wanted
+    assert blank_loving_text(lm.tokenizer, {**TABLE, "x-guidance": separators}) == wanted
 
 
 @pytest.mark.parametrize("settings", [
@@ -414,9 +414,9 @@ def test_json_has_the_separators_that_its_schema_sets(loaded, comma, colon):
     {"key_separator": ", "}, {"whitespace_pattern": r"\s*"}, {"whitespace_flexible": True}, {"coerce_one_of": True},
     "x",
 ])  # fmt: skip
-def test_a_schema_can_not_set_anything_else(loaded, settings):
+def test_a_schema_can_not_set_anything_else(lm, settings):
     with pytest.raises(GenerationError, match="item_separator|key_separator") as caught:
-        compiled(GenerationOptions(json_schema={**TABLE, "x-guidance": settings}), loaded.tokenizer)
+        compiled(GenerationOptions(json_schema={**TABLE, "x-guidance": settings}), lm.tokenizer)
     assert "\n" not in str(caught.value)
 
 
@@ -463,10 +463,10 @@ def matches(value, schema, root):
     {"oneOf": [{"allOf": [{"type": "null"}]}, {"anyOf": [{"type": "boolean"}, {"const": 3}]}]},
     {"oneOf": [{"const": 1}]},
 ])  # fmt: skip
-def test_one_of_alternatives_that_exclude_each_other(loaded, schema):
+def test_one_of_alternatives_that_exclude_each_other(lm, schema):
     for seed in range(4):
-        text, sampler = random_text(loaded.tokenizer, GenerationOptions(temperature=1.0, json_schema=schema), seed)
-        assert sampler.complaint is not None or matches(json.loads(text), schema, schema)
+        text, sampler = random_text(lm.tokenizer, GenerationOptions(temperature=1.0, json_schema=schema), seed)
+        assert sampler.constraint_error is not None or matches(json.loads(text), schema, schema)
 
 
 @pytest.mark.parametrize("schema", [
@@ -479,23 +479,23 @@ def test_one_of_alternatives_that_exclude_each_other(loaded, schema):
     {"properties": {"x": {"items": {"oneOf": [DOG, {**DOG, "required": []}]}}}},
     {"oneOf": [{"properties": {"x": {"type": "string"}}}, {"properties": {"x": {"type": "null"}}}]},
 ])  # fmt: skip
-def test_one_of_alternatives_that_may_both_match_are_refused(loaded, schema):
+def test_one_of_alternatives_that_may_both_match_are_refused(lm, schema):
     with pytest.raises(GenerationError, match='JSON may match both alternatives 1 and 2 of "oneOf".*try: .*"anyOf"'):
-        compiled(GenerationOptions(json_schema=schema), loaded.tokenizer)
+        compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
 
 
 @pytest.mark.parametrize("schema", [
     {"oneOf": [{"const": n} for n in range(2000)]},
     {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
 ])  # fmt: skip
-def test_one_of_alternatives_that_take_too_long_to_compare_is_refused(loaded, schema):
+def test_one_of_alternatives_that_take_too_long_to_compare_is_refused(lm, schema):
     started = time.process_time()
     with pytest.raises(GenerationError, match='the alternatives of "oneOf" take too long to compare .try: "anyOf"'):
-        compiled(GenerationOptions(json_schema=schema), loaded.tokenizer)
+        compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
     assert time.process_time() - started < 5
 
 
-def test_no_error_speaks_of_the_library(loaded):
+def test_no_error_speaks_of_the_library(lm):
     """Its options and its ways of saying things mean nothing to who wrote the schema."""
     wrong = [
         False, {"not": {}}, {"oneOf": []}, {"anyOf": []}, {"enum": []}, {"type": []}, {"enum": 3}, {"type": 3},
@@ -505,7 +505,7 @@ def test_no_error_speaks_of_the_library(loaded):
     ]  # fmt: skip
     for schema in wrong:
         with pytest.raises(GenerationError) as caught:
-            compiled(GenerationOptions(json_schema=schema), loaded.tokenizer)
+            compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
         said = str(caught.value)
         assert re.match("json_schema: .* \\(try: .*\\)$", said), said
         assert not re.search("Unimplemented|Unsatisfiable|coerce|registry|Pointer|f64|regex", said), said

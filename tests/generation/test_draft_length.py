@@ -4,32 +4,32 @@ import random
 
 import pytest
 
-from mlxlm.generation.draft_length import LONGEST_PAUSE, PLAIN, SHORTEST_PAUSE, Pace
+from mlxlm.generation.draft_length import LONGEST_PAUSE, PLAIN, SHORTEST_PAUSE, DraftLengthController
 
 
 class Machine:
     """Decodes with a Pace; counts tokens and seconds. A round of k takes 1 + k * `each` plain steps."""
 
-    def __init__(self, most, each, right, free=False):
-        self.pace, self.each, self.right, self.free = Pace(most), each, right, free
+    def __init__(self, num_draft_tokens, each, right, free=False):
+        self.controller, self.each, self.right, self.free = DraftLengthController(num_draft_tokens), each, right, free
         self.rng = random.Random(0)
         self.tokens = self.seconds = 0
         self.rounds: list[int] = []
 
     def run(self, passes):
         for _ in range(passes):
-            k = self.pace.choose()
+            k = self.controller.next_draft_length()
             self.rounds.append(k)
             accepted = 0
             while accepted < k and self.rng.random() < self.right:
                 accepted += 1
             if k:
-                self.pace.outcome(accepted, int(accepted < k))
+                self.controller.record_acceptance(accepted, int(accepted < k))
             elif self.free:
                 hit = self.rng.random() < self.right
-                self.pace.outcome(int(hit), int(not hit))
+                self.controller.record_acceptance(int(hit), int(not hit))
             seconds = (1 + k * self.each) * self.rng.uniform(0.9, 1.1)
-            self.pace.took(k, seconds)
+            self.controller.record_time(k, seconds)
             self.tokens, self.seconds = self.tokens + accepted + 1, self.seconds + seconds
         return self
 
@@ -39,8 +39,8 @@ class Machine:
         return self.tokens / self.seconds
 
 
-def best_speed(most, each, right):
-    return max(sum(right**i for i in range(k + 1)) / (1 + k * each) for k in range(most + 1))
+def best_speed(num_draft_tokens, each, right):
+    return max(sum(right**i for i in range(k + 1)) / (1 + k * each) for k in range(num_draft_tokens + 1))
 
 
 @pytest.mark.parametrize("right", [0.1, 0.5, 0.8, 0.95])
@@ -59,7 +59,7 @@ def test_plain_steps_come_first_and_then_a_few_guesses():
 def test_where_it_does_not_pay_pauses_get_longer_and_it_says_so():
     machine = Machine(8, 0.3, 0.05).run(200)
     assert machine.rounds[-1] == 0
-    assert "don't pay" in machine.pace.reason and "% of them accepted" in machine.pace.reason
+    assert "don't pay" in machine.controller.reason and "% of them accepted" in machine.controller.reason
     machine.run(6000)
     tries = sum(k > 0 and before == 0 for before, k in zip(machine.rounds, machine.rounds[1:], strict=False))
     assert 4 < tries <= 3 + 6000 / LONGEST_PAUSE + 5
@@ -88,6 +88,6 @@ def test_outcomes_that_cost_nothing_end_a_pause():
 def test_a_slow_moment_decides_nothing():
     machine = Machine(8, 0.1, 0.8).run(100)
     for k in (4, 4, 8):
-        machine.pace.took(k, 500.0)
+        machine.controller.record_time(k, 500.0)
     machine.run(1500)
     assert sum(machine.rounds[-200:]) > 200 * 2

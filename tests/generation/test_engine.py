@@ -5,7 +5,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import Context, tokens
 from mlxlm.generation import context as context_module
-from mlxlm.generation.engine import CLEAR_EVERY
+from mlxlm.generation.engine import CLEAR_CACHE_INTERVAL
 from tests.generation.plainest import PROMPT, greedy, naive
 
 
@@ -25,33 +25,33 @@ def offsets(context):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 10, 11, 512])
-def test_any_prefill_chunk_gives_the_tokens_of_the_naive_loop(loaded, chunk):
-    context = Context(loaded.model)
-    assert list(tokens(context, PROMPT, greedy, 20, prefill_chunk=chunk)) == naive(loaded.model, PROMPT, 20)
+def test_any_prefill_chunk_gives_the_tokens_of_the_naive_loop(lm, chunk):
+    context = Context(lm.model)
+    assert list(tokens(context, PROMPT, greedy, 20, prefill_step_size=chunk)) == naive(lm.model, PROMPT, 20)
 
 
-def test_a_prompt_of_one_token(loaded):
-    assert list(tokens(Context(loaded.model), [7], greedy, 5)) == naive(loaded.model, [7], 5)
+def test_a_prompt_of_one_token(lm):
+    assert list(tokens(Context(lm.model), [7], greedy, 5)) == naive(lm.model, [7], 5)
 
 
-def test_prefill_chunks_and_no_step_after_the_last_token(loaded):
-    model = Counting(loaded.model)
+def test_prefill_chunks_and_no_step_after_the_last_token(lm):
+    model = Counting(lm.model)
     told = []
-    list(tokens(Context(model), PROMPT, greedy, 3, prefill_chunk=4, on_prefill=told.append))
+    list(tokens(Context(model), PROMPT, greedy, 3, prefill_step_size=4, on_prefill=told.append))
     assert model.calls == [4, 4, 2] + [1, 1, 1]
     assert told == [4, 8, 10]
 
 
-def test_the_next_step_is_dispatched_before_a_token_is_read(loaded):
-    model = Counting(loaded.model)
+def test_the_next_step_is_dispatched_before_a_token_is_read(lm):
+    model = Counting(lm.model)
     stream = tokens(Context(model), PROMPT, greedy, 10)
     next(stream)
     assert model.calls == [len(PROMPT) - 1, 1, 1]
 
 
 @pytest.mark.parametrize("kept", [1, 2, 7])
-def test_closing_early_leaves_prompt_and_yielded_tokens(loaded, kept):
-    context = Context(loaded.model)
+def test_closing_early_leaves_prompt_and_yielded_tokens(lm, kept):
+    context = Context(lm.model)
     stream = tokens(context, PROMPT, greedy, 50)
     taken = [next(stream) for _ in range(kept)]
     stream.close()
@@ -59,27 +59,27 @@ def test_closing_early_leaves_prompt_and_yielded_tokens(loaded, kept):
     assert offsets(context) == {len(PROMPT) + kept}
 
 
-def test_at_the_limit_the_last_token_is_not_in_the_cache(loaded):
-    context = Context(loaded.model)
+def test_at_the_limit_the_last_token_is_not_in_the_cache(lm):
+    context = Context(lm.model)
     taken = list(tokens(context, PROMPT, greedy, 6))
     assert context.ids == PROMPT + taken[:-1]
     assert offsets(context) == {len(PROMPT) + 5}
 
 
-def test_a_kept_context_reads_only_what_is_new_and_changes_no_token(loaded):
-    model = Counting(loaded.model)
+def test_a_kept_context_reads_only_what_is_new_and_changes_no_token(lm):
+    model = Counting(lm.model)
     context = Context(model)
     stream = tokens(context, PROMPT, greedy, 50)
     answer = [next(stream) for _ in range(4)]
     stream.close()
     longer = PROMPT + answer[:3] + [50, 51, 52]  # departs from the cache at its last token
     model.calls.clear()
-    assert list(tokens(context, longer, greedy, 8)) == naive(loaded.model, longer, 8)
+    assert list(tokens(context, longer, greedy, 8)) == naive(lm.model, longer, 8)
     assert model.calls[:2] == [2, 1]
 
 
-def test_the_same_prompt_again_reads_its_last_token_only(loaded):
-    model = Counting(loaded.model)
+def test_the_same_prompt_again_reads_its_last_token_only(lm):
+    model = Counting(lm.model)
     context = Context(model)
     first = list(tokens(context, PROMPT, greedy, 4))
     model.calls.clear()
@@ -87,16 +87,16 @@ def test_the_same_prompt_again_reads_its_last_token_only(loaded):
     assert model.calls == [1] * 4
 
 
-def test_caches_that_cannot_be_shortened_are_emptied(loaded):
-    context = Context(loaded.model)
+def test_caches_that_cannot_be_shortened_are_emptied(lm):
+    context = Context(lm.model)
     list(tokens(context, PROMPT, greedy, 4))
     for cache in context.caches:
         cache.is_trimmable = lambda: False
-    assert list(tokens(context, PROMPT[:6] + [3], greedy, 4)) == naive(loaded.model, PROMPT[:6] + [3], 4)
+    assert list(tokens(context, PROMPT[:6] + [3], greedy, 4)) == naive(lm.model, PROMPT[:6] + [3], 4)
 
 
-def test_an_exception_inside_a_step_empties_the_context(loaded):
-    context = Context(loaded.model)
+def test_an_exception_inside_a_step_empties_the_context(lm):
+    context = Context(lm.model)
 
     def interrupted(logits):
         raise KeyboardInterrupt
@@ -104,19 +104,19 @@ def test_an_exception_inside_a_step_empties_the_context(loaded):
     with pytest.raises(KeyboardInterrupt):
         list(tokens(context, PROMPT, interrupted, 4))
     assert context.ids == []
-    assert list(tokens(context, PROMPT, greedy, 4)) == naive(loaded.model, PROMPT, 4)
+    assert list(tokens(context, PROMPT, greedy, 4)) == naive(lm.model, PROMPT, 4)
 
 
-def test_an_exception_between_chunks_keeps_what_was_read(loaded):
-    context = Context(loaded.model)
+def test_an_exception_between_chunks_keeps_what_was_read(lm):
+    context = Context(lm.model)
 
     def stop(done):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(tokens(context, PROMPT, greedy, 4, prefill_chunk=4, on_prefill=stop))
+        list(tokens(context, PROMPT, greedy, 4, prefill_step_size=4, on_prefill=stop))
     assert context.ids == PROMPT[:4] and offsets(context) == {4}
-    assert list(tokens(context, PROMPT, greedy, 4)) == naive(loaded.model, PROMPT, 4)
+    assert list(tokens(context, PROMPT, greedy, 4)) == naive(lm.model, PROMPT, 4)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
@@ -132,21 +132,21 @@ def test_architectures_of_mlx_lm(kind):
     model = model_class(arguments.from_dict({"model_type": kind, **sizes, **heads, **window, **state}))
     wanted = naive(model, PROMPT, 12)
     context = Context(model)
-    assert list(tokens(context, PROMPT, greedy, 12, prefill_chunk=4)) == wanted
+    assert list(tokens(context, PROMPT, greedy, 12, prefill_step_size=4)) == wanted
     longer = PROMPT + wanted[:5] + [50, 51]
     assert list(tokens(context, longer, greedy, 8)) == naive(model, longer, 8)
 
 
-def test_greedy_tokens_equal_those_of_mlx_lm(loaded):
+def test_greedy_tokens_equal_those_of_mlx_lm(lm):
     generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
-    theirs = [token for token, _ in generate_step(mx.array(PROMPT), loaded.model, max_tokens=30)]
-    assert list(tokens(Context(loaded.model), PROMPT, greedy, 30)) == theirs
+    theirs = [token for token, _ in generate_step(mx.array(PROMPT), lm.model, max_tokens=30)]
+    assert list(tokens(Context(lm.model), PROMPT, greedy, 30)) == theirs
 
 
-def test_freed_buffers_do_not_pile_up(loaded, monkeypatch):
-    monkeypatch.setattr(context_module, "FREED_BYTES", 1 << 20)
+def test_freed_buffers_do_not_pile_up(lm, monkeypatch):
+    monkeypatch.setattr(context_module, "MAX_FREED_BYTES", 1 << 20)
     kept = []
-    for n, _ in enumerate(tokens(Context(loaded.model), PROMPT, greedy, 768), 1):
-        if n % CLEAR_EVERY == 0:
+    for n, _ in enumerate(tokens(Context(lm.model), PROMPT, greedy, 768), 1):
+        if n % CLEAR_CACHE_INTERVAL == 0:
             kept.append(mx.get_cache_memory())
     assert max(kept) <= 2 << 20

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache import KVOptions, write_caches
+from mlxlm.cache import KVOptions, save_prompt_cache
 from mlxlm.generation import Context, GenerationOptions, TextStream, generate, stream, tokens
-from mlxlm.generation.drafters import NgramLookup
-from mlxlm.generation.speculative import Speculation
+from mlxlm.generation.drafters import PromptLookup
+from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, GenerationError
 from tests.generation.plainest import PROMPT, greedy, naive
@@ -33,19 +33,19 @@ def agrees(context):
     st.integers(1, 40),
     st.integers(1, 20),
 )
-def test_any_cache_any_chunk_gives_the_same_tokens(loaded, kv, prompt, chunk, count):
-    wanted = list(tokens(Context(loaded.model, kv), prompt, greedy, count, prefill_chunk=1))
-    context = Context(loaded.model, kv)
-    assert list(tokens(context, prompt, greedy, count, prefill_chunk=chunk)) == wanted
+def test_any_cache_any_chunk_gives_the_same_tokens(lm, kv, prompt, prefill_step_size, count):
+    wanted = list(tokens(Context(lm.model, kv), prompt, greedy, count, prefill_step_size=1))
+    context = Context(lm.model, kv)
+    assert list(tokens(context, prompt, greedy, count, prefill_step_size=prefill_step_size)) == wanted
     assert agrees(context)
     if kv.size is None or kv.size > 100:
-        assert wanted == naive(loaded.model, prompt, count)
+        assert wanted == naive(lm.model, prompt, count)
 
 
 @settings(max_examples=10)
 @given(st.data(), st.sampled_from(KINDS))
-def test_a_context_departed_from_gives_the_tokens_of_a_fresh_one(loaded, data, kv):
-    context, text = Context(loaded.model, kv), []
+def test_a_context_departed_from_gives_the_tokens_of_a_fresh_one(lm, data, kv):
+    context, text = Context(lm.model, kv), []
     for _ in range(4):
         kept = data.draw(st.integers(0, len(text)))
         text = text[:kept] + data.draw(st.lists(st.integers(1, 299), min_size=1, max_size=12))
@@ -53,14 +53,14 @@ def test_a_context_departed_from_gives_the_tokens_of_a_fresh_one(loaded, data, k
         taken = list(islice(ids, data.draw(st.integers(1, 9))))
         ids.close()
         assert agrees(context)
-        assert taken == list(islice(tokens(Context(loaded.model, kv), text, greedy, 9), len(taken)))
+        assert taken == list(islice(tokens(Context(lm.model, kv), text, greedy, 9), len(taken)))
         text = text + taken
 
 
-def test_quantized_caches_bound_the_bytes_and_change_little(loaded):
-    config = loaded.config.with_changes(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+def test_quantized_caches_bound_the_bytes_and_change_little(lm):
+    config = lm.config.with_changes(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
     model = Decoder(config)
-    model.initialize(1)
+    model.init_weights(1)
     sizes, texts = {}, {}
     for bits in (None, 8, 4):
         context = Context(model, KVOptions.of(bits=bits))
@@ -73,12 +73,12 @@ def test_quantized_caches_bound_the_bytes_and_change_little(loaded):
 class Blocking:
     """A sampler that must know every token before it draws the next one: never the same twice."""
 
-    blocks = True
+    needs_last_token = True
 
     def __init__(self):
         self.seen, self.drawn = [], 0
 
-    def observe(self, token):
+    def accept(self, token):
         self.seen.append(token)
 
     def __call__(self, logits):
@@ -90,15 +90,15 @@ class Blocking:
         return mx.argmax(mx.where(banned, -mx.inf, logits), axis=-1)
 
 
-def test_a_sampler_that_blocks_observes_a_token_before_the_next_draw(loaded):
+def test_a_sampler_that_blocks_observes_a_token_before_the_next_draw(lm):
     calls = []
 
     class Counting:
-        layers = loaded.model.layers
+        layers = lm.model.layers
 
         def __call__(self, ids, cache=None):
             calls.append(ids.shape[1])
-            return loaded.model(ids, cache=cache)
+            return lm.model(ids, cache=cache)
 
     sampler, context = Blocking(), Context(Counting())
     ids = tokens(context, PROMPT, sampler, 12)
@@ -138,22 +138,22 @@ def interrupted_at(count, run):
 @pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=16, keep=2)])
 @settings(max_examples=25)
 @given(count=st.integers(1, 2500))
-def test_an_interrupt_at_any_line_leaves_a_context_that_agrees(loaded, kv, count):
-    context = Context(loaded.model, kv)
+def test_an_interrupt_at_any_line_leaves_a_context_that_agrees(lm, kv, count):
+    context = Context(lm.model, kv)
     list(tokens(context, PROMPT, greedy, 3))
     other = PROMPT[:7] + [50, 51, 52, 53]
 
     def run():
-        list(tokens(context, other, greedy, 12, prefill_chunk=2))
+        list(tokens(context, other, greedy, 12, prefill_step_size=2))
 
     interrupted_at(count, run)
     assert context.ids == [] or agrees(context)
-    wanted = list(tokens(Context(loaded.model, kv), other, greedy, 6))
+    wanted = list(tokens(Context(lm.model, kv), other, greedy, 6))
     assert list(tokens(context, other, greedy, 6)) == wanted and agrees(context)
 
 
-def test_memory_is_flat_with_a_rotating_cache(loaded):
-    text = stream(loaded, PROMPT, kv=KVOptions.of(size=64), max_tokens=None, temperature=0)
+def test_memory_is_flat_with_a_rotating_cache(lm):
+    text = stream(lm, PROMPT, kv=KVOptions.of(size=64), max_tokens=None, temperature=0)
     tracemalloc.start()
     try:
         for _ in islice(text, 200):
@@ -171,37 +171,37 @@ def test_memory_is_flat_with_a_rotating_cache(loaded):
     assert len(text.result.tokens) == 500 and text.result.finish_reason is None
 
 
-def test_a_rotating_cache_has_no_end_but_max_tokens(loaded):
-    result = generate(loaded, [1] * 200, kv=KVOptions.of(size=32), max_tokens=20, temperature=0)
+def test_a_rotating_cache_has_no_end_but_max_tokens(lm):
+    result = generate(lm, [1] * 200, kv=KVOptions.of(size=32), max_tokens=20, temperature=0)
     assert (len(result.tokens), result.finish_reason, result.prompt_tokens) == (20, "length", 200)
 
 
-def test_learned_positions_end_with_the_context_though_a_cache_rotates(loaded):
-    config = loaded.config.with_changes(positions="learned", max_position_embeddings=40)
+def test_learned_positions_end_with_the_context_though_a_cache_rotates(lm):
+    config = lm.config.with_changes(positions="learned", max_position_embeddings=40)
     model = Decoder(config)
-    model.initialize(2)
-    learned = replace(loaded, model=model, config=config)
+    model.init_weights(2)
+    learned = replace(lm, model=model, config=config)
     result = generate(learned, [1] * 30, kv=KVOptions.of(size=20, keep=0), max_tokens=None, temperature=0)
     assert (len(result.tokens), result.finish_reason) == (10, "context")
 
 
-def test_a_rotating_cache_larger_than_the_context_is_refused(loaded):
+def test_a_rotating_cache_larger_than_the_context_is_refused(lm):
     with pytest.raises(GenerationError, match=r"129 tokens is more than the model's context of 128.*try: .*128"):
-        stream(loaded, "x", kv=KVOptions.of(size=129))
+        stream(lm, "x", kv=KVOptions.of(size=129))
 
 
-def test_a_context_has_its_own_cache_settings(loaded):
-    context = Context(loaded.model, KVOptions.of(size=32))
+def test_a_context_has_its_own_cache_settings(lm):
+    context = Context(lm.model, KVOptions.of(size=32))
     with pytest.raises(GenerationError, match="its own cache settings"):
-        TextStream(loaded, PROMPT, GenerationOptions(), context=context, kv=KVOptions.of(size=16))
-    stream(loaded, PROMPT, context=context, kv=KVOptions.of(size=32))
+        TextStream(lm, PROMPT, GenerationOptions(), context=context, kv=KVOptions.of(size=16))
+    stream(lm, PROMPT, context=context, kv=KVOptions.of(size=32))
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_two_texts_at_once_need_two_contexts(loaded, kv):
+def test_two_texts_at_once_need_two_contexts(lm, kv):
     """In step, with prompts of the same length that begin alike: nothing but the changes tells them apart."""
-    context, other = Context(loaded.model, kv), [*PROMPT[:-1], 65]
-    alone = list(tokens(Context(loaded.model, kv), other, greedy, 5))
+    context, other = Context(lm.model, kv), [*PROMPT[:-1], 65]
+    alone = list(tokens(Context(lm.model, kv), other, greedy, 5))
     first, second = tokens(context, PROMPT, greedy, 5), tokens(context, other, greedy, 5)
     next(first)
     found = [next(second)]
@@ -210,98 +210,98 @@ def test_two_texts_at_once_need_two_contexts(loaded, kv):
     assert found + list(second) == alone and agrees(context)
 
 
-def test_texts_that_speculate_need_two_contexts(loaded):
-    context, other = Context(loaded.model), [*PROMPT[:-1], 65]
+def test_texts_that_speculate_need_two_contexts(lm):
+    context, other = Context(lm.model), [*PROMPT[:-1], 65]
     settings = {"context": context, "temperature": 0, "max_tokens": 5}
-    first, second = (stream(loaded, p, speculation=Speculation(NgramLookup()), **settings) for p in (PROMPT, other))
+    first, second = (stream(lm, p, speculation=SpeculativeDecoder(PromptLookup()), **settings) for p in (PROMPT, other))
     next(first)
     next(second)
     with pytest.raises(GenerationError, match="another text meanwhile"):
         next(first)
     list(second)
-    assert second.result.tokens == list(tokens(Context(loaded.model), other, greedy, 5))
+    assert second.result.tokens == list(tokens(Context(lm.model), other, greedy, 5))
 
 
-def test_a_text_keeps_its_own_statistics(loaded):
-    speculation = Speculation(NgramLookup())
-    first = stream(loaded, PROMPT, speculation=speculation, temperature=0, max_tokens=8)
+def test_a_text_keeps_its_own_statistics(lm):
+    speculation = SpeculativeDecoder(PromptLookup())
+    first = stream(lm, PROMPT, speculation=speculation, temperature=0, max_tokens=8)
     assert first.result.speculation is None  # not begun
     list(first)
     stats = first.result.speculation
-    second = stream(loaded, PROMPT, speculation=speculation, temperature=0, max_tokens=8)
+    second = stream(lm, PROMPT, speculation=speculation, temperature=0, max_tokens=8)
     list(second)
     assert first.result.speculation is stats and second.result.speculation is speculation.stats is not stats
 
 
-def test_a_window_is_trimmed_by_an_answer_wherever_it_ends(loaded):
+def test_a_window_is_trimmed_by_an_answer_wherever_it_ends(lm):
     """However full the buffers are, a hundred tokens can be taken back, and the text isn't read again."""
-    config = loaded.config.with_changes(sliding_window=400, max_position_embeddings=4000, num_hidden_layers=1)
+    config = lm.config.with_changes(sliding_window=400, max_position_embeddings=4000, num_hidden_layers=1)
     context, ids = Context(Decoder(config)), [1 + i % 250 for i in range(1500)]
     context.read(ids[:900])
     for end in range(920, 1300, 20):
-        context.read(ids[len(context) : end], chunk=10)
-        assert context.keep_prefix(ids[: end - 99], 100) == end - 100
+        context.read(ids[len(context) : end], prefill_step_size=10)
+        assert context.trim_to_prefix(ids[: end - 99], 100) == end - 100
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_a_context_goes_on_from_a_file(loaded, tmp_path, kv):
-    context = Context(loaded.model, kv)
+def test_a_context_goes_on_from_a_file(lm, tmp_path, kv):
+    context = Context(lm.model, kv)
     said = list(tokens(context, PROMPT, greedy, 30))
     path = tmp_path / "prompt.safetensors"
-    context.save(path, loaded)
+    context.save(path, lm)
     longer = [*PROMPT, *said, 50, 51]
     wanted = list(tokens(context, longer, greedy, 9))
 
     read = []
 
     class Counting:
-        layers, config, parameters = loaded.model.layers, loaded.config, loaded.model.parameters
+        layers, config, parameters = lm.model.layers, lm.config, lm.model.parameters
 
         def __call__(self, ids, cache=None):
             read.append(ids.shape[1])
-            return loaded.model(ids, cache=cache)
+            return lm.model(ids, cache=cache)
 
-    again = Context(loaded.model, kv)
-    assert again.load(path, loaded) == len(PROMPT) + 29
+    again = Context(lm.model, kv)
+    assert again.load(path, lm) == len(PROMPT) + 29
     again.model = Counting()
     assert list(tokens(again, longer, greedy, 9)) == wanted
     assert sum(read) == 1 + 2 + 8  # the last token said, the new ones, and what is generated
 
 
-def test_a_file_of_something_else_is_refused_and_changes_nothing(loaded, tmp_path):
-    context = Context(loaded.model)
+def test_a_file_of_something_else_is_refused_and_changes_nothing(lm, tmp_path):
+    context = Context(lm.model)
     list(tokens(context, PROMPT, greedy, 3))
     path = tmp_path / "cache.safetensors"
-    context.save(path, loaded)
-    other = Decoder(loaded.config)
-    other.initialize(9)
+    context.save(path, lm)
+    other = Decoder(lm.config)
+    other.init_weights(9)
     with pytest.raises(CheckpointError, match="another model"):
-        Context(other).load(path, replace(loaded, model=other))
+        Context(other).load(path, replace(lm, model=other))
     from mlxlm.tokenizer import train
 
-    fewer = replace(loaded, tokenizer=train(["one two three four five six seven"], 265))
-    held = Context(loaded.model)
+    fewer = replace(lm, tokenizer=train(["one two three four five six seven"], 265))
+    held = Context(lm.model)
     list(tokens(held, PROMPT[:3], greedy, 2))
     with pytest.raises(CheckpointError, match="another tokenizer"):
         held.load(path, fewer)
     assert len(held) == 4 and agrees(held)
-    rotating = Context(loaded.model, KVOptions.of(size=16))
+    rotating = Context(lm.model, KVOptions.of(size=16))
     with pytest.raises(CheckpointError, match="to hold all tokens, not 16 tokens of which the first 4 stay"):
-        rotating.load(path, loaded)
+        rotating.load(path, lm)
     with pytest.raises(CheckpointError, match="exists"):
-        context.save(path, loaded)
-    context.save(path, loaded, replace=True)
+        context.save(path, lm)
+    context.save(path, lm, replace=True)
     longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     scaling = {**longrope, "original_max_position_embeddings": 30}
-    changing = Context(Decoder(loaded.config.with_changes(rope_scaling=scaling)))
+    changing = Context(Decoder(lm.config.with_changes(rope_scaling=scaling)))
     changing.read(PROMPT)
-    for i, reach in enumerate(("9" * 5000, "-1", "")):
-        identity = changing._identity(loaded) | {"reach": reach}
-        write_caches(tmp_path / f"{i}.safetensors", changing.caches, changing.ids, identity)
+    for i, expected_length in enumerate(("9" * 5000, "-1", "")):
+        identity = changing._identity(lm) | {"expected_length": expected_length}
+        save_prompt_cache(tmp_path / f"{i}.safetensors", changing.caches, changing.ids, identity)
         with pytest.raises(CheckpointError, match="doesn't say how long"):
-            changing.load(tmp_path / f"{i}.safetensors", loaded)
+            changing.load(tmp_path / f"{i}.safetensors", lm)
     with pytest.raises(CheckpointError, match="no tokens"):
-        Context(loaded.model).save(tmp_path / "empty.safetensors", loaded)
+        Context(lm.model).save(tmp_path / "empty.safetensors", lm)
 
 
 @pytest.mark.parametrize("kv", [KVOptions.of(size=16), KVOptions.of(bits="8,4"), KVOptions.of(size=24, bits=8)])
@@ -315,5 +315,5 @@ def test_architectures_of_mlx_lm_with_these_caches(kv):
     model = model_class(arguments.from_dict({"model_type": "helium", **sizes, **heads, **rest}))
     context = Context(model, kv)
     wanted = list(tokens(Context(model, kv), PROMPT * 4, greedy, 20))
-    assert list(tokens(context, PROMPT * 4, greedy, 20, prefill_chunk=5)) == wanted
+    assert list(tokens(context, PROMPT * 4, greedy, 20, prefill_step_size=5)) == wanted
     assert max(cache.size() for cache in context.caches) <= (kv.size or 63)

@@ -19,12 +19,12 @@ from mlxlm.generation import GenerationOptions, batch, generate, load
 
 
 @pytest.fixture(scope="module")
-def folder(loaded, tmp_path_factory):
+def folder(lm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_to_hf(loaded.config)))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(loaded.model.parameters())))
-    loaded.tokenizer.save(folder)
+    (folder / "config.json").write_text(json.dumps(config_to_hf(lm.config)))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(lm.model.parameters())))
+    lm.tokenizer.save(folder)
     return str(folder)
 
 
@@ -76,7 +76,7 @@ def test_json(run, folder):
     assert value["text"] == generate(load(folder), "The", seed=5, max_tokens=8, temperature=1).text
     assert (value["tokens"], value["prompt_tokens"], value["seed"]) == (8, len(load(folder).tokenizer.encode("The")), 5)
     assert value["finish_reason"] == "length"
-    assert value["timings"]["first_token_seconds"] > 0 and value["timings"]["peak_memory_bytes"] > 0
+    assert value["timings"]["time_to_first_token"] > 0 and value["timings"]["peak_memory_bytes"] > 0
 
 
 def test_every_setting_reaches_the_text(run, folder):
@@ -89,7 +89,7 @@ def test_every_setting_reaches_the_text(run, folder):
     ):  # fmt: skip
         assert run(folder, *base, *change)[1] != plain, change
     penalty = [*base, "--repetition-penalty", "2"]
-    assert run(folder, *penalty, "--repetition-window", "1")[1] != run(folder, *penalty)[1]
+    assert run(folder, *penalty, "--repetition-context-size", "1")[1] != run(folder, *penalty)[1]
 
 
 def test_statistics_on_standard_error(run, folder):
@@ -101,24 +101,24 @@ def test_statistics_on_standard_error(run, folder):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["-p", "", "--chat", "--template", "llama3"], 1, "error: "),
+        (["-p", "", "--chat", "--chat-template", "llama3"], 1, "error: "),
         (["-p", "-"], 1, "error: the prompt is empty"),
         (["-p", "x", "-t", "-1", "--top-p", "0"], 2, "temperature is -1.0 (0 for greedy, or 0.001 to 100); top_p"),
         (["-p", "x", "-n", "0"], 2, "max_tokens is 0"),
         (["-p", "x " * 200], 1, "the model's context of 128 has no room for more (try: a prompt of at most 127"),
         (["-p", "x", "--chat"], 1, "has no chat template (try: a prompt to continue, or --template)"),
-        (["-p", "x", "--template", "chatml"], 2, "--template needs --chat or --jsonl"),
-        (["-p", "x", "--chat", "--template", "chatml"], 1, "takes the tokens <|im_start|>, <|im_end|>"),
+        (["-p", "x", "--chat-template", "chatml"], 2, "--template needs --chat or --jsonl"),
+        (["-p", "x", "--chat", "--chat-template", "chatml"], 1, "takes the tokens <|im_start|>, <|im_end|>"),
         (["-p", "x", "--kv-keep", "3"], 2, "--kv-keep needs --kv-size"),
         (["-p", "x", "--kv-bits", "3"], 2, "(8, 4 or none)"),
-        (["-p", "x", "--kv-size", "0"], 2, "size is 0"),
+        (["-p", "x", "--max-kv-size", "0"], 2, "size is 0"),
         (["-p", "x", "--draft", ""], 1, "the name of the model is empty"),
         (["-p", "x", "--draft", "", "--lookup"], 2, "either --draft or --lookup"),
-        (["-p", "x", "--template", ""], 2, "--template needs --chat"),
+        (["-p", "x", "--chat-template", ""], 2, "--template needs --chat"),
         (["-p", "x", "--draft", "y", "--lookup"], 2, "either --draft or --lookup"),
-        (["-p", "x", "--lookup", "--samples", "2"], 2, "--lookup needs a single text"),
+        (["-p", "x", "--lookup", "--num-samples", "2"], 2, "--lookup needs a single text"),
         (["-p", "x", "--logprobs", "1"], 2, "--logprobs needs --json or --jsonl"),
-        (["-p", "x", "--system", "y"], 2, "--system needs --chat"),
+        (["-p", "x", "--system-prompt", "y"], 2, "--system needs --chat"),
         (["-p", "x", "-t", "warm"], 2, "not a valid float"),
     ],
 )
@@ -130,8 +130,8 @@ def test_bad_input_is_one_line(run, folder, arguments, code, message):
 
 
 def test_samples_are_those_of_batch(run, folder):
-    arguments = ["-p", "The quick", "-n", "8", "-t", "1", "--seed", "5", "--samples", "3"]
-    wanted = batch(load(folder), ["The quick"], samples=3, seed=5, temperature=1, max_tokens=8)
+    arguments = ["-p", "The quick", "-n", "8", "-t", "1", "--seed", "5", "--num-samples", "3"]
+    wanted = batch(load(folder), ["The quick"], num_samples=3, seed=5, temperature=1, max_tokens=8)
     code, out, err = run(folder, *arguments, "-v")
     assert (code, out) == (0, "\n".join(result.text + "\n" for result in wanted))
     assert "3 texts, 24 tokens in" in err
@@ -144,30 +144,30 @@ def test_samples_are_those_of_batch(run, folder):
 
 
 def test_a_sample_is_the_text_of_its_seed(run, folder):
-    line = run(folder, "-p", "The quick", "-n", "8", "-t", "1", "--samples", "2", "--json")[1].splitlines()[1]
+    line = run(folder, "-p", "The quick", "-n", "8", "-t", "1", "--num-samples", "2", "--json")[1].splitlines()[1]
     alone = run(folder, "-p", "The quick", "-n", "8", "-t", "1", "--seed", json.loads(line)["seed"], "--json")[1]
     assert json.loads(alone)["text"] == json.loads(line)["text"]
 
 
 def test_logprobs(run, folder):
     value = json.loads(run(folder, "-p", "The", "-n", "4", "--json", "--logprobs", "2")[1])
-    loaded = load(folder)
-    tokens = generate(loaded, "The", seed=value["seed"], max_tokens=4).tokens
+    lm = load(folder)
+    tokens = generate(lm, "The", seed=value["seed"], max_tokens=4).tokens
     assert [entry["token"] for entry in value["logprobs"]] == tokens
     for entry in value["logprobs"]:
-        assert entry["text"] == loaded.tokenizer.token_bytes(entry["token"]).decode("utf-8", "replace")
-        assert [set(top) for top in entry["top"]] == [{"token", "text", "bytes", "logprob"}] * 2
-        for shown in (entry, *entry["top"]):
-            assert bytes(shown["bytes"]) == loaded.tokenizer.token_bytes(shown["token"])
-        assert 0 >= entry["top"][0]["logprob"] >= max(entry["top"][1]["logprob"], entry["logprob"])
+        assert entry["text"] == lm.tokenizer.token_bytes(entry["token"]).decode("utf-8", "replace")
+        assert [set(top) for top in entry["top_logprobs"]] == [{"token", "text", "bytes", "logprob"}] * 2
+        for shown in (entry, *entry["top_logprobs"]):
+            assert bytes(shown["bytes"]) == lm.tokenizer.token_bytes(shown["token"])
+        assert 0 >= entry["top_logprobs"][0]["logprob"] >= max(entry["top_logprobs"][1]["logprob"], entry["logprob"])
 
 
 def test_the_cache_settings_reach_the_text(run, folder):
     arguments = ["-p", "The quick brown", "-n", "60", "-t", "0"]
-    kept = [run(folder, *arguments, "--kv-size", size)[1] for size in ("16", "64")]
+    kept = [run(folder, *arguments, "--max-kv-size", size)[1] for size in ("16", "64")]
     assert kept[0] != kept[1] == run(folder, *arguments)[1]
-    assert kept[0] == run(folder, *arguments, "--kv-size", "16", "--kv-keep", "4")[1]
-    assert kept[0] != run(folder, *arguments, "--kv-size", "16", "--kv-keep", "8")[1]
+    assert kept[0] == run(folder, *arguments, "--max-kv-size", "16", "--kv-keep", "4")[1]
+    assert kept[0] != run(folder, *arguments, "--max-kv-size", "16", "--kv-keep", "8")[1]
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
@@ -207,7 +207,7 @@ def test_a_prompt_cache(run, folder, tmp_path):
 def test_a_prompt_cache_is_of_the_prompt(run, folder, tmp_path):
     """A bounded cache has forgotten it by the end of the text."""
     cache = str(tmp_path / "cache.safetensors")
-    arguments = ["-n", "60", "--kv-size", "48", "--json", "--prompt-cache", cache]
+    arguments = ["-n", "60", "--max-kv-size", "48", "--json", "--prompt-cache", cache]
     first, second = "The quick brown fox jumps over the lazy dog", "The quick brown fox jumps over the lazy cat"
     assert json.loads(run(folder, "-p", first, *arguments)[1])["cached_tokens"] == 0
     assert json.loads(run(folder, "-p", second, *arguments)[1])["cached_tokens"] > 10
@@ -229,8 +229,8 @@ def test_no_other_file_becomes_a_prompt_cache(run, folder, tmp_path):
 def test_a_text_that_is_not_what_was_asked_for_is_an_error(run, folder):
     code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}")
     assert code == 1 and out.count("\n") == 1 and err.startswith("error: ") and "(try: a larger --max-tokens)" in err
-    code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}", "--samples", "2", "--json")
-    assert code == 1 and all(json.loads(line)["complaint"] for line in out.splitlines()) and err.count("\n") == 1
+    code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}", "--num-samples", "2", "--json")
+    assert code == 1 and all(json.loads(line)["constraint_error"] for line in out.splitlines()) and err.count("\n") == 1
     assert "(try: a larger --max-tokens)" in err
     code, out, err = run(folder, "-p", "The", "--regex", "yes;no", "--stop", ";")
     assert (code, out) == (1, "yes\n")
@@ -259,7 +259,7 @@ def test_chat_uses_the_template(run, folder, tmp_path):
     )
     wanted = generate(model, ids, temperature=0, max_tokens=9).text
     options = ["-t", "0", "-n", "9"]
-    assert run(str(chat), "-p", "Hello!", "--chat", "--system", "Be brief.", *options) == (0, wanted + "\n", "")
+    assert run(str(chat), "-p", "Hello!", "--chat", "--system-prompt", "Be brief.", *options) == (0, wanted + "\n", "")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -301,8 +301,8 @@ def test_heavy_packages_are_not_imported():
 def test_an_empty_prompt_begins_a_text(run, folder):
     code, out, _ = run(folder, "-p", "", "-t", "0", "-n", "5", "--json")
     found = json.loads(out)
-    loaded = load(folder)
-    ids = loaded.tokenizer.start_ids or [loaded.tokenizer.bos_id]
+    lm = load(folder)
+    ids = lm.tokenizer.prefix_token_ids or [lm.tokenizer.bos_id]
     assert code == 0 and found["prompt_tokens"] == len(ids) == 1
 
 

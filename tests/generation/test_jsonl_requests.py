@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.generation import GenerationOptions, Request, run_batch
-from mlxlm.generation.gumbel_noise import derived_seed
-from mlxlm.generation.jsonl_requests import LONGEST_LINE, BadRequest, RequestReader
+from mlxlm.generation.gumbel_noise import derive_seed
+from mlxlm.generation.jsonl_requests import MAX_LINE_BYTES, BadRequest, RequestReader
 from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError
 
 DEFAULTS = GenerationOptions(temperature=0.5, max_tokens=7)
 
 
 @pytest.fixture
-def reader(loaded):
+def reader(lm):
     """`reader(**settings)`: messages become the ids of their contents, with 1 as the end token."""
 
     def encode_messages(messages):
         text = "|".join(f"{m['role']}:{m['content']}" for m in messages)
-        return loaded.tokenizer.encode(text), frozenset([1])
+        return lm.tokenizer.encode(text), frozenset([1])
 
     def make(defaults=DEFAULTS, **settings):
-        return RequestReader(loaded, defaults, encode_messages, **settings)
+        return RequestReader(lm, defaults, encode_messages, **settings)
 
     return make
 
@@ -55,12 +55,12 @@ def refused(read):
     return refused
 
 
-def test_a_prompt(read, loaded):
+def test_a_prompt(read, lm):
     (row,) = read({"prompt": "The quick"})
-    assert (row.id, row.line, row.number, row.samples) == (5, 5, 0, 1)
-    assert row.request.prompt == loaded.tokenizer.encode("The quick")
-    assert row.request.options == replace(DEFAULTS, seed=derived_seed(0, "5", 0))
-    assert row.request.end_ids is None
+    assert (row.id, row.line, row.number, row.num_samples) == (5, 5, 0, 1)
+    assert row.request.prompt == lm.tokenizer.encode("The quick")
+    assert row.request.options == replace(DEFAULTS, seed=derive_seed(0, "5", 0))
+    assert row.request.eos_token_ids is None
 
 
 def test_a_prompt_in_token_ids(read):
@@ -78,46 +78,46 @@ def test_options_count_instead_of_the_defaults(read):
     assert read({"prompt": "x", "choice": ["a", "b"]})[0].request.options.choice == ("a", "b")
 
 
-def test_messages(read, loaded):
+def test_messages(read, lm):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     messages.append({"role": "user", "content": "And?"})
     (row,) = read({"messages": messages})
-    assert row.request.prompt == loaded.tokenizer.encode("user:Hi|assistant:Ho|user:And?")
-    assert row.request.end_ids == {1}
+    assert row.request.prompt == lm.tokenizer.encode("user:Hi|assistant:Ho|user:And?")
+    assert row.request.eos_token_ids == {1}
 
 
-def test_the_system_prompt(read, loaded):
+def test_the_system_prompt(read, lm):
     def text(request, **settings):
-        return loaded.tokenizer.decode(read(request, **settings)[0].request.prompt).strip()
+        return lm.tokenizer.decode(read(request, **settings)[0].request.prompt).strip()
 
     messages = [{"role": "user", "content": "Hi"}]
     assert text({"messages": messages, "system": "S"}) == "system:S|user:Hi"
-    assert text({"messages": messages}, system="T") == "system:T|user:Hi"
-    assert text({"messages": messages, "system": "S"}, system="T") == "system:S|user:Hi"
-    assert text({"messages": messages, "system": ""}, system="T") == "user:Hi"
-    assert text({"messages": [{"role": "system", "content": "S"}, *messages]}, system="T") == "system:S|user:Hi"
-    assert text({"prompt": "Hi"}, as_messages=True, system="T") == "system:T|user:Hi"
-    assert text({"prompt": "Hi", "system": "S"}, as_messages=True) == "system:S|user:Hi"
+    assert text({"messages": messages}, system_prompt="T") == "system:T|user:Hi"
+    assert text({"messages": messages, "system": "S"}, system_prompt="T") == "system:S|user:Hi"
+    assert text({"messages": messages, "system": ""}, system_prompt="T") == "user:Hi"
+    assert text({"messages": [{"role": "system", "content": "S"}, *messages]}, system_prompt="T") == "system:S|user:Hi"
+    assert text({"prompt": "Hi"}, as_chat=True, system_prompt="T") == "system:T|user:Hi"
+    assert text({"prompt": "Hi", "system": "S"}, as_chat=True) == "system:S|user:Hi"
 
 
 def test_seeds(read):
     def seeds(request, **settings):
         return [row.request.options.seed for row in read(request, **settings)]
 
-    assert seeds({"id": "a", "prompt": "x"}) == [derived_seed(0, "a", 0)]
-    assert seeds({"id": "a", "prompt": "x"}, defaults=replace(DEFAULTS, seed=9)) == [derived_seed(9, "a", 0)]
-    assert seeds({"id": "a", "prompt": "x"}, samples=2) == [derived_seed(0, "a", 0), derived_seed(0, "a", 1)]
+    assert seeds({"id": "a", "prompt": "x"}) == [derive_seed(0, "a", 0)]
+    assert seeds({"id": "a", "prompt": "x"}, defaults=replace(DEFAULTS, seed=9)) == [derive_seed(9, "a", 0)]
+    assert seeds({"id": "a", "prompt": "x"}, num_samples=2) == [derive_seed(0, "a", 0), derive_seed(0, "a", 1)]
     assert seeds({"id": 3, "prompt": "x", "seed": 8}) == [8]
-    assert seeds({"id": 3, "prompt": "x", "seed": 8, "samples": 2}) == [derived_seed(8, "3", n) for n in (0, 1)]
-    assert seeds({"id": 3, "prompt": "x", "seed": None}) == [derived_seed(0, "3", 0)]
+    assert seeds({"id": 3, "prompt": "x", "seed": 8, "num_samples": 2}) == [derive_seed(8, "3", n) for n in (0, 1)]
+    assert seeds({"id": 3, "prompt": "x", "seed": None}) == [derive_seed(0, "3", 0)]
 
 
 def test_samples_that_are_done_are_left_out(read):
     digest = read({"id": "a", "prompt": "x"})[0].digest
     done = {("a", 0): digest, ("a", 2): digest}
-    rows = read({"id": "a", "prompt": "x", "samples": 4}, done=lambda *row: done.get(row))
-    assert [(row.number, row.samples) for row in rows] == [(1, 4), (3, 4)]
-    assert rows[1].request.options.seed == derived_seed(0, "a", 3)
+    rows = read({"id": "a", "prompt": "x", "num_samples": 4}, done=lambda *row: done.get(row))
+    assert [(row.number, row.num_samples) for row in rows] == [(1, 4), (3, 4)]
+    assert rows[1].request.options.seed == derive_seed(0, "a", 3)
     assert read({"id": "a", "prompt": "x"}, done=lambda *row: done.get(row)) == []
 
 
@@ -127,7 +127,7 @@ def test_what_is_done_for_another_request_ends_the_run(read):
     assert not isinstance(error.value, BadRequest)
 
 
-def test_a_digest_is_of_all_that_decides_the_text(read, loaded, reader):
+def test_a_digest_is_of_all_that_decides_the_text(read, lm, reader):
     """But of the id, which is compared itself, and of how many samples there are."""
 
     def digest(value, **settings):
@@ -136,16 +136,16 @@ def test_a_digest_is_of_all_that_decides_the_text(read, loaded, reader):
         return row.digest
 
     plain = digest({})
-    same = [{"id": "a"}, {"samples": 3}, {"temperature": 0.5}, {"max_tokens": 7}, {"top_p": 1}, {"seed": None}]
+    same = [{"id": "a"}, {"num_samples": 3}, {"temperature": 0.5}, {"max_tokens": 7}, {"top_p": 1}, {"seed": None}]
     assert {digest(value) for value in same} == {plain}
     others = [
-        {"prompt": "y"}, {"prompt": [5]}, {"temperature": 1}, {"seed": 0}, {"seed": 1}, {"seed": 1, "samples": 2},
+        {"prompt": "y"}, {"prompt": [5]}, {"temperature": 1}, {"seed": 0}, {"seed": 1}, {"seed": 1, "num_samples": 2},
         {"logit_bias": {"3": 1}}, {"logit_bias": {"3": 2}}, {"json_schema": {"type": "object"}}, {"choice": ["a"]},
     ]  # fmt: skip
     found = [plain, digest({}, kv=KVOptions(size=99)), digest({}, defaults=replace(DEFAULTS, seed=9))]
     found += [digest(value) for value in others]
-    weights = [(name, value + 1) for name, value in tree_flatten(loaded.model.parameters())]
-    other = replace(loaded, model=type(loaded.model)(loaded.config))
+    weights = [(name, value + 1) for name, value in tree_flatten(lm.model.parameters())]
+    other = replace(lm, model=type(lm.model)(lm.config))
     other.model.load_weights(weights)
     found.append(RequestReader(other, DEFAULTS, None).read(1, b'{"prompt": "x"}').digest)
     assert len(set(found)) == len(found)
@@ -206,9 +206,9 @@ def test_lines_without_an_id_that_can_be_read(refused, line, message):
         ({"prompt": "x", "zzz": 1}, 'there is no field "zzz"', "id, prompt, messages, system, samples, or an option"),
         ({"prompt": "x", "temperature": -1}, "these settings can't work: temperature is -1", None),
         ({"prompt": "x", "temperature": "1", "top_p": 2}, "these settings can't work: temperature is '1'", None),
-        ({"prompt": "x", "samples": 0}, "samples is 0", "a whole number from 1"),
-        ({"prompt": "x", "samples": 1.0}, "samples is 1.0", "a whole number from 1"),
-        ({"prompt": "x", "samples": 10**12}, "samples is 1000000000000", "a whole number from 1"),
+        ({"prompt": "x", "num_samples": 0}, "samples is 0", "a whole number from 1"),
+        ({"prompt": "x", "num_samples": 1.0}, "samples is 1.0", "a whole number from 1"),
+        ({"prompt": "x", "num_samples": 10**12}, "samples is 1000000000000", "a whole number from 1"),
         ({"prompt": "x", "seed": -1}, "these settings can't work: seed is -1", None),
         ({"prompt": "x", "system": "s"}, "a prompt that is continued has no system prompt", "messages, or --chat"),
         ({"messages": [], "system": 3}, "system is not a text", '"Be brief."'),
@@ -234,24 +234,24 @@ def test_two_system_prompts(refused):
 
 @pytest.mark.parametrize("prompt", ["x", [1, 2]])
 def test_a_system_prompt_for_what_is_continued(refused, prompt):
-    assert "no system prompt" in refused({"id": "a", "prompt": prompt}, system="s").message
+    assert "no system prompt" in refused({"id": "a", "prompt": prompt}, system_prompt="s").message
 
 
 def test_ids_of_tokens_are_no_message(refused):
-    assert refused({"id": "a", "prompt": [1, 2]}, as_messages=True).message == "the prompt is no text"
+    assert refused({"id": "a", "prompt": [1, 2]}, as_chat=True).message == "the prompt is no text"
 
 
-def test_what_the_template_refuses_is_an_error_of_its_line(loaded):
+def test_what_the_template_refuses_is_an_error_of_its_line(lm):
     def refuse(messages):
         raise TokenizerError("roles must alternate", "a question")
 
-    reader = RequestReader(loaded, DEFAULTS, refuse)
+    reader = RequestReader(lm, DEFAULTS, refuse)
     with pytest.raises(BadRequest, match=r"roles must alternate \(try: a question\)"):
         reader.read(1, b'{"messages": [{"role": "user", "content": "x"}]}')
 
 
 def test_a_line_that_is_too_long(refused):
-    assert "longer than 64 MiB" in refused(b'{"prompt": "' + b"x" * LONGEST_LINE).message
+    assert "longer than 64 MiB" in refused(b'{"prompt": "' + b"x" * MAX_LINE_BYTES).message
 
 
 def test_a_byte_order_mark_and_spaces(reader):
@@ -261,8 +261,8 @@ def test_a_byte_order_mark_and_spaces(reader):
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_no_line_does_worse_than_a_bad_request(loaded, line):
-    reader = RequestReader(loaded, DEFAULTS, lambda messages: ([], frozenset()))
+def test_no_line_does_worse_than_a_bad_request(lm, line):
+    reader = RequestReader(lm, DEFAULTS, lambda messages: ([], frozenset()))
     with pytest.raises(BadRequest):
         reader.read(1, line)
 
@@ -272,17 +272,17 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = ("id", "prompt", "messages", "system", "samples", *GenerationOptions.__dataclass_fields__)
+NAMES = ("id", "prompt", "messages", "system", "num_samples", *GenerationOptions.__dataclass_fields__)
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4), st.sampled_from(["x", [2**31], [10**30], 0]))
-def test_no_value_does_worse_than_a_bad_request(loaded, value, prompt):
-    reader = RequestReader(loaded, DEFAULTS, lambda messages: ([], frozenset()))
+def test_no_value_does_worse_than_a_bad_request(lm, value, prompt):
+    reader = RequestReader(lm, DEFAULTS, lambda messages: ([], frozenset()))
     try:
         task = reader.read(1, json.dumps({"prompt": prompt} | value).encode())
     except GenerationError:
         return
-    served(loaded, [row.request for _, row in zip(range(3), task.wanted(), strict=False)])
+    served(lm, [row.request for _, row in zip(range(3), task.wanted(), strict=False)])
 
 
 WHOLE = [f.name for f in GenerationOptions.__dataclass_fields__.values() if isinstance(f.default, int | float)]
@@ -290,19 +290,19 @@ WHOLE = [f.name for f in GenerationOptions.__dataclass_fields__.values() if isin
 
 @pytest.mark.parametrize("name", [*WHOLE, "seed", "logprobs"])
 @pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**63, 1e300])
-def test_no_number_is_too_much(loaded, name, value):
-    reader = RequestReader(loaded, DEFAULTS, lambda messages: ([], frozenset()))
+def test_no_number_is_too_much(lm, name, value):
+    reader = RequestReader(lm, DEFAULTS, lambda messages: ([], frozenset()))
     others = {"dry_multiplier": 1, "xtc_probability": 1, "presence_penalty": 1}
     try:
         task = reader.read(1, json.dumps({"prompt": "a", **others, name: value}).encode())
     except GenerationError:
         return
-    served(loaded, [row.request for row in task.wanted()])
+    served(lm, [row.request for row in task.wanted()])
 
 
-def served(loaded, wanted):
+def served(lm, wanted):
     """Every one has a result, and so has one that is good."""
     short = [replace(request, options=replace(request.options, max_tokens=2)) for request in wanted]
     good = Request([5, 6], GenerationOptions(max_tokens=1, seed=1))
-    results = dict(run_batch(loaded, [*short, good]))
+    results = dict(run_batch(lm, [*short, good]))
     assert len(results) == len(short) + 1 and not isinstance(results[len(short)], MlxlmError)

@@ -82,7 +82,7 @@ def test_what_is_done(out):
 
 
 def test_errors_are_dropped_to_be_tried_again(out):
-    out.write_bytes(line("a") + line("b", error="no") + line("c") + line("d", text="{", complaint="cut off"))
+    out.write_bytes(line("a") + line("b", error="no") + line("c") + line("d", text="{", constraint_error="cut off"))
     out.chmod(0o640)
     assert opened(out, line("b")) == {("a", 0)}
     assert out.read_bytes() == line("a") + line("c") + line("b")

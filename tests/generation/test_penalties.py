@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import Sampler, SamplingOptions
-from mlxlm.generation.penalties import History, breaker_table, penalised_logits
+from mlxlm.generation.penalties import PenaltyState, apply_penalties, dry_breaker_mask
 from mlxlm.utils.errors import GenerationError
 
 V = 12
@@ -16,16 +16,16 @@ V = 12
 
 def changed(options, prompt, generated, logits, breakers=None):
     """The logits before token number len(generated)."""
-    history = History.of(options, prompt, len(logits), breakers)
+    history = PenaltyState.of(options, prompt, len(logits), breakers)
     for token in generated:
-        history = history.after(mx.array([token]), breakers)
+        history = history.with_token(mx.array([token]), breakers)
     bias = mx.array(list(options.logit_bias)), mx.array(list(options.logit_bias.values()), mx.float32)
-    return np.array(penalised_logits(mx.array(logits)[None], options, history, bias if options.logit_bias else None))[0]
+    return np.array(apply_penalties(mx.array(logits)[None], options, history, bias if options.logit_bias else None))[0]
 
 
 def dry(options, said, logits, breakers):
     """DRY from its definition: for every place where the last tokens stood before, how many of them did."""
-    said = said[-options.dry_window :]
+    said = said[-options.dry_penalty_last_n :]
     worst = np.zeros(len(logits))
     for place in range(len(said) - 1):
         length = 0
@@ -51,7 +51,7 @@ few_tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
     st.sampled_from([1.0, 1.3, 2.0]),
 )
 def test_dry_equals_its_definition(prompt, generated, breakers, allowed, window, base):
-    options = SamplingOptions(dry_multiplier=0.8, dry_base=base, dry_allowed_length=allowed, dry_window=window)
+    options = SamplingOptions(dry_multiplier=0.8, dry_base=base, dry_allowed_length=allowed, dry_penalty_last_n=window)
     logits = np.linspace(-3, 3, V, dtype=np.float32)
     table = mx.array([token in breakers for token in range(V)] + [False]) if breakers else None
     ours = changed(options, prompt, generated, logits, table)
@@ -60,34 +60,34 @@ def test_dry_equals_its_definition(prompt, generated, breakers, allowed, window,
 
 def test_dry_breaks_a_loop_and_leaves_what_is_new():
     logits = np.zeros(V, np.float32)
-    options = SamplingOptions(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2, dry_breakers=())
+    options = SamplingOptions(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2, dry_sequence_breakers=())
     assert np.flatnonzero(changed(options, [1, 2, 3, 4, 1, 2], [], logits)).tolist() == [3]
     assert changed(options, [1, 2, 3, 4, 1, 2, 3], [], logits)[4] == -2
     assert not changed(options, [1, 2, 3, 4, 5, 6], [], logits).any()
 
 
 def test_a_long_repetition_stays_finite():
-    options = SamplingOptions(dry_multiplier=100.0, dry_base=100.0, dry_breakers=(), temperature=0)
+    options = SamplingOptions(dry_multiplier=100.0, dry_base=100.0, dry_sequence_breakers=(), temperature=0)
     logits = changed(options, [5] * 400, [5] * 40, np.zeros(V, np.float32))
     assert np.isfinite(logits).all() and logits.argmin() == 5
 
 
-def test_breakers_are_the_tokens_with_their_text(loaded):
-    table = breaker_table(SamplingOptions(dry_multiplier=1.0, dry_breakers=("q", "<|end")), loaded.tokenizer)
-    found = [id for id in range(loaded.tokenizer.vocab_size) if table[id].item()]
-    special = {id for name, id in loaded.tokenizer.special_tokens.items() if "<|end" in name or "q" in name}
-    assert found == sorted(special | {i for i in range(300) if b"q" in loaded.tokenizer.token_bytes(i)}) and found
+def test_breakers_are_the_tokens_with_their_text(lm):
+    table = dry_breaker_mask(SamplingOptions(dry_multiplier=1.0, dry_sequence_breakers=("q", "<|end")), lm.tokenizer)
+    found = [id for id in range(lm.tokenizer.vocab_size) if table[id].item()]
+    special = {id for name, id in lm.tokenizer.special_tokens.items() if "<|end" in name or "q" in name}
+    assert found == sorted(special | {i for i in range(300) if b"q" in lm.tokenizer.token_bytes(i)}) and found
     assert not table[len(table) - 1].item()
 
 
-def test_breakers_that_can_never_act_are_refused(loaded):
+def test_breakers_that_can_never_act_are_refused(lm):
     for options, tokenizer, problem in (
-        ({"dry_breakers": ("no such text",)}, loaded.tokenizer, "no token has 'no such text' in it"),
+        ({"dry_sequence_breakers": ("no such text",)}, lm.tokenizer, "no token has 'no such text' in it"),
         ({}, None, "there is no tokenizer"),
     ):
         with pytest.raises(GenerationError, match=problem):
             Sampler(SamplingOptions(dry_multiplier=1.0, **options), [1], 0, tokenizer=tokenizer)
-    Sampler(SamplingOptions(dry_multiplier=1.0, dry_breakers=()), [1], 0)
+    Sampler(SamplingOptions(dry_multiplier=1.0, dry_sequence_breakers=()), [1], 0)
     Sampler(SamplingOptions(), [1], 0)
 
 
@@ -105,7 +105,7 @@ def test_the_repetition_penalty_is_transformers(seed, penalty):
 
 
 def test_the_repetition_penalty_looks_back_over_its_window_prompt_included():
-    options = SamplingOptions(temperature=0, repetition_penalty=10.0, repetition_window=2)
+    options = SamplingOptions(temperature=0, repetition_penalty=10.0, repetition_context_size=2)
     sampler = Sampler(options, [0, 1], seed=0)
     logits = mx.array([[4.0, 3.0, 2.0, 1.0]])
     assert [sampler(logits).item() for _ in range(5)] == [2, 0, 1, 2, 0]
@@ -131,7 +131,7 @@ def test_presence_and_frequency_count_what_was_generated(prompt, generated, pres
 def test_the_order_is_bias_then_repetition_then_the_others():
     options = SamplingOptions(
         logit_bias={3: -4.0, 5: 1.0}, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
-        dry_multiplier=3.0, dry_allowed_length=1, dry_breakers=(),
+        dry_multiplier=3.0, dry_allowed_length=1, dry_sequence_breakers=(),
     )  # fmt: skip
     ours = changed(options, [1, 3, 7], [3], np.full(V, 2.0, np.float32))
     wanted = np.full(V, 2.0)
@@ -162,15 +162,15 @@ def test_logprobs_are_the_models_whatever_changes_the_draw(dtype, n):
     tokens = [sampler(row).item() for row in logits]
     for row, token in zip(np.array(logits.astype(mx.float32))[:, 0].astype(np.float64), tokens, strict=True):
         wanted = row - np.log(np.exp(row).sum())
-        told = sampler.take_logprobs()
+        told = sampler.pop_logprobs()
         assert told.token == token and told.logprob == pytest.approx(wanted[token], abs=1e-4)
-        assert [entry.logprob for entry in told.top] == pytest.approx(np.sort(wanted)[::-1][:n], abs=1e-4)
-        assert len({entry.token for entry in told.top}) == n
-        assert all(entry.logprob == pytest.approx(wanted[entry.token], abs=1e-4) for entry in told.top)
-    assert sampler.take_logprobs() is None
+        assert [entry.logprob for entry in told.top_logprobs] == pytest.approx(np.sort(wanted)[::-1][:n], abs=1e-4)
+        assert len({entry.token for entry in told.top_logprobs}) == n
+        assert all(entry.logprob == pytest.approx(wanted[entry.token], abs=1e-4) for entry in told.top_logprobs)
+    assert sampler.pop_logprobs() is None
 
 
 def test_no_logprobs_without_the_option():
     sampler = Sampler(SamplingOptions(), [1], 0)
     sampler(mx.zeros((1, V)))
-    assert sampler.take_logprobs() is None
+    assert sampler.pop_logprobs() is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import SamplingOptions, filtered_logits
+from mlxlm.generation import SamplingOptions, filter_logits
 
 V = 50
 
@@ -45,7 +45,7 @@ def normalised(p):
 
 
 def probabilities(logits, options, excluding=None):
-    return np.array(mx.softmax(filtered_logits(mx.array(logits)[None], options, excluding), axis=-1))[0]
+    return np.array(mx.softmax(filter_logits(mx.array(logits)[None], options, excluding), axis=-1))[0]
 
 
 some_options = st.builds(
@@ -142,7 +142,7 @@ def test_extreme_temperatures_stay_finite(temperature):
 def test_xtc_leaves_the_least_likely_top_choice(likely, threshold, kept):
     options = SamplingOptions(temperature=1.0, xtc_probability=0.5, xtc_threshold=threshold)
     logits = mx.log(mx.array([likely, likely]))
-    both = filtered_logits(logits, options, mx.array([True, False]))
+    both = filter_logits(logits, options, mx.array([True, False]))
     assert np.flatnonzero(np.isfinite(np.array(both[0]))).tolist() == kept
     assert np.isfinite(np.array(both[1])).all()
 

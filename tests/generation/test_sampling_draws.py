@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel, Sampler, SamplingOptions, generate
 from mlxlm.generation.drafters import DraftModel
-from mlxlm.generation.gumbel_noise import _exponential, derived_seed, gumbel, step_noise
-from mlxlm.generation.sampling import draw_rows
+from mlxlm.generation.gumbel_noise import _exponential, derive_seed, gumbel_noise, token_noise
+from mlxlm.generation.sampling import sample_batch
 from mlxlm.utils.errors import GenerationError
 from tests.generation.fake_drafters import always
 
@@ -20,7 +20,7 @@ LOGITS = np.random.default_rng(1).normal(scale=2, size=V).astype(np.float32)
 def drawn(options, n=4000, logits=LOGITS):
     """How often each token is drawn as the first of n texts of different seeds."""
     samplers = [Sampler(options, [3, 4, 4, 10], seed) for seed in range(n)]
-    tokens = draw_rows(samplers, mx.broadcast_to(mx.array(logits)[None], (n, len(logits))))
+    tokens = sample_batch(samplers, mx.broadcast_to(mx.array(logits)[None], (n, len(logits))))
     return np.bincount(np.array(tokens), minlength=len(logits))
 
 
@@ -94,7 +94,9 @@ def test_the_tokens_of_one_text_are_independent():
 def test_seeds_beside_each_other_are_independent():
     p = np.array([0.5, 0.3, 0.2])
     logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
-    tokens = np.array(draw_rows([Sampler(SamplingOptions(temperature=1.0), [1], seed) for seed in range(4001)], logits))
+    tokens = np.array(
+        sample_batch([Sampler(SamplingOptions(temperature=1.0), [1], seed) for seed in range(4001)], logits)
+    )
     assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
 
 
@@ -103,8 +105,8 @@ def test_noise_is_fine_near_its_top():
 
     -log(u) has few values there, and unlikely tokens of a large vocabulary would be short of draws.
     """
-    keys = [step_noise(5, step)[0] for step in range(16)]
-    top = np.concatenate([noise[noise > 11] for noise in (np.array(gumbel([key], 250_000)) for key in keys)])
+    keys = [token_noise(5, step)[0] for step in range(16)]
+    top = np.concatenate([noise[noise > 11] for noise in (np.array(gumbel_noise([key], 250_000)) for key in keys)])
     expected = 4_000_000 * -np.expm1(-np.exp(-11))
     assert abs(len(top) - expected) < 4 * expected**0.5
     assert len(set(top.tolist())) == len(top)
@@ -112,7 +114,7 @@ def test_noise_is_fine_near_its_top():
 
 def test_noise_has_gumbels_distribution():
     """Kolmogorov-Smirnov distance of 100,000 numbers to exp(-exp(-x)), below its 99.99 % quantile."""
-    noise = np.sort(np.array(gumbel([step_noise(1, 1)[0]], 100_000))[0].astype(np.float64))
+    noise = np.sort(np.array(gumbel_noise([token_noise(1, 1)[0]], 100_000))[0].astype(np.float64))
     assert np.isfinite(noise).all()
     distance = np.abs(np.exp(-np.exp(-noise)) - (np.arange(100_000) + 0.5) / 100_000).max()
     assert distance < 2.23 / 100_000**0.5
@@ -125,8 +127,8 @@ def test_exponentials_are_exact_at_both_ends():
 
 
 def test_padded_vocabularies_share_their_noise():
-    keys = [step_noise(1, step)[0] for step in range(3)]
-    small, large = gumbel(keys, 151_936), gumbel(keys, 152_064)
+    keys = [token_noise(1, step)[0] for step in range(3)]
+    small, large = gumbel_noise(keys, 151_936), gumbel_noise(keys, 152_064)
     assert mx.array_equal(small, large[:, :151_936])
 
 
@@ -148,9 +150,9 @@ def test_a_text_depends_on_its_seed_alone():
 
 def test_derived_seeds_differ_in_every_part():
     ids = ("1", "2", "1\n2", "\u00e9")
-    seeds = {derived_seed(seed, id, sample) for seed in range(10) for id in ids for sample in range(10)}
+    seeds = {derive_seed(seed, id, sample) for seed in range(10) for id in ids for sample in range(10)}
     assert len(seeds) == 400 and all(0 <= seed < 2**53 for seed in seeds)
-    assert derived_seed(1, "a", 2) == 2229106196240772  # for ever: results are made again from it
+    assert derive_seed(1, "a", 2) == 2229106196240772  # for ever: results are made again from it
 
 
 SETTINGS = [
@@ -159,9 +161,9 @@ SETTINGS = [
     {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
     {"temperature": 1.3, "top_k": 7, "typical_p": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
-    {"temperature": 0, "repetition_penalty": 1.4, "dry_multiplier": 0.9, "dry_breakers": ()},
-    {"temperature": 0.9, "repetition_penalty": 1.4, "repetition_window": 5, "presence_penalty": 0.4,
-     "frequency_penalty": 0.2, "dry_multiplier": 0.9, "dry_breakers": (), "logit_bias": {3: 1.0}, "logprobs": 0},
+    {"temperature": 0, "repetition_penalty": 1.4, "dry_multiplier": 0.9, "dry_sequence_breakers": ()},
+    {"temperature": 0.9, "repetition_penalty": 1.4, "repetition_context_size": 5, "presence_penalty": 0.4,
+     "frequency_penalty": 0.2, "dry_multiplier": 0.9, "dry_sequence_breakers": (), "logit_bias": {3: 1.0}, "logprobs": 0},
 ]  # fmt: skip
 
 
@@ -179,9 +181,9 @@ def test_each_row_is_its_row_alone(rows, size, seed, data):
     logits = mx.random.normal((6, len(rows), size), key=mx.random.key(seed)) * 2
     live = list(range(len(rows)))
     for step in logits:
-        tokens = draw_rows([together[row] for row in live], step[mx.array(live)]).tolist()
+        tokens = sample_batch([together[row] for row in live], step[mx.array(live)]).tolist()
         assert tokens == [alone[row](step[row : row + 1]).item() for row in live]
-        assert [together[row].take_logprobs() for row in live] == [alone[row].take_logprobs() for row in live]
+        assert [together[row].pop_logprobs() for row in live] == [alone[row].pop_logprobs() for row in live]
         if len(live) > 1 and data.draw(st.booleans()):
             live.remove(data.draw(st.sampled_from(live)))
 
@@ -191,32 +193,32 @@ def test_each_row_is_its_row_alone(rows, size, seed, data):
 def test_ahead_draws_what_single_steps_draw(which, seed):
     """Whatever part of it is taken; fork and the sampler it came from then go the same way."""
     options = SamplingOptions(**SETTINGS[which])
-    plain, ahead = Sampler(options, [1, 2, 1], seed), Sampler(options, [1, 2, 1], seed)
+    plain, verify_draft = Sampler(options, [1, 2, 1], seed), Sampler(options, [1, 2, 1], seed)
     logits = mx.random.normal((14, V), key=mx.random.key(seed)) * 2
     wanted = [plain(row[None]).item() for row in logits]
     done = 0
     for taken in (1, 3, 5, 2):
         rows = logits[done : done + taken]
-        tokens, gaps = ahead.ahead(rows, mx.array(wanted[done : done + taken - 1], mx.int32))
+        tokens, gaps = verify_draft.verify_draft(rows, mx.array(wanted[done : done + taken - 1], mx.int32))
         assert tokens.tolist() == wanted[done : done + taken]
         assert (np.array(gaps) >= 0).all()
-        fork = ahead.fork()
+        fork = verify_draft.fork()
         assert [fork(row[None]).item() for row in rows] == wanted[done : done + taken]
-        ahead.advance(tokens)
+        verify_draft.accept_draft(tokens)
         done += taken
-    assert [ahead(row[None]).item() for row in logits[done:]] == wanted[done:]
+    assert [verify_draft(row[None]).item() for row in logits[done:]] == wanted[done:]
     for _ in wanted:
-        assert plain.take_logprobs() == ahead.take_logprobs()
+        assert plain.pop_logprobs() == verify_draft.pop_logprobs()
 
 
 def test_ahead_of_a_wrong_draft_still_draws_its_first_tokens():
-    options = SamplingOptions(temperature=1.0, dry_multiplier=1.0, dry_breakers=(), repetition_penalty=2.0)
+    options = SamplingOptions(temperature=1.0, dry_multiplier=1.0, dry_sequence_breakers=(), repetition_penalty=2.0)
     logits = mx.random.normal((3, V), key=mx.random.key(1))
     wanted = [Sampler(options, [1, 2], 0)(logits[:1]).item()]
     sampler = Sampler(options, [1, 2], 0)
-    tokens, _ = sampler.ahead(logits, mx.array([(wanted[0] + 1) % V, 5]))
+    tokens, _ = sampler.verify_draft(logits, mx.array([(wanted[0] + 1) % V, 5]))
     assert tokens[0].item() == wanted[0]
-    sampler.advance(tokens[:1])
+    sampler.accept_draft(tokens[:1])
     other = Sampler(options, [1, 2], 0)
     other(logits[:1])
     assert sampler(logits[1:2]).item() == other(logits[1:2]).item()
@@ -226,7 +228,7 @@ def test_ahead_of_a_wrong_draft_still_draws_its_first_tokens():
 def test_gaps_are_leads_in_logits(temperature):
     options = SamplingOptions(temperature=temperature, top_k=4)
     logits = mx.random.normal((1, V), key=mx.random.key(2)) * 3
-    token, gap = Sampler(options, [1], 0).ahead(logits, mx.array([], mx.int32))
+    token, gap = Sampler(options, [1], 0).verify_draft(logits, mx.array([], mx.int32))
     for by, same in ((0.99, True), (1.01, False)):
         less = logits - by * gap[:, None] * (mx.arange(V) == token.item())
         drawn = Sampler(options, [1], 0)(less).item()
@@ -251,15 +253,15 @@ def test_logits_that_are_not_numbers_are_an_error(options, value, where, dtype):
     options = SamplingOptions(**options)
     rows = [Sampler(options, [1, 2], seed) for seed in range(3)]
     logits = mx.array(np.stack([LOGITS, broken, LOGITS])).astype(dtype)
-    tokens = draw_rows(rows, logits).tolist()
+    tokens = sample_batch(rows, logits).tolist()
     first, last = (Sampler(options, [1, 2], row)(logits[row : row + 1]).item() for row in (0, 2))
     assert tokens == [first, -1, last]
     for row, token in ((rows[0], tokens[0]), (rows[2], tokens[2])):
-        row.observe(token)
+        row.accept(token)
     with pytest.raises(GenerationError, match="the model's logits are not numbers"):
-        rows[1].observe(-1)
-    ahead, gaps = Sampler(options, [1, 2], 0).ahead(logits[:2], mx.array(tokens[:1]))
-    assert ahead.tolist() == tokens[:2]
+        rows[1].accept(-1)
+    verify_draft, gaps = Sampler(options, [1, 2], 0).verify_draft(logits[:2], mx.array(tokens[:1]))
+    assert verify_draft.tolist() == tokens[:2]
 
 
 @pytest.mark.parametrize("good", [0, 1, 3])
@@ -267,34 +269,34 @@ def test_logits_that_are_not_numbers_are_an_error(options, value, where, dtype):
     "options", [{}, {"regex": "[a-z]{9,}"}, {"temperature": 0, "logprobs": 0}, {"draft": True, "regex": "[a-z]{9,}"},
                 {"draft": True}],
 )  # fmt: skip
-def test_a_model_whose_logits_are_no_numbers_is_an_error(loaded, options, good):
+def test_a_model_whose_logits_are_no_numbers_is_an_error(lm, options, good):
     """From the first pass on, or after some `good` ones; with guesses, too."""
 
     class Broken:
-        layers, passes = loaded.model.layers, 0
+        layers, passes = lm.model.layers, 0
 
         def __call__(self, ids, cache):
             self.passes += 1
-            return loaded.model(ids, cache=cache) * (1 if self.passes <= good else float("nan"))
+            return lm.model(ids, cache=cache) * (1 if self.passes <= good else float("nan"))
 
-    broken = LoadedModel(Broken(), loaded.tokenizer, loaded.config, loaded.path)
+    broken = LoadedModel(Broken(), lm.tokenizer, lm.config, lm.path)
     settings = {name: value for name, value in options.items() if name != "draft"}
-    speculation = always(DraftModel(loaded), 3) if "draft" in options else None
+    speculation = always(DraftModel(lm), 3) if "draft" in options else None
     with pytest.raises(GenerationError, match="not numbers"):
         generate(broken, [5], max_tokens=20, speculation=speculation, **settings)
 
 
 @pytest.mark.parametrize("constraint", [{}, {"regex": "[a-z]{20}"}])
-def test_a_draft_model_without_numbers_changes_nothing(loaded, constraint):
+def test_a_draft_model_without_numbers_changes_nothing(lm, constraint):
     class Broken:
-        layers = loaded.model.layers
+        layers = lm.model.layers
 
         def __call__(self, ids, cache):
-            return loaded.model(ids, cache=cache) * float("nan")
+            return lm.model(ids, cache=cache) * float("nan")
 
-    broken = LoadedModel(Broken(), loaded.tokenizer, loaded.config, loaded.path)
-    wanted = generate(loaded, "x", max_tokens=20, temperature=0, **constraint)
-    found = generate(loaded, "x", max_tokens=20, temperature=0, speculation=always(DraftModel(broken), 3), **constraint)
+    broken = LoadedModel(Broken(), lm.tokenizer, lm.config, lm.path)
+    wanted = generate(lm, "x", max_tokens=20, temperature=0, **constraint)
+    found = generate(lm, "x", max_tokens=20, temperature=0, speculation=always(DraftModel(broken), 3), **constraint)
     assert found.tokens == wanted.tokens
 
 
@@ -306,7 +308,7 @@ def test_tokens_that_cannot_be_are_never_drawn():
 
 
 def test_a_vocabulary_of_one():
-    tokens, _ = Sampler(SamplingOptions(top_p=0.5), [0], 0).ahead(mx.zeros((2, 1)), mx.array([0]))
+    tokens, _ = Sampler(SamplingOptions(top_p=0.5), [0], 0).verify_draft(mx.zeros((2, 1)), mx.array([0]))
     assert tokens.tolist() == [0, 0]
 
 
@@ -314,7 +316,7 @@ def test_a_fork_computes_no_logprobs():
     sampler = Sampler(SamplingOptions(logprobs=2), [1], 0)
     fork = sampler.fork()
     assert fork(mx.array(LOGITS)[None]).item() == sampler(mx.array(LOGITS)[None]).item()
-    assert fork.take_logprobs() is None and sampler.take_logprobs() is not None
+    assert fork.pop_logprobs() is None and sampler.pop_logprobs() is not None
 
 
 @pytest.mark.parametrize("n", [0, 2])
@@ -325,7 +327,7 @@ def test_logprobs_of_no_others_sort_nothing(monkeypatch, n):
         monkeypatch.setattr(mx, name, lambda *a, found=found, **k: sorts.append(1) or found(*a, **k))
     sampler = Sampler(SamplingOptions(temperature=0, logprobs=n), [1], 0)
     token = sampler(mx.array(LOGITS)[None]).item()
-    told = sampler.take_logprobs()
+    told = sampler.pop_logprobs()
     assert told.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(told.top) == n
     assert bool(sorts) == (n > 0)
 
@@ -337,7 +339,7 @@ def test_biases_are_made_once():
     assert Sampler(SamplingOptions(temperature=0, logit_bias={1: -11.0}), [1], 0)._kind != samplers[0]._kind
     for options in made:
         options.logit_bias.clear()
-    assert draw_rows(samplers, mx.broadcast_to(10 * mx.arange(V), (3, V))).tolist() == [0, 0, 0]
+    assert sample_batch(samplers, mx.broadcast_to(10 * mx.arange(V), (3, V))).tolist() == [0, 0, 0]
 
 
 def test_nothing_is_evaluated(monkeypatch):

@@ -17,8 +17,8 @@ from mlxlm.utils.errors import GenerationError
 def test_all_problems_are_named_at_once_with_values_that_work():
     wrong = {
         "temperature": -1, "top_k": -2, "top_p": 0, "min_p": 2, "typical_p": 0, "xtc_probability": 2,
-        "xtc_threshold": 0, "repetition_penalty": 0, "repetition_window": 0, "presence_penalty": 1e9,
-        "frequency_penalty": "1", "dry_multiplier": -1, "dry_base": 0, "dry_allowed_length": 0, "dry_window": 2**40,
+        "xtc_threshold": 0, "repetition_penalty": 0, "repetition_context_size": 0, "presence_penalty": 1e9,
+        "frequency_penalty": "1", "dry_multiplier": -1, "dry_base": 0, "dry_allowed_length": 0, "dry_penalty_last_n": 2**40,
         "seed": -1, "logprobs": -1, "max_tokens": 0, "regex": "",
     }  # fmt: skip
     with pytest.raises(GenerationError) as caught:
@@ -34,7 +34,7 @@ def test_all_problems_are_named_at_once_with_values_that_work():
         {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 1e-9}, {"temperature": "1"},
         {"top_k": 1.5}, {"top_k": True}, {"top_p": float("nan")}, {"top_p": 1.1}, {"min_p": -0.1},
         {"repetition_penalty": float("inf")}, {"seed": 2**64}, {"typical_p": 1.5}, {"xtc_probability": None},
-        {"dry_breakers": ("", "x")}, {"dry_breakers": (1,)}, {"dry_breakers": None}, {"logit_bias": {-1: 0.0}},
+        {"dry_sequence_breakers": ("", "x")}, {"dry_sequence_breakers": (1,)}, {"dry_sequence_breakers": None}, {"logit_bias": {-1: 0.0}},
         {"logit_bias": {"x": 1.0}}, {"logit_bias": {1: float("nan")}}, {"logit_bias": {1: -1e9}},
         {"logit_bias": ["3"]}, {"logit_bias": ["3=x"]}, {"logit_bias": 3}, {"logprobs": 10**6}, {"json_schema": "{"},
         {"json_schema": "[]"}, {"json_schema": 3}, {"json_schema": {1: object()}},
@@ -61,7 +61,7 @@ def test_impossible_settings(setting):
         ({"choice": ("a", "\udcff")}, "a choice is '.udcff' .characters that UTF-8 has"),
         ({"regex": "\udcff"}, "regex is '.udcff' "),
         ({"choice": (1, 2)}, r"a choice is 1 \(a text\)"),
-        ({"dry_breakers": None}, r"a text of dry_breakers is None \(a text\)"),
+        ({"dry_sequence_breakers": None}, r"a text of dry_breakers is None \(a text\)"),
         ({"logit_bias": None}, "logit_bias is None"),
         ({"logit_bias": ["5=1", "6=1", "5=-100"]}, "logit_bias has the token 5 twice"),
         ({"json_schema": [1]}, r"not a JSON schema: it is \[1\]"),
@@ -85,7 +85,11 @@ def test_forms_a_setting_can_be_given_in():
     assert SamplingOptions(json_schema=schema).constraint == "json_schema"
     assert SamplingOptions(json_schema=True).json_schema == "true"
     assert SamplingOptions().constraint is None
-    assert SamplingOptions(dry_breakers="").dry_breakers == SamplingOptions(dry_breakers=[""]).dry_breakers == ()
+    assert (
+        SamplingOptions(dry_sequence_breakers="").dry_sequence_breakers
+        == SamplingOptions(dry_sequence_breakers=[""]).dry_sequence_breakers
+        == ()
+    )
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -98,7 +102,7 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
 def test_a_large_number_is_refused_or_can_be_drawn_with(name, value):
     try:
-        options = GenerationOptions.of(**{"dry_multiplier": 1.0, "dry_breakers": (), name: value})
+        options = GenerationOptions.of(**{"dry_multiplier": 1.0, "dry_sequence_breakers": (), name: value})
     except GenerationError as error:
         assert name in str(error)
         return
@@ -106,7 +110,9 @@ def test_a_large_number_is_refused_or_can_be_drawn_with(name, value):
 
 
 def test_options_survive_a_file_of_json():
-    options = GenerationOptions(logit_bias={5: -1.0}, json_schema={"type": "null"}, dry_breakers=("x",), logprobs=3)
+    options = GenerationOptions(
+        logit_bias={5: -1.0}, json_schema={"type": "null"}, dry_sequence_breakers=("x",), logprobs=3
+    )
     assert GenerationOptions.of(**json.loads(json.dumps(asdict(options)))) == options
 
 
@@ -139,9 +145,9 @@ def test_every_option_of_the_shell_reaches_its_setting(shell, tmp_path):
     schema.write_text('\ufeff{"type": "null"}', encoding="utf-8")
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "xtc_probability": 0.3,
-        "xtc_threshold": 0.2, "repetition_penalty": 1.2, "repetition_window": 9, "presence_penalty": 0.3,
-        "frequency_penalty": 0.4, "dry_multiplier": 0.7, "dry_base": 1.5, "dry_allowed_length": 3, "dry_window": 99,
-        "dry_breakers": ("\n", ";"), "logit_bias": {3: -1.0, 4: 2.0}, "logprobs": 2, "seed": 8, "max_tokens": 5,
+        "xtc_threshold": 0.2, "repetition_penalty": 1.2, "repetition_context_size": 9, "presence_penalty": 0.3,
+        "frequency_penalty": 0.4, "dry_multiplier": 0.7, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 99,
+        "dry_sequence_breakers": ("\n", ";"), "logit_bias": {3: -1.0, 4: 2.0}, "logprobs": 2, "seed": 8, "max_tokens": 5,
         "stop": ("a", "b"),
     }  # fmt: skip
     texts = {"logit_bias": ["3=-1", "4=2"]}

@@ -30,62 +30,62 @@ def near(values):
 
 @settings(max_examples=10)
 @given(st.text(alphabet="The quick, brown世", min_size=1, max_size=60), st.integers(1, 40))
-def test_every_token_behind_the_start_token_in_any_chunks(loaded, text, chunk):
+def test_every_token_behind_the_start_token_in_any_chunks(lm, text, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["mlxlm.generation.score"], "_CHUNK", chunk)
-        found = score(loaded, text)
-    ids = loaded.tokenizer.encode(text)
-    assert found.tokens == ids[1:] and found.logprobs == near(plain(loaded.model, ids))
+        found = score(lm, text)
+    ids = lm.tokenizer.encode(text)
+    assert found.tokens == ids[1:] and found.logprobs == near(plain(lm.model, ids))
     assert found.total == pytest.approx(sum(found.logprobs))
     assert found.bits_per_byte == pytest.approx(-found.total / LN2 / len(text.encode()))
 
 
-def test_behind_a_prompt(loaded):
-    found = score(loaded, " brown fox", prompt="The quick")
-    prompt = loaded.tokenizer.encode("The quick")
-    text = loaded.tokenizer.encode(" brown fox", add_special_tokens=False)
+def test_behind_a_prompt(lm):
+    found = score(lm, " brown fox", prompt="The quick")
+    prompt = lm.tokenizer.encode("The quick")
+    text = lm.tokenizer.encode(" brown fox", add_special_tokens=False)
     assert found.tokens == text
-    assert found.logprobs == near(plain(loaded.model, prompt + text)[len(prompt) - 1 :])
+    assert found.logprobs == near(plain(lm.model, prompt + text)[len(prompt) - 1 :])
     assert found.bits_per_byte == pytest.approx(-found.total / LN2 / len(" brown fox"))
 
 
-def test_the_score_of_a_text_is_what_its_generation_reported(loaded):
-    result = generate(loaded, "The quick", max_tokens=12, temperature=0, logprobs=0)
-    ids = loaded.tokenizer.encode("The quick") + result.tokens
-    assert [token.logprob for token in result.logprobs] == near(plain(loaded.model, ids)[-12:])
+def test_the_score_of_a_text_is_what_its_generation_reported(lm):
+    result = generate(lm, "The quick", max_tokens=12, temperature=0, logprobs=0)
+    ids = lm.tokenizer.encode("The quick") + result.tokens
+    assert [token.logprob for token in result.logprobs] == near(plain(lm.model, ids)[-12:])
     assert [token.token for token in result.logprobs] == result.tokens
 
 
-def without_start(loaded):
+def without_start(lm):
     """The same tokenizer, putting nothing in front of a text."""
 
     class Bare(Tokenizer):
         def __init__(self):
-            self.__dict__ = loaded.tokenizer.__dict__
+            self.__dict__ = lm.tokenizer.__dict__
 
         def encode(self, text, *, add_special_tokens=True, **kind):
             return super().encode(text, add_special_tokens=False, **kind)
 
-    return replace(loaded, tokenizer=Bare())
+    return replace(lm, tokenizer=Bare())
 
 
-def test_a_first_token_with_nothing_in_front_is_not_predicted(loaded):
-    bare = without_start(loaded)
+def test_a_first_token_with_nothing_in_front_is_not_predicted(lm):
+    bare = without_start(lm)
     found = score(bare, TEXT)
     ids = bare.tokenizer.encode(TEXT)
     assert found.tokens == ids and found.logprobs[0] is None
-    assert found.logprobs[1:] == near(plain(loaded.model, ids))
+    assert found.logprobs[1:] == near(plain(lm.model, ids))
     predicted = len(TEXT.encode()) - len(bare.tokenizer.token_bytes(ids[0]))
     assert found.bits_per_byte == pytest.approx(-found.total / LN2 / predicted)
     alone = score(bare, "a")
     assert (alone.logprobs, alone.total) == ([None], 0) and math.isnan(alone.bits_per_byte)
 
 
-def test_the_model_is_likelier_to_say_what_it_says(loaded):
-    said = generate(loaded, "The quick", max_tokens=8, temperature=0).tokens
+def test_the_model_is_likelier_to_say_what_it_says(lm):
+    said = generate(lm, "The quick", max_tokens=8, temperature=0).tokens
     other = [(token + 1) % 300 for token in said]
-    prompt = loaded.tokenizer.encode("The quick")
-    assert sum(plain(loaded.model, prompt + said)[-8:]) > sum(plain(loaded.model, prompt + other)[-8:])
+    prompt = lm.tokenizer.encode("The quick")
+    assert sum(plain(lm.model, prompt + said)[-8:]) > sum(plain(lm.model, prompt + other)[-8:])
 
 
 @pytest.mark.parametrize(
@@ -93,17 +93,17 @@ def test_the_model_is_likelier_to_say_what_it_says(loaded):
     [("", "", "text to score is empty"), ("", "x", "text to score is empty"), ("a " * 200, "", "context 128"),
      ("a " * 40, "b " * 40, "text and prompt have .* context 128")],
 )  # fmt: skip
-def test_refused(loaded, text, prompt, message):
+def test_refused(lm, text, prompt, message):
     with pytest.raises(GenerationError, match=message):
-        score(loaded, text, prompt=prompt)
+        score(lm, text, prompt=prompt)
 
 
-def test_logits_that_are_no_numbers_are_an_error(loaded):
+def test_logits_that_are_no_numbers_are_an_error(lm):
     class Broken:
-        layers, config = loaded.model.layers, loaded.config
+        layers, config = lm.model.layers, lm.config
 
         def __call__(self, ids, cache=None):
-            return loaded.model(ids, cache=cache) * mx.nan
+            return lm.model(ids, cache=cache) * mx.nan
 
     with pytest.raises(GenerationError, match="not numbers"):
-        score(replace(loaded, model=Broken()), TEXT)
+        score(replace(lm, model=Broken()), TEXT)

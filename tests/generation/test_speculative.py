@@ -20,7 +20,7 @@ CACHES = {
 class Greedy:
     """The least that a Sampler is: greedy, and a count of what was committed."""
 
-    blocks, finished = False, False
+    needs_last_token, finished = False, False
 
     def __init__(self, log=None):
         self.committed, self.observed = 0, []
@@ -29,14 +29,14 @@ class Greedy:
         self.committed += 1
         return mx.argmax(logits, axis=-1).astype(mx.int32)
 
-    def ahead(self, logits, draft):
+    def verify_draft(self, logits, draft):
         ranked = mx.sort(logits, axis=-1)
         return mx.argmax(logits, axis=-1), ranked[:, -1] - ranked[:, -2]
 
-    def advance(self, drawn):
+    def accept_draft(self, drawn):
         self.committed += drawn.size
 
-    def observe(self, token):
+    def accept(self, token):
         self.observed.append(token)
 
     def fork(self):
@@ -46,8 +46,8 @@ class Greedy:
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("wrong", [0, 1, 4])
 @pytest.mark.parametrize("count", [1, 8])
-def test_every_token_and_every_yield_is_that_of_the_plain_engine(loaded, kind, wrong, count):
-    plain, ours = Context(loaded.model, CACHES[kind]), Context(loaded.model, CACHES[kind])
+def test_every_token_and_every_yield_is_that_of_the_plain_engine(lm, kind, wrong, count):
+    plain, ours = Context(lm.model, CACHES[kind]), Context(lm.model, CACHES[kind])
     wanted = list(tokens(plain, PROMPT, Greedy(), 56))
     speculation, sampler = always(Oracle(wanted, wrong), count), Greedy()
     found = []
@@ -66,18 +66,18 @@ def test_every_token_and_every_yield_is_that_of_the_plain_engine(loaded, kind, w
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_draft_model_that_is_the_model_is_always_right(loaded, kind):
-    wanted = list(tokens(Context(loaded.model, CACHES[kind]), PROMPT, Greedy(), 60))
-    speculation = always(DraftModel(loaded), 5)
-    assert list(speculation.tokens(Context(loaded.model, CACHES[kind]), PROMPT, Greedy(), 60)) == wanted
+def test_a_draft_model_that_is_the_model_is_always_right(lm, kind):
+    wanted = list(tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60))
+    speculation = always(DraftModel(lm), 5)
+    assert list(speculation.tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60)) == wanted
     stats = speculation.stats
     assert stats.accepted == stats.proposed > (0 if kind == "rotating, tiny" else 40)
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 7, 20])
-def test_leaving_anywhere_is_exact_and_the_text_goes_on_from_there(loaded, taken):
-    wanted = list(tokens(Context(loaded.model), PROMPT, Greedy(), 40))
-    context = Context(loaded.model)
+def test_leaving_anywhere_is_exact_and_the_text_goes_on_from_there(lm, taken):
+    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 40))
+    context = Context(lm.model)
     stream = always(Oracle(wanted, 6), 5).tokens(context, PROMPT, Greedy(), 40)
     found = [next(stream) for _ in range(taken)]
     stream.close()
@@ -87,9 +87,9 @@ def test_leaving_anywhere_is_exact_and_the_text_goes_on_from_there(loaded, taken
     assert context.ids == PROMPT + wanted[:-1]
 
 
-def test_a_text_whose_context_another_one_used_does_not_go_on(loaded):
-    wanted = list(tokens(Context(loaded.model), PROMPT, Greedy(), 40))
-    context, speculation = Context(loaded.model), always(Oracle(wanted), 5)
+def test_a_text_whose_context_another_one_used_does_not_go_on(lm):
+    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 40))
+    context, speculation = Context(lm.model), always(Oracle(wanted), 5)
     left = speculation.tokens(context, PROMPT, Greedy(), 40)
     found = [next(left) for _ in range(9)]
     again = list(tokens(context, PROMPT + found, Greedy(), 31))
@@ -98,9 +98,9 @@ def test_a_text_whose_context_another_one_used_does_not_go_on(loaded):
     assert found + again == wanted and context.ids == PROMPT + wanted[:-1] and exact(context)
 
 
-def test_a_text_left_behind_can_be_closed_late(loaded):
-    wanted = list(tokens(Context(loaded.model), PROMPT, Greedy(), 40))
-    context = Context(loaded.model)
+def test_a_text_left_behind_can_be_closed_late(lm):
+    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 40))
+    context = Context(lm.model)
     left = always(Oracle(wanted), 5).tokens(context, PROMPT, Greedy(), 40)
     found = [next(left) for _ in range(9)]
     again = list(tokens(context, PROMPT + found, Greedy(), 31))
@@ -109,9 +109,9 @@ def test_a_text_left_behind_can_be_closed_late(loaded):
 
 
 @pytest.mark.parametrize("limit", range(1, 12))
-def test_no_pass_goes_beyond_the_limit(loaded, limit):
-    wanted = list(tokens(Context(loaded.model), PROMPT, Greedy(), 20))
-    context = Context(loaded.model)
+def test_no_pass_goes_beyond_the_limit(lm, limit):
+    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 20))
+    context = Context(lm.model)
     speculation = always(Oracle(wanted), 8)
     assert list(speculation.tokens(context, PROMPT, Greedy(), limit)) == wanted[:limit]
     assert context.ids == PROMPT + wanted[: limit - 1] and exact(context)
@@ -128,9 +128,9 @@ class Failing(Greedy):
         self.count()
         return super().__call__(logits)
 
-    def ahead(self, logits, draft):
+    def verify_draft(self, logits, draft):
         self.count()
-        return super().ahead(logits, draft)
+        return super().verify_draft(logits, draft)
 
     def count(self):
         self.passes -= 1
@@ -142,9 +142,9 @@ class Failing(Greedy):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 9, 12])
-def test_an_interrupt_in_a_pass_leaves_empty_contexts_that_work_again(loaded, n):
-    wanted = list(tokens(Context(loaded.model), PROMPT, Greedy(), 20))
-    speculation, context = always(DraftModel(loaded), 3), Context(loaded.model)
+def test_an_interrupt_in_a_pass_leaves_empty_contexts_that_work_again(lm, n):
+    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 20))
+    speculation, context = always(DraftModel(lm), 3), Context(lm.model)
     with pytest.raises(KeyboardInterrupt):
         list(speculation.tokens(context, PROMPT, Failing(n), 20))
     assert context.ids == [] and exact(context)
@@ -152,50 +152,50 @@ def test_an_interrupt_in_a_pass_leaves_empty_contexts_that_work_again(loaded, n)
     assert speculation.stats.accepted == speculation.stats.proposed > 0
 
 
-def test_a_draft_reads_a_prompt_once_and_a_longer_one_from_where_it_departs(loaded):
+def test_a_draft_reads_a_prompt_once_and_a_longer_one_from_where_it_departs(lm):
     calls = []
 
     class Counting:
-        layers = loaded.model.layers
+        layers = lm.model.layers
 
         def __call__(self, ids, cache):
             calls.append(ids.shape[1])
-            return loaded.model(ids, cache=cache)
+            return lm.model(ids, cache=cache)
 
-    draft = DraftModel(LoadedModel(Counting(), loaded.tokenizer, loaded.config, loaded.path))
-    speculation, context = always(draft, 3), Context(loaded.model)
+    draft = DraftModel(LoadedModel(Counting(), lm.tokenizer, lm.config, lm.path))
+    speculation, context = always(draft, 3), Context(lm.model)
     found = list(speculation.tokens(context, PROMPT, Greedy(), 20))
     assert sum(calls) <= len(PROMPT) + 20
     calls.clear()
     longer = PROMPT + found + [8, 9]
     again = list(speculation.tokens(context, longer, Greedy(), 20))
-    assert again == list(tokens(Context(loaded.model), longer, Greedy(), 20))
+    assert again == list(tokens(Context(lm.model), longer, Greedy(), 20))
     assert sum(calls) <= 3 + 2 + 20
 
 
-def test_two_texts_of_one_speculation_at_once(loaded):
+def test_two_texts_of_one_speculation_at_once(lm):
     prompts = [PROMPT, PROMPT[:6] + [3, 4]]
-    wanted = [list(tokens(Context(loaded.model), prompt, Greedy(), 25)) for prompt in prompts]
-    speculation = always(DraftModel(loaded), 4)
-    streams = [speculation.tokens(Context(loaded.model), prompt, Greedy(), 25) for prompt in prompts]
+    wanted = [list(tokens(Context(lm.model), prompt, Greedy(), 25)) for prompt in prompts]
+    speculation = always(DraftModel(lm), 4)
+    streams = [speculation.tokens(Context(lm.model), prompt, Greedy(), 25) for prompt in prompts]
     assert [list(pair) for pair in zip(*zip(*streams, strict=True), strict=True)] == wanted
     assert speculation.stats.proposed
 
 
-def test_close_draws_are_decided_by_a_plain_step(loaded):
+def test_close_draws_are_decided_by_a_plain_step(lm):
     """All logits are made nearly equal: then every draw is close."""
 
     class Flat(Greedy):
-        def ahead(self, logits, draft):
-            drawn, gaps = super().ahead(logits, draft)
+        def verify_draft(self, logits, draft):
+            drawn, gaps = super().verify_draft(logits, draft)
             return drawn, gaps * 0 + 1e-4
 
-    wanted = list(tokens(Context(loaded.model), PROMPT, Greedy(), 30))
-    speculation, context, sampler = always(Oracle(wanted), 4), Context(loaded.model), Flat()
+    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 30))
+    speculation, context, sampler = always(Oracle(wanted), 4), Context(lm.model), Flat()
     found = []
     for token in speculation.tokens(context, PROMPT, sampler, 30):
         found.append(token)
         assert context.ids == PROMPT + (found if len(found) < 30 else found[:-1]) and exact(context)
     assert found == wanted and sampler.committed == 30
-    assert speculation.stats.decided_again == speculation.stats.rounds > 0
+    assert speculation.stats.num_redecoded == speculation.stats.rounds > 0
     assert speculation.stats.accepted == 0

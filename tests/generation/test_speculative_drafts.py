@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation import Context, LoadedModel
-from mlxlm.generation.drafters import CANDIDATES, DraftModel, NgramLookup, can_take_back
+from mlxlm.generation.drafters import CANDIDATES, DraftModel, PromptLookup, max_trimmable_tokens
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
 
@@ -30,64 +30,64 @@ def naive(ids, count):
     return found[len(ids) :]
 
 
-def proposed(guesses, count):
-    found = guesses.propose(count, None, 10)
+def proposed(draft_state, count):
+    found = draft_state.propose(count, None, 10)
     return None if found is None else found.tolist()
 
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 3), max_size=CANDIDATES), st.integers(1, 6))
 def test_lookup_proposes_what_followed_the_longest_suffix(ids, count):
-    guesses = NgramLookup().begin(None, ids, 1)
-    if guesses.right:  # it goes on where it was, also where a longer suffix would be found elsewhere
+    draft_state = PromptLookup().begin(None, ids, 1)
+    if draft_state.last_draft_matched:  # it goes on where it was, also where a longer suffix would be found elsewhere
         return
-    assert proposed(guesses, count) == naive(ids, count)
+    assert proposed(draft_state, count) == naive(ids, count)
 
 
 def test_lookup_follows_a_text_and_knows_when_it_was_right():
-    guesses = NgramLookup().begin(None, [1, 2, 3, 4, 5, 6, 7], 100)
-    assert proposed(guesses, 3) is None and guesses.right is False
-    guesses.read([3])
-    assert proposed(guesses, 3) is None
-    guesses.read([4])
-    assert guesses.right is False and proposed(guesses, 3) == [5, 6, 7]
-    guesses.read([5])
-    assert guesses.right is True and proposed(guesses, 3) == [6, 7, 3]
-    guesses.read([9])
-    assert guesses.right is False and proposed(guesses, 3) is None
+    draft_state = PromptLookup().begin(None, [1, 2, 3, 4, 5, 6, 7], 100)
+    assert proposed(draft_state, 3) is None and draft_state.last_draft_matched is False
+    draft_state.read([3])
+    assert proposed(draft_state, 3) is None
+    draft_state.read([4])
+    assert draft_state.last_draft_matched is False and proposed(draft_state, 3) == [5, 6, 7]
+    draft_state.read([5])
+    assert draft_state.last_draft_matched is True and proposed(draft_state, 3) == [6, 7, 3]
+    draft_state.read([9])
+    assert draft_state.last_draft_matched is False and proposed(draft_state, 3) is None
 
 
 def test_the_latest_of_equally_long_suffixes_counts_and_a_longer_one_wins():
-    assert proposed(NgramLookup().begin(None, [1, 2, 3, 0, 1, 2, 4, 0, 5, 1, 2], 9), 1) == [4]
-    assert proposed(NgramLookup().begin(None, [0, 1, 2, 3, 9, 1, 2, 4, 0, 1, 2], 9), 1) == [3]
+    assert proposed(PromptLookup().begin(None, [1, 2, 3, 0, 1, 2, 4, 0, 5, 1, 2], 9), 1) == [4]
+    assert proposed(PromptLookup().begin(None, [0, 1, 2, 3, 9, 1, 2, 4, 0, 1, 2], 9), 1) == [3]
 
 
 def test_many_places_of_a_pair_cost_no_more_than_a_few():
-    guesses = NgramLookup().begin(None, [1, 2] * 5000, 9)
-    assert max(len(places) for places in guesses._places.values()) <= CANDIDATES
+    draft_state = PromptLookup().begin(None, [1, 2] * 5000, 9)
+    assert max(len(places) for places in draft_state._places.values()) <= CANDIDATES
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused(loaded):
-    other = LoadedModel(loaded.model, train(["another text " * 50], 270), loaded.config, loaded.path)
+def test_a_draft_model_with_another_tokenizer_is_refused(lm):
+    other = LoadedModel(lm.model, train(["another text " * 50], 270), lm.config, lm.path)
     with pytest.raises(GenerationError, match="another tokenizer"):
-        DraftModel(other).check(loaded)
-    DraftModel(loaded).check(loaded)
-    NgramLookup().check(loaded)
+        DraftModel(other).check(lm)
+    DraftModel(lm).check(lm)
+    PromptLookup().check(lm)
 
 
-def test_a_draft_model_that_cannot_take_tokens_back_is_refused(loaded):
+def test_a_draft_model_that_cannot_take_tokens_back_is_refused(lm):
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 300}
     state = {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
     model_class, arguments = utils._get_classes({"model_type": "mamba"})
     model = model_class(arguments.from_dict({"model_type": "mamba", **sizes, **state}))
-    draft = DraftModel(LoadedModel(model, loaded.tokenizer, loaded.config, loaded.path))
+    draft = DraftModel(LoadedModel(model, lm.tokenizer, lm.config, lm.path))
     with pytest.raises(GenerationError, match="can't take tokens back"):
-        draft.begin(Context(loaded.model), [1, 2, 3], 5)
+        draft.begin(Context(lm.model), [1, 2, 3], 5)
 
 
 class Greedy:
-    blocks = False
+    needs_last_token = False
 
     def __call__(self, logits):
         return mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -96,44 +96,44 @@ class Greedy:
         return self
 
 
-def test_a_draft_stops_at_its_own_context_and_with_a_bounded_cache_never(loaded):
-    config = loaded.config.with_changes(max_position_embeddings=32)
-    draft = DraftModel(LoadedModel(loaded.model, loaded.tokenizer, config, loaded.path))
+def test_a_draft_stops_at_its_own_context_and_with_a_bounded_cache_never(lm):
+    config = lm.config.with_changes(max_position_embeddings=32)
+    draft = DraftModel(LoadedModel(lm.model, lm.tokenizer, config, lm.path))
     prompt = list(range(1, 28))
-    guesses = draft.begin(Context(loaded.model), prompt, 100)
-    assert guesses.propose(8, Greedy(), 300).size == 5
-    guesses.read([9] * 10)
-    assert guesses.propose(8, Greedy(), 300) is None and guesses.right is False
-    guesses.close()
-    guesses = draft.begin(Context(loaded.model, KVOptions(size=64, keep=2)), prompt, 100)
+    draft_state = draft.begin(Context(lm.model), prompt, 100)
+    assert draft_state.propose(8, Greedy(), 300).size == 5
+    draft_state.read([9] * 10)
+    assert draft_state.propose(8, Greedy(), 300) is None and draft_state.last_draft_matched is False
+    draft_state.close()
+    draft_state = draft.begin(Context(lm.model, KVOptions(size=64, keep=2)), prompt, 100)
     for _ in range(20):
-        found = guesses.propose(3, Greedy(), 300)
+        found = draft_state.propose(3, Greedy(), 300)
         assert 1 <= found.size <= 3
-        guesses.read([9, 4, 5, 6])
-        assert max(cache.size() for cache in guesses._context.caches) <= 32
-    guesses.close()
+        draft_state.read([9, 4, 5, 6])
+        assert max(cache.size() for cache in draft_state._context.caches) <= 32
+    draft_state.close()
 
 
 @pytest.mark.parametrize("size", [250, 300, 310])
-def test_a_padded_vocabulary_gets_the_width_of_the_other(loaded, size):
+def test_a_padded_vocabulary_gets_the_width_of_the_other(lm, size):
     class Checked(Greedy):
         def __call__(self, logits):
             assert logits.shape == (1, size)
             return super().__call__(logits)
 
-    guesses = DraftModel(loaded).begin(Context(loaded.model), [1, 2, 3], 5)
-    guesses.read([4])
-    assert max(guesses.propose(4, Checked(), size).tolist()) < min(size, 300)
+    draft_state = DraftModel(lm).begin(Context(lm.model), [1, 2, 3], 5)
+    draft_state.read([4])
+    assert max(draft_state.propose(4, Checked(), size).tolist()) < min(size, 300)
 
 
-def test_what_can_be_taken_back(loaded):
-    assert can_take_back(Context(loaded.model), 7) == 7
-    rotating = Context(loaded.model, KVOptions(size=20, keep=2))  # drops 2 at a time
+def test_what_can_be_taken_back(lm):
+    assert max_trimmable_tokens(Context(lm.model), 7) == 7
+    rotating = Context(lm.model, KVOptions(size=20, keep=2))  # drops 2 at a time
     rotating.read(list(range(1, 16)))
-    assert can_take_back(rotating, 9) == 5
+    assert max_trimmable_tokens(rotating, 9) == 5
     rotating.read(list(range(1, 10)))
     before = rotating.caches[0].offset
-    n = can_take_back(rotating, 9)
+    n = max_trimmable_tokens(rotating, 9)
     assert 1 <= n <= 2
     rotating.model(mx.array([[5] * n]), cache=rotating.caches)
     assert rotating.caches[0].can_trim(n) and rotating.caches[0].trim(n) == n

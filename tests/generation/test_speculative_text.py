@@ -10,8 +10,8 @@ import pytest
 from mlxlm.backend.mlx import ON_CPU, mx, tree_map
 from mlxlm.cache import KVOptions
 from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, generate
-from mlxlm.generation.drafters import DraftModel, NgramLookup
-from mlxlm.generation.speculative import MOST, Speculation
+from mlxlm.generation.drafters import DraftModel, PromptLookup
+from mlxlm.generation.speculative import MAX_DRAFT_TOKENS, SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
@@ -21,18 +21,18 @@ PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 
 
 @pytest.fixture(scope="module")
-def soft(loaded):
+def soft(lm):
     """A model whose logits are near enough to each other for sampling, with heads that can be quantized."""
-    config = loaded.config.with_changes(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    config = lm.config.with_changes(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     model = Decoder(config)
-    model.initialize(seed=5)
+    model.init_weights(seed=5)
     model.lm_head.weight = model.lm_head.weight * 6
     mx.eval(model.parameters())
-    return LoadedModel(model, loaded.tokenizer, config, loaded.path)
+    return LoadedModel(model, lm.tokenizer, config, lm.path)
 
 
-def text(loaded, speculation, kv=None, prompt=PROMPT, **options):
-    stream = TextStream(loaded, prompt, GenerationOptions.of(**options), kv=kv, speculation=speculation)
+def text(lm, speculation, kv=None, prompt=PROMPT, **options):
+    stream = TextStream(lm, prompt, GenerationOptions.of(**options), kv=kv, speculation=speculation)
     return list(stream), stream.result
 
 
@@ -43,7 +43,7 @@ OPTIONS = {
     "typical": {"temperature": 1.2, "typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05},
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
     "greedy, penalties": {"temperature": 0, "repetition_penalty": 1.2, "logit_bias": {7: 3.0, 9: -50.0}},
-    "dry": {"temperature": 1.0, "dry_multiplier": 0.8, "dry_breakers": ()},
+    "dry": {"temperature": 1.0, "dry_multiplier": 0.8, "dry_sequence_breakers": ()},
 }
 KINDS = {
     "full": KVOptions(),
@@ -64,7 +64,7 @@ def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
     draft = LoadedModel(disturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
     options = {**OPTIONS[name], "seed": 0, "max_tokens": 40, "logprobs": 2}
     _, wanted = text(soft, None, KINDS[kind], **options)
-    for drafter in (DraftModel(draft), NgramLookup(), Oracle(wanted.tokens, wrong=4)):
+    for drafter in (DraftModel(draft), PromptLookup(), Oracle(wanted.tokens, wrong=4)):
         speculation = always(drafter, 5)
         chunks, found = text(soft, speculation, KINDS[kind], **options)
         assert found.tokens == wanted.tokens and found.text == wanted.text
@@ -73,7 +73,7 @@ def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
         for ours, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
             assert ours.token == theirs.token
             assert ours.logprob == pytest.approx(theirs.logprob, abs=0.02)
-        if not isinstance(drafter, NgramLookup):
+        if not isinstance(drafter, PromptLookup):
             assert speculation.stats.accepted > 0
 
 
@@ -88,7 +88,7 @@ def test_half_precision(soft, dtype, kind):
     speculation = always(Oracle(wanted.tokens), 5)
     assert text(half, speculation, KINDS[kind], temperature=1.0, seed=2, max_tokens=80)[1].tokens == wanted.tokens
     if ON_CPU and kind == "full":
-        assert speculation.stats.decided_again <= 1
+        assert speculation.stats.num_redecoded <= 1
 
 
 def test_stop_strings_and_end_tokens_inside_a_round(soft):
@@ -123,13 +123,13 @@ def test_constraints(soft, constraint):
     for seed in range(3):
         options = {"temperature": 0.8, "seed": seed, "max_tokens": 60, **constraint}
         _, wanted = text(soft, None, **options)
-        for drafter in (DraftModel(draft), NgramLookup(), Oracle(wanted.tokens, wrong=5)):
+        for drafter in (DraftModel(draft), PromptLookup(), Oracle(wanted.tokens, wrong=5)):
             speculation = always(drafter, 4)
             _, found = text(soft, speculation, **options)
             assert (found.tokens, found.text, found.finish_reason) == (wanted.tokens, wanted.text, wanted.finish_reason)
-            assert found.complaint == wanted.complaint
+            assert found.constraint_error == wanted.constraint_error
             accepted += speculation.stats.accepted
-        if "json_schema" in constraint and wanted.complaint is None:
+        if "json_schema" in constraint and wanted.constraint_error is None:
             json.loads(found.text)
     assert accepted > 5
 
@@ -152,7 +152,7 @@ def test_two_tokens_follow_the_models_distribution(soft, drafter):
     proposed = accepted = 0
     for seed in range(texts):
         stream = TextStream(
-            soft, PROMPT, GenerationOptions.of(seed=seed, **options), context=context, end_ids=frozenset(),
+            soft, PROMPT, GenerationOptions.of(seed=seed, **options), context=context, eos_token_ids=frozenset(),
             speculation=speculation,
         )  # fmt: skip
         counts[tuple(chunk.token for chunk in stream)[1:3]] += 1
@@ -182,7 +182,7 @@ def pair_probabilities(model, prompt, temperature, k):
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
-def test_architectures_of_mlx_lm(loaded, kind):
+def test_architectures_of_mlx_lm(lm, kind):
     """A sliding window that fills up, and states that can't be taken back: no guesses there, and the same text."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 300}
@@ -192,7 +192,7 @@ def test_architectures_of_mlx_lm(loaded, kind):
     mx.random.seed(1)
     model_class, arguments = utils._get_classes({"model_type": kind})
     model = model_class(arguments.from_dict({"model_type": kind, **sizes, **heads, **window, **state}))
-    foreign = LoadedModel(model, loaded.tokenizer, loaded.config, loaded.path)
+    foreign = LoadedModel(model, lm.tokenizer, lm.config, lm.path)
     options = {"temperature": 0.5, "seed": 1, "max_tokens": 40}
     _, wanted = text(foreign, None, **options)
     speculation = always(Oracle(wanted.tokens, wrong=4), 4)
@@ -203,26 +203,26 @@ def test_architectures_of_mlx_lm(loaded, kind):
     assert not stats.active and "can't take tokens back" in stats.reason
 
 
-def test_a_model_with_windows(loaded):
-    config = loaded.config.with_changes(sliding_window=16, layer_types=("sliding_attention", "full_attention"))
+def test_a_model_with_windows(lm):
+    config = lm.config.with_changes(sliding_window=16, layer_types=("sliding_attention", "full_attention"))
     model = Decoder(config)
-    model.initialize(seed=3)
+    model.init_weights(seed=3)
     model.lm_head.weight = model.lm_head.weight * 20
-    windowed = LoadedModel(model, loaded.tokenizer, config, loaded.path)
+    windowed = LoadedModel(model, lm.tokenizer, config, lm.path)
     _, wanted = text(windowed, None, temperature=0, max_tokens=110)
-    speculation = always(Oracle(wanted.tokens, wrong=7), MOST)
+    speculation = always(Oracle(wanted.tokens, wrong=7), MAX_DRAFT_TOKENS)
     _, found = text(windowed, speculation, temperature=0, max_tokens=110)
     assert found.tokens == wanted.tokens and speculation.stats.accepted > 60
 
 
-def test_positions_that_change_with_the_length(loaded):
+def test_positions_that_change_with_the_length(lm):
     """ "dynamic" ones, beyond the model's context: tokens read together would be turned otherwise than one by one."""
     scaling = {"rope_type": "dynamic", "factor": 4.0}
-    config = loaded.config.with_changes(max_position_embeddings=32, rope_scaling=scaling)
+    config = lm.config.with_changes(max_position_embeddings=32, rope_scaling=scaling)
     model = Decoder(config)
-    model.initialize(seed=3)
+    model.init_weights(seed=3)
     model.lm_head.weight = model.lm_head.weight * 20
-    dynamic, kv = LoadedModel(model, loaded.tokenizer, config, loaded.path), KVOptions(size=30, keep=0)
+    dynamic, kv = LoadedModel(model, lm.tokenizer, config, lm.path), KVOptions(size=30, keep=0)
     _, wanted = text(dynamic, None, kv, temperature=0, max_tokens=80)
     speculation = always(Oracle(wanted.tokens), 6)
     _, found = text(dynamic, speculation, kv, temperature=0, max_tokens=80)
@@ -271,18 +271,18 @@ def test_ctrl_c_at_any_line_leaves_a_context_that_can_be_used(soft):
     assert interrupted > 10 and lines < stop_at
 
 
-def test_what_cannot_work_is_said(soft, loaded):
-    for most in (0, MOST + 1):
+def test_what_cannot_work_is_said(soft, lm):
+    for num_draft_tokens in (0, MAX_DRAFT_TOKENS + 1):
         with pytest.raises(GenerationError, match="at a time"):
-            Speculation(NgramLookup(), most=most)
+            SpeculativeDecoder(PromptLookup(), num_draft_tokens=num_draft_tokens)
     with pytest.raises(GenerationError, match="another tokenizer"):
         other = LoadedModel(soft.model, train(["another text " * 50], 270), soft.config, soft.path)
-        generate(soft, PROMPT, speculation=Speculation(DraftModel(other)), max_tokens=4)
+        generate(soft, PROMPT, speculation=SpeculativeDecoder(DraftModel(other)), max_tokens=4)
 
 
 def test_without_a_guess_it_says_so(soft):
     """All tokens differ: there is nothing to look up, however well it would pay."""
-    _, found = text(soft, always(NgramLookup(), 4), temperature=0, max_tokens=12, repetition_penalty=100.0)
+    _, found = text(soft, always(PromptLookup(), 4), temperature=0, max_tokens=12, repetition_penalty=100.0)
     assert len(set(found.tokens)) == 12 and found.speculation.proposed == 0
     assert not found.speculation.active and "no guess" in found.speculation.reason
 
@@ -290,11 +290,11 @@ def test_without_a_guess_it_says_so(soft):
 def test_a_text_with_the_real_pace_is_the_same_and_says_how_it_went(soft):
     options = {"temperature": 0, "max_tokens": 100}
     _, wanted = text(soft, None, **options)
-    for drafter in (DraftModel(soft), NgramLookup()):
-        speculation = Speculation(drafter)
+    for drafter in (DraftModel(soft), PromptLookup()):
+        speculation = SpeculativeDecoder(drafter)
         _, found = text(soft, speculation, **options)
         assert found.tokens == wanted.tokens
         stats = found.speculation
         assert stats is speculation.stats and stats.accepted <= stats.proposed
         assert stats.active or stats.reason
-        assert stats.acceptance is None if not stats.proposed else 0 <= stats.acceptance <= 1
+        assert stats.acceptance_rate is None if not stats.proposed else 0 <= stats.acceptance_rate <= 1

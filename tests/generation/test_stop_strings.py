@@ -22,17 +22,17 @@ def cut(text, stops):
 def test_what_is_emitted_is_the_text_before_the_cut(text, stops, sizes):
     matcher = StopStrings(stops)
     wanted = cut(text, stops)
-    emitted, rest = "", text
+    emitted, flush = "", text
     for size in [*sizes, len(text) + 1]:
-        emitted += matcher.push(rest[:size])
-        rest = rest[size:]
+        emitted += matcher.push(flush[:size])
+        flush = flush[size:]
         assert wanted.startswith(emitted)
-    assert matcher.found == (wanted != text)
-    assert emitted + matcher.rest() == wanted
+    assert matcher.matched == (wanted != text)
+    assert emitted + matcher.flush() == wanted
 
 
 @given(letters, stop_lists)
 def test_no_more_is_held_back_than_could_begin_a_stop_string(text, stops):
     matcher = StopStrings(stops)
     held = text[len(matcher.push(text)) :]
-    assert matcher.found or not held or any(stop.startswith(held) and stop != held for stop in stops)
+    assert matcher.matched or not held or any(stop.startswith(held) and stop != held for stop in stops)

@@ -17,9 +17,9 @@ from mlxlm.utils.errors import GenerationError
 class Scripted:
     """A model that answers with given tokens, whatever it is asked; the cache is advanced as by any other."""
 
-    def __init__(self, loaded, answer):
-        self._decoder, self._answer = loaded.model, answer
-        self.layers = loaded.model.layers
+    def __init__(self, lm, answer):
+        self._decoder, self._answer = lm.model, answer
+        self.layers = lm.model.layers
         self.prompt_length = None
 
     def __call__(self, ids, cache=None):
@@ -29,96 +29,96 @@ class Scripted:
         return mx.where(mx.arange(logits.shape[-1]) == wanted, 100.0, mx.zeros_like(logits))
 
 
-def scripted(loaded, prompt, answer):
-    """`loaded`, with a model that answers `prompt` with the tokens of `answer`, a text or ids."""
-    ids = loaded.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
-    model = Scripted(loaded, ids)
-    model.prompt_length = len(loaded.tokenizer.encode(prompt))
-    return LoadedModel(model, loaded.tokenizer, loaded.config, loaded.path)
+def scripted(lm, prompt, answer):
+    """`lm`, with a model that answers `prompt` with the tokens of `answer`, a text or ids."""
+    ids = lm.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
+    model = Scripted(lm, ids)
+    model.prompt_length = len(lm.tokenizer.encode(prompt))
+    return LoadedModel(model, lm.tokenizer, lm.config, lm.path)
 
 
-def test_chunks_join_to_the_result(loaded):
-    text = stream(loaded, "The quick", max_tokens=30, seed=4)
+def test_chunks_join_to_the_result(lm):
+    text = stream(lm, "The quick", max_tokens=30, seed=4)
     chunks = list(text)
     assert "".join(chunk.text for chunk in chunks) == text.result.text
     assert [chunk.token for chunk in chunks] == text.result.tokens
-    assert text.result.text == loaded.tokenizer.decode(text.result.tokens)
+    assert text.result.text == lm.tokenizer.decode(text.result.tokens)
     assert [chunk.finish_reason for chunk in chunks] == [None] * 29 + ["length"]
 
 
-def test_characters_are_never_split(loaded):
+def test_characters_are_never_split(lm):
     answer = "Grüße, 世界! 🦊"
-    chunks = [chunk.text for chunk in stream(scripted(loaded, "x", answer), "x", max_tokens=25, temperature=0)]
+    chunks = [chunk.text for chunk in stream(scripted(lm, "x", answer), "x", max_tokens=25, temperature=0)]
     assert "".join(chunks).startswith(answer)
     assert "\ufffd" not in "".join(chunks)
 
 
-def test_the_end_token_ends_the_text_and_adds_nothing(loaded):
-    eos = loaded.tokenizer.eos_id
-    ids = loaded.tokenizer.encode("The fox", add_special_tokens=False)
-    result = generate(scripted(loaded, "x", [*ids, eos, *ids]), "x", temperature=0)
+def test_the_end_token_ends_the_text_and_adds_nothing(lm):
+    eos = lm.tokenizer.eos_id
+    ids = lm.tokenizer.encode("The fox", add_special_tokens=False)
+    result = generate(scripted(lm, "x", [*ids, eos, *ids]), "x", temperature=0)
     assert (result.text, result.finish_reason, result.tokens) == ("The fox", "eos", [*ids, eos])
 
 
-def test_a_stop_string_is_cut_off_with_everything_behind(loaded):
-    result = generate(scripted(loaded, "x", "The quick brown fox"), "x", temperature=0, stop=["ck b", "zzz"])
+def test_a_stop_string_is_cut_off_with_everything_behind(lm):
+    result = generate(scripted(lm, "x", "The quick brown fox"), "x", temperature=0, stop=["ck b", "zzz"])
     assert (result.text, result.finish_reason) == ("The qui", "stop")
 
 
-def test_text_held_back_is_released_at_the_end(loaded):
-    ids = loaded.tokenizer.encode("The qui", add_special_tokens=False)
-    model = scripted(loaded, "x", [*ids, loaded.tokenizer.eos_id])
+def test_text_held_back_is_released_at_the_end(lm):
+    ids = lm.tokenizer.encode("The qui", add_special_tokens=False)
+    model = scripted(lm, "x", [*ids, lm.tokenizer.eos_id])
     assert generate(model, "x", temperature=0, stop="quick").text == "The qui"
 
 
-def test_an_unfinished_character_is_shown_as_such_at_the_end(loaded):
-    ids = loaded.tokenizer.encode("🦊", add_special_tokens=False)
+def test_an_unfinished_character_is_shown_as_such_at_the_end(lm):
+    ids = lm.tokenizer.encode("🦊", add_special_tokens=False)
     assert len(ids) > 1
-    result = generate(scripted(loaded, "x", ids), "x", temperature=0, max_tokens=1)
+    result = generate(scripted(lm, "x", ids), "x", temperature=0, max_tokens=1)
     assert (result.text, result.finish_reason) == ("\ufffd", "length")
 
 
-def test_the_context_ends_a_text(loaded):
-    result = generate(loaded, [1] * 120, max_tokens=None, temperature=0)
+def test_the_context_ends_a_text(lm):
+    result = generate(lm, [1] * 120, max_tokens=None, temperature=0)
     assert (len(result.tokens), result.finish_reason) == (8, "context")
-    assert generate(loaded, [1] * 120, max_tokens=8, temperature=0).finish_reason == "length"
+    assert generate(lm, [1] * 120, max_tokens=8, temperature=0).finish_reason == "length"
 
 
-def test_equal_seeds_equal_texts_and_a_drawn_seed_is_reported(loaded):
-    first = generate(loaded, "The", max_tokens=20, temperature=1.0)
-    again = generate(loaded, "The", max_tokens=20, temperature=1.0, seed=first.seed)
+def test_equal_seeds_equal_texts_and_a_drawn_seed_is_reported(lm):
+    first = generate(lm, "The", max_tokens=20, temperature=1.0)
+    again = generate(lm, "The", max_tokens=20, temperature=1.0, seed=first.seed)
     assert first.tokens == again.tokens
-    assert first.tokens != generate(loaded, "The", max_tokens=20, temperature=1.0, seed=first.seed + 1).tokens
+    assert first.tokens != generate(lm, "The", max_tokens=20, temperature=1.0, seed=first.seed + 1).tokens
 
 
-def test_timings(loaded):
-    text = stream(loaded, "The quick", max_tokens=5)
+def test_timings(lm):
+    text = stream(lm, "The quick", max_tokens=5)
     before = text.result.timings
-    assert (before.first_token_seconds, before.tokens_per_second) == (None, None)
+    assert (before.time_to_first_token, before.tokens_per_second) == (None, None)
     list(text)
     timings = text.result.timings
-    assert timings.first_token_seconds > 0 and timings.tokens_per_second > 0 and timings.prompt_tokens_per_second > 0
+    assert timings.time_to_first_token > 0 and timings.tokens_per_second > 0 and timings.prompt_tokens_per_second > 0
     assert timings.peak_memory_bytes > 0
 
 
-def test_a_text_left_early_keeps_an_exact_context(loaded):
-    context = Context(loaded.model)
-    prompt = loaded.tokenizer.encode("The quick brown")
-    text = TextStream(loaded, prompt, GenerationOptions(temperature=0), context=context)
+def test_a_text_left_early_keeps_an_exact_context(lm):
+    context = Context(lm.model)
+    prompt = lm.tokenizer.encode("The quick brown")
+    text = TextStream(lm, prompt, GenerationOptions(temperature=0), context=context)
     next(text), next(text)
     text.close()
     assert text.result.finish_reason is None
     assert context.ids == prompt + text.result.tokens
-    follow_up = TextStream(loaded, context.ids + [5], GenerationOptions(temperature=0, max_tokens=1), context=context)
+    follow_up = TextStream(lm, context.ids + [5], GenerationOptions(temperature=0, max_tokens=1), context=context)
     list(follow_up)
     assert follow_up.result.cached_tokens == len(prompt) + 2
 
 
-def test_equal_to_mlx_lm(loaded):
+def test_equal_to_mlx_lm(lm):
     generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
-    prompt = loaded.tokenizer.encode("How are you")
-    theirs = [token for token, _ in generate_step(mx.array(prompt), loaded.model, max_tokens=25)]
-    assert generate(loaded, "How are you", max_tokens=25, temperature=0).tokens == theirs
+    prompt = lm.tokenizer.encode("How are you")
+    theirs = [token for token, _ in generate_step(mx.array(prompt), lm.model, max_tokens=25)]
+    assert generate(lm, "How are you", max_tokens=25, temperature=0).tokens == theirs
 
 
 @pytest.mark.parametrize(
@@ -132,27 +132,27 @@ def test_equal_to_mlx_lm(loaded):
         ("x", {"temprature": 1}, "no setting temprature.*temperature"),
     ],
 )
-def test_refused_before_anything_is_computed(loaded, prompt, options, message):
+def test_refused_before_anything_is_computed(lm, prompt, options, message):
     with pytest.raises(GenerationError, match=message):
-        stream(loaded, prompt, **options)
+        stream(lm, prompt, **options)
 
 
-def test_an_empty_text_begins_with_bos(loaded):
-    bos = loaded.tokenizer.bos_id
+def test_an_empty_text_begins_with_bos(lm):
+    bos = lm.tokenizer.bos_id
     options = {"max_tokens": 5, "temperature": 0}
-    expected = generate(loaded, [bos], **options).tokens
-    assert generate(loaded, "", **options).tokens == expected
-    assert batch(loaded, [""], **options)[0].tokens == expected
+    expected = generate(lm, [bos], **options).tokens
+    assert generate(lm, "", **options).tokens == expected
+    assert batch(lm, [""], **options)[0].tokens == expected
 
 
-def test_logprobs_come_with_the_chunks(loaded):
-    text = stream(loaded, "The quick", max_tokens=9, temperature=1.0, seed=3, logprobs=2)
+def test_logprobs_come_with_the_chunks(lm):
+    text = stream(lm, "The quick", max_tokens=9, temperature=1.0, seed=3, logprobs=2)
     chunks = list(text)
     assert [chunk.logprob for chunk in chunks] == text.result.logprobs
     for chunk in chunks:
-        assert chunk.logprob.token == chunk.token and len(chunk.logprob.top) == 2
-        assert chunk.logprob.top[0][1] >= chunk.logprob.logprob - 1e-5
-    assert stream(loaded, "x").result.logprobs is None
+        assert chunk.logprob.token == chunk.token and len(chunk.logprob.top_logprobs) == 2
+        assert chunk.logprob.top_logprobs[0][1] >= chunk.logprob.logprob - 1e-5
+    assert stream(lm, "x").result.logprobs is None
 
 
 @cache
@@ -171,46 +171,48 @@ def tokenizer_of(kind):
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "llama2"])
 @settings(max_examples=30)
 @given(answer=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12), blanks=st.integers(0, 3))
-def test_the_bytes_of_all_tokens_are_those_of_the_text(loaded, kind, answer, blanks):
+def test_the_bytes_of_all_tokens_are_those_of_the_text(lm, kind, answer, blanks):
     """Also where a character is several tokens."""
-    loaded = replace(loaded, tokenizer=tokenizer_of(kind))
-    ids = loaded.tokenizer.encode(" " * blanks + answer, continues=True)
-    ids = [*ids, loaded.tokenizer.eos_id]
-    result = generate(scripted(loaded, "x", ids), "x", temperature=0, max_tokens=100, logprobs=2)
+    lm = replace(lm, tokenizer=tokenizer_of(kind))
+    ids = lm.tokenizer.encode(" " * blanks + answer, continues=True)
+    ids = [*ids, lm.tokenizer.eos_id]
+    result = generate(scripted(lm, "x", ids), "x", temperature=0, max_tokens=100, logprobs=2)
     assert result.tokens == ids
     assert b"".join(entry.bytes for entry in result.logprobs) == result.text.encode()
     for entry in result.logprobs:
-        assert [top.bytes for top in entry.top if top.token == entry.token] == [entry.bytes]
+        assert [top_logprobs.bytes for top_logprobs in entry.top_logprobs if top_logprobs.token == entry.token] == [
+            entry.bytes
+        ]
 
 
-def test_parts_of_a_character_have_their_own_bytes(loaded):
-    ids = loaded.tokenizer.encode("🦊", continues=True)
-    found = generate(scripted(loaded, "x", ids), "x", temperature=0, max_tokens=len(ids), logprobs=0).logprobs
-    assert len(ids) > 1 and [entry.bytes for entry in found] == [loaded.tokenizer.token_bytes(id) for id in ids]
+def test_parts_of_a_character_have_their_own_bytes(lm):
+    ids = lm.tokenizer.encode("🦊", continues=True)
+    found = generate(scripted(lm, "x", ids), "x", temperature=0, max_tokens=len(ids), logprobs=0).logprobs
+    assert len(ids) > 1 and [entry.bytes for entry in found] == [lm.tokenizer.token_bytes(id) for id in ids]
     assert b"".join(entry.bytes for entry in found) == "🦊".encode()
 
 
-def test_tokens_that_are_not_bytes_have_none(loaded, monkeypatch):
+def test_tokens_that_are_not_bytes_have_none(lm, monkeypatch):
     monkeypatch.setattr(Tokenizer, "has_byte_tokens", False)
-    [entry] = generate(loaded, "x", max_tokens=1, logprobs=1).logprobs
-    assert entry.bytes is None and entry.top[0].bytes is None
+    [entry] = generate(lm, "x", max_tokens=1, logprobs=1).logprobs
+    assert entry.bytes is None and entry.top_logprobs[0].bytes is None
 
 
-def test_a_constrained_text_ends_where_it_is_complete(loaded):
+def test_a_constrained_text_ends_where_it_is_complete(lm):
     for seed in range(5):
-        result = generate(loaded, "x", choice=["The fox", "dog"], temperature=1.0, seed=seed)
+        result = generate(lm, "x", choice=["The fox", "dog"], temperature=1.0, seed=seed)
         assert result.text in ("The fox", "dog")
-        assert (result.finish_reason, result.complaint) == ("eos", None)
+        assert (result.finish_reason, result.constraint_error) == ("eos", None)
 
 
-def test_a_constrained_text_that_is_cut_off_says_so(loaded):
-    result = generate(loaded, "x", regex="[ab]{30}", temperature=1.0, seed=1, max_tokens=4)
-    assert result.finish_reason == "length" and "regex" in result.complaint
+def test_a_constrained_text_that_is_cut_off_says_so(lm):
+    result = generate(lm, "x", regex="[ab]{30}", temperature=1.0, seed=1, max_tokens=4)
+    assert result.finish_reason == "length" and "regex" in result.constraint_error
     assert set(result.text) <= {"a", "b"}
 
 
 @pytest.mark.parametrize(
-    ("constraint", "stop", "text", "reason", "complaint"),
+    ("constraint", "stop", "text", "reason", "constraint_error"),
     [
         ({"choice": "The fox"}, ("\n",), "The fox", "eos", None),
         ({"choice": "The fox"}, ("fox and",), "The fox", "eos", None),
@@ -222,46 +224,50 @@ def test_a_constrained_text_that_is_cut_off_says_so(loaded):
         ({"json_schema": {"const": {}}}, ("}",), "{", "stop", "json_schema"),
     ],
 )  # fmt: skip
-def test_stop_strings_beside_a_constraint(loaded, constraint, stop, text, reason, complaint):
+def test_stop_strings_beside_a_constraint(lm, constraint, stop, text, reason, constraint_error):
     """Whichever comes first ends the text, and what is left of it is judged."""
-    options = {**constraint, "stop": stop, "temperature": 0, "logit_bias": {loaded.tokenizer.eos_id: -1000}}
-    run = stream(loaded, "x", **options)
+    options = {**constraint, "stop": stop, "temperature": 0, "logit_bias": {lm.tokenizer.eos_id: -1000}}
+    run = stream(lm, "x", **options)
     chunks = list(run)
     assert ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason) == (run.result.text, reason)
     assert run.result.text == text
-    said = f"a stop string ended the text before it was what {complaint} asks for"
-    assert run.result.complaint == (said if complaint else None)
-    for together in batch(loaded, ["x", "y"], **options):
-        assert (together.text, together.finish_reason, together.complaint) == (text, reason, run.result.complaint)
+    said = f"a stop string ended the text before it was what {constraint_error} asks for"
+    assert run.result.constraint_error == (said if constraint_error else None)
+    for together in batch(lm, ["x", "y"], **options):
+        assert (together.text, together.finish_reason, together.constraint_error) == (
+            text,
+            reason,
+            run.result.constraint_error,
+        )
 
 
-def test_a_constraint_that_no_token_fulfils_ends_the_text_and_says_so(loaded):
+def test_a_constraint_that_no_token_fulfils_ends_the_text_and_says_so(lm):
     class Few(Tokenizer):
         """One of which no token stands for a z."""
 
         def __init__(self):
-            self.__dict__ = loaded.tokenizer.__dict__ | {"_bytes": {}}
+            self.__dict__ = lm.tokenizer.__dict__ | {"_bytes": {}}
 
         def token_bytes(self, id):
             return super().token_bytes(id).replace(b"z", b"")
 
-    result = generate(replace(loaded, tokenizer=Few()), "x", regex="az", temperature=0)
+    result = generate(replace(lm, tokenizer=Few()), "x", regex="az", temperature=0)
     assert (result.text, result.finish_reason) == ("a", "constraint")
-    assert result.complaint.startswith("regex: ")
+    assert result.constraint_error.startswith("regex: ")
 
 
-def test_without_end_tokens_a_constraint_ends_the_text_itself(loaded):
+def test_without_end_tokens_a_constraint_ends_the_text_itself(lm):
     options = GenerationOptions(temperature=1.0, seed=2, choice=("dog",))
-    text = TextStream(loaded, [5, 6], options, end_ids=frozenset())
+    text = TextStream(lm, [5, 6], options, eos_token_ids=frozenset())
     assert "".join(chunk.text for chunk in text) == "dog"
-    assert (text.result.finish_reason, text.result.complaint) == ("eos", None)
+    assert (text.result.finish_reason, text.result.constraint_error) == ("eos", None)
 
 
-def test_a_schema_that_can_not_be_served_is_refused_before_anything_is_computed(loaded):
+def test_a_schema_that_can_not_be_served_is_refused_before_anything_is_computed(lm):
     with pytest.raises(GenerationError, match="json_schema"):
-        stream(loaded, "x", json_schema={"type": "object", "minProperties": 3, "unheardOf": 1, "$ref": "#/nowhere"})
+        stream(lm, "x", json_schema={"type": "object", "minProperties": 3, "unheardOf": 1, "$ref": "#/nowhere"})
 
 
-def test_options_for_tokens_that_the_model_does_not_have(loaded):
+def test_options_for_tokens_that_the_model_does_not_have(lm):
     with pytest.raises(GenerationError, match="logit_bias names the token 300"):
-        stream(loaded, "x", logit_bias={300: 1})
+        stream(lm, "x", logit_bias={300: 1})

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
-from mlxlm.kernels import attention, cross_entropy, gelu, gelu_tanh, log_softmax, swiglu, using
+from mlxlm.kernels import attention, cross_entropy, gelu, gelu_tanh, log_softmax, swiglu, use_kernels
 from mlxlm.kernels.exp import exp_nonpositive
 from tests import oracle
 
@@ -152,6 +152,6 @@ def test_a_window_on_every_path_without_metal(window, new, old, dtype, tolerance
     wanted, _ = oracle.attention(*map(oracle.as64, (q, k, v)), 0.25, window)
     for path in ("mlx", "blockwise"):
         for training in (True, False):
-            with using(path):
+            with use_kernels(path):
                 found = attention(q, k, v, 0.25, window=window, training=training)
             np.testing.assert_allclose(oracle.as64(found), wanted, atol=tolerance)

@@ -9,9 +9,9 @@ import warnings
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.kernels import Quantized, attention, bench, dispatch, measurements, rms_norm, using
+from mlxlm.kernels import QuantizedKV, attention, bench, dispatch, measurements, rms_norm, use_kernels
 from mlxlm.kernels.attention_dispatch import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
-from mlxlm.kernels.bench import Timing, measure
+from mlxlm.kernels.bench import Timing, benchmark
 from mlxlm.kernels.dispatch import Case, Choice, Operation
 from mlxlm.utils.errors import ConfigError, PlatformError
 
@@ -20,37 +20,37 @@ pytestmark = pytest.mark.usefixtures("new_machine")
 CASE = Case("double", "float32", ("N", "rows"), (8, 4))
 
 
-def operation(metal=lambda x: 2 * x, order=("metal", "mlx"), lacks=lambda path, case: None):
+def operation(metal=lambda x: 2 * x, order=("metal", "mlx"), unsupported_reason=lambda path, case: None):
     return Operation(
         "double",
         {"mlx": lambda x: x + x, "metal": metal},
         lambda case: (order, "it comes first"),
         lambda case: ([mx.arange(case.size("N"), dtype=mx.float32)], {}),
-        lambda case: (case.resized(rows=1),),
-        lacks,
+        lambda case: (case.with_sizes(rows=1),),
+        unsupported_reason,
         differentiable=(0,),
     )
 
 
 def test_the_first_path_that_can_run():
-    assert dispatch.choose(operation(), CASE) == Choice("metal", "it comes first")
+    assert dispatch.choose_path(operation(), CASE) == Choice("metal", "it comes first")
     other = CASE._replace(operation="other")
-    assert dispatch.choose(operation(order=("mlx", "metal")), other).path == "mlx"
+    assert dispatch.choose_path(operation(order=("mlx", "metal")), other).path == "mlx"
 
 
 def test_a_path_that_lacks_something_is_passed_over_and_the_reason_told():
-    lacking = operation(lacks=lambda path, case: "it has no N of 8" if path == "metal" else None)
-    choice = dispatch.choose(lacking, CASE)
+    lacking = operation(unsupported_reason=lambda path, case: "it has no N of 8" if path == "metal" else None)
+    choice = dispatch.choose_path(lacking, CASE)
     assert choice.path == "mlx" and "not metal: it has no N of 8" in choice.why
-    with using("metal"):  # wherever it exists
-        assert dispatch.choose(lacking, CASE).path == "mlx"
+    with use_kernels("metal"):  # wherever it exists
+        assert dispatch.choose_path(lacking, CASE).path == "mlx"
 
 
 def test_without_metal_there_is_no_kernel(monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
-    assert dispatch.choose(operation(), CASE).path == "mlx"
-    with using("metal"), pytest.raises(PlatformError, match="no Metal"):
-        dispatch.choose(operation(), CASE)
+    assert dispatch.choose_path(operation(), CASE).path == "mlx"
+    with use_kernels("metal"), pytest.raises(PlatformError, match="no Metal"):
+        dispatch.choose_path(operation(), CASE)
 
 
 @mx.custom_function
@@ -79,12 +79,12 @@ def not_compiled(x):
 )
 def test_a_bad_kernel_is_switched_off_with_one_warning(broken, message):
     with pytest.warns(UserWarning, match=message) as caught:
-        assert dispatch.choose(operation(broken), CASE).path == "mlx"
+        assert dispatch.choose_path(operation(broken), CASE).path == "mlx"
         # Another length is the same kernel: it is not tried again.
-        assert dispatch.choose(operation(broken), CASE.resized(rows=4096)).path == "mlx"
+        assert dispatch.choose_path(operation(broken), CASE.with_sizes(rows=4096)).path == "mlx"
     assert len(caught) == 1
-    with using("metal"), pytest.raises(PlatformError):
-        dispatch.choose(operation(broken), CASE)
+    with use_kernels("metal"), pytest.raises(PlatformError):
+        dispatch.choose_path(operation(broken), CASE)
 
 
 def test_a_kernel_is_tried_once_per_machine():
@@ -94,14 +94,16 @@ def test_a_kernel_is_tried_once_per_machine():
         calls.append(x)
         return 2 * x
 
-    dispatch.choose(operation(counted), CASE)
+    dispatch.choose_path(operation(counted), CASE)
     tried = len(calls)
     assert tried
-    assert json.loads(measurements.path().read_text())[measurements.machine()]["verified"] == ["double float32 N=8 rows=1"]
+    assert json.loads(measurements.cache_path().read_text())[measurements.device_key()]["verified"] == [
+        "double float32 N=8 rows=1"
+    ]
     dispatch._choices.clear()
     dispatch._failures.clear()
     measurements._read.cache_clear()
-    assert dispatch.choose(operation(counted), CASE).path == "metal"
+    assert dispatch.choose_path(operation(counted), CASE).path == "metal"
     assert len(calls) == tried
 
 
@@ -118,7 +120,7 @@ def test_the_first_use_may_come_within_a_transformed_gradient(transform):
 def test_the_first_use_in_many_threads_is_one():
     calls = []
     double = operation(lambda x: calls.append(x) or 2 * x)
-    threads = [threading.Thread(target=dispatch.choose, args=(double, CASE)) for _ in range(6)]
+    threads = [threading.Thread(target=dispatch.choose_path, args=(double, CASE)) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -126,18 +128,18 @@ def test_the_first_use_in_many_threads_is_one():
     once = len(calls)
     dispatch._choices.clear()
     dispatch._failures.clear()
-    measurements.path().unlink()
+    measurements.cache_path().unlink()
     measurements._read.cache_clear()
-    dispatch.choose(double, CASE)
+    dispatch.choose_path(double, CASE)
     assert len(calls) == 2 * once
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 3}', '{"MACHINE": {"measured": [], "verified": 1}}', "\xff"])
 def test_a_malformed_record_is_as_good_as_none(content):
-    measurements.path().parent.mkdir(parents=True)
-    measurements.path().write_text(content.replace("MACHINE", measurements.machine()), encoding="latin-1")
-    assert dispatch.choose(operation(), CASE).path == "metal"
-    assert measurements.fastest(str(CASE)) is None
+    measurements.cache_path().parent.mkdir(parents=True)
+    measurements.cache_path().write_text(content.replace("MACHINE", measurements.device_key()), encoding="latin-1")
+    assert dispatch.choose_path(operation(), CASE).path == "metal"
+    assert measurements.fastest_path(str(CASE)) is None
 
 
 def test_a_record_that_cannot_be_written_changes_nothing(monkeypatch, tmp_path):
@@ -145,7 +147,7 @@ def test_a_record_that_cannot_be_written_changes_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch.choose(operation(), CASE).path == "metal"
+        assert dispatch.choose_path(operation(), CASE).path == "metal"
 
 
 def test_a_user_without_a_home(monkeypatch):
@@ -154,39 +156,39 @@ def test_a_user_without_a_home(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("pathlib.Path.home", none)
-    assert dispatch.choose(operation(), CASE).path == "metal"
+    assert dispatch.choose_path(operation(), CASE).path == "metal"
 
 
 def test_what_was_measured_fastest_is_taken_among_those_that_may():
-    measurements.measured(str(CASE), {"fastest": "mlx"})
-    assert dispatch.choose(operation(), CASE) == Choice("mlx", "measured fastest here")
-    dispatch.forget_choices()
-    assert dispatch.choose(operation(order=("metal",)), CASE).path == "metal"  # memory decides: mlx may not
+    measurements.save_measurement(str(CASE), {"fastest": "mlx"})
+    assert dispatch.choose_path(operation(), CASE) == Choice("mlx", "measured fastest here")
+    dispatch.clear_choices()
+    assert dispatch.choose_path(operation(order=("metal",)), CASE).path == "metal"  # memory decides: mlx may not
 
 
 def test_a_record_of_another_machine_is_kept_and_not_used(monkeypatch):
-    measurements.measured(str(CASE), {"fastest": "mlx"})
-    monkeypatch.setattr(measurements, "machine", lambda: "another")
-    assert measurements.fastest(str(CASE)) is None
-    measurements.measured(str(CASE), {"fastest": "metal"})
-    assert len(json.loads(measurements.path().read_text())) == 2
+    measurements.save_measurement(str(CASE), {"fastest": "mlx"})
+    monkeypatch.setattr(measurements, "device_key", lambda: "another")
+    assert measurements.fastest_path(str(CASE)) is None
+    measurements.save_measurement(str(CASE), {"fastest": "metal"})
+    assert len(json.loads(measurements.cache_path().read_text())) == 2
 
 
 def test_what_another_process_measures_meanwhile_is_kept():
-    assert measurements.fastest(str(CASE)) is None  # read before the other process writes
-    code = f"from mlxlm.kernels import records; records.measured({str(CASE)!r}, {{'fastest': 'mlx'}})"
+    assert measurements.fastest_path(str(CASE)) is None  # read before the other process writes
+    code = f"from mlxlm.kernels import records; records.save_measurement({str(CASE)!r}, {{'fastest': 'mlx'}})"
     subprocess.run([sys.executable, "-c", code], check=True)
-    measurements.verified("something else")
-    assert measurements.fastest(str(CASE)) == "mlx" and measurements.is_verified("something else")
+    measurements.save_verified("something else")
+    assert measurements.fastest_path(str(CASE)) == "mlx" and measurements.is_verified("something else")
 
 
 def test_modes(monkeypatch):
-    with using("mlx"):
-        assert dispatch.choose(operation(), CASE) == Choice("mlx", "asked for")
-    with using("blockwise"):  # this operation has no such path
-        assert dispatch.choose(operation(), CASE).path == "metal"
+    with use_kernels("mlx"):
+        assert dispatch.choose_path(operation(), CASE) == Choice("mlx", "asked for")
+    with use_kernels("blockwise"):  # this operation has no such path
+        assert dispatch.choose_path(operation(), CASE).path == "metal"
     monkeypatch.setattr(dispatch, "_environment", "mlx")
-    assert dispatch.choose(operation(), CASE).path == "mlx"
+    assert dispatch.choose_path(operation(), CASE).path == "mlx"
     monkeypatch.setattr(dispatch, "_environment", "fast")
     with pytest.raises(ConfigError, match="'fast'.*auto, metal, mlx, blockwise"):
         operation().implementation(CASE)
@@ -194,7 +196,7 @@ def test_modes(monkeypatch):
 
 def test_a_mode_is_of_its_thread():
     seen = []
-    with using("mlx"):
+    with use_kernels("mlx"):
         thread = threading.Thread(target=lambda: seen.append(dispatch.mode()))
         thread.start()
         thread.join()
@@ -210,7 +212,7 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: True)
 
     def order(operation, *args, **sizes):
-        return operation.prefers(case(operation, *args, **sizes))[0]
+        return operation.preferred_paths(case(operation, *args, **sizes))[0]
 
     assert order(DECODE, 1)[0] == "mlx" and order(DECODE, 1, D=80)[0] == "metal"
     assert order(DECODE, 8, K=1)[0] == "metal"  # 64 rows for one key head
@@ -224,13 +226,13 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("T, first", [(1, "mlx"), (513, "mlx"), (1023, "mlx"), (1024, "metal"), (5000, "metal")])
 def test_memory_decides_for_long_gradients(T, first):
-    assert TRAINING.prefers(case(TRAINING, T, dtype="float32"))[0][0] == first
+    assert TRAINING.preferred_paths(case(TRAINING, T, dtype="float32"))[0][0] == first
 
 
 @pytest.mark.skipif(not ON_CPU, reason="MLX fuses prompts on a GPU")
 def test_memory_decides_for_long_prompts_on_a_cpu():
-    assert PREFILL.prefers(case(PREFILL, 1500))[0][0] == "blockwise"
-    assert PREFILL.prefers(case(PREFILL, 500))[0][0] == "mlx"
+    assert PREFILL.preferred_paths(case(PREFILL, 1500))[0][0] == "blockwise"
+    assert PREFILL.preferred_paths(case(PREFILL, 500))[0][0] == "mlx"
 
 
 @pytest.mark.skipif(not ON_CPU, reason="the paths of a CPU")
@@ -239,7 +241,7 @@ def test_soft_cap_takes_a_path_that_has_one(monkeypatch):
     q = mx.ones((1, 2, 12, 32))
     for training in (True, False):
         attention(q, q, q, 0.1, softcap=5.0, training=training)
-    with using("mlx"):
+    with use_kernels("mlx"):
         attention(q, q, q, 0.1, softcap=5.0)
     assert len(dispatch._choices) == 3
     assert {choice.path for choice in dispatch._choices.values()} == {"blockwise"}
@@ -250,7 +252,7 @@ def test_soft_cap_takes_a_path_that_has_one(monkeypatch):
 @pytest.mark.parametrize("training", [True, False])
 def test_empty_and_blind_rows(path, training, monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
-    with using(path):
+    with use_kernels(path):
         for shape in ((0, 2, 3, 8), (1, 2, 0, 8)):
             q, k = mx.ones(shape), mx.ones((shape[0], 2, 5, 8))
             assert attention(q, k, k, 1.0, training=training).shape == shape
@@ -261,7 +263,7 @@ def test_empty_and_blind_rows(path, training, monkeypatch):
 
 
 Q, KV = mx.ones((1, 4, 3, 8)), mx.ones((1, 2, 5, 8))
-Q64, PACKED = mx.ones((1, 2, 1, 64)), Quantized.of(mx.ones((1, 2, 5, 64)), 4, 64)
+Q64, PACKED = mx.ones((1, 2, 1, 64)), QuantizedKV.of(mx.ones((1, 2, 5, 64)), 4, 64)
 REFUSED = {
     "shapes of keys and values": lambda: attention(Q, KV, KV[:, :, :4], 1.0),
     "dtypes": lambda: attention(Q, KV.astype(mx.float16), KV, 1.0),
@@ -274,7 +276,7 @@ REFUSED = {
     "softcap": lambda: attention(Q, KV, KV, 1.0, softcap=0.0),
     "slopes": lambda: attention(Q, KV, KV, 1.0, slopes=mx.ones(3)),
     "bits": lambda: attention(Q64, PACKED._replace(bits=8), PACKED, 1.0),
-    "group sizes": lambda: attention(Q64, Quantized.of(mx.ones((1, 2, 5, 64)), 4, 32), PACKED, 1.0),
+    "group sizes": lambda: attention(Q64, QuantizedKV.of(mx.ones((1, 2, 5, 64)), 4, 32), PACKED, 1.0),
     "a dtype unlike the scales'": lambda: attention(Q64.astype(mx.float16), PACKED, PACKED, 1.0),
     "first of another length": lambda: attention(Q, KV, KV, 1.0, first=mx.zeros(2, mx.int32)),
     "a weight of one element": lambda: rms_norm(mx.ones((64, 64)), mx.ones(1), 1e-5),
@@ -297,7 +299,7 @@ def test_attention_on_quantized_keys_equals_attention_on_what_they_stand_for(bit
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
     q = mx.random.normal((2, 6, T, 64), key=mx.random.key(0))
     k, v = (mx.random.normal((2, 2, 21, 64), key=mx.random.key(i)) for i in (1, 2))
-    held = [x if b is None else Quantized.of(x, b, 32) for x, b in zip((k, v), bits, strict=True)]
+    held = [x if b is None else QuantizedKV.of(x, b, 32) for x, b in zip((k, v), bits, strict=True)]
     plain = [x if b is None else x.dequantized() for x, b in zip(held, bits, strict=True)]
     slopes, first = -(2.0 ** -mx.arange(1, 7)), mx.array([0, 5], mx.int32)
     for options in ({}, {"window": 7}, {"softcap": 2.0, "slopes": slopes}, {"first": first, "window": 7}):
@@ -317,7 +319,7 @@ def test_what_lies_before_the_first_key_is_as_if_it_were_not_there(path, T, wind
     q, k, v = (mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes))
     k[1, :, :7], v[1, :, :7] = 1e4, 1e4
     options = {"window": window, **({"softcap": 3.0, "slopes": mx.linspace(0.1, 0.6, 6)} if biased else {})}
-    with using(path):
+    with use_kernels(path):
         found = attention(q, k, v, 0.3, first=mx.array(begins, mx.int32), **options)
     assert mx.isfinite(found).all()
     for row, begin in enumerate(begins):
@@ -342,7 +344,7 @@ def test_many_scores_of_a_decoded_token(first):
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_dequantized_values_are_mlx_s_to_the_bit(bits, group_size):
     x = mx.random.normal((2, 3, 5, 128), key=mx.random.key(0)) * mx.array([1e-3, 1.0, 1e3])[:, None, None]
-    held = Quantized.of(x, bits, group_size)
+    held = QuantizedKV.of(x, bits, group_size)
     assert held.shape == x.shape
     assert mx.array_equal(held.dequantized(), mx.dequantize(*held.arrays, group_size=group_size, bits=bits))
 
@@ -353,17 +355,17 @@ def timings(**medians_and_peaks):
 
 def test_mlx_s_own_gradient_is_taken_for_long_texts_where_it_is_faster_and_needs_no_more_memory():
     long = case(TRAINING, 2048, dtype="float32")
-    order = TRAINING.prefers(long)[0]
+    order = TRAINING.preferred_paths(long)[0]
     fused, square = timings(metal=(2, 100), mlx=(1, 150)), timings(metal=(2, 100), mlx=(1, 900))
     assert (bench._fastest(order, long, fused), bench._fastest(order, long, square)) == ("mlx", "metal")
-    measurements.measured(str(long), {"fastest": "mlx"})
-    assert dispatch.choose(TRAINING, long) == Choice("mlx", "measured fastest here")
+    measurements.save_measurement(str(long), {"fastest": "mlx"})
+    assert dispatch.choose_path(TRAINING, long) == Choice("mlx", "measured fastest here")
 
 
 def test_every_path_that_may_be_taken_is_measured(monkeypatch):
     monkeypatch.setattr(dispatch, "metal_available", lambda: False)
     long = attention_case(TRAINING, "float32", 8, 2, 1, 1024, 1024, None, None, None)
-    assert set(measure(TRAINING, long, 1).timings) == {"blockwise", "mlx"}
+    assert set(benchmark(TRAINING, long, 1).timings) == {"blockwise", "mlx"}
     monkeypatch.setattr("mlxlm.backend.device.device_memory", lambda: 1 << 20)
-    measured = measure(TRAINING, long, 1)
-    assert set(measured.timings) == {"blockwise"} and "too much memory" in measured.refused["mlx"]
+    measured = benchmark(TRAINING, long, 1)
+    assert set(measured.timings) == {"blockwise"} and "too much memory" in measured.skipped["mlx"]

@@ -3,16 +3,16 @@
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.eval_points import evaluate_along, waypoint, waypoints
+from mlxlm.kernels.eval_points import eval_at_points, eval_point, eval_points
 
 
 def test_points_are_those_of_the_graph_built_inside_in_its_order():
-    outside = waypoint(mx.zeros((1,)))
-    with waypoints() as points:
-        first = waypoint(mx.ones((2,)) + 1)
-        with waypoints() as inner:
-            apart = waypoint(first * 3)
-        last = waypoint(first * 2)
+    outside = eval_point(mx.zeros((1,)))
+    with eval_points() as points:
+        first = eval_point(mx.ones((2,)) + 1)
+        with eval_points() as inner:
+            apart = eval_point(first * 3)
+        last = eval_point(first * 2)
     assert [x is y for x, y in zip(points, (first, last), strict=True)] == [True, True]
     assert len(inner) == 1 and inner[0] is apart
     assert outside.item() == 0
@@ -21,28 +21,28 @@ def test_points_are_those_of_the_graph_built_inside_in_its_order():
 def test_values_are_as_without_points_and_the_list_is_let_go_of():
     def chain(x):
         for i in range(12):
-            x = waypoint(mx.sin(x) + i)
+            x = eval_point(mx.sin(x) + i)
         return x
 
     x = mx.linspace(0, 1, 1000)
-    with waypoints() as points:
+    with eval_points() as points:
         y = chain(x)
     assert len(points) == 12
-    evaluate_along(points)
+    eval_at_points(points)
     assert points == []
     np.testing.assert_array_equal(np.array(y), np.array(chain(x)))
-    evaluate_along([])
+    eval_at_points([])
 
 
 def test_what_is_done_is_not_kept():
     """Of a chain of 40 arrays of 4 MB, a few are alive at a time."""
     x = mx.zeros((1 << 20,))
     mx.eval(x)
-    with waypoints() as points:
+    with eval_points() as points:
         for _ in range(40):
-            x = waypoint(x + 1)
+            x = eval_point(x + 1)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    evaluate_along(points)
+    eval_at_points(points)
     assert x[0].item() == 40
     assert mx.get_peak_memory() - before < 6 * (4 << 20)

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels import attention, using
+from mlxlm.kernels import attention, use_kernels
 from mlxlm.kernels import blockwise_attention as module
 from mlxlm.kernels.attention_dispatch import TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import blockwise_attention
-from mlxlm.kernels.mlx_attention import plain_attention
+from mlxlm.kernels.mlx_attention import mlx_attention
 from tests import oracle
 
-BLOCKWISE, PLAIN = blockwise_attention, plain_attention
+BLOCKWISE, PLAIN = blockwise_attention, mlx_attention
 
 
 def random(shape, seed):
@@ -44,19 +44,19 @@ def test_a_packed_row_is_each_document_alone(rows, heads, window, softcap, alibi
     K, G = heads
     T = max(map(sum, rows))
     rows = [[*lengths, T - sum(lengths)] if sum(lengths) < T else lengths for lengths in rows]
-    segments = mx.array(np.stack([np.repeat(np.arange(len(r)), r) for r in rows])).astype(mx.int32)
+    segment_ids = mx.array(np.stack([np.repeat(np.arange(len(r)), r) for r in rows])).astype(mx.int32)
     q, k, v = (random((len(rows), n, T, 8), i) for i, n in enumerate((K * G, K, K)))
     g = random(q.shape, 3)
     options = {"window": window}
     if path is BLOCKWISE:
         options |= {"softcap": softcap, "slopes": -(2.0 ** -mx.arange(1, K * G + 1)) if alibi else None}
-    before = blockwise_attention._BLOCK_BYTES, blockwise_attention._LEAST_ROWS
-    blockwise_attention._BLOCK_BYTES, blockwise_attention._LEAST_ROWS = 3000, 1
+    before = module._BLOCK_BYTES, module._LEAST_ROWS
+    module._BLOCK_BYTES, module._LEAST_ROWS = 3000, 1
     try:
-        (out,), grads = mx.vjp(lambda *x: path(*x, 0.4, segments=segments, **options), [q, k, v], [g])
+        (out,), grads = mx.vjp(lambda *x: path(*x, 0.4, segment_ids=segment_ids, **options), [q, k, v], [g])
         mx.eval(out, grads)
     finally:
-        blockwise_attention._BLOCK_BYTES, blockwise_attention._LEAST_ROWS = before
+        module._BLOCK_BYTES, module._LEAST_ROWS = before
     for b, lengths in enumerate(rows):
         for start, stop in documents(lengths):
             parts = [alone(x[b : b + 1], start, stop) for x in (q, k, v)]
@@ -74,8 +74,8 @@ def test_the_gradient_with_soft_cap_and_alibi_is_that_of_the_documents_alone(mon
     options = {"window": 9, "softcap": 2.0, "slopes": mx.array([-0.5, -0.25])}
     q, k, v, g = (random((1, n, 40, 8), n + i) for i, n in enumerate((2, 1, 1, 2)))
     lengths = np.array([7, 20, 1, 12])
-    segments = mx.array(np.repeat(np.arange(4), lengths)[None]).astype(mx.int32)
-    _, together = mx.vjp(lambda *x: blockwise_attention(*x, 0.6, segments=segments, **options), [q, k, v], [g])
+    segment_ids = mx.array(np.repeat(np.arange(4), lengths)[None]).astype(mx.int32)
+    _, together = mx.vjp(lambda *x: blockwise_attention(*x, 0.6, segment_ids=segment_ids, **options), [q, k, v], [g])
     for start, stop in documents(lengths):
         parts = [x[:, :, start:stop] for x in (q, k, v, g)]
         _, single = mx.vjp(lambda *x: blockwise_attention(*x, 0.6, **options), parts[:3], parts[3:])
@@ -88,9 +88,9 @@ def test_the_gradient_with_soft_cap_and_alibi_is_that_of_the_documents_alone(mon
 def test_the_operation_in_every_mode(mode, training):
     """Kernels that know no documents are passed over."""
     q, k, v = (random((2, n, 12, 8), n) for n in (4, 2, 2))
-    segments = mx.array([[0] * 5 + [1] * 7, [0] * 12]).astype(mx.int32)
-    with using(mode):
-        out = attention(q, k, v, 0.3, segments=segments, training=training)
+    segment_ids = mx.array([[0] * 5 + [1] * 7, [0] * 12]).astype(mx.int32)
+    with use_kernels(mode):
+        out = attention(q, k, v, 0.3, segment_ids=segment_ids, training=training)
     for b, lengths in enumerate(([5, 7], [12])):
         for start, stop in documents(lengths):
             wanted, _ = oracle.attention(*(alone(x[b : b + 1], start, stop) for x in (q, k, v)), 0.3)
@@ -99,19 +99,19 @@ def test_the_operation_in_every_mode(mode, training):
 
 def test_metal_kernels_say_that_they_lack_documents():
     case = attention_case(TRAINING, "float32", 64, 4, 2, 512, 512, None, None, None, None, mx.zeros((1, 512)))
-    assert "segments" in case.features
-    assert TRAINING.lacks("metal", case) == "it has no segments"
-    assert TRAINING.lacks("mlx", case) is None and TRAINING.lacks("blockwise", case) is None
+    assert "segment_ids" in case.features
+    assert TRAINING.unsupported_reason("metal", case) == "it has no segments"
+    assert TRAINING.unsupported_reason("mlx", case) is None and TRAINING.unsupported_reason("blockwise", case) is None
 
 
-@pytest.mark.parametrize("segments", [mx.zeros((1, 5), mx.int32), mx.zeros((2, 6), mx.int32), mx.zeros((1, 6))])
-def test_segments_that_do_not_fit(segments):
+@pytest.mark.parametrize("segment_ids", [mx.zeros((1, 5), mx.int32), mx.zeros((2, 6), mx.int32), mx.zeros((1, 6))])
+def test_segments_that_do_not_fit(segment_ids):
     q = random((1, 1, 6, 8), 0)
     with pytest.raises(ValueError, match=r"segments are .*int32 \(1, 6\)"):
-        attention(q, q, q, 1.0, segments=segments)
+        attention(q, q, q, 1.0, segment_ids=segment_ids)
     k = random((1, 1, 9, 8), 0)
     with pytest.raises(ValueError, match="as many queries"):
-        attention(q, k, k, 1.0, segments=mx.zeros((1, 6), mx.int32))
+        attention(q, k, k, 1.0, segment_ids=mx.zeros((1, 6), mx.int32))
 
 
 def test_memory_stays_linear_in_the_length(monkeypatch):
@@ -119,11 +119,11 @@ def test_memory_stays_linear_in_the_length(monkeypatch):
 
     def peak(T):
         q, k, v = (random((1, 4, T, 16), i) for i in range(3))
-        segments = (mx.arange(T, dtype=mx.int32) // 100)[None]
-        mx.eval(q, k, v, segments)
+        segment_ids = (mx.arange(T, dtype=mx.int32) // 100)[None]
+        mx.eval(q, k, v, segment_ids)
         mx.clear_cache()
         mx.reset_peak_memory()
-        f = mx.grad(lambda *x: blockwise_attention(*x, 0.25, segments=segments).square().sum(), (0, 1, 2))
+        f = mx.grad(lambda *x: blockwise_attention(*x, 0.25, segment_ids=segment_ids).square().sum(), (0, 1, 2))
         mx.eval(f(q, k, v))
         return mx.get_peak_memory() - mx.get_active_memory()
 

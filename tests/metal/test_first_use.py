@@ -32,7 +32,7 @@ def only_metal(new_machine, monkeypatch):
 
 @pytest.mark.parametrize("operation, case", CASES, ids=lambda x: str(x).split()[0] if isinstance(x, Case) else "")
 def test_right_kernels_pass(metal, operation, case):  # a warning would be followed by an error of the mode
-    assert dispatch.choose(operation, case).path == "metal"
+    assert dispatch.choose_path(operation, case).path == "metal"
 
 
 SPOILED = {
@@ -54,5 +54,5 @@ def test_spoiled_kernels_are_switched_off(metal, what, monkeypatch):
 
     monkeypatch.setattr(launcher, "launch", spoiled)
     with pytest.warns(UserWarning, match="on this machine"), pytest.raises(PlatformError, match="on this machine"):
-        dispatch.choose(operation, case)
-    assert not measurements.path().exists()
+        dispatch.choose_path(operation, case)
+    assert not measurements.cache_path().exists()

@@ -25,7 +25,7 @@ SIZES = dict(
 def make(seed=0, **changes):
     config = ModelConfig(**{**SIZES, **changes})
     model = Decoder(config)
-    model.initialize(seed)
+    model.init_weights(seed)
     return model, config
 
 
@@ -104,7 +104,7 @@ def test_initialization_is_a_function_of_the_seed():
     assert abs(mx.std(first["model.layers.0.mlp.down_proj.weight"]).item() / (deviation / 6**0.5) - 1) < 0.1
 
 
-PARTS = {
+PARAMETER_GROUPS = {
     "window": {"sliding_window": 7},
     "window in some layers": {"sliding_window": 7, "layer_types": ("full_attention",) + ("sliding_attention",) * 2},
     "learned": {"positions": "learned", "position_offset": 2, "norm": "layer"},
@@ -117,9 +117,9 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", PARAMETER_GROUPS)
 def test_every_part_gives_the_same_logits_in_pieces(part):
-    model, config = make(num_key_value_heads=2, max_position_embeddings=40, **PARTS[part])
+    model, config = make(num_key_value_heads=2, max_position_embeddings=40, **PARAMETER_GROUPS[part])
     assert config.parameter_count() == sum(a.size for _, a in tree_flatten(model.parameters()))
     tokens = mx.array(np.random.default_rng(0).integers(0, 97, (2, 40)))
     cache = make_cache(model)
@@ -139,13 +139,13 @@ def test_longrope_goes_by_the_length_that_a_text_will_reach():
     """Pieces of one text have one kind of positions, wherever it is cut."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     model, config = make(rope_scaling={**scaling, "original_max_position_embeddings": 16})
-    assert config.positions_change == model.positions_change == 16
+    assert config.longrope_original_length == model.longrope_original_length == 16
     tokens = mx.array(np.random.default_rng(0).integers(0, 97, (1, 20)))
 
-    def in_pieces(length, reach):
+    def in_pieces(length, expected_length):
         cache = make_cache(model)
         for layer in cache:
-            layer.reach = reach
+            layer.expected_length = expected_length
         ends = [0, 5, 12, length]
         return mx.concatenate([model(tokens[:, a:b], cache) for a, b in itertools.pairwise(ends)], axis=1)
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx, optim, tree_flatten
 from mlxlm.cache import make_cache
 from mlxlm.checkpoint.huggingface import write
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.load import load_model
 from mlxlm.config import ModelConfig
 from mlxlm.families import resolve_model_type
 from mlxlm.model import Decoder
-from mlxlm.model.embedding import Sinusoids
+from mlxlm.model.embedding import SinusoidalPositions
 from mlxlm.model.norms import LayerNorm, RMSNorm
 from mlxlm.utils.errors import GenerationError
 from tests.numpy_decoder import LONGEST, VOCABULARY, architectures, decoder, scalings
@@ -51,10 +51,10 @@ def texts_in_rows(draw):
 
 @settings(max_examples=200)
 @given(architectures(), texts_in_rows())
-def test_logits_equal_numpy(config, segments):
+def test_logits_equal_numpy(config, segment_ids):
     model, weights = with_weights(config)
-    given_ = {} if segments is None else {"segments": mx.array(segments, mx.int32)}
-    assert_near(model(mx.array(TEXT), **given_), decoder(weights, config, TEXT, segments))
+    given_ = {} if segment_ids is None else {"segment_ids": mx.array(segment_ids, mx.int32)}
+    assert_near(model(mx.array(TEXT), **given_), decoder(weights, config, TEXT, segment_ids))
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -73,11 +73,11 @@ def test_every_scaling_equals_numpy(share, data):
 
 @settings(max_examples=60)
 @given(architectures(), texts_in_rows(), st.integers(0, 9))
-def test_gradients_equal_finite_differences(config, segments, seed):
+def test_gradients_equal_finite_differences(config, segment_ids, seed):
     """Along a random direction of all parameters, in float64 by numpy: how the loss of the next token changes."""
     model, weights = with_weights(config)
     model.train()
-    given_ = {} if segments is None else {"segments": mx.array(segments, mx.int32)}
+    given_ = {} if segment_ids is None else {"segment_ids": mx.array(segment_ids, mx.int32)}
     rows, columns = np.indices(TEXT.shape)
     targets = np.roll(TEXT, -1, axis=1)
 
@@ -94,7 +94,7 @@ def test_gradients_equal_finite_differences(config, segments, seed):
     slope = sum((np.array(gradients[name], np.float64) * direction[name]).sum() for name in weights)
 
     def at(step):
-        logits = decoder({name: w + step * direction[name] for name, w in weights.items()}, config, TEXT, segments)
+        logits = decoder({name: w + step * direction[name] for name, w in weights.items()}, config, TEXT, segment_ids)
         return (np.log(np.exp(logits).sum(-1)) - logits[rows, columns, targets]).sum()
 
     size = np.sqrt(sum((np.array(g, np.float64) ** 2).sum() for g in gradients.values()))
@@ -118,7 +118,7 @@ def test_pieces_by_the_cache_are_the_whole(config, ends):
     model, _ = with_weights(config)
     text, cache = TEXT[:1], make_cache(model)
     for layer in cache:
-        layer.reach = text.shape[1]
+        layer.expected_length = text.shape[1]
     whole = np.array(model(mx.array(text)))
     if (config.rope_scaling or {}).get("rope_type") == "dynamic" and text.shape[1] > config.max_position_embeddings:
         return  # keys in a cache keep the base that they had
@@ -129,12 +129,12 @@ def test_pieces_by_the_cache_are_the_whole(config, ends):
 @given(architectures(), st.integers(1, TEXT.shape[1] - 1), cuts)
 def test_texts_of_different_lengths_side_by_side(config, pad, ends):
     model, _ = with_weights(config)
-    if not model.batchable:
+    if not model.supports_batching:
         return
     text, cache = TEXT.copy(), make_cache(model)
     text[1, pad:], ends = TEXT[1, : TEXT.shape[1] - pad], [end for end in ends if end > pad]
     for layer in cache:
-        layer.pad_next([0, pad])
+        layer.set_left_padding([0, pad])
     found = np.array(in_pieces(model, text, ends, cache))
     assert_near(found[0], np.array(model(mx.array(text[:1])))[0], 2e-5)
     assert_near(found[1, pad:], np.array(model(mx.array(text[1:, pad:])))[0], 2e-5)
@@ -144,7 +144,7 @@ def test_texts_of_different_lengths_side_by_side(config, pad, ends):
 @given(architectures())
 def test_a_few_steps_lower_the_loss_of_a_batch(config):
     model = Decoder(config, dropout=0.1)
-    model.initialize(0)
+    model.init_weights(0)
     model.train()
     optimizer = optim.Adam(learning_rate=3e-3)
     tokens, targets = mx.array(TEXT), mx.array(np.roll(TEXT, -1, axis=1))
@@ -171,7 +171,7 @@ def test_a_few_steps_lower_the_loss_of_a_batch(config):
 def test_a_folder_holds_all_of_it(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     model, weights = with_weights(config)
-    write(folder, {}, config, {name: of_array(value) for name, value in tree_flatten(model.parameters())}, None)
+    write(folder, {}, config, {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}, None)
     again, found = load_model(folder)
     assert found == resolve_model_type(config)
     assert found.with_changes(model_type="llama") == config
@@ -186,12 +186,12 @@ def test_the_textbook_numbers_of_norms():
 
 
 def test_sinusoidal_positions_of_the_paper():
-    table = np.array(Sinusoids(9000, 512)(mx.array([0, 1, 8999])))
+    table = np.array(SinusoidalPositions(9000, 512)(mx.array([0, 1, 8999])))
     assert table[0, :4].tolist() == [0, 1, 0, 1]
     np.testing.assert_allclose(table[1, :2], [np.sin(1), np.cos(1)], atol=1e-7)
     assert abs(table[2, 256] - np.sin(8999 / 10000**0.5)) < 1e-7
     assert abs(table[2, 511] - np.cos(8999 / 10000 ** (510 / 512))) < 1e-7
-    odd = np.array(Sinusoids(5, 3)(mx.array([2])))[0]
+    odd = np.array(SinusoidalPositions(5, 3)(mx.array([2])))[0]
     np.testing.assert_allclose(odd, [np.sin(2), np.cos(2), np.sin(2 / 10000 ** (2 / 3))], atol=1e-7)
 
 
@@ -209,12 +209,12 @@ def test_positions_end_with_their_table(positions):
 def test_texts_in_one_row_are_as_if_alone(positions, window):
     model, _ = with_weights(ModelConfig(16, 2, 2, 16, VOCABULARY, positions=positions, sliding_window=window))
     row = mx.array(TEXT[:1])
-    segments = mx.array([[0] * 5 + [1] * 1 + [7] * (row.shape[1] - 6)], mx.int32)
-    found = np.array(model(row, segments=segments))
+    segment_ids = mx.array([[0] * 5 + [1] * 1 + [7] * (row.shape[1] - 6)], mx.int32)
+    found = np.array(model(row, segment_ids=segment_ids))
     for part in (slice(0, 5), slice(5, 6), slice(6, None)):
         assert_near(found[:, part], np.array(model(row[:, part])), 2e-5)
-    with pytest.raises(ValueError, match="segments"):
-        model(row, make_cache(model), segments=segments)
+    with pytest.raises(ValueError, match="segment_ids"):
+        model(row, make_cache(model), segment_ids=segment_ids)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -226,7 +226,7 @@ def test_the_head_is_a_product_with_its_weight(tied):
 
 def test_dropout_is_of_embeddings_and_of_what_sublayers_add():
     model = Decoder(ModelConfig(16, 1, 2, 16, VOCABULARY), dropout=0.5)
-    model.initialize(0)
+    model.init_weights(0)
     tokens = mx.array(TEXT)
     model.train()
     kept = np.array(model.model.embed(tokens)) / np.array(model.model.embed_tokens(tokens))
@@ -242,7 +242,7 @@ def test_dropout_is_of_embeddings_and_of_what_sublayers_add():
 def test_a_deep_decoder_starts_sane(placement):
     """Twelve layers: logits of a fresh model say little, and every layer's gradient is of one order of magnitude."""
     model = Decoder(ModelConfig(64, 12, 4, 128, VOCABULARY, norm_placement=placement, norm="layer"))
-    model.initialize(0)
+    model.init_weights(0)
     logits = model(mx.array(TEXT))
     assert mx.std(logits).item() < 1
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
-from mlxlm.kernels import using
+from mlxlm.kernels import use_kernels
 from mlxlm.model import Decoder
 from mlxlm.train.loss import summed_loss
 
@@ -23,25 +23,25 @@ FORMS = {
 
 def model_of(config, **changes):
     model = Decoder(config.with_changes(**changes))
-    model.initialize(0)
+    model.init_weights(0)
     return model
 
 
 def packed(rows=LENGTHS):
-    segments = np.stack([np.repeat(np.arange(len(lengths)), lengths) for lengths in rows]).astype(np.int32)
-    tokens = np.random.default_rng(0).integers(0, 300, segments.shape, dtype=np.int32)
-    return tokens, segments
+    segment_ids = np.stack([np.repeat(np.arange(len(lengths)), lengths) for lengths in rows]).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 300, segment_ids.shape, dtype=np.int32)
+    return tokens, segment_ids
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", ["auto", "blockwise"])
 def test_logits_are_those_of_each_document_alone(tiny_config, form, path):
     model = model_of(tiny_config, **FORMS[form])
-    tokens, segments = packed()
-    with using(path):
+    tokens, segment_ids = packed()
+    with use_kernels(path):
         for training in (True, False):
             model.train(training)
-            together = np.array(model(mx.array(tokens), segments=mx.array(segments)))
+            together = np.array(model(mx.array(tokens), segment_ids=mx.array(segment_ids)))
             for row, lengths in enumerate(LENGTHS):
                 for start, stop in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
                     alone = np.array(model(mx.array(tokens[row : row + 1, start:stop])))
@@ -55,19 +55,19 @@ def test_gradients_are_those_of_each_document_alone(tiny_config, form):
     """Of the loss, what a document's last token predicts left out: it has no such target alone."""
     model = model_of(tiny_config, **FORMS[form])
     model.train()
-    tokens, segments = packed([[9, 1, 14, 9], [20, 13]])
+    tokens, segment_ids = packed([[9, 1, 14, 9], [20, 13]])
     weights = np.zeros((2, 32), np.float32)
     weights[:, :] = np.random.default_rng(1).integers(0, 3, (2, 32))
-    weights[segments[:, 1:] != segments[:, :-1]] = 0
+    weights[segment_ids[:, 1:] != segment_ids[:, :-1]] = 0
 
     def gradients(*batch):
         loss = nn.value_and_grad(model, lambda *x: summed_loss(model, *x))
         total, found = loss(*(None if x is None else mx.array(x) for x in batch))
         return total.item(), dict(tree_flatten(found))
 
-    total, together = gradients(tokens, segments[:, :-1], weights)
-    summed, alone = 0.0, {}
-    for row, of_row in enumerate(segments):
+    total, together = gradients(tokens, segment_ids[:, :-1], weights)
+    sum_nll, alone = 0.0, {}
+    for row, of_row in enumerate(segment_ids):
         for number in range(of_row[-1] + 1):
             [places] = np.nonzero(of_row == number)
             if len(places) < 2:
@@ -75,9 +75,9 @@ def test_gradients_are_those_of_each_document_alone(tiny_config, form):
             start, stop = places[0], places[-1] + 1
             part = tokens[row : row + 1, start:stop], None, weights[row : row + 1, start : stop - 1]
             loss, found = gradients(*part)
-            summed += loss
+            sum_nll += loss
             alone = {name: found[name] + alone.get(name, 0) for name in found}
-    assert total == pytest.approx(summed, rel=1e-5)
+    assert total == pytest.approx(sum_nll, rel=1e-5)
     for name, found in together.items():
         wanted = np.array(alone[name])
         np.testing.assert_allclose(np.array(found), wanted, atol=2e-4 * max(1, np.abs(wanted).max()), err_msg=name)

@@ -12,7 +12,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel, batch, generate
-from mlxlm.generation.context import PREFILL_CHUNK
+from mlxlm.generation.context import PREFILL_STEP_SIZE
 from mlxlm.kernels import dispatch, measurements
 from mlxlm.kernels.attention_dispatch import DECODE
 from mlxlm.kernels.dispatch import Operation
@@ -36,7 +36,7 @@ def looked_up(monkeypatch):
 
 def model_of(config, dtype):
     model = Decoder(config)
-    model.initialize(seed=0)
+    model.init_weights(seed=0)
     model.update(tree_map(lambda weight: weight.astype(getattr(mx, dtype)), model.trainable_parameters()))
     return model
 
@@ -45,9 +45,9 @@ def model_of(config, dtype):
 @pytest.mark.parametrize("change", [{}, {"qk_norm": "head", "norm_unit_offset": True}], ids=str)
 def test_a_training_step(tiny_config, change, masked, looked_up, monkeypatch):
     """Of a device that trains in bfloat16, all rows at once."""
-    monkeypatch.setattr("mlxlm.train.step.parts_of", lambda rows: 1)
+    monkeypatch.setattr("mlxlm.train.step.num_batch_shards", lambda rows: 1)
     config = tiny_config.with_changes(**change)
-    settings = TrainSettings(dtype="bfloat16", batch_size=2, sequence_length=16, steps=1, learning_rate=1e-3)
+    settings = TrainSettings(dtype="bfloat16", batch_size=2, max_seq_length=16, steps=1, learning_rate=1e-3)
     tokens = np.zeros((2, 17), np.int32)
     step = TrainStep(model_of(config, "float32").train(), settings)
     mx.eval(step([Batch(tokens, tokens[:, :16] if masked else None, None)], 1e-3), step.state)
@@ -61,11 +61,11 @@ def test_a_training_step(tiny_config, change, masked, looked_up, monkeypatch):
 def test_a_decoded_token(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path):
     config = tiny_config.with_changes(head_dim=32)  # which can be quantized
     model, kv = model_of(config, "float16").eval(), KVOptions.of(bits=bits)
-    loaded = LoadedModel(model, tiny_tokenizer, config, tmp_path)
-    generate(loaded, [5] * 20, max_tokens=3, temperature=0, kv=kv)
+    lm = LoadedModel(model, tiny_tokenizer, config, tmp_path)
+    generate(lm, [5] * 20, max_tokens=3, temperature=0, kv=kv)
     asked = set(looked_up)
     assert asked == set(generation_cases(model, 20, kv))
-    batch_of_two = list(batch(loaded, [[5] * 20, [6] * 13], max_tokens=3, temperature=0))
+    batch_of_two = list(batch(lm, [[5] * 20, [6] * 13], max_tokens=3, temperature=0))
     asked = set(looked_up)
     assert len(batch_of_two) == 2 and any("first" in case.features for case in asked)
     assert {case.dtype for case in asked} == {"float16"}
@@ -73,7 +73,7 @@ def test_a_decoded_token(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path)
 
 
 def test_prompts_are_read_in_the_chunks_of_generation():
-    assert kernel_cases._CHUNK == PREFILL_CHUNK
+    assert kernel_cases._CHUNK == PREFILL_STEP_SIZE
 
 
 def test_cases_of_a_model_have_its_windows_caps_and_slopes():
@@ -95,7 +95,7 @@ def test_bench_and_list_of_a_device_that_trains_in_bfloat16(tmp_path, tiny_confi
     training = training_cases(model_of(small, "bfloat16").train(), 1, 32, document_mask=False)
     generation = generation_cases(model_of(small, "float16").eval(), 32)
     assert {str(case) for case in (*training, *generation)} <= set(measured)
-    assert all(measurements.fastest(case) for case in measured)
+    assert all(measurements.fastest_path(case) for case in measured)
     assert _run(["kernels", "list", str(tmp_path), "--dtype", "float16", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["operations"]
     assert [row["case"] for row in listed] == measured and all("measured" in row["why"] for row in listed)

@@ -8,7 +8,7 @@ import pytest
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cli.main import main
 from mlxlm.plan import Serving, bits_that_fit, find_config, inference_memory
-from mlxlm.plan.advice import room
+from mlxlm.plan.advice import usable_memory
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_probe_shows_predicted_beside_measured(run, monkeypatch):
     assert "1 GB" in out and out.count("measured: the prediction was -") == 2
     found = json.loads(run(*shape, "--json")[1])
     step = found["flops"]["per_token"] * 64 / (0.4 * 100e9)
-    assert found["duration"]["seconds_per_step"] == pytest.approx(step) and found["duration"]["known"] == "assumed"
+    assert found["duration"]["seconds_per_step"] == pytest.approx(step) and found["duration"]["mfu_source"] == "assumed"
     assert found["measured_duration"]["seconds_per_step"] == 0.5 and found["measured_memory"] == 10**9
     monkeypatch.setattr(machines, "measure_matmul", lambda **_: 1e-3)
     assert "other work slowed the machine" in run(*shape)[1]
@@ -94,7 +94,7 @@ def test_advice_is_read_from_the_environment_that_it_asks_for(run):
         return json.loads(run("5m", "--json")[1])["memory"]["total"]
 
     kept = peak()
-    with dispatch.using("blockwise"):
+    with dispatch.use_kernels("blockwise"):
         assert peak() < 0.9 * kept
 
 
@@ -197,7 +197,7 @@ def test_the_bits_that_are_named_fit():
     def takes(bits):
         return inference_memory(config, replace(serving, bits=bits)).total
 
-    assert bits_that_fit(config, serving, memory) == 6 and takes(6) <= room(memory) < takes(8)
+    assert bits_that_fit(config, serving, memory) == 6 and takes(6) <= usable_memory(memory) < takes(8)
 
 
 def test_textbook_formulas_as_json(run):

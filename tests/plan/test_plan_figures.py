@@ -3,7 +3,16 @@
 import pytest
 
 from mlxlm.config import ModelConfig
-from mlxlm.plan import Serving, Training, find_config, flops_of, inference_memory, plan, textbook, trend
+from mlxlm.plan import (
+    Serving,
+    Training,
+    count_training_flops,
+    find_config,
+    flops_by_length,
+    inference_memory,
+    plan,
+    textbook,
+)
 from mlxlm.plan.duration import seconds_for
 
 DAY = 86_400
@@ -72,31 +81,33 @@ def test_bytes_of_a_parameter():
 def test_forward_operations_of_a_gpt(name, length):
     """24bsh² + 4bs²h for each layer and 2bshV: what is counted part by part comes to that."""
     config = find_config(name)
-    training = Training(batch_size=4, sequence_length=length)
-    counted = flops_of(config, training).forward_total * training.tokens_per_step
+    training = Training(batch_size=4, max_seq_length=length)
+    counted = count_training_flops(config, training).forward_total * training.tokens_per_step
     assert counted == textbook.forward_flops(4, length, 12288, 96, config.vocab_size)
     assert textbook.forward_flops(1, 10, 3, 1, 7) == 24 * 10 * 9 + 4 * 100 * 3 + 2 * 10 * 3 * 7
 
 
 def test_training_operations():
     assert textbook.training_flops(174.6e9, 300e9) == pytest.approx(3.1428e23)
-    assert textbook.training_flops(174.6e9, 300e9, recompute=True) == pytest.approx(3.1428e23 * 8 / 6)
-    flops = flops_of(find_config("gpt3-175b"), Training(batch_size=1, sequence_length=2048))
+    assert textbook.training_flops(174.6e9, 300e9, grad_checkpoint=True) == pytest.approx(3.1428e23 * 8 / 6)
+    flops = count_training_flops(find_config("gpt3-175b"), Training(batch_size=1, max_seq_length=2048))
     assert flops.backward == 2 * flops.forward_total
     assert flops.per_token == pytest.approx(6 * 174.6e9, rel=0.03)  # the scores are the 3 %
-    again = flops_of(find_config("gpt3-175b"), Training(batch_size=1, sequence_length=2048, recompute=True))
+    again = count_training_flops(
+        find_config("gpt3-175b"), Training(batch_size=1, max_seq_length=2048, grad_checkpoint=True)
+    )
     assert again.per_token == pytest.approx(8 * 174.6e9, rel=0.03)
     assert again.per_token - flops.per_token == flops.forward_total - flops.forward["head"]
 
 
 def test_days_of_gpt3():
-    flops = textbook.training_flops(174.6e9, 300e9, recompute=True)
+    flops = textbook.training_flops(174.6e9, 300e9, grad_checkpoint=True)
     assert round(seconds_for(flops, 312e12, 0.45, 1024) / DAY) == 34
 
 
 def test_days_of_llama_65b():
     """21.98 days, which are printed as 21."""
-    flops = textbook.training_flops(65e9, 1.4e12, recompute=True)
+    flops = textbook.training_flops(65e9, 1.4e12, grad_checkpoint=True)
     days = seconds_for(flops, 624e12, 0.3, 2048) / DAY
     assert int(days) == 21 and round(days, 2) == 21.98
 
@@ -111,7 +122,7 @@ def test_cache_of_gpt3():
     expected = 4 * 96 * 64 * 12288 * (512 + 32)
     assert textbook.cache_bytes(64, **GPT3, prompt=512, generated=32) == expected
     assert round(expected / 1e9) == 164
-    assert inference_memory(find_config("gpt3-175b"), Serving(texts=64, context=544)).cache == expected
+    assert inference_memory(find_config("gpt3-175b"), Serving(num_sequences=64, context_length=544)).cache == expected
 
 
 def test_encoder_decoder_transformers():
@@ -146,14 +157,17 @@ def test_encoder_decoder_counts_are_those_of_torch():
     ],
 )  # fmt: skip
 def test_forward_operations_by_part(name, length, shares):
-    found = trend(find_config(name), [length])
+    found = flops_by_length(find_config(name), [length])
     assert found.shares[0] == pytest.approx({part: x / sum(shares.values()) for part, x in shares.items()})
 
 
 def test_the_trend_in_length():
     """Scores overtake everything, sooner in small models: the head has 26 % of Qwen2-0.5B's work at 512 tokens and
     less than 1 % of Llama-3 405B's."""
-    found = {name: trend(find_config(name), [512, 4096, 32768]) for name in ("qwen2-0.5b", "llama-7b", "llama3-405b")}
+    found = {
+        name: flops_by_length(find_config(name), [512, 4096, 32768])
+        for name in ("qwen2-0.5b", "llama-7b", "llama3-405b")
+    }
     attention = {name: [shares["scores"] + shares["scores_values"] for shares in t.shares] for name, t in found.items()}
     for shares in attention.values():
         assert shares == sorted(shares)

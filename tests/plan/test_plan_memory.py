@@ -13,14 +13,14 @@ from mlxlm.backend import device, mlx, platform
 from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
 from mlxlm.families import load_preset
-from mlxlm.plan import Training, cheapest, fits, flops_of, training_memory
-from mlxlm.plan.corpus import corpus_of
+from mlxlm.plan import Training, count_training_flops, fits, suggest_change, training_memory
+from mlxlm.plan.corpus import count_corpus
 from mlxlm.plan.inference import Serving
-from mlxlm.plan.machines import here
+from mlxlm.plan.machines import this_machine
 from mlxlm.plan.memory import layer_bytes, optimizer_bytes
 from mlxlm.utils.errors import ConfigError, DataError
 
-SMALL = Training(batch_size=2, sequence_length=64)
+SMALL = Training(batch_size=2, max_seq_length=64)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion", "adafactor"])
@@ -42,8 +42,8 @@ def test_activations_of_a_layer_by_hand():
     scores, in blocks of 64 rows, 3/4 of 128 x 128."""
     config = ModelConfig(64, 2, 4, 160, 100, num_key_value_heads=2)
     numbers = 4 * 64 + 2 * 64 + 2 * 32 + 3 * 160
-    assert layer_bytes(config, Training(sequence_length=128)) == 4 * (numbers + 4 * 128 * 3 // 4)
-    fused = Training(sequence_length=128, attention="fused")
+    assert layer_bytes(config, Training(max_seq_length=128)) == 4 * (numbers + 4 * 128 * 3 // 4)
+    fused = Training(max_seq_length=128, attention="fused")
     assert layer_bytes(config, fused) == 4 * (numbers + 4)
     assert layer_bytes(config, replace(fused, dtype="bfloat16")) == 2 * numbers + 4 * 4
     plain = config.with_changes(mlp_gated=False, norm_placement="both")
@@ -52,14 +52,19 @@ def test_activations_of_a_layer_by_hand():
 
 @pytest.mark.parametrize(
     ("batch", "length", "options"),
-    [(8, 128, {}), (1, 1024, {}), (4, 128, {"accumulate": 2, "ema": 0.9}), (2, 16, {"accumulate": 3})],
+    [
+        (8, 128, {}),
+        (1, 1024, {}),
+        (4, 128, {"grad_accumulation_steps": 2, "ema_decay": 0.9}),
+        (2, 16, {"grad_accumulation_steps": 3}),
+    ],
 )
 def test_a_real_step_is_near_the_plan(batch, length, options):
     """MLX takes memory ahead of the computing thread, so that its peak depends on how busy the machine is."""
     from mlxlm.train import TrainSettings, probe
 
     config = load_preset("0.3m", max_position_embeddings=length)
-    settings = TrainSettings(1, 1.0, batch_size=batch, sequence_length=length, **options)
+    settings = TrainSettings(1, 1.0, batch_size=batch, max_seq_length=length, **options)
     planned = training_memory(config, Training.of(settings))
     found = max((probe(config, settings) for _ in range(2)), key=lambda found: found.memory)
     assert planned.total / found.memory == pytest.approx(1, abs=0.25)
@@ -70,12 +75,12 @@ def test_a_probe_leaves_nothing_and_forecasts_the_run():
     from mlxlm.backend.mlx import mx
     from mlxlm.train import Probe, TrainSettings, probe
 
-    settings = TrainSettings(steps=10, learning_rate=1.0, batch_size=2, sequence_length=16)
+    settings = TrainSettings(steps=10, learning_rate=1.0, batch_size=2, max_seq_length=16)
     before = mx.get_active_memory()
     probe(load_preset("0.3m"), settings)
     assert mx.get_active_memory() - before < 1 << 16
     run = replace(settings, steps=101, eval_every=50, eval_tokens=160)
-    found = Probe(compiling=7.0, step=0.5, validation=0.25, memory=123).forecast(run, held_out=10_000)
+    found = Probe(compile_seconds=7.0, step=0.5, validation=0.25, memory=123).forecast(run, held_out=10_000)
     # 100 steps after the first; 3 validations of 10 windows, 5 batches.
     assert (found.steps, found.step_seconds, found.memory) == (101, 57.0, 123)
     assert found.seconds == 57.0 + 3 * 5 * 0.25 and found.validations == 3
@@ -85,22 +90,22 @@ def test_what_costs_less_memory():
     config = load_preset("5m")
 
     def total(**changes):
-        return training_memory(config, replace(Training(batch_size=8, sequence_length=512), **changes)).total
+        return training_memory(config, replace(Training(batch_size=8, max_seq_length=512), **changes)).total
 
-    plain = total(loss_chunk=0)
+    plain = total(loss_chunk_size=0)
     assert total() < plain
     assert total(attention="blockwise") < total()
-    assert total(recompute=True) < 0.5 * total()
-    assert total(batch_size=4, accumulate=2) < total()
+    assert total(grad_checkpoint=True) < 0.5 * total()
+    assert total(batch_size=4, grad_accumulation_steps=2) < total()
     assert total(optimizer="lion") < total()
-    assert total(ema=0.99) == total() + 4 * config.parameter_count()
+    assert total(ema_decay=0.99) == total() + 4 * config.parameter_count()
 
 
 def test_the_largest_that_fits():
     config, memory = load_preset("1m"), 1 << 30
     found = fits(config, SMALL, Serving(), memory)
     assert found.training and found.inference
-    for name in ("batch_size", "sequence_length"):
+    for name in ("batch_size", "max_seq_length"):
         largest = getattr(found, name)
         assert training_memory(config, replace(SMALL, **{name: largest})).total <= 0.9 * memory
         assert training_memory(config, replace(SMALL, **{name: largest + 1})).total > 0.9 * memory
@@ -110,18 +115,21 @@ def test_the_largest_that_fits():
 
 def test_the_cheapest_change_that_fits():
     config = load_preset("5m")
-    training = Training(batch_size=16, sequence_length=512)
-    assert cheapest(config, training, 1 << 40) is None
-    change = cheapest(config, training, 2 * 10**9)
+    training = Training(batch_size=16, max_seq_length=512)
+    assert suggest_change(config, training, 1 << 40) is None
+    change = suggest_change(config, training, 2 * 10**9)
     assert change.text == "--batch-size 8 --accumulate 2"
     assert change.needed == training_memory(config, change.training).total <= 0.9 * 2 * 10**9
     alone = replace(training, batch_size=1)
-    assert cheapest(config, alone, 200 * 10**6).text == "--recompute"
-    together = cheapest(config, alone, 140 * 10**6)
+    assert suggest_change(config, alone, 200 * 10**6).text == "--recompute"
+    together = suggest_change(config, alone, 140 * 10**6)
     assert together.text == "--recompute --optimizer adafactor"
-    assert (together.training.recompute, together.training.optimizer) == (True, "adafactor")
-    assert cheapest(config, replace(alone, recompute=True, optimizer="adafactor"), 60 * 10**6).text == "preset 1m"
-    assert cheapest(config, alone, 10**6) is None
+    assert (together.training.grad_checkpoint, together.training.optimizer) == (True, "adafactor")
+    assert (
+        suggest_change(config, replace(alone, grad_checkpoint=True, optimizer="adafactor"), 60 * 10**6).text
+        == "preset 1m"
+    )
+    assert suggest_change(config, alone, 10**6) is None
 
 
 def test_a_preset_is_advised_as_it_is_asked_for(monkeypatch):
@@ -129,7 +137,7 @@ def test_a_preset_is_advised_as_it_is_asked_for(monkeypatch):
     from mlxlm.train.start import check_memory
 
     config = load_preset("5m")
-    small = {"batch_size": 1, "sequence_length": 512, "recompute": True, "optimizer": "adafactor"}
+    small = {"batch_size": 1, "max_seq_length": 512, "grad_checkpoint": True, "optimizer": "adafactor"}
     settings = TrainSettings(steps=1, learning_rate=1.0, **small)
     monkeypatch.setattr(device, "device_memory", lambda: 60 * 10**6)
     with pytest.raises(ConfigError, match="try: --preset 1m, which takes"):
@@ -150,7 +158,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     found = {info: memory + 9}
     monkeypatch.setattr(mlx, "ON_CPU", False)
     monkeypatch.setattr(mx, "device_info", lambda: found)
-    assert here(measure=False).memory == memory + 9
+    assert this_machine(measure=False).memory == memory + 9
     check_memory(config, settings)
     found[info] = memory - 9
     with pytest.raises(ConfigError, match="training this takes about"):
@@ -159,7 +167,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     with pytest.raises(ConfigError, match="no model fits the memory"):
         choose(60.0, 1000, 300, {})
     found.clear()
-    assert here(measure=False).memory is None
+    assert this_machine(measure=False).memory is None
     check_memory(config, settings)
 
 
@@ -167,10 +175,10 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
 def test_no_change_is_advised_that_is_not_needed(memory):
     """Each change taken back, or a batch twice as large, is too much."""
     config, there = load_preset("5m"), 0.9 * memory * 10**6
-    training = Training(batch_size=16, sequence_length=512)
-    found = cheapest(config, training, memory * 10**6)
+    training = Training(batch_size=16, max_seq_length=512)
+    found = suggest_change(config, training, memory * 10**6)
     assert found.needed <= there
-    for field in ("attention", "recompute", "optimizer"):
+    for field in ("attention", "grad_checkpoint", "optimizer"):
         if getattr(found.training, field) != getattr(training, field):
             less = replace(found.training, **{field: getattr(training, field)})
             assert training_memory(config, less).total > there, field
@@ -181,11 +189,11 @@ def test_no_change_is_advised_that_is_not_needed(memory):
 
 def test_a_variable_is_told_from_an_option():
     config = load_preset("5m")
-    training = Training(batch_size=1, sequence_length=768, recompute=True, device="cpu")
+    training = Training(batch_size=1, max_seq_length=768, grad_checkpoint=True, device="cpu")
     with_kernels = replace(training, attention="blockwise")
     needed = training_memory(config, with_kernels).total
     assert needed < training_memory(config, training).total
-    change = cheapest(config, training, round(needed / 0.9) + 1)
+    change = suggest_change(config, training, round(needed / 0.9) + 1)
     assert change.text == "MLXLM_KERNELS=blockwise in the environment" and change.training == with_kernels
 
 
@@ -195,16 +203,18 @@ def test_a_variable_is_told_from_an_option():
 def test_the_path_is_what_training_takes_there(device, path):
     """Long sequences; ALiBi, which MLX's own attention doesn't have; and what is in blocks of the device's size."""
     config, training = load_preset("5m"), Training(dtype="bfloat16", device=device)
-    long = replace(training, sequence_length=1024)
+    long = replace(training, max_seq_length=1024)
     assert (training.path(config), long.path(config)) == ("plain", path)
-    assert replace(training, sequence_length=512).path(config.with_changes(positions="alibi")) == "blockwise"
+    assert replace(training, max_seq_length=512).path(config.with_changes(positions="alibi")) == "blockwise"
     assert replace(training, attention="fused").path(config) == "fused"
     expected = (8 if device == "cpu" else 256) << 20
     assert replace(long, batch_size=1 << 20).loss_rows(4096) == expected // (4 * 4096)
 
 
 def test_each_device_has_a_batch_of_its_own():
-    one, three = (mlxlm.plan("5m", machine="a100", devices=n, batch_size=16, accumulate=2) for n in (1, 3))
+    one, three = (
+        mlxlm.plan("5m", machine="a100", num_devices=n, batch_size=16, grad_accumulation_steps=2) for n in (1, 3)
+    )
     assert (three.memory, three.fits) == (one.memory, one.fits)
     assert three.flops.tokens_per_step == 3 * one.flops.tokens_per_step == 3 * 16 * 2 * 256
     assert three.duration.seconds == pytest.approx(one.duration.seconds / 3)
@@ -214,11 +224,11 @@ def test_each_device_has_a_batch_of_its_own():
 def test_keys_of_a_window_that_are_computed():
     """On a CPU those that any row of a block sees, on a GPU the whole square; as many where there is no window."""
     config = load_preset("1m").with_changes(sliding_window=64)
-    training = Training(sequence_length=512, device="cpu", attention="plain")
+    training = Training(max_seq_length=512, device="cpu", attention="plain")
     assert training.keys_computed(config) == (128 + 3 * (128 + 64 - 1)) / 4
     assert training.keys_computed(config.with_changes(sliding_window=None)) == (128 + 256 + 384 + 512) / 4
     square = replace(training, device="cuda")
-    assert square.keys_computed(config) == 512 and flops_of(config, square).done == 8
+    assert square.keys_computed(config) == 512 and count_training_flops(config, square).done == 8
     assert replace(training, attention="fused").keys_computed(config) == 64
     assert replace(training, attention="blockwise").keys_computed(config) == (64 + 7 * (64 + 64 - 1)) / 8
 
@@ -234,7 +244,7 @@ def test_blocks_of_a_window_are_those_that_are_kept(monkeypatch):
     heads = mx.zeros((1, 4, 300, 8))
     module.plain_attention(heads, heads, heads, 1.0, window=20)
     config = ModelConfig(32, 1, 4, 8, 8, sliding_window=20)
-    training = Training(sequence_length=300, device="cpu", attention="plain")
+    training = Training(max_seq_length=300, device="cpu", attention="plain")
     assert sum(kept) == round(300 * training.keys_computed(config))
 
 
@@ -244,21 +254,21 @@ def test_each_core_has_gradients_of_its_own(monkeypatch):
     config, training = load_preset("5m"), replace(SMALL, device="cpu")
     found = {}
     for parts in (1, 2):
-        monkeypatch.setattr(module, "parts_of", lambda batch_size, parts=parts: parts)
+        monkeypatch.setattr(module, "num_batch_shards", lambda batch_size, parts=parts: parts)
         found[parts] = training_memory(config, training)
     assert found[2].gradients == 2 * found[1].gradients == 8 * config.parameter_count()
     assert found[2].activations == found[1].activations
 
 
 def test_use_here_is_in_what_the_device_computes_with():
-    from mlxlm.plan.inference import usual_serving
+    from mlxlm.plan.inference import default_serving
     from mlxlm.plan.machines import MACHINES, Machine
 
     config = load_preset("5m")
     cpu = Machine("here", 1e9, "float32", None, True, "", "cpu")
-    here = usual_serving(cpu, config)
-    assert (here.bits, here.kv_bits, here.context) == (32, 32, 512)
-    assert usual_serving(MACHINES["a100"], config).bits == 16
+    this_machine = default_serving(cpu, config)
+    assert (this_machine.bits, this_machine.kv_bits, this_machine.context_length) == (32, 32, 512)
+    assert default_serving(MACHINES["a100"], config).bits == 16
     for machine, dtype in ((cpu, "float32"), (MACHINES["a100"], "bfloat16"), (MACHINES["m1"], "bfloat16")):
         assert mlxlm.plan(config, machine=machine).training.dtype == dtype
     assert mlxlm.plan(config, machine="a100", dtype="float32").training.dtype == "float32"
@@ -290,13 +300,15 @@ def test_a_cpu_keeps_quantized_weights_only_where_others_do_not_fit():
 def test_a_quantized_model_is_planned_with_its_own_formats(quantization):
     """Beside the arrays of MLX's own quantization."""
     from mlxlm.backend.mlx import mx, nn, tree_flatten
-    from mlxlm.config.quantization import plan_of
+    from mlxlm.config.quantization import module_quantization
     from mlxlm.model import Decoder
 
     config = load_preset("0.3m", tie_word_embeddings=False, hidden_size=192, quantization=quantization)
     model = Decoder(config)
     model.apply(lambda x: x.astype(mx.bfloat16))
-    nn.quantize(model, class_predicate=lambda name, m: hasattr(m, "to_quantized") and plan_of(quantization, name))
+    nn.quantize(
+        model, class_predicate=lambda name, m: hasattr(m, "to_quantized") and module_quantization(quantization, name)
+    )
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     planned = mlxlm.plan(config, machine="a100")
     assert (planned.serving.bits, planned.serving.group_size) == (quantization["bits"], None)
@@ -372,12 +384,12 @@ def test_the_package_is_the_function():
 
 
 def test_time_is_work_over_speed():
-    planned = mlxlm.plan("1m", machine="a100", devices=2, utilisation=0.5, tokens=1e9)
+    planned = mlxlm.plan("1m", machine="a100", num_devices=2, mfu=0.5, tokens=1e9)
     assert planned.duration.seconds == pytest.approx(planned.flops.per_token * 1e9 / (2 * 312e12 * 0.5))
     probed = mlxlm.plan("1m", machine="a100", tokens=4096 * 10).probed(2.0, 10**9)
     assert probed.measured_duration.seconds == pytest.approx(20.0) and probed.measured == 10**9
-    assert probed.measured_duration.utilisation == pytest.approx(probed.flops.done_per_step / 2.0 / 312e12)
-    assert probed.duration.known == "assumed" and probed.duration.seconds < 1
+    assert probed.measured_duration.mfu == pytest.approx(probed.flops.computed_per_step / 2.0 / 312e12)
+    assert probed.duration.mfu_source == "assumed" and probed.duration.seconds < 1
 
 
 def test_a_text_and_its_passes(text_file):
@@ -397,13 +409,13 @@ def test_tokens_of_a_compressed_text_are_those_of_the_text(tmp_path, make_text, 
     text = make_text(20_000)
     rows = tmp_path / "rows.jsonl.gz"
     rows.write_bytes(gzip.compress(json.dumps({"story": text}).encode()))
-    whole = corpus.corpus_of([rows], 512, "story")
+    whole = corpus.count_corpus([rows], 512, "story")
     assert whole.bytes == len(text) > 3 * rows.stat().st_size
     monkeypatch.setattr(corpus, "_SAMPLE", 1 << 18)
     (tmp_path / "text").write_text(10 * text)
-    assert corpus.corpus_of([tmp_path / "text"], 512).bytes == pytest.approx(10 * len(text), rel=0.3)  # by a part
+    assert corpus.count_corpus([tmp_path / "text"], 512).bytes == pytest.approx(10 * len(text), rel=0.3)  # by a part
     with pytest.raises(DataError, match="--text-column NAME"):
-        corpus.corpus_of([rows], 512)
+        corpus.count_corpus([rows], 512)
 
 
 def test_tokens_of_a_table_in_one_piece_are_those_of_the_table(tmp_path, make_text, monkeypatch):
@@ -416,7 +428,7 @@ def test_tokens_of_a_table_in_one_piece_are_those_of_the_table(tmp_path, make_te
         path = tmp_path / f"{name}.arrow"
         with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
             writer.write_table(table)
-        assert corpus.corpus_of([path], 512).bytes == pytest.approx(2000 * len(make_text(20)), rel=0.1)
+        assert corpus.count_corpus([path], 512).bytes == pytest.approx(2000 * len(make_text(20)), rel=0.1)
 
 
 def test_prepared_data_without_tokens_is_refused(tmp_path, text_file):
@@ -428,7 +440,7 @@ def test_prepared_data_without_tokens_is_refused(tmp_path, text_file):
     manifest["parts"][0]["train"] |= {"tokens": 0, "shards": []}
     (tmp_path / "data/manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="has no tokens to train on"):
-        corpus_of([tmp_path / "data"], 512)
+        count_corpus([tmp_path / "data"], 512)
 
 
 def test_a_text_without_a_size_is_refused(tmp_path):
@@ -436,18 +448,18 @@ def test_a_text_without_a_size_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": null}')
     for name, problem in (("pipe", "has no size"), ("-", "has no size"), ("rows.jsonl", "has no text")):
         with pytest.raises(DataError, match=problem):
-            corpus_of([name if name == "-" else tmp_path / name], 512)
+            count_corpus([name if name == "-" else tmp_path / name], 512)
 
 
 def test_a_run_of_many_steps_begins_with_its_forecast(tmp_path, text_file, tiny_config):
-    from mlxlm.report.log_entries import read_entries
+    from mlxlm.report.log_entries import read_log_entries
     from mlxlm.train import start_run
 
-    settings = {"batch_size": 2, "sequence_length": 16, "steps": 99}
+    settings = {"batch_size": 2, "max_seq_length": 16, "steps": 99}
     short = start_run(tmp_path / "short", [text_file], tiny_config, settings=settings)
-    assert list(read_entries(short.log_file)) == []
+    assert list(read_log_entries(short.log_file)) == []
     run = start_run(tmp_path / "run", [short.data], tiny_config, settings={**settings, "steps": 100})
-    (forecast,) = read_entries(run.log_file)
+    (forecast,) = read_log_entries(run.log_file)
     assert forecast["event"] == "forecast" and forecast["steps"] == 100
     assert 0 < forecast["step_seconds"] < forecast["seconds"]
     assert forecast["memory"] > 12 * tiny_config.parameter_count()

@@ -9,7 +9,7 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
-from mlxlm.convert.reference_backends import Unavailable
+from mlxlm.convert.reference_backends import BackendUnavailable
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.files import write_json
@@ -27,7 +27,7 @@ def write_model(tiny_tokenizer):
     def write(folder: Path, dtype: mx.Dtype = mx.float16, **changes) -> ModelConfig:
         config = ModelConfig(**{**LLAMA, **changes})
         model = Decoder(config)
-        model.initialize(0)
+        model.init_weights(0)
         folder.mkdir(parents=True)
         values = {name: (4 * v if v.ndim == 2 else v).astype(dtype) for name, v in tree_flatten(model.parameters())}
         write_json(
@@ -60,7 +60,7 @@ def texts(make_text, tmp_path_factory) -> tuple[Path, Path]:
 def no_pictures(request, monkeypatch):
     """A picture takes half a second, and one test looks at one: those that ask for `pictures` draw."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("mlxlm.quantize.model.draw", lambda report, path: None)
+        monkeypatch.setattr("mlxlm.quantize.model.plot", lambda report, path: None)
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +70,9 @@ def no_waiting(request, monkeypatch):
     if "peers" not in request.fixturenames:
 
         def unavailable(*arguments, **options):
-            raise Unavailable("not asked in this test")
+            raise BackendUnavailable("not asked in this test")
 
-        monkeypatch.setattr("mlxlm.convert.reference_backends.ask", unavailable)
+        monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", unavailable)
 
 
 @pytest.fixture

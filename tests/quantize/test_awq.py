@@ -7,9 +7,9 @@ from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.quantize import awq
-from mlxlm.quantize.calibrate import Inputs
+from mlxlm.quantize.calibrate import InputStats
 from mlxlm.quantize.gptq import row_errors
-from mlxlm.quantize.packed_matrix import rounded
+from mlxlm.quantize.packed_matrix import quantize_rtn
 from mlxlm.quantize.quantization_plan import Format
 
 SIZES = {
@@ -51,17 +51,19 @@ def outliers(width: int) -> np.ndarray:
 def test_a_scaled_block_computes_the_same(family):
     config = ModelConfig(**{**SIZES, **FAMILIES[family]})
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     block = model.layers[0]
     for name, value in tree_flatten(block.parameters()):
         if value.ndim == 1:
             owner, _, parameter = name.rpartition(".")
-            awq.at(block, owner)[parameter] = value + mx.random.normal(value.shape, scale=0.1, key=mx.random.key(1))
+            awq.get_submodule(block, owner)[parameter] = value + mx.random.normal(
+                value.shape, scale=0.1, key=mx.random.key(1)
+            )
     stream = mx.random.normal((1, 12, 64), key=mx.random.key(2))
     before = [part for part in block(stream, None)]
-    readers = {name for fold in awq.folds(config) for name in fold.readers}
-    inputs = {name: Inputs(outliers(awq.at(block, name).weight.shape[1])) for name in readers}
-    _, changed = awq.scale_block(block, config, inputs, dict.fromkeys(readers, Format(3, 32)), mx.float32)
+    next_layers = {name for fold in awq.scale_groups(config) for name in fold.next_layers}
+    inputs = {name: InputStats(outliers(awq.get_submodule(block, name).weight.shape[1])) for name in next_layers}
+    _, changed = awq.apply_best_scales(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.float32)
     assert changed
     for old, new in zip(before, block(stream, None), strict=True):
         assert mx.abs(old - new).max().item() < 2e-4 * max(1.0, mx.abs(old).max().item())
@@ -69,7 +71,7 @@ def test_a_scaled_block_computes_the_same(family):
 
 def test_what_can_be_scaled_in_which_family():
     sources = {
-        name: {fold.source for fold in awq.folds(ModelConfig(**{**SIZES, **changes}))}
+        name: {fold.source for fold in awq.scale_groups(ModelConfig(**{**SIZES, **changes}))}
         for name, changes in FAMILIES.items()
     }
     assert sources["llama"] == {"input_layernorm", "post_attention_layernorm", "mlp.up_proj"}
@@ -83,16 +85,16 @@ def test_what_can_be_scaled_in_which_family():
 def test_channels_with_outliers_are_kept_better():
     config = ModelConfig(**{**SIZES, **FAMILIES["llama"]})
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     block, chosen, own = model.layers[0], Format(3, 32), outliers(64)
     name = "self_attn.q_proj"
-    source = np.array(awq.at(block, name).weight)
-    plain = row_errors(source, rounded(mx.array(source).astype(mx.float16), chosen), chosen, own).sum()
-    readers = {fold_name for fold in awq.folds(config) for fold_name in fold.readers}
-    inputs = {reader: Inputs(outliers(awq.at(block, reader).weight.shape[1])) for reader in readers}
-    after, _ = awq.scale_block(block, config, inputs, dict.fromkeys(readers, chosen), mx.float16)
-    weight = awq.at(block, name).weight
-    scaled = row_errors(np.array(weight), rounded(weight.astype(mx.float16), chosen), chosen, after[name].moments)
+    source = np.array(awq.get_submodule(block, name).weight)
+    plain = row_errors(source, quantize_rtn(mx.array(source).astype(mx.float16), chosen), chosen, own).sum()
+    next_layers = {fold_name for fold in awq.scale_groups(config) for fold_name in fold.next_layers}
+    inputs = {reader: InputStats(outliers(awq.get_submodule(block, reader).weight.shape[1])) for reader in next_layers}
+    after, _ = awq.apply_best_scales(block, config, inputs, dict.fromkeys(next_layers, chosen), mx.float16)
+    weight = awq.get_submodule(block, name).weight
+    scaled = row_errors(np.array(weight), quantize_rtn(weight.astype(mx.float16), chosen), chosen, after[name].moments)
     assert scaled.sum() < 0.3 * plain
 
 
@@ -104,25 +106,25 @@ def test_clipping_never_loses_within_a_group():
     source = np.array(weight.astype(mx.float32))
     clipped, plain = (
         row_errors(source, packed, chosen, moments)
-        for packed in (awq.clipped("v_proj", weight, moments, chosen), rounded(weight, chosen))
+        for packed in (awq.clipped("v_proj", weight, moments, chosen), quantize_rtn(weight, chosen))
     )
     assert (clipped <= plain * 1.001).all() and clipped.sum() < 0.95 * plain.sum()
     kept = awq.clipped("self_attn.q_proj", weight, moments, chosen)
-    assert mx.array_equal(kept.weight, rounded(weight, chosen).weight)
+    assert mx.array_equal(kept.weight, quantize_rtn(weight, chosen).weight)
 
 
 def test_readers_make_up_for_a_norm_in_16_bits():
     """A norm that is stored less one has few bits left where its gain is small."""
     config = ModelConfig(**{**SIZES, **FAMILIES["gemma2"]})
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     block = model.layers[0]
     norm, reader = block.input_layernorm, block.self_attn.q_proj
     norm.weight = mx.random.normal((64,), scale=0.3, key=mx.random.key(3)).astype(mx.bfloat16).astype(mx.float32)
     before = (1 + norm.weight) * reader.weight
-    readers = {name for fold in awq.folds(config) for name in fold.readers}
-    inputs = {name: Inputs(1000 * outliers(awq.at(block, name).weight.shape[1])) for name in readers}
-    awq.scale_block(block, config, inputs, dict.fromkeys(readers, Format(3, 32)), mx.bfloat16)
+    next_layers = {name for fold in awq.scale_groups(config) for name in fold.next_layers}
+    inputs = {name: InputStats(1000 * outliers(awq.get_submodule(block, name).weight.shape[1])) for name in next_layers}
+    awq.apply_best_scales(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.bfloat16)
     for weight in (norm.weight, reader.weight):
         assert mx.array_equal(weight.astype(mx.bfloat16).astype(mx.float32), weight)
     after = (1 + norm.weight) * reader.weight

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from mlxlm.backend.mlx import mx
-from mlxlm.quantize.gptq import gptq, inverse_factor, output_error, row_errors
-from mlxlm.quantize.packed_matrix import dequantized, pack, rounded
+from mlxlm.quantize.gptq import gptq, inverse_hessian_cholesky, output_error, row_errors
+from mlxlm.quantize.packed_matrix import dequantized, pack, quantize_rtn
 from mlxlm.quantize.quantization_plan import BITS, GROUP_SIZES, MODES, Format
 from mlxlm.utils.errors import CheckpointError
 
@@ -38,8 +38,10 @@ def test_rounding_is_that_of_mlx(mode):
     chosen = Format.of(mode)
     weight = mx.random.normal((8, 128), key=mx.random.key(0)).astype(mx.float16)
     parts = mx.quantize(weight, mode=mode)
-    assert all(mx.array_equal(a, b) for a, b in zip(rounded(weight, chosen).parts("m").values(), parts, strict=True))
-    assert dequantized(rounded(weight, chosen), chosen).dtype == mx.float32
+    assert all(
+        mx.array_equal(a, b) for a, b in zip(quantize_rtn(weight, chosen).parts("m").values(), parts, strict=True)
+    )
+    assert dequantized(quantize_rtn(weight, chosen), chosen).dtype == mx.float32
 
 
 def relative_error(*arguments) -> float:
@@ -62,7 +64,8 @@ def test_correlated_inputs_lose_less_than_half_of_what_rounding_loses(bits, grou
     weight, moments = problem()
     chosen = Format(bits, group_size)
     ours, plain = (
-        relative_error(weight, p, chosen, moments) for p in (gptq(weight, moments, chosen), rounded(weight, chosen))
+        relative_error(weight, p, chosen, moments)
+        for p in (gptq(weight, moments, chosen), quantize_rtn(weight, chosen))
     )
     assert ours < 0.5 * plain
 
@@ -71,7 +74,7 @@ def test_matches_the_textbook():
     """The unblocked algorithm, with an explicit inverse at every column, gives the same numbers."""
     weight, moments = problem(rows=6, width=64)
     chosen = Format(4, 32)
-    packed = gptq(weight, moments, chosen, ranges=(1.0,))
+    packed = gptq(weight, moments, chosen, clip_ratios=(1.0,))
     left = np.array(weight.astype(mx.float32), dtype=np.float64)
     hessian = moments / np.mean(np.diag(moments)) + 0.01 * np.eye(64)
     result = np.empty_like(left)
@@ -91,7 +94,7 @@ def test_matches_the_textbook():
 def test_without_correlation_there_is_nothing_to_make_up_for():
     weight, _ = problem()
     chosen, identity = Format(4, 64), np.eye(128, dtype=np.float32)
-    ours, plain = gptq(weight, identity, chosen, ranges=(1.0,)), rounded(weight, chosen)
+    ours, plain = gptq(weight, identity, chosen, clip_ratios=(1.0,)), quantize_rtn(weight, chosen)
     assert mx.array_equal(ours.scales, plain.scales) and mx.array_equal(ours.biases, plain.biases)
     change = mx.abs(dequantized(ours, chosen) - dequantized(plain, chosen)).max()
     assert change.item() <= 1.01 * mx.abs(plain.scales).max().item()  # MLX divides by the scale before it is rounded
@@ -107,7 +110,7 @@ def test_no_row_is_worse_than_rounding(seed):
     chosen = Format(3, 32)
     source = np.array(weight.astype(mx.float32))
     ours, plain = (
-        row_errors(source, p, chosen, moments) for p in (gptq(weight, moments, chosen), rounded(weight, chosen))
+        row_errors(source, p, chosen, moments) for p in (gptq(weight, moments, chosen), quantize_rtn(weight, chosen))
     )
     assert (ours <= plain * (1 + 1e-5)).all()
 
@@ -124,10 +127,10 @@ def test_channels_that_were_always_zero_are_rounded_and_the_others_calibrated():
     largest = np.abs(np.array(weight)).max()
     assert np.abs(values - np.array(weight))[:, dead].max() < 0.4 * largest  # ranges go down to 0.65
     assert relative_error(weight, ours, chosen, moments) < 0.6 * relative_error(
-        weight, rounded(weight, chosen), chosen, moments
+        weight, quantize_rtn(weight, chosen), chosen, moments
     )
     silent = gptq(weight, np.zeros_like(moments), chosen)
-    assert mx.array_equal(silent.weight, rounded(weight, chosen).weight)
+    assert mx.array_equal(silent.weight, quantize_rtn(weight, chosen).weight)
 
 
 def test_moments_beyond_float32_are_damped_until_they_work():
@@ -154,7 +157,7 @@ def test_inputs_that_are_not_finite_are_refused():
 def test_drift_is_partly_made_up_for():
     """Inputs that are all 20 % too small: the outputs aimed at are half of the way back."""
     weight, moments = problem()
-    packed = gptq(weight, moments, Format(8, 32), drift=0.25 * moments)
+    packed = gptq(weight, moments, Format(8, 32), dxxt=0.25 * moments)
     source, changed = np.array(weight.astype(mx.float32)), np.array(dequantized(packed, Format(8, 32)))
     grown = np.vdot(changed @ moments, source) / np.vdot(source @ moments, source)
     assert grown == pytest.approx(1.125, abs=0.005)
@@ -162,5 +165,5 @@ def test_drift_is_partly_made_up_for():
 
 def test_matrices_with_the_same_inputs_share_a_factor():
     weight, moments = problem()
-    own, shared = (gptq(weight, moments, Format(3, 64), factor=f) for f in (None, inverse_factor(moments)))
+    own, shared = (gptq(weight, moments, Format(3, 64), factor=f) for f in (None, inverse_hessian_cholesky(moments)))
     assert mx.array_equal(own.weight, shared.weight) and mx.array_equal(own.scales, shared.scales)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint.lazy_tensor import Tensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
@@ -13,9 +13,9 @@ from mlxlm.quantize.quantization_plan import RECIPES, Format, recipe, uniform
 from mlxlm.utils.errors import ConfigError
 
 
-def described(config: ModelConfig) -> dict[str, Tensor]:
+def described(config: ModelConfig) -> dict[str, LazyTensor]:
     shapes = {name: tuple(value.shape) for name, value in tree_flatten(Decoder(config).parameters())}
-    return {name: Tensor(shape, mx.float16, "F16", 0, lambda: None) for name, shape in shapes.items()}
+    return {name: LazyTensor(shape, mx.float16, "F16", 0, lambda: None) for name, shape in shapes.items()}
 
 
 def config_of(**changes) -> ModelConfig:
@@ -50,12 +50,12 @@ def test_bytes_are_those_of_mlx(chosen):
 def test_rows_that_the_group_size_does_not_divide():
     config = config_of(hidden_size=96, intermediate_size=100)
     plan = uniform(config, described(config), Format(4, 64))
-    assert plan.regrouped["model.embed_tokens"] == 32
+    assert plan.reduced_group_sizes["model.embed_tokens"] == 32
     assert plan.skipped == {f"model.layers.{i}.mlp.down_proj": 100 for i in range(2)}
-    entry = plan.entry()
-    assert entry["model.layers.0.mlp.down_proj"] is False
-    assert entry["lm_head"] == {"group_size": 32, "bits": 4, "mode": "affine"}
-    assert config.with_changes(quantization=entry).quantization == entry
+    quantization_config = plan.quantization_config()
+    assert quantization_config["model.layers.0.mlp.down_proj"] is False
+    assert quantization_config["lm_head"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    assert config.with_changes(quantization=quantization_config).quantization == quantization_config
 
 
 def test_matrices_that_are_stored_together_have_one_format():
@@ -68,7 +68,7 @@ def test_matrices_that_are_stored_together_have_one_format():
     assert plan.format_of(by_name["model.layers.1.mlp.down_proj"]).bits == 6
     changed = plan.with_formats({fused.name: Format(5)})
     assert {changed.formats[module].bits for module in fused.modules} == {5}
-    stored = config_to_hf(config.with_changes(quantization=changed.entry()))["quantization"]
+    stored = config_to_hf(config.with_changes(quantization=changed.quantization_config()))["quantization"]
     assert stored["model.layers.1.self_attn.qkv_proj"]["bits"] == 5
 
 
@@ -102,5 +102,5 @@ def test_the_commonest_format_is_the_default():
     config = config_of()
     plan = uniform(config, described(config), Format(2))
     other = plan.with_formats({m.name: Format(8) for m in plan.matrices if m.name != "lm_head"})
-    assert other.default == Format(8) and list(other.entry()) == ["group_size", "bits", "mode", "lm_head"]
+    assert other.default == Format(8) and list(other.quantization_config()) == ["group_size", "bits", "mode", "lm_head"]
     assert json.dumps(other.to_dict())

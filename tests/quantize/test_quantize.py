@@ -11,13 +11,13 @@ import mlxlm
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_weights, save_weights
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.checkpoint.tokenizer_files import carry_tokenizer as carry
+from mlxlm.checkpoint.tokenizer_files import copy_tokenizer as carry
 from mlxlm.convert import convert
 from mlxlm.convert.compare import compare
-from mlxlm.convert.reference_backends import Opinion, Refused
-from mlxlm.quantize import PICTURE, REPORT, bit_search, calibrate, quantize, text
-from mlxlm.quantize.calibrated_methods import calibrated
-from mlxlm.quantize.job import Job
+from mlxlm.convert.reference_backends import BackendOutput, BackendRejected
+from mlxlm.quantize import PLOT_FILE, REPORT_FILE, bit_search, calibrate, quantize, text
+from mlxlm.quantize.calibrated_methods import quantize_calibrated
+from mlxlm.quantize.job import QuantizationJob
 from mlxlm.quantize.quantization_plan import Format, uniform
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, MlxlmError
 
@@ -37,7 +37,7 @@ def needed_bytes(folder) -> int:
 )
 def test_rounding_is_to_the_bit_what_mlx_lm_writes(model, tmp_path, settings):
     convert = pytest.importorskip("mlx_lm.convert").convert
-    quantize(model, tmp_path / "ours", **settings, measure=False)
+    quantize(model, tmp_path / "ours", **settings, evaluate=False)
     theirs = {"q_bits": settings.get("bits"), "q_group_size": settings.get("group_size")}
     if "recipe" in settings:
         theirs = {"quant_predicate": settings["recipe"], "q_group_size": 64}
@@ -53,7 +53,7 @@ def test_rounding_of_other_dtypes(write_model, tmp_path, dtype):
     """A float32 model becomes one of float16 first, for which mlx_lm has to be asked."""
     mlx_lm = pytest.importorskip("mlx_lm.convert")
     write_model(tmp_path / "source", dtype)
-    quantize(tmp_path / "source", tmp_path / "ours", measure=False)
+    quantize(tmp_path / "source", tmp_path / "ours", evaluate=False)
     asked = "float16" if dtype == mx.float32 else None
     mlx_lm.convert(str(tmp_path / "source"), str(tmp_path / "theirs"), quantize=True, dtype=asked)
     ours, theirs = (load_weights(tmp_path / name) for name in ("ours", "theirs"))
@@ -67,56 +67,58 @@ def test_rounding_of_other_dtypes(write_model, tmp_path, dtype):
 )
 def test_calibrated_models_are_read_by_mlx_lm(model, tmp_path, texts, settings):
     mlx_lm = pytest.importorskip("mlx_lm")
-    report = quantize(model, tmp_path / "out", **settings, calibration=texts[0], evaluation=texts[1], verify=False)
+    report = quantize(model, tmp_path / "out", **settings, calibration_text=texts[0], eval_text=texts[1], verify=False)
     assert report.checks == []
     theirs, _ = mlx_lm.load(str(tmp_path / "out"))
     theirs.set_dtype(mx.float32)
     tokens = mx.array([[5, 60, 7, 200, 9, 11]])
     ours = mlxlm.load(tmp_path / "out").model(tokens)
     assert mx.abs(theirs(tokens) - ours).max().item() < 1e-3
-    assert report.calibration.endswith("calibration.txt") and report.measured.text.endswith("evaluation.txt")
+    assert report.calibration_text.endswith("calibration.txt") and report.metrics.text.endswith("evaluation.txt")
 
 
 def test_calibration_is_closer_to_the_source_at_equal_size(model, tmp_path, texts):
     reports = {
         method: quantize(
-            model, tmp_path / method, bits=3, method=method, evaluation=texts[1],
-            calibration=None if method == "round" else texts[0],
+            model, tmp_path / method, bits=3, method=method, eval_text=texts[1],
+            calibration_text=None if method == "rtn" else texts[0],
         )
-        for method in ("round", "gptq", "awq")
+        for method in ("rtn", "gptq", "awq")
     }  # fmt: skip
-    kl = {method: report.measured.kl for method, report in reports.items()}
-    assert kl["gptq"] < 0.8 * kl["round"] and kl["awq"] < kl["round"]
+    kl = {method: report.metrics.kl for method, report in reports.items()}
+    assert kl["gptq"] < 0.8 * kl["rtn"] and kl["awq"] < kl["rtn"]
     assert len({report.bits_per_weight for report in reports.values()}) == 1
 
 
 def test_the_report_agrees_with_the_files(model, tmp_path, texts, pictures):
     phases = []
     report = quantize(
-        model, tmp_path / "out", bits=4, evaluation=texts[1], progress=lambda phase, done, total: phases.append(phase)
+        model, tmp_path / "out", bits=4, eval_text=texts[1], progress=lambda phase, done, total: phases.append(phase)
     )
     assert report.bytes == needed_bytes(tmp_path / "out")
-    stored = json.loads((tmp_path / "out" / REPORT).read_text())
+    stored = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
     assert stored == json.loads(json.dumps(report.to_dict()))
     assert (tmp_path / "out" / "quantization.png").read_bytes().startswith(b"\x89PNG")
     values = sum(t.nbytes for t in open_checkpoint(tmp_path / "out").tensors.values())
     assert report.bits_per_weight == pytest.approx(8 * values / report.parameters) and report.bits_per_weight > 4.5
     assert report.source_bits_per_weight == 16
-    assert set(report.errors) == set(report.bits) and set(report.worst()) <= set(report.errors)
+    assert set(report.errors) == set(report.bits) and set(report.worst_layers()) <= set(report.errors)
     assert 0.05 < report.errors["model.layers.0.self_attn.q_proj"] < 0.2
-    assert 0 < report.measured.kl < 1 and 0.2 < report.measured.top1 <= 1
+    assert 0 < report.metrics.kl < 1 and 0.2 < report.metrics.top1_agreement <= 1
     assert {"writing", "comparing with the source"} <= set(phases)
     assert not list((tmp_path / "out").glob(".*")) and not list(tmp_path.glob(".*"))
 
 
 def test_families_that_store_matrices_together(write_model, tmp_path, texts):
     config = write_model(tmp_path / "source", model_type="phi3", tie_word_embeddings=False)
-    report = quantize(tmp_path / "source", tmp_path / "out", method="gptq", calibration=texts[0], evaluation=texts[1])
+    report = quantize(
+        tmp_path / "source", tmp_path / "out", method="gptq", calibration_text=texts[0], eval_text=texts[1]
+    )
     assert "model.layers.0.self_attn.qkv_proj" in report.formats
     assert "model.layers.0.self_attn.qkv_proj.scales" in load_weights(tmp_path / "out")
-    assert report.measured.kl < 0.5 and config.model_type == "phi3"
+    assert report.metrics.kl < 0.5 and config.model_type == "phi3"
     searched = quantize(
-        tmp_path / "source", tmp_path / "searched", bits_per_weight=4, calibration=texts[0], measure=False
+        tmp_path / "source", tmp_path / "searched", bits_per_weight=4, calibration_text=texts[0], evaluate=False
     )
     assert searched.bits_per_weight <= 4 and len({str(chosen) for chosen in searched.formats.values()}) > 1
 
@@ -128,46 +130,48 @@ def test_a_picture_of_a_family_with_other_names_in_its_files(write_model, tmp_pa
         "intermediate_size": 256,
     }  # fmt: skip
     write_model(tmp_path / "source", **neox)
-    report = quantize(tmp_path / "source", tmp_path / "out", measure=False)
+    report = quantize(tmp_path / "source", tmp_path / "out", evaluate=False)
     assert "model.h.0.attention.query_key_value" in report.formats
-    assert (tmp_path / "out" / PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_layers_that_no_size_divides_are_left_and_listed(write_model, tmp_path, texts):
     write_model(tmp_path / "source", hidden_size=96, intermediate_size=100)
-    report = quantize(tmp_path / "source", tmp_path / "out", method="awq", calibration=texts[0], evaluation=texts[1])
+    report = quantize(
+        tmp_path / "source", tmp_path / "out", method="awq", calibration_text=texts[0], eval_text=texts[1]
+    )
     assert report.skipped == {f"model.layers.{i}.mlp.down_proj": 100 for i in range(2)}
-    assert report.regrouped["model.layers.0.self_attn.q_proj"] == 32
+    assert report.reduced_group_sizes["model.layers.0.self_attn.q_proj"] == 32
     assert report.formats["model.layers.0.mlp.down_proj"] is None
     assert "model.layers.0.mlp.down_proj" not in report.errors
 
 
 def test_a_budget_is_kept_by_the_bytes_on_disk(model, tmp_path, texts):
     beside = needed_bytes(model) - weights_bytes(model)
-    budget = beside + 60_000
-    report = quantize(model, tmp_path / "out", budget=budget, calibration=texts[0], measure=False)
-    assert budget - 4_000 < needed_bytes(tmp_path / "out") == report.bytes <= budget
+    max_size = beside + 60_000
+    report = quantize(model, tmp_path / "out", max_size=max_size, calibration_text=texts[0], evaluate=False)
+    assert max_size - 4_000 < needed_bytes(tmp_path / "out") == report.bytes <= max_size
     with pytest.raises(ConfigError, match=r"1000 bytes can't be reached \(try: \d+ or more") as error:
-        quantize(model, tmp_path / "small", budget=1000, calibration=texts[0], measure=False)
+        quantize(model, tmp_path / "small", max_size=1000, calibration_text=texts[0], evaluate=False)
     least = int(error.value.hint.split()[0])
-    smallest = quantize(model, tmp_path / "least", budget=least, calibration=texts[0], measure=False)
+    smallest = quantize(model, tmp_path / "least", max_size=least, calibration_text=texts[0], evaluate=False)
     assert smallest.bytes <= least and set(smallest.bits.values()) == {2}
 
 
 def test_bits_per_weight_are_kept_and_better_spent_than_evenly(model, tmp_path, texts):
-    even = quantize(model, tmp_path / "even", bits=3, evaluation=texts[1])
+    even = quantize(model, tmp_path / "even", bits=3, eval_text=texts[1])
     target = even.bits_per_weight
-    report = quantize(model, tmp_path / "out", bits_per_weight=target, calibration=texts[0], evaluation=texts[1])
+    report = quantize(model, tmp_path / "out", bits_per_weight=target, calibration_text=texts[0], eval_text=texts[1])
     assert target - 0.1 < report.bits_per_weight <= target
-    assert report.measured.kl < even.measured.kl
+    assert report.metrics.kl < even.metrics.kl
     with pytest.raises(ConfigError, match="1.5 bits per weight can't be reached.*2.* or more"):
-        quantize(model, tmp_path / "none", bits_per_weight=1.5, calibration=texts[0])
+        quantize(model, tmp_path / "none", bits_per_weight=1.5, calibration_text=texts[0])
 
 
 def test_a_bound_on_the_divergence_is_kept_as_measured(model, tmp_path, texts):
-    settings = {"calibration": texts[0], "evaluation": texts[1]}
+    settings = {"calibration_text": texts[0], "eval_text": texts[1]}
     report = quantize(model, tmp_path / "out", max_kl=0.05, **settings)
-    assert report.measured.kl <= 0.05 and 2.5 < report.bits_per_weight < 8
+    assert report.metrics.kl <= 0.05 and 2.5 < report.bits_per_weight < 8
     with pytest.raises(ConfigError, match="a KL divergence of 1e-12 can't be reached: the most bits give"):
         quantize(model, tmp_path / "none", max_kl=1e-12, **settings)
     assert not (tmp_path / "none").exists()
@@ -176,19 +180,19 @@ def test_a_bound_on_the_divergence_is_kept_as_measured(model, tmp_path, texts):
 def test_walking_up_the_hull_spends_the_budget(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
-    costs = {
+    sensitivities = {
         matrix.name: {Format(bits): weight * 4.0**-bits for bits in (2, 3, 4, 5, 6, 8)}
         for weight, matrix in enumerate(plan.matrices, start=1)
     }
-    smallest, path = bit_search.steps(plan, costs)
+    smallest, path = bit_search.steps(plan, sensitivities)
     rates = [step.saved / step.nbytes for step in path]
     assert rates == sorted(rates, reverse=True) and set(smallest.formats.values()) == {Format(2)}
     for extra in (0, 5_000, 20_000, 10**9):
-        found = bit_search.within(plan, costs, smallest.nbytes() + extra)
+        found = bit_search.fit_to_size(plan, sensitivities, smallest.nbytes() + extra)
         assert found.nbytes() <= smallest.nbytes() + extra
     assert set(found.formats.values()) == {Format(8)}
     with pytest.raises(ValueError, match="the least"):
-        bit_search.within(plan, costs, smallest.nbytes() - 1)
+        bit_search.fit_to_size(plan, sensitivities, smallest.nbytes() - 1)
 
 
 @pytest.mark.parametrize(
@@ -199,11 +203,11 @@ def test_walking_up_the_hull_spends_the_budget(model):
         ({"mode": "mxfp4", "method": "gptq"}, "GPTQ is made for affine"),
         ({"method": "magic"}, "there is no method 'magic'"),
         ({"recipe": "mixed_3_4", "max_kl": 1.0}, "recipe and max_kl both decide"),
-        ({"bits": 4, "budget": 10**6}, "bits have no effect"),
-        ({"mode": "nvfp4", "bits_per_weight": 4.0}, "nvfp4 has none"),
+        ({"bits": 4, "max_size": 10**6}, "bits have no effect"),
+        ({"mode": "nvfp4", "target_bpw": 4.0}, "nvfp4 has none"),
         ({"max_kl": -1.0}, "must be a positive number"),
-        ({"calibration": "x.txt"}, "no effect on plain rounding"),
-        ({"evaluation": "x.txt", "measure": False}, "no effect without measuring"),
+        ({"calibration_text": "x.txt"}, "no effect on plain rounding"),
+        ({"eval_text": "x.txt", "evaluate": False}, "no effect without measuring"),
     ],
 )
 def test_settings_that_can_not_work(model, tmp_path, settings, message):
@@ -215,7 +219,7 @@ def test_settings_that_can_not_work(model, tmp_path, settings, message):
 def test_sources_that_can_not_be_quantized(model, write_model, tmp_path, texts):
     with pytest.raises(CheckpointError, match="already exists"):
         quantize(model, model)
-    quantize(model, tmp_path / "4bit", measure=False)
+    quantize(model, tmp_path / "4bit", evaluate=False)
     with pytest.raises(CheckpointError, match="quantized already"):
         quantize(tmp_path / "4bit", tmp_path / "again")
     write_model(tmp_path / "nan")
@@ -223,20 +227,22 @@ def test_sources_that_can_not_be_quantized(model, write_model, tmp_path, texts):
     broken = {name: np.nan * w if "1.mlp.up" in name else w for name, w in weights.items()}
     mx.eval(broken)
     save_weights(tmp_path / "nan", broken)
-    for method in ("round", "gptq"):
-        calibration = None if method == "round" else texts[0]
+    for method in ("rtn", "gptq"):
+        calibration_text = None if method == "rtn" else texts[0]
         with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.* not finite"):
-            quantize(tmp_path / "nan", tmp_path / "out", method=method, calibration=calibration, evaluation=texts[1])
+            quantize(
+                tmp_path / "nan", tmp_path / "out", method=method, calibration_text=calibration_text, eval_text=texts[1]
+            )
     (tmp_path / "short.txt").write_text("A cat")
     with pytest.raises(DataError, match="too few|too little"):
-        quantize(model, tmp_path / "out", method="gptq", calibration=tmp_path / "short.txt", evaluation=texts[1])
+        quantize(model, tmp_path / "out", method="gptq", calibration_text=tmp_path / "short.txt", eval_text=texts[1])
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
 def test_calibration_and_evaluation_never_share_text(model, tmp_path, tiny_tokenizer, texts):
     for given in (None, texts[0]):
-        first = text.calibration(model, tiny_tokenizer, given, whole=False)
-        second = text.evaluation(model, tiny_tokenizer, None, given)
+        first = text.calibration_text(model, tiny_tokenizer, given, whole=False)
+        second = text.eval_text(model, tiny_tokenizer, None, given)
         assert first.name != second.name
         [ids] = second.documents
         tail = ids[:40]
@@ -244,7 +250,7 @@ def test_calibration_and_evaluation_never_share_text(model, tmp_path, tiny_token
         assert not any(there[i : i + 40] == tail for i in range(len(there)))
         predicted = ids if ids[0] == tiny_tokenizer.bos_id else ids[1:]
         assert second.bytes == len(tiny_tokenizer.decode(predicted).encode())
-    whole = text.calibration(model, tiny_tokenizer, texts[0], whole=True)
+    whole = text.calibration_text(model, tiny_tokenizer, texts[0], whole=True)
     assert len(whole.tokens) > len(first.tokens)
 
 
@@ -253,8 +259,8 @@ def test_documents_are_apart(tiny_tokenizer, tmp_path):
     file.write_text(
         '{"text": "one"}\n{"messages": [{"role": "user", "content": "a"}, {"role": "b", "content": "c"}]}\n'
     )
-    assert tiny_tokenizer.decode(text.of_file(file, tiny_tokenizer, 100).tokens.tolist()) == "one\n\na\n\nc"
-    found = text.evaluation(None, tiny_tokenizer, file, None)
+    assert tiny_tokenizer.decode(text.text_of_file(file, tiny_tokenizer, 100).tokens.tolist()) == "one\n\na\n\nc"
+    found = text.eval_text(None, tiny_tokenizer, file, None)
     assert [tiny_tokenizer.decode(ids) for ids in found.documents] == ["one", "a\n\nc"]
 
 
@@ -264,17 +270,17 @@ def test_texts_that_are_given_free_a_run_from_its_data(model, tmp_path, texts):
     step = tmp_path / "run" / "checkpoints" / "step-1"
     step.mkdir(parents=True)
     (tmp_path / "run" / "model.safetensors").rename(step / "model.safetensors")
-    report = quantize(tmp_path / "run", tmp_path / "out", evaluation=texts[1])
-    assert report.measured.text.endswith("evaluation.txt")
+    report = quantize(tmp_path / "run", tmp_path / "out", eval_text=texts[1])
+    assert report.metrics.text.endswith("evaluation.txt")
     with pytest.raises(MlxlmError, match="--text FILE"):
-        quantize(tmp_path / "run", tmp_path / "gptq", method="gptq", evaluation=texts[1])
+        quantize(tmp_path / "run", tmp_path / "gptq", method="gptq", eval_text=texts[1])
     with pytest.raises(MlxlmError, match="--eval-text FILE"):
         quantize(tmp_path / "run", tmp_path / "measured")
 
 
 def test_what_was_written_is_checked(model, tmp_path, texts, peers):
     pytest.importorskip("mlx_lm")
-    report = quantize(model, tmp_path / "out", bits=4, measure=False)
+    report = quantize(model, tmp_path / "out", bits=4, evaluate=False)
     assert {check.name: check.result for check in report.checks} == dict.fromkeys(
         ("tensors", "tokenizer", "configuration", "mlx_lm"), "equal"
     )
@@ -290,22 +296,22 @@ def test_a_disk_that_changes_values_is_noticed(model, tmp_path, monkeypatch):
         return []
 
     monkeypatch.setattr(
-        "mlxlm.quantize.job.carry_tokenizer", lambda source, folder: spoil(folder) or carry(source, folder)
+        "mlxlm.quantize.job.copy_tokenizer", lambda source, folder: spoil(folder) or carry(source, folder)
     )
     with pytest.raises(CheckpointError, match=r"out: model.norm.weight is not what was written"):
-        quantize(model, tmp_path / "out", measure=False)
+        quantize(model, tmp_path / "out", evaluate=False)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_mlx_lm_refuses_is_an_error(model, tmp_path, monkeypatch):
-    def refuses(peer, path, *arguments, **options):
+    def refuses(backend, path, *arguments, **options):
         if "source" not in str(path):
-            raise Refused(f"{peer} can't read it: {path} is wrong")
-        return Opinion([0] * 32, [0.0] * 32, 1.0)
+            raise BackendRejected(f"{backend} can't read it: {path} is wrong")
+        return BackendOutput([0] * 32, [0.0] * 32, 1.0)
 
-    monkeypatch.setattr("mlxlm.convert.reference_backends.ask", refuses)
+    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", refuses)
     with pytest.raises(CheckpointError, match="mlx_lm can't read it.*--no-verify"):
-        quantize(model, tmp_path / "out", measure=False)
+        quantize(model, tmp_path / "out", evaluate=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -320,24 +326,24 @@ def test_models_without_a_matrix_to_quantize_are_refused(write_model, tmp_path):
     with pytest.raises(
         CheckpointError, match="no matrix can be quantized: their widths are 40, 56, groups are of 32, 64"
     ):
-        quantize(tmp_path / "source", tmp_path / "out", budget=10**9)
+        quantize(tmp_path / "source", tmp_path / "out", max_size=10**9)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_takes_away_from_the_figures_is_said(model, tmp_path, texts):
     gguf = tmp_path / "source.gguf"
-    convert(model, gguf, kind="Q8_0", verify_output=False)
+    convert(model, gguf, outtype="Q8_0", verify_output=False)
     (tmp_path / "short.txt").write_text("The cat sat on the mat and then it ran away from the dog in the house.")
-    report = quantize(gguf, tmp_path / "out", evaluation=tmp_path / "short.txt", verify=False)
+    report = quantize(gguf, tmp_path / "out", eval_text=tmp_path / "short.txt", verify=False)
     assert any("quantized already (Q8_0)" in warning for warning in report.warnings)
     assert any("fewer than 256 say little" in warning for warning in report.warnings)
-    clean = quantize(model, tmp_path / "clean", evaluation=texts[1])
-    assert clean.warnings == [] and clean.measured.speed_before > 0
+    clean = quantize(model, tmp_path / "clean", eval_text=texts[1])
+    assert clean.warnings == [] and clean.metrics.speed_before > 0
 
 
 def test_room_that_is_left_is_spent(model, tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.bit_search._Probe.divergence", lambda probe, module: 0.0)
-    report = quantize(model, tmp_path / "out", budget=10**9, calibration=texts[0], measure=False)
+    monkeypatch.setattr("mlxlm.quantize.bit_search._Probe.kl_divergence", lambda probe, module: 0.0)
+    report = quantize(model, tmp_path / "out", max_size=10**9, calibration_text=texts[0], evaluate=False)
     assert set(report.bits.values()) == {8}
 
 
@@ -345,38 +351,40 @@ def test_a_probe_has_no_rounding_below_nothing(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(8))
     windows = np.arange(64, dtype=np.int32)[None] + 20
-    for cost in bit_search.costs(checkpoint, plan, windows).values():
+    for cost in bit_search.sensitivities(checkpoint, plan, windows).values():
         values = [cost[chosen] for chosen in sorted(cost, key=lambda chosen: chosen.bits)]
         assert values == sorted(values, reverse=True) and values[-1] > 0
 
 
 def test_one_candidate_is_on_disk_at_a_time(model, tmp_path, texts, monkeypatch):
     folders = []
-    original = Job._quantized
+    original = QuantizationJob._quantized
 
     def watched(self, plan, scratch, *rest):
         folders.append(len(list(scratch.parent.iterdir())))
         return original(self, plan, scratch, *rest)
 
-    monkeypatch.setattr(Job, "_quantized", watched)
-    report = quantize(model, tmp_path / "out", max_kl=0.05, method="gptq", calibration=texts[0], evaluation=texts[1])
+    monkeypatch.setattr(QuantizationJob, "_quantized", watched)
+    report = quantize(
+        model, tmp_path / "out", max_kl=0.05, method="gptq", calibration_text=texts[0], eval_text=texts[1]
+    )
     assert len(folders) > 2 and max(folders) <= 2  # the best so far, and the one that is made
-    assert report.measured.kl <= 0.05
+    assert report.metrics.kl <= 0.05
 
 
 def test_no_plan_is_measured_twice(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
-    costs = {m.name: {Format(bits): 4.0**-bits for bits in (2, 3, 4, 5, 6, 8)} for m in plan.matrices}
-    measured = []
+    sensitivities = {m.name: {Format(bits): 4.0**-bits for bits in (2, 3, 4, 5, 6, 8)} for m in plan.matrices}
+    metrics = []
 
-    def measure(plan) -> float:
-        measured.append(plan.nbytes())
+    def evaluate(plan) -> float:
+        metrics.append(plan.nbytes())
         return 1.0
 
     with pytest.raises(ConfigError, match="the most bits give 1"):
-        bit_search.below_divergence(plan, costs, 1e-9, measure)
-    assert len(measured) == len(set(measured))
+        bit_search.fit_to_kl(plan, sensitivities, 1e-9, evaluate)
+    assert len(metrics) == len(set(metrics))
 
 
 def test_the_tables_of_embeddings_are_read_once(write_model, tmp_path, texts):
@@ -390,7 +398,7 @@ def test_the_tables_of_embeddings_are_read_once(write_model, tmp_path, texts):
             reads[name] = reads.get(name, 0) + 1
             return value
 
-        return tensor.then(count)
+        return tensor.transform(count)
 
     counting = replace(checkpoint, tensors={n: counted(n, t) for n, t in checkpoint.tensors.items()})
     ids = (np.arange(8000) % 290).tolist()
@@ -402,7 +410,7 @@ def test_the_tables_of_embeddings_are_read_once(write_model, tmp_path, texts):
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
     windows = np.array(ids, np.int32).reshape(-1, 100)
     (tmp_path / "scratch").mkdir()
-    calibrated(counting, plan, "gptq", windows, tmp_path / "scratch")
+    quantize_calibrated(counting, plan, "gptq", windows, tmp_path / "scratch")
     assert reads["model.embed_tokens.weight"] == 2 and reads["lm_head.weight"] == 1  # quantized, and run as it was
 
 
@@ -415,7 +423,7 @@ def test_hidden_states_beyond_a_limit_go_to_files(model, tmp_path, monkeypatch):
         monkeypatch.setattr(calibrate, "_IN_MEMORY", limit)
         scratch = tmp_path / str(limit)
         scratch.mkdir()
-        made = calibrated(checkpoint, plan, "gptq", windows, scratch)
+        made = quantize_calibrated(checkpoint, plan, "gptq", windows, scratch)
         results.append({name: tensor.read() for name, tensor in made.tensors.items()})
         assert not any(path.is_dir() for path in scratch.iterdir())
     assert all(mx.array_equal(value, results[1][name]) for name, value in results[0].items())
@@ -432,7 +440,7 @@ def test_buffers_are_given_back(model, tmp_path):
 
     before = mx.set_cache_limit(1 << 31)
     try:
-        quantize(model, tmp_path / "out", measure=False, verify=False, progress=note)
+        quantize(model, tmp_path / "out", evaluate=False, verify=False, progress=note)
         assert max(limits) < 1 << 30 and mx.set_cache_limit(before) == 1 << 31
     finally:
         mx.set_cache_limit(before)

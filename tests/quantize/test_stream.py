@@ -5,11 +5,11 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_weights
-from mlxlm.checkpoint.lazy_tensor import Tensor, of_array
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.safetensors import write_shards
 from mlxlm.checkpoint.source import open_checkpoint
-from mlxlm.quantize.lazy_quantize import halved, output_dtype, quantized
-from mlxlm.quantize.packed_matrix import dequantized, rounded
+from mlxlm.quantize.lazy_quantize import cast_to_16bit, output_dtype, quantized
+from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
 from mlxlm.quantize.quantization_plan import Format, uniform
 from mlxlm.utils.errors import CheckpointError
 
@@ -29,12 +29,12 @@ def test_parts_are_described_as_they_are_read(model):
 def test_each_matrix_is_read_once_in_a_writers_order():
     reads = []
 
-    def tensor(name: str) -> Tensor:
+    def tensor(name: str) -> LazyTensor:
         def read() -> mx.array:
             reads.append(name)
             return mx.random.normal((64, 64), key=mx.random.key(0)).astype(mx.float16)
 
-        return Tensor((64, 64), mx.float16, "F16", 64 * 64 * 2, read)
+        return LazyTensor((64, 64), mx.float16, "F16", 64 * 64 * 2, read)
 
     tensors = {f"{name}.weight": tensor(name) for name in "abc"}
     plan = type("Plan", (), {"formats": dict.fromkeys("abc", Format(4))})
@@ -50,52 +50,52 @@ def test_each_matrix_is_read_once_in_a_writers_order():
 def test_nothing_of_a_matrix_waits_in_memory_for_others_to_be_written(tmp_path, chosen):
     side, count, alive = 256, 60, []
 
-    def tensor(seed: int) -> Tensor:
+    def tensor(seed: int) -> LazyTensor:
         def read() -> mx.array:
             alive.append(mx.get_active_memory())
             return mx.random.normal((side, side), key=mx.random.key(seed)).astype(mx.float16)
 
-        return Tensor((side, side), mx.float16, "F16", 2 * side * side, read)
+        return LazyTensor((side, side), mx.float16, "F16", 2 * side * side, read)
 
     tensors = {f"m{i}.weight": tensor(i) for i in range(count)}
     plan = type("Plan", (), {"formats": {f"m{i}": chosen for i in range(count)}})
-    write_shards(tmp_path, quantized(halved(tensors, mx.float16), plan))
+    write_shards(tmp_path, quantized(cast_to_16bit(tensors, mx.float16), plan))
     assert len(alive) == count and max(alive) - alive[0] < 2 * side * side
     written = load_weights(tmp_path)
     for i in (0, count - 1):
         weight = mx.random.normal((side, side), key=mx.random.key(i)).astype(mx.float16)
-        for name, value in rounded(weight, chosen).parts(f"m{i}").items():
+        for name, value in quantize_rtn(weight, chosen).parts(f"m{i}").items():
             assert mx.array_equal(written[name], value), name
 
 
 def test_the_output_has_16_bits():
-    half, bfloat, single = (of_array(mx.ones((64, 64), dtype=d)) for d in (mx.float16, mx.bfloat16, mx.float32))
-    assert output_dtype({"a": bfloat, "norm": of_array(mx.ones((64,)))}) == mx.bfloat16
+    half, bfloat, single = (lazy_tensor(mx.ones((64, 64), dtype=d)) for d in (mx.float16, mx.bfloat16, mx.float32))
+    assert output_dtype({"a": bfloat, "norm": lazy_tensor(mx.ones((64,)))}) == mx.bfloat16
     assert output_dtype({"a": half, "b": bfloat, "c": half}) == mx.float16
     assert output_dtype({"a": single}) == mx.float16
-    assert output_dtype({"a": single, "b": of_array(mx.array([1e5]))}) == mx.bfloat16
+    assert output_dtype({"a": single, "b": lazy_tensor(mx.array([1e5]))}) == mx.bfloat16
 
 
 def test_sizes_are_those_of_16_bits_however_the_source_keeps_its_values():
-    packed = Tensor((4, 64), mx.float32, "Q4_0", 144, lambda: mx.ones((4, 64)))
-    assert halved({"a": packed}, mx.float16)["a"].nbytes == 2 * 4 * 64
+    packed = LazyTensor((4, 64), mx.float32, "Q4_0", 144, lambda: mx.ones((4, 64)))
+    assert cast_to_16bit({"a": packed}, mx.float16)["a"].nbytes == 2 * 4 * 64
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_refused(value):
-    broken = {"model.norm.weight": of_array(mx.array([1.0, value]))}
+    broken = {"model.norm.weight": lazy_tensor(mx.array([1.0, value]))}
     with pytest.raises(CheckpointError, match="model.norm.weight has values that are not finite"):
         output_dtype(broken)
     with pytest.raises(CheckpointError, match="model.norm.weight has values that are not finite"):
-        halved(broken, mx.bfloat16)["model.norm.weight"].read()
+        cast_to_16bit(broken, mx.bfloat16)["model.norm.weight"].read()
 
 
 def test_values_that_the_dtype_lacks_are_refused():
     with pytest.raises(CheckpointError, match="big has values that 16 bits can't hold"):
-        halved({"big": of_array(mx.array([1e6]))}, mx.float16)["big"].read()
+        cast_to_16bit({"big": lazy_tensor(mx.array([1e6]))}, mx.float16)["big"].read()
 
 
 def test_rounding_is_within_a_step():
     weight = mx.random.normal((4, 64), key=mx.random.key(1)).astype(mx.float16)
-    packed = rounded(weight, Format(4))
+    packed = quantize_rtn(weight, Format(4))
     assert (mx.abs(dequantized(packed, Format(4)) - weight) <= mx.abs(packed.scales).astype(mx.float32)).all().item()

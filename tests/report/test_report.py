@@ -13,9 +13,9 @@ import pytest
 from mlxlm.cli.main import _run
 from mlxlm.families import config_to_hf
 from mlxlm.report import read_run, write_report
-from mlxlm.report.chart import Series, chart, figure
-from mlxlm.report.downsample import thinned
-from mlxlm.report.smoothing import Smoothed, span_of
+from mlxlm.report.chart import Series, chart, format_value
+from mlxlm.report.downsample import downsample
+from mlxlm.report.smoothing import ExponentialMovingAverage, smoothing_span
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 NASTY = "Once </script><script>document.title='owned'</script><img src=http://example.com/x onerror=alert(1)> \x1b[31m"
@@ -26,7 +26,7 @@ def make_run(path, tiny_config, steps=50, settings=None, **more):
     """A run's folder as a training leaves it, but for checkpoints."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
-    values = {"steps": steps, "learning_rate": 1e-3, "clip": 0.5, **(settings or {})}
+    values = {"steps": steps, "learning_rate": 1e-3, "grad_clip": 0.5, **(settings or {})}
     (path / "train.json").write_text(json.dumps({"settings": values, "data": "data", "data_digest": ""}))
     (path / "data").mkdir()
     (path / "data/manifest.json").write_text(json.dumps({"train": {"tokens": 12345, "bytes": 50000, "shards": []}}))
@@ -35,7 +35,7 @@ def make_run(path, tiny_config, steps=50, settings=None, **more):
         loss = 9.75 if i == steps // 2 else 5 / math.sqrt(i) + 0.1 * (i % 3)
         entries.append({
             "event": "step", "step": i, "tokens": 100 * i, "seconds": 0.5 * i, "loss": loss, "learning_rate": 1e-3,
-            "gradient_norm": 1.0 + i % 2, "tokens_per_second": 200.0 * (i > 1), "memory": 10**9 + i,
+            "grad_norm": 1.0 + i % 2, "tokens_per_second": 200.0 * (i > 1), "memory": 10**9 + i,
         })  # fmt: skip
         if i % 10 == 0:
             entries.append({"event": "validation", "step": i, "loss": loss - 0.1, "bits_per_byte": loss / 3})
@@ -47,7 +47,7 @@ def make_run(path, tiny_config, steps=50, settings=None, **more):
 
 
 def defaults(steps):
-    return {"clip": 1.0, "seed": 0}
+    return {"grad_clip": 1.0, "seed": 0}
 
 
 class Page(HTMLParser):
@@ -118,7 +118,7 @@ def test_several_runs_side_by_side(tmp_path, tiny_config):
     assert page.texts["h1"] == ["10 runs"]
     at = page.texts["td"].index("seed")
     assert page.texts["td"][at : at + 11] == ["seed", *map(str, range(10))]
-    assert "clip" not in page.texts["td"][: at + 11]  # the same in all
+    assert "grad_clip" not in page.texts["td"][: at + 11]  # the same in all
     assert not [a for a in page.all("polyline") if "faint" in a["class"]]
     assert {a["class"] for a in page.all("polyline") if a.get("data-name") == "j"} == {
         "c1 line second", "c1 dots second",
@@ -156,16 +156,16 @@ def test_what_a_log_may_lack(tmp_path, tiny_config):
 def test_the_validation_before_the_first_step_is_the_first_point(tmp_path, tiny_config):
     first = {"event": "validation", "step": 0, "loss": 6.0, "bits_per_byte": 2.0}
     run = read_run(make_run(tmp_path / "run", tiny_config, entries=[first]))
-    assert run.place("tokens", 0) == run.place("seconds", 0) == 0
+    assert run.x_at_step("tokens", 0) == run.x_at_step("seconds", 0) == 0
     del run.steps["step"][:3]  # as of a log that lacks its first lines
-    assert math.isnan(run.place("tokens", 2))
+    assert math.isnan(run.x_at_step("tokens", 2))
 
 
 def test_how_often_the_length_was_changed_is_told_once(tmp_path, tiny_config):
-    changes = [{"event": "replanned", "step": n, "steps": 1000 * n} for n in (3, 4, 5)]
+    changes = [{"event": "steps_changed", "step": n, "steps": 1000 * n} for n in (3, 4, 5)]
     run = make_run(tmp_path / "run", tiny_config, entries=changes)
     assert written(tmp_path, run).count("the number of steps was changed 3 times, at last to 5,000.") == 1
-    run = make_run(tmp_path / "once", tiny_config, entries=[{"event": "replanned", "steps": "x"}])
+    run = make_run(tmp_path / "once", tiny_config, entries=[{"event": "steps_changed", "steps": "x"}])
     assert "the number of steps was changed once, to –." in written(tmp_path, run)
     assert "was changed" not in written(tmp_path, make_run(tmp_path / "never", tiny_config))
 
@@ -182,7 +182,7 @@ def test_a_chart_of_one_point(x):
 
 
 def test_the_end_of_a_run_is_its_state_whatever_is_warned_of_then(tmp_path, tiny_config):
-    ends = [{"event": "finished", "step": 50}, {"event": "warned", "step": 50, "message": "no more"}]
+    ends = [{"event": "finished", "step": 50}, {"event": "training_warning", "step": 50, "message": "no more"}]
     run = make_run(tmp_path / "run", tiny_config, entries=ends)
     assert read_run(run).state == "finished"
     with (run / "log.jsonl").open("a") as file:
@@ -291,18 +291,18 @@ def test_a_single_validation_is_named_in_the_picture_and_a_sentence_where_there_
 
 def test_thinning_keeps_ends_and_peaks():
     points = [(float(i), 100.0 if i == 777 else -50.0 if i == 4321 else math.sin(i)) for i in range(10_000)]
-    found = thinned(points, 200)
+    found = downsample(points, 200)
     assert len(found) <= 200 and found[0] == points[0] and found[-1] == points[-1]
     assert found == sorted(found) and (777.0, 100.0) in found and (4321.0, -50.0) in found
-    assert thinned(points[:7] + [(7.0, math.inf)], 7) == points[:7] and thinned([], 5) == []
+    assert downsample(points[:7] + [(7.0, math.inf)], 7) == points[:7] and downsample([], 5) == []
 
 
 def test_smoothing():
-    smooth = Smoothed(10)
+    smooth = ExponentialMovingAverage(10)
     assert smooth(3.0) == 3.0
     assert [smooth(3.0) for _ in range(50)] == pytest.approx([3.0] * 50)
     assert smooth(13.0) == pytest.approx(4.0)  # a tenth of the way
-    assert (span_of(0), span_of(5000), span_of(10**9)) == (5, 100, 500)
+    assert (smoothing_span(0), smoothing_span(5000), smoothing_span(10**9)) == (5, 100, 500)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_smoothing():
      (0.00061, "", "0.00061"), (52000.0, "", "52k")],
 )  # fmt: skip
 def test_figures(value, unit, expected):
-    assert figure(value, unit) == expected
+    assert format_value(value, unit) == expected
 
 
 def test_chromium_shows_it(tmp_path, tiny_config):

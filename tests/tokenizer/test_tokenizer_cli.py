@@ -49,7 +49,7 @@ def test_train_and_info(tmp_path, corpus):
     assert again.returncode == 1
     assert again.stderr.startswith(b"error: ") and b"already exists" in again.stderr
     shown = json.loads(mlxlm("tokenizer", "info", tmp_path / "new", "--json", "--text", source).stdout)
-    assert (shown["kind"], shown["vocab_size"], shown["fingerprint"]) == ("byte-level", 400, before)
+    assert (shown["tokenizer_type"], shown["vocab_size"], shown["fingerprint"]) == ("byte-level", 400, before)
     assert shown["text"]["bytes"] == source.stat().st_size
     assert shown["text"]["bytes_per_token"] == pytest.approx(shown["text"]["bytes"] / shown["text"]["tokens"])
     assert 0 < shown["text"]["vocabulary_used"] <= 1

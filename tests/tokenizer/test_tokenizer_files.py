@@ -33,7 +33,7 @@ def test_save_and_load(trained, saved, sample):
 
 def test_only_the_expected_files_are_written(trained, saved):
     expected = {"tokenizer.json", "tokenizer_config.json"}
-    if trained.kind == "sentencepiece":
+    if trained.tokenizer_type == "sentencepiece":
         expected.add("tokenizer.model")
         assert load(saved / "tokenizer.model").fingerprint == trained.fingerprint
     assert {path.name for path in saved.iterdir()} == expected
@@ -95,7 +95,7 @@ def test_llama2(llama2, llama2_folder):
     assert llama2.vocab_size == 32000
     assert (llama2.unk_id, llama2.bos_id, llama2.eos_id, llama2.pad_id) == (0, 1, 2, None)
     assert llama2.encode("Hello world") == [1, 15043, 3186]
-    assert llama2.adds_first_space
+    assert llama2.adds_dummy_prefix
     assert load(llama2_folder / "tokenizer.model").fingerprint == llama2.fingerprint
 
 
@@ -228,12 +228,12 @@ def test_mlx_lm_agrees(any_folder, sample):
     assert theirs.eos_token_ids == {tokenizer.eos_id}
 
 
-def replace_step(content: str, pattern: str = "a", kind: str = "String") -> dict:
-    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+def replace_step(content: str, pattern: str = "a", tokenizer_type: str = "String") -> dict:
+    return {"type": "Replace", "pattern": {tokenizer_type: pattern}, "content": content}
 
 
-def sequence(kind: str, steps: list[dict]) -> dict:
-    return {"type": "Sequence", kind: steps}
+def sequence(tokenizer_type: str, steps: list[dict]) -> dict:
+    return {"type": "Sequence", tokenizer_type: steps}
 
 
 METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}

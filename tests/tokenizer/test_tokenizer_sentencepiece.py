@@ -107,7 +107,7 @@ def other(request, corpus, tmp_path_factory):
 @ANY
 def test_other_settings(other, text):
     tokenizer, reference = other
-    if not tokenizer.adds_first_space:
+    if not tokenizer.adds_dummy_prefix:
         text = text.replace("▁", "")
     assert ids(tokenizer, text) == reference.encode(text)
 

@@ -5,15 +5,15 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.tokenizer.detokenizer import WindowStream
+from mlxlm.tokenizer.detokenizer import WindowDetokenizer
 
 ANY = settings(max_examples=200)
 IDS = st.lists(st.integers(0, 2**32), max_size=40)
 
 
 def streamed(tokenizer, ids):
-    stream = tokenizer.stream()
-    return "".join(map(stream.push, ids)) + stream.finish()
+    stream = tokenizer.detokenizer()
+    return "".join(map(stream.add_token, ids)) + stream.finalize()
 
 
 @given(numbers=IDS)
@@ -45,18 +45,18 @@ def test_byte_level_decodes_any_ids_as_the_runtime_does(gpt2, gpt2_runtime, numb
 
 
 def test_characters_come_whole(trained, sample):
-    stream = trained.stream()
-    parts = [stream.push(id) for id in trained.encode(sample * 2)]
+    stream = trained.detokenizer()
+    parts = [stream.add_token(id) for id in trained.encode(sample * 2)]
     assert not any("\ufffd" in part for part in parts)
     assert "".join(parts) == sample * 2
-    assert stream.finish() == ""
+    assert stream.finalize() == ""
 
 
 def test_an_unfinished_character_is_shown_at_the_end(trained):
     ids = trained.encode("𐍈", add_special_tokens=False)  # four bytes, never seen in training
-    stream = trained.stream()
-    assert [stream.push(id) for id in ids[:-1]] == ["", "", ""]
-    assert stream.finish() == "\ufffd"
+    stream = trained.detokenizer()
+    assert [stream.add_token(id) for id in ids[:-1]] == ["", "", ""]
+    assert stream.finalize() == "\ufffd"
 
 
 def test_the_dummy_prefix_is_stripped_once(llama2):
@@ -77,7 +77,7 @@ def word_piece():
 @ANY
 def test_other_decoders_stream_through_a_window(ids):
     tokenizer = word_piece()
-    assert tokenizer.kind == "wordpiece"
+    assert tokenizer.tokenizer_type == "wordpiece"
     assert streamed(tokenizer, [1, *ids]) == tokenizer.decode([1, *ids])
 
 
@@ -88,8 +88,8 @@ def test_the_window_stays_small():
         lengths.append(len(ids))
         return "".join("\ufffd" if id % 7 else " word" for id in ids)
 
-    stream = WindowStream(decode)
+    stream = WindowDetokenizer(decode)
     for id in range(500):
-        stream.push(id)
-    stream.finish()
-    assert max(lengths) <= 2 * (WindowStream.LONGEST_CHARACTER + 1)
+        stream.add_token(id)
+    stream.finalize()
+    assert max(lengths) <= 2 * (WindowDetokenizer.LONGEST_CHARACTER + 1)

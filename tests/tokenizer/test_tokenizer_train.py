@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from mlxlm.tokenizer import KINDS, train
+from mlxlm.tokenizer import TOKENIZER_TYPES, train
 from mlxlm.utils.errors import DataError, TokenizerError
 
 ROLES = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -10,7 +10,7 @@ ROLES = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 def test_special_tokens_of_byte_level(corpus):
     tokenizer = train(corpus, 400, "byte-level")
-    assert tokenizer.kind == "byte-level"
+    assert tokenizer.tokenizer_type == "byte-level"
     assert tokenizer.vocab_size == 400
     assert list(tokenizer.special_tokens) == ["<|begin_of_text|>", "<|end_of_text|>", *ROLES]
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id) == (0, 1, 2, None)
@@ -18,16 +18,16 @@ def test_special_tokens_of_byte_level(corpus):
 
 def test_special_tokens_of_sentencepiece(corpus):
     tokenizer = train(corpus, 420, "sentencepiece")
-    assert tokenizer.kind == "sentencepiece"
+    assert tokenizer.tokenizer_type == "sentencepiece"
     assert tokenizer.vocab_size == 420
     assert list(tokenizer.special_tokens) == ["<unk>", "<s>", "</s>", *ROLES]
     assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_same_text_gives_the_same_tokenizer(kind, corpus):
-    assert train(corpus, 420, kind).fingerprint == train(iter(corpus), 420, kind).fingerprint
-    assert train(corpus, 420, kind).fingerprint != train(corpus, 419, kind).fingerprint
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
+def test_same_text_gives_the_same_tokenizer(tokenizer_type, corpus):
+    assert train(corpus, 420, tokenizer_type).fingerprint == train(iter(corpus), 420, tokenizer_type).fingerprint
+    assert train(corpus, 420, tokenizer_type).fingerprint != train(corpus, 419, tokenizer_type).fingerprint
 
 
 def test_bos_comes_first(trained):
@@ -48,55 +48,55 @@ def test_digits_are_split(corpus):
     assert len(byte_level.encode("1234567", add_special_tokens=False)) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_too_large_a_vocabulary_names_the_largest_that_works(kind, corpus):
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
+def test_too_large_a_vocabulary_names_the_largest_that_works(tokenizer_type, corpus):
     with pytest.raises(TokenizerError, match="larger than this text supports") as caught:
-        train(corpus, 100_000, kind)
+        train(corpus, 100_000, tokenizer_type)
     largest = int(caught.value.hint.split()[4])
-    assert train(corpus, largest, kind).vocab_size == largest
+    assert train(corpus, largest, tokenizer_type).vocab_size == largest
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
 @pytest.mark.parametrize("text", ["The cat sat on the mat.\n" * 500, "a" * 10_000, "a\n" * 5000, "Hello there."])
-def test_a_vocabulary_that_need_not_be_exact_adapts_to_the_text(kind, text):
-    trained = train([text], 1024, kind, exact=False)
+def test_a_vocabulary_that_need_not_be_exact_adapts_to_the_text(tokenizer_type, text):
+    trained = train([text], 1024, tokenizer_type, exact=False)
     assert 256 < trained.vocab_size < 1024 and trained.decode(trained.encode(text)) == text
-    assert train([text], trained.vocab_size, kind).fingerprint == trained.fingerprint
+    assert train([text], trained.vocab_size, tokenizer_type).fingerprint == trained.fingerprint
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_too_small_a_vocabulary_names_the_smallest_that_works(kind, corpus):
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
+def test_too_small_a_vocabulary_names_the_smallest_that_works(tokenizer_type, corpus):
     with pytest.raises(TokenizerError, match="too small") as caught:
-        train(corpus, 100, kind)
+        train(corpus, 100, tokenizer_type)
     smallest = int(caught.value.hint.split()[-1])
-    if kind == "sentencepiece":  # the text's own characters come on top
+    if tokenizer_type == "sentencepiece":  # the text's own characters come on top
         with pytest.raises(TokenizerError, match="this text's characters") as caught:
-            train(corpus, smallest, kind)
+            train(corpus, smallest, tokenizer_type)
         smallest = int(caught.value.hint.split()[-1])
-    assert train(corpus, smallest, kind).vocab_size == smallest
+    assert train(corpus, smallest, tokenizer_type).vocab_size == smallest
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
 @pytest.mark.parametrize("texts", [[], [""], [" \n\t "]])
-def test_no_text(kind, texts):
+def test_no_text(tokenizer_type, texts):
     with pytest.raises(TokenizerError, match="no text"):
-        train(texts, 300, kind)
+        train(texts, 300, tokenizer_type)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_errors_of_the_source_come_through(kind):
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
+def test_errors_of_the_source_come_through(tokenizer_type):
     def texts():
         yield "some text\n"
         raise DataError("line 2 is bad", "another line")
 
     with pytest.raises(DataError, match="line 2 is bad"):
-        train(texts(), 300, kind)
+        train(texts(), 300, tokenizer_type)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_lone_surrogates(kind):
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
+def test_lone_surrogates(tokenizer_type):
     with pytest.raises(TokenizerError, match=r"U\+D800 at character 3"):
-        train(["abc\ud800"], 300, kind)
+        train(["abc\ud800"], 300, tokenizer_type)
 
 
 def test_unknown_kind_and_huge_vocabulary(corpus):
@@ -106,11 +106,11 @@ def test_unknown_kind_and_huge_vocabulary(corpus):
         train(corpus, 10**9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_is_silent_and_leaves_no_files(kind, corpus, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
+def test_training_is_silent_and_leaves_no_files(tokenizer_type, corpus, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    train(corpus, 420, kind)
+    train(corpus, 420, tokenizer_type)
     assert os.listdir(tmp_path) == []
     assert capfd.readouterr() == ("", "")
 

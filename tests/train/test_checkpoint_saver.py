@@ -13,10 +13,10 @@ from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import load
-from mlxlm.train import Finished, NotSaved, Paused, Resumed, Saved, Step, Stopped, train
-from mlxlm.train.checkpoint_saver import Saver, checkpoint_bytes
+from mlxlm.train import CheckpointNotSaved, CheckpointSaved, Finished, Paused, Resumed, Step, Stopped, train
+from mlxlm.train.checkpoint_saver import CheckpointSaver, checkpoint_bytes
 from mlxlm.train.step import TrainStep
-from mlxlm.train.throttle import Pace
+from mlxlm.train.throttle import Throttle
 from mlxlm.utils.errors import CheckpointError
 from tests.train.training_runs import contents, finish, read_log
 
@@ -28,9 +28,9 @@ class Disk:
 
     def __init__(self, monkeypatch, free=ROOM):
         self.free, self.seconds = free, 0.0
-        saver = partial(Saver, free=lambda path: self.free, now=lambda: self.seconds)
-        monkeypatch.setattr("mlxlm.train.loop.Saver", saver)
-        monkeypatch.setattr("mlxlm.train.loop.Pace", partial(Pace, now=lambda: self.seconds, sleep=self._sleep))
+        saver = partial(CheckpointSaver, free=lambda path: self.free, now=lambda: self.seconds)
+        monkeypatch.setattr("mlxlm.train.loop.CheckpointSaver", saver)
+        monkeypatch.setattr("mlxlm.train.loop.Throttle", partial(Throttle, now=lambda: self.seconds, sleep=self._sleep))
 
     def _sleep(self, seconds):
         self.seconds += seconds
@@ -79,13 +79,13 @@ def test_without_room_training_goes_on_and_saves_when_there_is_some(new_run, dis
 
     events = disk.drive(run, at)
     # Put off at step 10, tried again no sooner than after a minute, which is 6 steps.
-    assert of_kind(events, Saved, NotSaved) == [(Saved, 5), (NotSaved, 10), (Saved, 15), (Saved, 20), (Saved, 25),
-                                                (Saved, 30)]  # fmt: skip
-    [event] = [e for e in events if isinstance(e, NotSaved)]
+    assert of_kind(events, CheckpointSaved, CheckpointNotSaved) == [(CheckpointSaved, 5), (CheckpointNotSaved, 10), (CheckpointSaved, 15), (CheckpointSaved, 20), (CheckpointSaved, 25),
+                                                (CheckpointSaved, 30)]  # fmt: skip
+    [event] = [e for e in events if isinstance(e, CheckpointNotSaved)]
     assert "a checkpoint needs 17" in event.reason and "1 kB of the disk are free" in event.reason
     assert event.hint.startswith("free 17") and str(run.path) in event.hint
     assert contents(whole.path / "checkpoints/step-30") == contents(run.path / "checkpoints/step-30")
-    assert [e["step"] for e in read_log(run) if e["event"] == "not_saved"] == [10]
+    assert [e["step"] for e in read_log(run) if e["event"] == "checkpoint_not_saved"] == [10]
 
 
 def test_what_was_put_off_is_saved_as_soon_as_there_is_room(new_run, disk):
@@ -94,8 +94,8 @@ def test_what_was_put_off_is_saved_as_soon_as_there_is_room(new_run, disk):
     def at(event):
         disk.free = 0 if 5 < event.step < 18 else ROOM
 
-    assert of_kind(disk.drive(run, at), Saved, NotSaved) == [
-        (NotSaved, 10), (Saved, 18), (Saved, 20), (Saved, 30),
+    assert of_kind(disk.drive(run, at), CheckpointSaved, CheckpointNotSaved) == [
+        (CheckpointNotSaved, 10), (CheckpointSaved, 18), (CheckpointSaved, 20), (CheckpointSaved, 30),
     ]  # fmt: skip
 
 
@@ -116,13 +116,17 @@ def test_a_disk_that_fills_up_while_saving_kills_neither_the_run_nor_the_checkpo
     found = []
 
     def at(event):
-        if event.step == 10 and isinstance(event, NotSaved):
+        if event.step == 10 and isinstance(event, CheckpointNotSaved):
             found.extend(p.name for p in (run.path / "checkpoints").iterdir())
 
     events = disk.drive(run, at)
-    assert of_kind(events, Saved, NotSaved) == [(Saved, 5), (NotSaved, 10), (Saved, 15)]
+    assert of_kind(events, CheckpointSaved, CheckpointNotSaved) == [
+        (CheckpointSaved, 5),
+        (CheckpointNotSaved, 10),
+        (CheckpointSaved, 15),
+    ]
     assert found == ["step-5"]  # whole, and nothing half beside it
-    [event] = [e for e in events if isinstance(e, NotSaved)]
+    [event] = [e for e in events if isinstance(e, CheckpointNotSaved)]
     assert "No space left on device" in event.reason and "disk space" in event.hint
     assert contents(whole.path / "checkpoints/step-15") == contents(run.path / "checkpoints/step-15")
 
@@ -136,7 +140,7 @@ def test_the_last_checkpoint_is_waited_for(new_run, disk):
 
     disk.on_sleep = lambda: setattr(disk, "free", ROOM if disk.seconds > 3600 else 0)
     events = disk.drive(run, at)
-    assert [type(e) for e in events[-5:]] == [NotSaved, Paused, Resumed, Saved, Finished]
+    assert [type(e) for e in events[-5:]] == [CheckpointNotSaved, Paused, Resumed, CheckpointSaved, Finished]
     assert "no room for the last checkpoint" in events[-4].reason and 3500 < events[-3].seconds < 3700
     assert [c.name for c in run.checkpoints()] == ["step-4"]
 
@@ -161,17 +165,17 @@ def test_a_stop_without_room_waits_for_it(new_run, disk):
     disk.free = 0
     disk.on_sleep = lambda: setattr(disk, "free", ROOM if disk.seconds > 500 else 0)
     events = disk.drive(run, should_stop=lambda: disk.seconds >= 40)
-    assert [type(e) for e in events[-5:]] == [NotSaved, Paused, Resumed, Saved, Stopped]
+    assert [type(e) for e in events[-5:]] == [CheckpointNotSaved, Paused, Resumed, CheckpointSaved, Stopped]
     assert events[-1].step == 4 and run.checkpoints()[-1].name == "step-4"
 
 
 def saver_of(run, free):
-    return Saver(run, TrainStep(Decoder(run.config), run.settings), Log(), free=free)
+    return CheckpointSaver(run, TrainStep(Decoder(run.config), run.settings), Log(), free=free)
 
 
 @pytest.fixture
 def three_checkpoints(new_run):
-    run = new_run("run", steps=8, save_every=2, eval_every=0, keep=3)
+    run = new_run("run", steps=8, save_every=2, eval_every=0, save_total_limit=3)
     finish(run, stop_at=6)
     assert [c.name for c in run.checkpoints()] == ["step-2", "step-4", "step-6"]
     return run
@@ -189,20 +193,20 @@ def test_room_is_made_by_what_this_checkpoint_puts_out_anyway(three_checkpoints)
         there.append([c.name for c in run.checkpoints()])
         return needed if len(there[-1]) < 3 else needed - 100_000
 
-    assert isinstance(saver_of(run, free).save(NEXT), Saved)
+    assert isinstance(saver_of(run, free).save(NEXT), CheckpointSaved)
     assert there[0] == ["step-2", "step-4", "step-6"] and there[-1] == ["step-4", "step-6"]
     assert [c.name for c in run.checkpoints()] == ["step-4", "step-6", "step-8"]
 
 
 def test_no_checkpoint_goes_where_that_makes_too_little_room(three_checkpoints):
     event = saver_of(three_checkpoints, lambda path: 1000).save(NEXT)
-    assert isinstance(event, NotSaved) and len(three_checkpoints.checkpoints()) == 3
+    assert isinstance(event, CheckpointNotSaved) and len(three_checkpoints.checkpoints()) == 3
 
 
 def test_the_only_checkpoint_stays_where_there_is_no_room(new_run):
-    run = new_run("run", steps=4, keep=1)
+    run = new_run("run", steps=4, save_total_limit=1)
     finish(run, stop_at=2)
-    assert isinstance(saver_of(run, lambda path: 0).save({**NEXT, "step": 3}), NotSaved)
+    assert isinstance(saver_of(run, lambda path: 0).save({**NEXT, "step": 3}), CheckpointNotSaved)
     assert [c.name for c in run.checkpoints()] == ["step-2"]
 
 
@@ -264,7 +268,7 @@ def test_a_checkpoint_is_due_by_time_and_changes_nothing(new_run, disk):
     """A step takes 10 seconds: with a minute between checkpoints every sixth is saved, and a kill costs that much."""
     options = {"steps": 15, "save_every": 0, "eval_every": 0, "dropout": 0.1}
     whole, run = new_run("whole", save_minutes=0, **options), new_run("run", save_minutes=1, **options)
-    assert of_kind(disk.drive(whole, now=lambda: disk.seconds), Saved) == [(Saved, 15)]
+    assert of_kind(disk.drive(whole, now=lambda: disk.seconds), CheckpointSaved) == [(CheckpointSaved, 15)]
     events = train(run, load(run.path), now=lambda: disk.seconds)
     for event in events:
         disk.seconds += 10 * isinstance(event, Step)
@@ -273,7 +277,7 @@ def test_a_checkpoint_is_due_by_time_and_changes_nothing(new_run, disk):
     events.close()  # as a kill leaves it
     assert [c.name for c in run.checkpoints()] == ["step-6", "step-12"]
     rest = disk.drive(run, resume=True, now=lambda: disk.seconds)
-    assert of_kind(rest, Step)[0] == (Step, 13) and of_kind(rest, Saved) == [(Saved, 15)]
+    assert of_kind(rest, Step)[0] == (Step, 13) and of_kind(rest, CheckpointSaved) == [(CheckpointSaved, 15)]
     assert contents(whole.path / "checkpoints/step-15") == contents(run.path / "checkpoints/step-15")
 
 
@@ -282,7 +286,7 @@ def test_the_time_between_checkpoints_counts_from_the_last_one(new_run, disk):
     run = new_run("run", steps=14, save_every=5, eval_every=0, save_minutes=0.5)
     assert run.settings.save_minutes == 0.5 and new_run("usual").settings.save_minutes == 10
     events = disk.drive(run, now=lambda: disk.seconds)
-    assert of_kind(events, Saved) == [(Saved, n) for n in (3, 5, 8, 10, 13, 14)]
+    assert of_kind(events, CheckpointSaved) == [(CheckpointSaved, n) for n in (3, 5, 8, 10, 13, 14)]
 
 
 def test_a_checkpoint_that_is_due_by_time_waits_for_room(new_run, disk):
@@ -293,7 +297,12 @@ def test_a_checkpoint_that_is_due_by_time_waits_for_room(new_run, disk):
 
     events = disk.drive(run, at, now=lambda: disk.seconds)
     # Tried again when it is due again, and when there may be room after a minute.
-    assert of_kind(events, Saved, NotSaved) == [(NotSaved, 3), (NotSaved, 6), (Saved, 9), (Saved, 12)]
+    assert of_kind(events, CheckpointSaved, CheckpointNotSaved) == [
+        (CheckpointNotSaved, 3),
+        (CheckpointNotSaved, 6),
+        (CheckpointSaved, 9),
+        (CheckpointSaved, 12),
+    ]
 
 
 # The run's own model
@@ -315,7 +324,7 @@ def test_the_run_has_the_weights_of_its_best_checkpoint(new_run):
     """Without their bytes twice."""
     run, names = new_run("run", steps=12, save_every=2, eval_every=4), set()
     for event in train(run, load(run.path)):
-        if isinstance(event, Saved):
+        if isinstance(event, CheckpointSaved):
             best = best_checkpoint(run.path)
             names.add(best.name)
             assert (best / "model.safetensors").samefile(run.path / "model.safetensors")
@@ -337,9 +346,9 @@ def test_the_copy_needs_room_too(new_run, monkeypatch):
     run = new_run("run")
     step = TrainStep(Decoder(run.config), run.settings)
     model = sum(array.nbytes for array in step.weights().values())
-    with_links = Saver(run, step, Log())._needed
+    with_links = CheckpointSaver(run, step, Log())._needed
     monkeypatch.setattr("mlxlm.train.checkpoint_saver.has_hard_links", lambda path: False)
-    assert Saver(run, step, Log())._needed == with_links + model
+    assert CheckpointSaver(run, step, Log())._needed == with_links + model
 
 
 def test_bytes_with_another_name_make_no_room(three_checkpoints):
@@ -364,7 +373,7 @@ def test_a_crash_between_a_checkpoint_and_the_model_is_made_up_for(new_run, requ
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("mlxlm.train.run.move_into_place", crash)
+        patched.setattr("mlxlm.train.run.commit_file", crash)
         with pytest.raises(KeyboardInterrupt):
             finish(run, resume=True)
     assert run.checkpoints()[-1].name == "step-8" and model_of(run) == first  # the one before, whole
@@ -387,7 +396,7 @@ def test_a_full_disk_without_hard_links_leaves_the_model_before(new_run, disk, n
 
     monkeypatch.setattr("mlxlm.utils.files.shutil.copy2", full)
     events = disk.drive(run)
-    assert of_kind(events, Saved, NotSaved)[-2:] == [(NotSaved, 8), (Saved, 8)]
+    assert of_kind(events, CheckpointSaved, CheckpointNotSaved)[-2:] == [(CheckpointNotSaved, 8), (CheckpointSaved, 8)]
     assert seen[0] == seen[1] != model_of(run)
     assert {p.name for p in (run.path / "checkpoints").iterdir()} == {"step-4", "step-8"}
 

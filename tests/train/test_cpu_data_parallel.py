@@ -12,15 +12,15 @@ import pytest
 
 from mlxlm.backend import cpu_cores, platform
 from mlxlm.backend.blas import Blas, load_blas
-from mlxlm.backend.cpu_cores import parts_of
+from mlxlm.backend.cpu_cores import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.model import Decoder
 from mlxlm.train import TrainSettings
 from mlxlm.train import step as step_module
-from mlxlm.train.cpu_data_parallel import Workers
-from mlxlm.train.events import Warned
+from mlxlm.train.cpu_data_parallel import CPUDataParallel
+from mlxlm.train.events import TrainingWarning
 from mlxlm.utils.json_files import read_json
 from tests.train.training_runs import contents, finish
 
@@ -34,22 +34,22 @@ SHAPE = {
 
 def batch(rows: int, seed: int = 0) -> Batch:
     random = np.random.default_rng(seed)
-    segments = np.sort(random.integers(0, 3, (rows, 20)), axis=1).astype(np.int32)
+    segment_ids = np.sort(random.integers(0, 3, (rows, 20)), axis=1).astype(np.int32)
     weights = random.random((rows, 20), np.float32)
-    return Batch(random.integers(0, 31, (rows, 21)).astype(np.int32), segments, weights)
+    return Batch(random.integers(0, 31, (rows, 21)).astype(np.int32), segment_ids, weights)
 
 
 def trained(monkeypatch, parts: int, *, rows: int = 4, steps: int = 3, change=None, **settings):
     """Losses, norms and weights of a few steps cut in `parts`."""
-    monkeypatch.setattr(step_module, "parts_of", lambda batch_size: parts)
+    monkeypatch.setattr(step_module, "num_batch_shards", lambda batch_size: parts)
     model = Decoder(ModelConfig(**{**SHAPE, **(change or {})}), dropout=settings.get("dropout", 0.0))
-    model.initialize(0)
+    model.init_weights(0)
     step = step_module.TrainStep(
         model, TrainSettings(steps=10, learning_rate=1e-3, batch_size=rows, warmup_steps=0, **settings)
     )
     seen = []
     for i in range(steps):
-        loss, norm = step([batch(rows, 10 * i + j) for j in range(settings.get("accumulate", 1))], 1e-3)
+        loss, norm = step([batch(rows, 10 * i + j) for j in range(settings.get("grad_accumulation_steps", 1))], 1e-3)
         mx.eval(loss, norm, step.state)
         seen += [loss.item(), norm.item()]
     return seen, {name: np.array(x) for name, x in tree_flatten(model.parameters())}
@@ -60,8 +60,8 @@ def trained(monkeypatch, parts: int, *, rows: int = 4, steps: int = 3, change=No
     [
         (2, 4, {}),
         (2, 5, {}),  # parts of unequal length
-        (3, 4, {"accumulate": 2}),
-        (2, 4, {"recompute": True}),
+        (3, 4, {"grad_accumulation_steps": 2}),
+        (2, 4, {"grad_checkpoint": True}),
         (2, 4, {"change": {"positions": "alibi"}}),  # its slopes are an array outside of the model's state
     ],
 )
@@ -83,7 +83,7 @@ def test_runs_in_parts_are_equal_to_the_bit(monkeypatch):
 def test_parts_and_steps_have_random_numbers_of_their_own():
     state = {"weight": mx.zeros((3,))}
     mx.random.seed(7)
-    draw = Workers(lambda batches: mx.random.uniform(shape=(5,)), state, 2)
+    draw = CPUDataParallel(lambda batches: mx.random.uniform(shape=(5,)), state, 2)
     rows = [[np.zeros((2, 1))]]
     found = [np.array(x).tolist() for x in (*draw(rows), *draw(rows))]
     assert len({tuple(x) for x in found}) == 4
@@ -103,9 +103,9 @@ def test_an_error_in_a_thread_is_raised_when_all_have_ended():
     tells = load_blas()._threads[0][1]
     before = tells()
     with pytest.raises(ValueError, match="no such row"):
-        Workers(function, {}, 2)([[np.ones((3, 2))]])
+        CPUDataParallel(function, {}, 2)([[np.ones((3, 2))]])
     assert ended and tells() == before
-    assert [x.item() for x in Workers(function, {}, 2)([[np.ones((4, 2))]])] == [4, 4]
+    assert [x.item() for x in CPUDataParallel(function, {}, 2)([[np.ones((4, 2))]])] == [4, 4]
 
 
 def test_an_interrupt_waits_for_all_parts():
@@ -125,7 +125,7 @@ def test_an_interrupt_waits_for_all_parts():
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            Workers(function, {}, 2)([[np.ones((4, 2))]])
+            CPUDataParallel(function, {}, 2)([[np.ones((4, 2))]])
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(ended) == 2
@@ -139,7 +139,7 @@ def test_products_run_on_one_thread_of_the_blas_meanwhile():
         seen.append(tells())
         return batches[0][0]
 
-    Workers(function, {}, 2)([[np.ones((2, 2))]])
+    CPUDataParallel(function, {}, 2)([[np.ones((2, 2))]])
     assert seen == [1, 1]
 
 
@@ -149,16 +149,16 @@ def test_products_run_on_one_thread_of_the_blas_meanwhile():
 )
 def test_a_batch_is_cut_where_all_cores_have_work_for_most_of_the_time(monkeypatch, there, batch_size, parts):
     monkeypatch.setattr(platform, "cpu_cores", lambda: there)
-    assert parts_of(batch_size) == parts
+    assert num_batch_shards(batch_size) == parts
 
 
 def test_a_batch_is_not_cut_where_the_threads_of_the_blas_can_not_be_set_or_on_a_gpu(monkeypatch):
     monkeypatch.setattr(platform, "cpu_cores", lambda: 2)
     monkeypatch.setattr(cpu_cores, "load_blas", lambda: Blas("BLIS", "libblis.so"))
-    assert parts_of(8) == 1
+    assert num_batch_shards(8) == 1
     monkeypatch.undo()
     monkeypatch.setattr(cpu_cores, "ON_CPU", False)
-    assert parts_of(8) == 1
+    assert num_batch_shards(8) == 1
 
 
 def test_a_process_ends_orderly_with_threads_and_their_graphs_alive():
@@ -178,25 +178,28 @@ def test_a_resumed_run_is_cut_as_it_began_whatever_cores_there_are_now(monkeypat
     broken = new_run("broken", steps=6, eval_every=0, save_every=0)
     finish(broken, stop_at=3)
     monkeypatch.setattr(platform, "cpu_cores", lambda: 1)
-    assert not [e for e in finish(broken, resume=True) if isinstance(e, Warned)]
+    assert not [e for e in finish(broken, resume=True) if isinstance(e, TrainingWarning)]
     assert contents(whole.checkpoints()[-1]) == contents(broken.checkpoints()[-1])
-    assert read_json(broken.checkpoints()[-1] / "state.json")["machine"]["parts"] == 2
+    assert read_json(broken.checkpoints()[-1] / "state.json")["environment"]["parts"] == 2
 
 
 def test_another_blas_since_the_last_checkpoint_is_said(monkeypatch, new_run):
     run = new_run("run", steps=4, eval_every=0)
     finish(run, stop_at=2)
     monkeypatch.setattr(step_module, "load_blas", lambda: Blas("other", None))
-    warnings = [e.message for e in finish(run, resume=True) if isinstance(e, Warned)]
+    warnings = [e.message for e in finish(run, resume=True) if isinstance(e, TrainingWarning)]
     assert len(warnings) == 1 and "products come from other, and came from" in warnings[0]
 
 
 @pytest.mark.parametrize("parts", [0, 9, "2", None, 2**70])
 def test_a_number_of_parts_that_can_not_be_is_not_taken(parts):
     model = Decoder(ModelConfig(**SHAPE))
-    model.initialize(0)
+    model.init_weights(0)
     step = step_module.TrainStep(model, TrainSettings(steps=3, learning_rate=1e-3, batch_size=4))
-    own = step.machine
-    assert step.go_on_as({**own, "parts": parts}) is None and step.machine == own
-    assert step.go_on_as(None) is None and step.go_on_as({**own, "chip": "x", "blas": "y", "parts": 3}) is None
-    assert step.machine == own
+    own = step.environment
+    assert step.match_environment({**own, "parts": parts}) is None and step.environment == own
+    assert (
+        step.match_environment(None) is None
+        and step.match_environment({**own, "chip": "x", "blas": "y", "parts": 3}) is None
+    )
+    assert step.environment == own

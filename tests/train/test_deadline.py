@@ -7,7 +7,7 @@ import random
 import pytest
 
 from mlxlm.cli.main import _run
-from mlxlm.train import Finished, Replanned, Run, Step, Stopped, TrainSettings, repeat_run
+from mlxlm.train import Finished, Run, Step, StepsChanged, Stopped, TrainSettings, repeat_run
 from mlxlm.train.deadline import Deadline
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import contents, finish, read_log
@@ -31,11 +31,11 @@ def simulated(limit, seconds_of, check=2.0, eval_every=20, steps=100, state=None
     while done < deadline.steps and done != until:
         done += 1
         clock.now += seconds_of(done)
-        deadline.took("step")
-        deadline.replanned(done)
+        deadline.record_time("step")
+        deadline.steps_changed(done)
         if done % eval_every == 0 or done == deadline.steps:
             clock.now += check
-            deadline.took("check")
+            deadline.record_time("check")
     return deadline, clock.now, done
 
 
@@ -60,14 +60,14 @@ def test_the_time_of_the_last_checkpoint_is_kept_free():
     while done < deadline.steps:
         done += 1
         clock.now += 1
-        deadline.took("step")
-        deadline.replanned(done)
+        deadline.record_time("step")
+        deadline.steps_changed(done)
         if done % 20 == 0 or done == deadline.steps:
             clock.now += 2
-            deadline.took("check")
+            deadline.record_time("check")
             if done == 20 or done == deadline.steps:
                 clock.now += 30
-                deadline.took("save")
+                deadline.record_time("save")
     assert 0.9 * 400 <= clock.now <= 400
 
 
@@ -81,8 +81,8 @@ def test_the_time_of_checkpoints_that_time_makes_due_is_kept_free(save_every):
     deadline = Deadline(settings, {}, {**FORECAST, "seconds": 100.0}, clock)
     deadline._cost["save"] = 15.0
     clock.now += 1
-    deadline.took("step")
-    assert deadline.replanned(1)
+    deadline.record_time("step")
+    assert deadline.steps_changed(1)
     assert 45 <= deadline.steps <= 60
 
 
@@ -91,8 +91,8 @@ def test_without_a_limit_nothing_is_replanned():
     deadline = Deadline(TrainSettings(steps=7, learning_rate=1.0), {}, FORECAST, clock)
     for done in range(1, 8):
         clock.now += 100
-        deadline.took("step")
-        assert not deadline.replanned(done)
+        deadline.record_time("step")
+        assert not deadline.steps_changed(done)
     assert deadline.steps == 7 and deadline.seconds_left is None
 
 
@@ -110,7 +110,7 @@ def test_a_pause_does_not_count_and_an_interruption_neither():
     clock = FakeClock()
     paused = Deadline(TrainSettings(steps=7, learning_rate=1.0, time_limit=60.0), {}, None, clock)
     clock.now = 50.0
-    paused.skip(45.0)
+    paused.exclude_pause(45.0)
     assert paused.elapsed == 5 and paused.seconds_left == 55
 
 
@@ -129,20 +129,20 @@ def timed(new_run, name, **settings):
 
 
 def test_a_run_ends_by_the_clock_and_its_rates_are_those_of_the_plan(new_run):
-    run = timed(new_run, "a", schedule="linear", warmup_steps=1)
+    run = timed(new_run, "a", lr_schedule="linear", warmup_steps=1)
     events = finish(run, now=Ticking())
-    plan = {e.step: e.steps for e in events if isinstance(e, Replanned)}
+    repeat_plan = {e.step: e.steps for e in events if isinstance(e, StepsChanged)}
     steps = [e for e in events if isinstance(e, Step)]
-    assert plan and isinstance(events[-1], Finished)
+    assert repeat_plan and isinstance(events[-1], Finished)
     now = run.settings.steps
     for event in steps:
         assert event.steps == now
         assert event.learning_rate == run.settings.learning_rate_at(event.step - 1, now)
-        now = plan.get(event.step, now)
+        now = repeat_plan.get(event.step, now)
     assert events[-1].step == steps[-1].step == now != 20
-    logged = [(e["step"], e["steps"]) for e in read_log(run) if e["event"] == "replanned"]
-    assert logged == list(plan.items())
-    same = timed(new_run, "b", schedule="linear", warmup_steps=1)
+    logged = [(e["step"], e["steps"]) for e in read_log(run) if e["event"] == "steps_changed"]
+    assert logged == list(repeat_plan.items())
+    same = timed(new_run, "b", lr_schedule="linear", warmup_steps=1)
     finish(same, now=Ticking())
     assert contents(same.checkpoints()[-1]) == contents(run.checkpoints()[-1])
     assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []  # it has ended
@@ -157,14 +157,14 @@ def by_time(limit, check, step=0.1, save=0.0):
     while done < deadline.steps:
         done += 1
         clock.now += step
-        deadline.took("step")
-        deadline.replanned(done)
-        if deadline.validates(done):
+        deadline.record_time("step")
+        deadline.steps_changed(done)
+        if deadline.should_validate(done):
             checks += 1
             clock.now += check
-            deadline.took("check")
+            deadline.record_time("check")
             clock.now += save
-            deadline.took("save")
+            deadline.record_time("save")
     return checks * (check + save), checks, clock.now
 
 
@@ -183,17 +183,17 @@ def test_a_validation_that_takes_longer_than_that_comes_once_and_in_time():
 
 
 def test_a_run_with_a_time_limit_is_repeated_from_its_log(new_run, tmp_path, capsys):
-    run = timed(new_run, "original", schedule="linear", eval_tokens=64)
+    run = timed(new_run, "original", lr_schedule="linear", eval_tokens=64)
     first = finish(run, now=Ticking(), stop_at=8)
     rest = finish(Run.open(run.path), resume=True, now=Ticking())
-    assert any(isinstance(e, Replanned) for e in first) and isinstance(rest[-1], Finished)
+    assert any(isinstance(e, StepsChanged) for e in first) and isinstance(rest[-1], Finished)
     copy = repeat_run(tmp_path / "copy", Run.open(run.path))
     again = finish(copy, stop_at=5, now=Ticking(each=9.0)) + finish(Run.open(copy.path), resume=True)
 
     def told(log, kind):
         return [(e["step"], e.get("steps"), e.get("loss")) for e in log if e["event"] == kind]
 
-    for kind in ("replanned", "step", "validation"):
+    for kind in ("steps_changed", "step", "validation"):
         assert told(read_log(copy), kind) == told(read_log(run), kind)
     assert again[-1].step == rest[-1].step
     assert contents(copy.checkpoints()[-1]) == contents(run.checkpoints()[-1])
@@ -225,15 +225,15 @@ def test_a_plan_that_changes_in_a_pause_is_saved_with_its_step(new_run, monkeypa
             yield from self.save(done, None)
             paused.append(self.deadline.steps)
 
-    monkeypatch.setattr("mlxlm.train.loop._Loop.rest", rest)
+    monkeypatch.setattr("mlxlm.train.loop._Loop.flush", rest)
     monkeypatch.setattr(Deadline, "_fitting", lambda self, done, left: 9 if done >= 3 else 40)
     finish(run, now=Ticking(), stop_at=3)
     state = json.loads((run.checkpoints()[-1] / "state.json").read_text())
-    assert [e["steps"] for e in read_log(run) if e["event"] == "replanned"][-1] == state["steps"] == 12 != paused[0]
+    assert [e["steps"] for e in read_log(run) if e["event"] == "steps_changed"][-1] == state["steps"] == 12 != paused[0]
 
 
 def test_a_check_of_the_data_is_no_cost_of_a_checkpoint(new_run, monkeypatch):
-    run, took, waited, costs = timed(new_run, "checked", eval_tokens=64), Deadline.took, [], []
+    run, record_time, waited, costs = timed(new_run, "checked", eval_tokens=64), Deadline.record_time, [], []
     clock = FakeClock()
 
     def now():
@@ -245,19 +245,21 @@ def test_a_check_of_the_data_is_no_cost_of_a_checkpoint(new_run, monkeypatch):
         waited.append(self)
 
     def record(self, what):
-        took(self, what)
+        record_time(self, what)
         costs.append(self._cost["save"])
 
     monkeypatch.setattr("mlxlm.train.data_check.DataCheck.wait", wait)
-    monkeypatch.setattr(Deadline, "took", record)
+    monkeypatch.setattr(Deadline, "record_time", record)
     finish(run, now=now, stop_at=12)
     assert waited and 0 < max(costs) < 1
 
 
-@pytest.mark.parametrize("plan", [{}, {"replanned": [[1]], "validations": []}, {"replanned": [], "validations": ["x"]}])
-def test_a_damaged_plan_is_refused(plan):
+@pytest.mark.parametrize(
+    "repeat_plan", [{}, {"steps_changed": [[1]], "validations": []}, {"steps_changed": [], "validations": ["x"]}]
+)
+def test_a_damaged_plan_is_refused(repeat_plan):
     with pytest.raises(ConfigError, match="plan isn't one"):
-        TrainSettings(steps=1, learning_rate=1.0, plan=plan)
+        TrainSettings(steps=1, learning_rate=1.0, repeat_plan=repeat_plan)
 
 
 def test_without_a_time_limit_validation_needs_its_steps():
@@ -268,15 +270,15 @@ def test_without_a_time_limit_validation_needs_its_steps():
 def test_loading_is_no_part_of_a_validation(new_run, monkeypatch):
     run = timed(new_run, "loaded", eval_tokens=64)
     finish(run, stop_at=5)
-    clock, restore, costs = FakeClock(), Run.restore, []
+    clock, load_checkpoint, costs = FakeClock(), Run.load_checkpoint, []
 
     def slow(*arguments):
         clock.now += 10
-        return restore(*arguments)
+        return load_checkpoint(*arguments)
 
-    monkeypatch.setattr(Run, "restore", slow)
-    monkeypatch.setattr(Deadline, "replanned", lambda self, _done: costs.append(dict(self._cost)))
-    monkeypatch.setattr("mlxlm.train.loop._Loop.validates", lambda self, done: done == self.first)
+    monkeypatch.setattr(Run, "load_checkpoint", slow)
+    monkeypatch.setattr(Deadline, "steps_changed", lambda self, _done: costs.append(dict(self._cost)))
+    monkeypatch.setattr("mlxlm.train.loop._Loop.should_validate", lambda self, done: done == self.first)
     finish(Run.open(run.path), resume=True, stop_at=7, now=clock)
     assert costs and costs[0]["check"] == 0
 
@@ -285,7 +287,7 @@ def test_a_resumed_run_goes_on_with_its_plan_and_the_time_left(new_run):
     run = timed(new_run, "c")
     first = finish(run, now=Ticking(), stop_at=8)
     assert isinstance(first[-1], Stopped)
-    planned = [e for e in first if isinstance(e, Replanned)][-1].steps
+    planned = [e for e in first if isinstance(e, StepsChanged)][-1].steps
     rest = finish(Run.open(run.path), resume=True, now=Ticking())
     assert next(e for e in rest if isinstance(e, Step)).steps == planned
     whole = finish(timed(new_run, "d"), now=Ticking())

@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.chat.session import Chat
-from mlxlm.chat.sft_encoder import Labels
+from mlxlm.chat.sft_encoder import SFTEncoder
 from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.cli import render
 from mlxlm.cli.main import main
-from mlxlm.cli.training import describe_end, describe_forecast
+from mlxlm.cli.training import print_forecast, print_summary
 from mlxlm.data import Chunk, Manifest, TokenDataset, TrainBatches
 from mlxlm.families import config_to_hf
 from mlxlm.generation import load
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
-from mlxlm.train import Finished, Run, Started, Step, Stopped, Validation, open_base, start_finetune
-from mlxlm.train.finetune import FORM, _windows
+from mlxlm.train import Finished, Run, Started, Step, Stopped, Validation, open_base_model, start_finetune
+from mlxlm.train.finetune import FINETUNE_SETTINGS, _windows
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.quantized_weights import quantized_weights
 from tests.train.training_runs import contents, finish
 
-QUICK = {"steps": 6, "batch_size": 2, "sequence_length": 48, "learning_rate": 3e-3, "eval_every": 3, "save_every": 3}
+QUICK = {"steps": 6, "batch_size": 2, "max_seq_length": 48, "learning_rate": 3e-3, "eval_every": 3, "save_every": 3}
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def base(tmp_path_factory, tiny_config, tiny_tokenizer):
     folder = tmp_path_factory.mktemp("base") / "model"
     folder.mkdir()
     model = Decoder(tiny_config)
-    model.initialize(4)
+    model.init_weights(4)
     (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
     save_weights(folder, dict(tree_flatten(model.parameters())))
     tiny_tokenizer.save(folder)
@@ -59,11 +59,13 @@ def talks(tmp_path, make_text):
 @pytest.fixture
 def new_run(tmp_path, base, talks):
     def make(name, model=base, sources=(talks,), **options):
-        changes = {k: options.pop(k) for k in list(options) if k in (*QUICK, "seed", "accumulate", "dropout")}
+        changes = {
+            k: options.pop(k) for k in list(options) if k in (*QUICK, "seed", "grad_accumulation_steps", "dropout")
+        }
         settings = {k: v for k, v in {**QUICK, **changes}.items() if v is not None}
-        opened, tokenizer = open_base(model)
+        opened, tokenizer = open_base_model(model)
         ends = opened.config.eos_ids | {tokenizer.eos_id}
-        labels = Labels(tokenizer, ends)
+        labels = SFTEncoder(tokenizer, ends)
         return start_finetune(tmp_path / name, opened, tokenizer, labels, sources, settings=settings, **options)
 
     return make
@@ -77,7 +79,7 @@ def test_a_run_begins_with_the_model_as_it_came(new_run, base, tiny_tokenizer):
     assert run.config.eos_token_id == [tiny_tokenizer.eos_id, end] or run.config.eos_token_id == end
     assert run.config.max_position_embeddings == 128  # the model's own
     tuned = load(run.path)
-    assert end in tuned.end_ids and "<|{{ message.role }}|>" in tuned.tokenizer.chat_template
+    assert end in tuned.eos_token_ids and "<|{{ message.role }}|>" in tuned.tokenizer.chat_template
     events = finish(run, resume=True)
     assert isinstance(events[0], Started) and events[0].step == 0
     assert isinstance(events[1], Validation) and events[1].step == 0
@@ -107,11 +109,11 @@ def test_the_loss_is_of_the_answers_alone(new_run, base):
     run = new_run("run", steps=1)
     [first] = [e for e in finish(run, resume=True) if isinstance(e, Step)]
     data = TokenDataset.open(run.data, "train")
-    form = {"packing": "best-fit", "document_mask": True, "answers_only": True}
-    tokens, segments, weights = TrainBatches(data, 2, 48, 0, **form).batch(0)
+    form = {"packing": "best-fit", "document_mask": True, "mask_prompt": True}
+    tokens, segment_ids, weights = TrainBatches(data, 2, 48, 0, **form).batch(0)
     model, _ = load_model(base)
     total = 0.0
-    for row, numbers, counts in zip(tokens, segments, weights, strict=True):
+    for row, numbers, counts in zip(tokens, segment_ids, weights, strict=True):
         for number in range(numbers[-1] + 1):
             [places] = np.nonzero(numbers == number)
             inputs, targets = mx.array(row[places][None]), mx.array(row[places + 1][None])
@@ -125,16 +127,16 @@ def test_an_answer_is_learned_and_a_question_is_not(new_run):
     """On one conversation again and again: the answer becomes certain, the question doesn't."""
     run = new_run("run", steps=25, eval_every=0, save_every=0, learning_rate=1e-2)
     finish(run, resume=True)
-    loaded = load(run.path / "checkpoints/step-25")
+    lm = load(run.path / "checkpoints/step-25")
     data = TokenDataset.open(run.data, "train")
-    tokens, learned = data.slice(0, len(data)).astype(np.int32), data.learned(0, len(data))
+    tokens, loss_mask = data.slice(0, len(data)).astype(np.int32), data.loss_mask(0, len(data))
     start, stop = (int(x[0]) for x in data.starts.bounds(np.array([0])))
-    ids, labels = tokens[start:stop], learned[start + 1 : stop]
-    losses = np.array(cross_entropy(loaded.model(mx.array(ids[None, :-1])), mx.array(ids[None, 1:])))[0]
+    ids, labels = tokens[start:stop], loss_mask[start + 1 : stop]
+    losses = np.array(cross_entropy(lm.model(mx.array(ids[None, :-1])), mx.array(ids[None, 1:])))[0]
     assert losses[labels == 1].mean() < losses[labels == 0].mean() - 0.5
 
 
-@pytest.mark.parametrize("changes", [{}, {"dropout": 0.1, "accumulate": 2}])
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.1, "grad_accumulation_steps": 2}])
 def test_resume_is_equal_to_the_bit(new_run, changes):
     whole, parts = new_run("whole", **changes), new_run("parts", **changes)
     finish(whole, resume=True)
@@ -147,13 +149,13 @@ def test_defaults_by_the_size_of_model_and_data(new_run, tiny_config):
     """Three passes in batches small enough for 8 steps each; a fifth of pretraining's learning rate."""
     run = new_run("run", steps=None, batch_size=None, learning_rate=None, eval_every=None)
     rows = TrainBatches(
-        TokenDataset.open(run.data, "train"), 1, 48, 0, packing="best-fit", document_mask=True, answers_only=True
+        TokenDataset.open(run.data, "train"), 1, 48, 0, packing="best-fit", document_mask=True, mask_prompt=True
     ).rows
     assert run.settings.batch_size == max(1, rows // 8) < 16
     assert run.settings.steps == -(-3 * rows // run.settings.batch_size)
     assert run.settings.eval_every == run.settings.steps // 10
     assert run.settings.learning_rate == pytest.approx(default_learning_rate(tiny_config) / 5)
-    assert run.settings.packing == "best-fit" and run.settings.document_mask and run.settings.answers_only
+    assert run.settings.packing == "best-fit" and run.settings.document_mask and run.settings.mask_prompt
 
 
 @pytest.mark.parametrize("epochs, decay", [(3, 0.1), (40, 1.0)])
@@ -164,23 +166,25 @@ def test_weight_decay_follows_the_passes_as_in_pretraining(new_run, epochs, deca
 def test_a_batch_is_small_enough_for_many_steps_in_the_time(new_run, monkeypatch):
     """A row of 48 tokens takes 0.24 s: in half a minute 125 of them are fewer than the steps that are wanted."""
     monkeypatch.setattr("mlxlm.train.finetune.seconds_per_token", lambda *_arguments, **_options: 0.005)
-    monkeypatch.setattr("mlxlm.train.finetune.time_left", lambda minutes, begun: 60 * minutes)
+    monkeypatch.setattr("mlxlm.train.finetune.time_left", lambda minutes, start_time: 60 * minutes)
     timed = new_run("timed", steps=None, batch_size=None, eval_every=None, save_every=None, minutes=0.5).settings
     assert timed.batch_size == 1 < new_run("run", steps=None, batch_size=None).settings.batch_size
     assert timed.eval_every is None and timed.save_every == 0 and timed.warmup_steps is None
 
 
 def test_minutes_count_while_the_model_is_saved(new_run, monkeypatch):
-    monkeypatch.setattr("mlxlm.train.finetune.time_left", lambda minutes, begun: 3.0)  # however slow the machine is
+    monkeypatch.setattr(
+        "mlxlm.train.finetune.time_left", lambda minutes, start_time: 3.0
+    )  # however slow the machine is
     run = new_run("run", steps=None, minutes=0.05)
     state = json.loads((run.path / "checkpoints/step-0/state.json").read_text())
     assert state["elapsed"] > 0
 
 
 def test_a_warmup_needs_no_steps(new_run, base, talks, tmp_path):
-    opened, tokenizer = open_base(base)
-    labels = Labels(tokenizer, opened.config.eos_ids | {tokenizer.eos_id})
-    settings = {"sequence_length": 48, "warmup_steps": 2}
+    opened, tokenizer = open_base_model(base)
+    labels = SFTEncoder(tokenizer, opened.config.eos_ids | {tokenizer.eos_id})
+    settings = {"max_seq_length": 48, "warmup_steps": 2}
     run = start_finetune(tmp_path / "run", opened, tokenizer, labels, [talks], settings=settings)
     assert run.settings.warmup_steps == 2
 
@@ -194,7 +198,7 @@ def test_what_can_not_work(new_run, tmp_path, base, talks, monkeypatch):
     with pytest.raises(ConfigError, match="epochs is -1"):
         new_run("other", steps=None, epochs=-1.0)
     with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --sequence-length 128"):
-        new_run("other", sequence_length=200)
+        new_run("other", max_seq_length=200)
     with monkeypatch.context() as patch:
         patch.setattr("mlxlm.backend.device.device_memory", lambda: 1000)
         patch.setattr("mlxlm.plan.advice.preset_names", lambda: pytest.fail("there is no preset to choose"))
@@ -229,7 +233,7 @@ def test_bad_conversations_are_skipped(new_run, tmp_path, talks):
         new_run("run", sources=[path])
     run, clean = new_run("run", sources=[path], on_bad_input="skip"), new_run("clean")
     found, wanted = Manifest.read(run.data), Manifest.read(clean.data)
-    assert found.skipped == 3 and logged(run)["conversations"] == 40 == found.chat_documents
+    assert found.skipped == 3 and logged(run)["conversations"] == 40 == found.num_conversations
     assert found.train == wanted.train and found.validation == wanted.validation
 
 
@@ -247,7 +251,7 @@ def test_few_conversations_are_held_out_whole(new_run, tmp_path):
         assert whole > 1 and splits["validation"].documents == held * whole
         numbers = {}
         for name, data in splits.items():
-            text = open_base(run.path)[1].decode(data.slice(0, len(data)).tolist(), skip_special_tokens=False)
+            text = open_base_model(run.path)[1].decode(data.slice(0, len(data)).tolist(), skip_special_tokens=False)
             numbers[name] = set(re.findall(r"<\|user\|>(\d+)", text))
         assert not numbers["train"] & numbers["validation"] and len(numbers["validation"]) == held
 
@@ -255,16 +259,16 @@ def test_few_conversations_are_held_out_whole(new_run, tmp_path):
 def learned_in_an_epoch(run):
     """What of the text is to be learned, and how often each of its tokens is a target in an epoch, both by token."""
     data = TokenDataset.open(run.data, "train")
-    batches = TrainBatches(data, 1, run.settings.sequence_length, 0, **FORM)
-    counts, learned = np.zeros(len(data), int), data.learned(0, len(data))
+    batches = TrainBatches(data, 1, run.settings.max_seq_length, 0, **FINETUNE_SETTINGS)
+    counts, loss_mask = np.zeros(len(data), int), data.loss_mask(0, len(data))
     for row in range(batches.rows):
         spans = batches._packings[0].spans(row)
         targets = np.concatenate([np.arange(start, stop) for start, stop, _ in spans])[1:]
-        tokens, segments, weights = batches.batch(row)
+        tokens, segment_ids, weights = batches.batch(row)
         assert np.array_equal(tokens[0, 1 : len(targets) + 1], data.slice(0, len(data))[targets])
         assert not weights[0, len(targets) :].any()
         counts[targets] += weights[0, : len(targets)].astype(int)
-    return learned, counts
+    return loss_mask, counts
 
 
 def test_every_answer_is_learned_to_its_end(new_run, tmp_path):
@@ -274,12 +278,12 @@ def test_every_answer_is_learned_to_its_end(new_run, tmp_path):
     talks *= 3
     held = rows_of(tmp_path / "held.jsonl", [["a?", "b"]])
     run = new_run("run", sources=[rows_of(tmp_path / "talks.jsonl", talks)], validation=[held])
-    assert logged(run) == {**logged(run), "conversations": 16, "split": 3, "cut": 9, "longer": 128}
-    learned, counts = learned_in_an_epoch(run)
-    assert np.array_equal(counts, learned)
-    tokenizer = open_base(run.path)[1]
+    assert logged(run) == {**logged(run), "conversations": 16, "split": 3, "cut": 9, "suggested_seq_length": 128}
+    loss_mask, counts = learned_in_an_epoch(run)
+    assert np.array_equal(counts, loss_mask)
+    tokenizer = open_base_model(run.path)[1]
     wanted = sum(len(tokenizer.encode(text, add_special_tokens=False)) + 1 for talk in talks for text in talk[1::2])
-    assert learned.sum() == wanted  # with <|end|>
+    assert loss_mask.sum() == wanted  # with <|end|>
     data = TokenDataset.open(run.data, "train")
     starts, stops = data.starts.bounds(np.arange(data.documents))
     assert (stops - starts).max() <= 49
@@ -293,23 +297,23 @@ def test_every_answer_is_learned_to_its_end(new_run, tmp_path):
     assert describe(run) == ["5 conversations, each whole in a row of 48 tokens"]
 
 
-@given(learned=st.lists(st.booleans(), min_size=2, max_size=200).filter(any), room=st.integers(2, 40))
+@given(loss_mask=st.lists(st.booleans(), min_size=2, max_size=200).filter(any), room=st.integers(2, 40))
 @settings(max_examples=200, deadline=None)
-def test_windows_of_a_long_conversation(learned, room):
+def test_windows_of_a_long_conversation(loss_mask, room):
     """What is to be learned is so in one window, with half a row of context, or all there is; what fits stays whole."""
-    chunk = Chunk(np.arange(len(learned)), 77, True, np.array([False, *learned[1:]], np.uint8))
-    if not chunk.learned.any():
+    chunk = Chunk(np.arange(len(loss_mask)), 77, True, np.array([False, *loss_mask[1:]], np.uint8))
+    if not chunk.loss_mask.any():
         return
     windows = list(_windows(chunk, room))
-    assert len(windows) == 1 or np.flatnonzero(chunk.learned)[-1] >= room
+    assert len(windows) == 1 or np.flatnonzero(chunk.loss_mask)[-1] >= room
     found = []
     for window in windows:
         assert len(window.ids) <= room and window.starts_document
         assert np.array_equal(window.ids, np.arange(window.ids[0], window.ids[-1] + 1))
-        places = np.flatnonzero(window.learned)
+        places = np.flatnonzero(window.loss_mask)
         assert window.ids[0] == 0 or places[0] >= room // 2
         found += window.ids[places].tolist()
-    assert found == np.flatnonzero(chunk.learned).tolist()
+    assert found == np.flatnonzero(chunk.loss_mask).tolist()
     assert [w.text_bytes for w in windows] == [77] + [0] * (len(windows) - 1)
 
 
@@ -317,19 +321,19 @@ def describe(run):
     told = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(render, "say", told.append)
-        describe_forecast(run)
+        print_forecast(run)
     return told
 
 
 def test_a_first_try_of_five_short_conversations(new_run, tmp_path):
-    run = new_run("run", sources=[rows_of(tmp_path / "few.jsonl", [["a?", "b"]] * 5)], sequence_length=None, steps=1)
-    assert finish(run, resume=True)[-1].step == 1 and run.settings.sequence_length == 128
+    run = new_run("run", sources=[rows_of(tmp_path / "few.jsonl", [["a?", "b"]] * 5)], max_seq_length=None, steps=1)
+    assert finish(run, resume=True)[-1].step == 1 and run.settings.max_seq_length == 128
 
 
 def test_what_continues_a_run_is_its_own_command(new_run, capsys):
     run = new_run("a run")
     ending = finish(run, resume=True, stop_at=1)[-1]
-    describe_end(ending, run)
+    print_summary(ending, run)
     assert f"mlxlm finetune --resume '{run.path}'" in capsys.readouterr().err
 
 

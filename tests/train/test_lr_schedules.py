@@ -8,16 +8,21 @@ from hypothesis import strategies as st
 
 from mlxlm.cli.main import _run
 from mlxlm.train import TrainSettings
-from mlxlm.train.lr_schedules import SCHEDULES, learning_rate
+from mlxlm.train.lr_schedules import LR_SCHEDULES, learning_rate
 
 
-def rates(steps=100, warmup=10, final=0.1, decay_fraction=0.2, schedule="cosine"):
-    options = {"schedule": schedule, "warmup": warmup, "final": final, "decay_fraction": decay_fraction}
+def rates(steps=100, warmup=10, min_lr_ratio=0.1, decay_fraction=0.2, lr_schedule="cosine"):
+    options = {
+        "lr_schedule": lr_schedule,
+        "warmup": warmup,
+        "min_lr_ratio": min_lr_ratio,
+        "decay_fraction": decay_fraction,
+    }
     return [learning_rate(i, steps, 2.0, **options) for i in range(steps)]
 
 
 def test_cosine_and_linear():
-    cosine, linear = rates(), rates(schedule="linear")
+    cosine, linear = rates(), rates(lr_schedule="linear")
     for i in range(10, 100):
         done = (i - 10) / 89
         assert cosine[i] == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi * done)) / 2)
@@ -25,32 +30,32 @@ def test_cosine_and_linear():
 
 
 def test_linear_to_zero():
-    assert rates(schedule="linear", final=0.0)[-1] == 0.0
+    assert rates(lr_schedule="linear", min_lr_ratio=0.0)[-1] == 0.0
 
 
 def test_warmup_stable_decay():
-    found = rates(schedule="wsd")
+    found = rates(lr_schedule="wsd")
     assert found[10:81] == [2.0] * 71
     assert [b - a for a, b in zip(found[80:], found[81:], strict=False)] == pytest.approx([-1.8 / 19] * 19)
-    assert rates(schedule="wsd", warmup=90)[90:] == pytest.approx([2.0 - 1.8 * i / 9 for i in range(10)])
+    assert rates(lr_schedule="wsd", warmup=90)[90:] == pytest.approx([2.0 - 1.8 * i / 9 for i in range(10)])
 
 
 def test_constant():
-    assert rates(schedule="constant")[10:] == [2.0] * 90
+    assert rates(lr_schedule="constant")[10:] == [2.0] * 90
 
 
 @given(
-    steps=st.integers(1, 60), share=st.floats(0, 0.99), final=st.floats(0, 1), decay=st.floats(0, 1),
-    schedule=st.sampled_from(SCHEDULES),
+    steps=st.integers(1, 60), share=st.floats(0, 0.99), min_lr_ratio=st.floats(0, 1), decay=st.floats(0, 1),
+    lr_schedule=st.sampled_from(LR_SCHEDULES),
 )  # fmt: skip
-def test_up_to_the_peak_then_never_up_again(steps, share, final, decay, schedule):
+def test_up_to_the_peak_then_never_up_again(steps, share, min_lr_ratio, decay, lr_schedule):
     warmup = min(int(share * steps), steps - 1)
-    found = rates(steps, warmup, final, decay, schedule)
+    found = rates(steps, warmup, min_lr_ratio, decay, lr_schedule)
     assert found[:warmup] == pytest.approx([2.0 * (i + 1) / (warmup + 1) for i in range(warmup)])
     assert found[warmup:] == sorted(found[warmup:], reverse=True)
-    assert all(2.0 * final - 1e-9 <= rate <= 2.0 for rate in found[warmup:])
-    if warmup < steps - 1 and schedule in ("cosine", "linear"):
-        assert found[warmup] == 2.0 and found[-1] == pytest.approx(2.0 * final)
+    assert all(2.0 * min_lr_ratio - 1e-9 <= rate <= 2.0 for rate in found[warmup:])
+    if warmup < steps - 1 and lr_schedule in ("cosine", "linear"):
+        assert found[warmup] == 2.0 and found[-1] == pytest.approx(2.0 * min_lr_ratio)
 
 
 def test_a_rate_that_is_never_reached_is_refused(tmp_path, capsys):
@@ -76,5 +81,5 @@ def test_a_given_warmup_ends_in_a_run_that_becomes_shorter():
 
 
 def test_settings_give_the_schedule():
-    s = TrainSettings(steps=50, learning_rate=0.5, schedule="linear", warmup_steps=5, final_learning_rate=0.0)
+    s = TrainSettings(steps=50, learning_rate=0.5, lr_schedule="linear", warmup_steps=5, min_lr_ratio=0.0)
     assert [s.learning_rate_at(i) for i in (0, 5, 49)] == pytest.approx([0.5 / 6, 0.5, 0.0])

@@ -3,8 +3,9 @@
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.train import Step, memory_limits
-from mlxlm.train.memory_limits import fit_cache, steady_memory
+from mlxlm.train import Step
+from mlxlm.train import memory_limits as module
+from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
 from tests.train.training_runs import finish
 
 
@@ -20,7 +21,7 @@ def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monk
 
     monkeypatch.setattr(Step, "__init__", counted)
     changes = {"eval_every": 3, "eval_tokens": 256, "sample_every": 4, "sample_tokens": 20, "save_every": 5}
-    finish(new_run("run", steps=24, ema=0.9, **changes))
+    finish(new_run("run", steps=24, ema_decay=0.9, **changes))
     assert len(held) == 24 and max(held[12:]) < 1.15 * max(held[:12])
 
 
@@ -28,10 +29,10 @@ def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monk
 def test_no_more_is_kept_free_than_was_in_use():
     before = mx.set_cache_limit(3 << 30)
     try:
-        with steady_memory():
+        with memory_limits():
             mx.reset_peak_memory()
             mx.eval(mx.zeros((1 << 20,)))
-            fit_cache()
+            limit_buffer_cache()
             peak = mx.get_peak_memory()
             assert mx.set_cache_limit(peak) == peak >= 4 << 20
         assert mx.set_cache_limit(3 << 30) == 3 << 30
@@ -42,12 +43,12 @@ def test_no_more_is_kept_free_than_was_in_use():
 def test_metals_limit_is_set_for_the_run_alone(monkeypatch):
     before = mx.set_memory_limit(10 << 30)
     try:
-        monkeypatch.setattr(memory_limits, "ON_CPU", False)
-        with steady_memory():
+        monkeypatch.setattr(module, "ON_CPU", False)
+        with memory_limits():
             assert mx.set_memory_limit(10 << 30) == 10 << 30
         monkeypatch.setattr(mx.metal, "is_available", lambda: True)
         monkeypatch.setattr("mlxlm.backend.device.device_memory", lambda: 6 << 30)
-        with steady_memory():
+        with memory_limits():
             assert mx.set_memory_limit(6 << 30) == 6 << 30
         assert mx.set_memory_limit(10 << 30) == 10 << 30
     finally:

@@ -7,17 +7,17 @@ from mlxlm.backend.mlx import mx, tree_flatten, tree_unflatten
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, Manifest
 from mlxlm.model import Decoder
-from mlxlm.train import Ranks, TrainSettings, start_run
+from mlxlm.train import ProcessGroup, TrainSettings, start_run
 from mlxlm.train.optimizers import (
-    DEFAULTS,
+    OPTIMIZER_DEFAULTS,
     OPTIMIZERS,
     default_learning_rate,
     default_weight_decay,
+    learning_rate_by_size,
     make_optimizer,
-    rate_by_size,
 )
 from mlxlm.train.step import TrainStep
-from mlxlm.train.step_batches import Feed
+from mlxlm.train.step_batches import StepBatches
 
 RATE = 0.01
 
@@ -120,12 +120,12 @@ def test_muons_update_is_orthogonal_and_as_large_as_adamws(shape):
 def test_a_state_that_is_loaded_continues_to_the_bit(optimizer, tiny_config, tmp_path):
     rng = np.random.default_rng(0)
     batches = [[Batch(rng.integers(0, 300, (2, 17)).astype(np.int32))] for _ in range(3)]
-    rate = rate_by_size(10**6, optimizer)
-    settings = TrainSettings(steps=9, learning_rate=rate, optimizer=optimizer, dropout=0.1, ema=0.9)
+    rate = learning_rate_by_size(10**6, optimizer)
+    settings = TrainSettings(steps=9, learning_rate=rate, optimizer=optimizer, dropout=0.1, ema_decay=0.9)
 
     def fresh() -> TrainStep:
         model = Decoder(tiny_config, dropout=0.1)
-        model.initialize(0)
+        model.init_weights(0)
         return TrainStep(model, settings)
 
     def trained(step, batches):
@@ -149,7 +149,7 @@ def test_a_state_that_is_loaded_continues_to_the_bit(optimizer, tiny_config, tmp
 def test_the_default_rate_learns(optimizer, tiny_config):
     """Three words over and over: the loss falls far below that of guessing, within 30 steps."""
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     rate = default_learning_rate(tiny_config, optimizer)
     step = TrainStep(model, TrainSettings(steps=30, learning_rate=rate, optimizer=optimizer))
     batch = [Batch(np.tile(np.array([5, 90, 17], np.int32), (4, 11)))]
@@ -162,20 +162,22 @@ def test_the_default_rate_learns(optimizer, tiny_config):
 
 
 def test_defaults_are_taken_and_can_be_given():
-    for name, defaults in DEFAULTS.items():
+    for name, defaults in OPTIMIZER_DEFAULTS.items():
         s = TrainSettings(steps=9, learning_rate=RATE, optimizer=name)
         assert (s.weight_decay, s.beta1, s.beta2) == (defaults.weight_decay, defaults.beta1, defaults.beta2)
         assert TrainSettings.from_dict(s.to_dict(), "here") == s
     given = TrainSettings(steps=9, learning_rate=RATE, optimizer="lion", beta1=0.5, weight_decay=0.0)
-    assert (given.weight_decay, given.beta1, given.beta2) == (0.0, 0.5, DEFAULTS["lion"].beta2)
+    assert (given.weight_decay, given.beta1, given.beta2) == (0.0, 0.5, OPTIMIZER_DEFAULTS["lion"].beta2)
 
 
 def test_rates_by_size():
-    assert rate_by_size(125 * 10**6) == pytest.approx(6e-4)
-    assert rate_by_size(1) == 0.01
-    assert rate_by_size(10**6, "muon") == rate_by_size(10**6)
-    assert rate_by_size(10**6, "lion") == pytest.approx(rate_by_size(10**6) * DEFAULTS["lion"].rate)
-    assert rate_by_size(10**9, "adafactor") == 0.01 < rate_by_size(10**6, "adafactor")
+    assert learning_rate_by_size(125 * 10**6) == pytest.approx(6e-4)
+    assert learning_rate_by_size(1) == 0.01
+    assert learning_rate_by_size(10**6, "muon") == learning_rate_by_size(10**6)
+    assert learning_rate_by_size(10**6, "lion") == pytest.approx(
+        learning_rate_by_size(10**6) * OPTIMIZER_DEFAULTS["lion"].rate
+    )
+    assert learning_rate_by_size(10**9, "adafactor") == 0.01 < learning_rate_by_size(10**6, "adafactor")
 
 
 def test_every_weight_of_a_model_has_one_optimizer(tiny_config):
@@ -186,7 +188,7 @@ def test_every_weight_of_a_model_has_one_optimizer(tiny_config):
         "positions": "learned", "attention_bias": True, "max_position_embeddings": 64,
     })  # fmt: skip
     model = Decoder(config)
-    model.initialize(0)
+    model.init_weights(0)
     step = TrainStep(model, TrainSettings(steps=9, learning_rate=RATE, optimizer="muon"))
     moved = {}
     for optimizer in step._optimizer.optimizers:
@@ -203,7 +205,7 @@ def test_a_text_that_is_seen_often_asks_for_more_decay(tmp_path, text_file, tiny
     assert [default_weight_decay("adamw", passes) for passes in (0.1, 16, 16.1, 100)] == [0.1, 0.1, 1, 1]
     assert default_weight_decay("adafactor", 100) == 0
     for name, steps, decay in (("few", 1, 0.1), ("many", 99, 1.0)):
-        settings = {"steps": steps, "batch_size": 32, "sequence_length": 64, "learning_rate": 1e-3}
+        settings = {"steps": steps, "batch_size": 32, "max_seq_length": 64, "learning_rate": 1e-3}
         run = start_run(tmp_path / name, [text_file], tiny_config, tokenizer=tokenizer_folder, settings=settings)
         assert run.settings.weight_decay == decay
 
@@ -211,16 +213,16 @@ def test_a_text_that_is_seen_often_asks_for_more_decay(tmp_path, text_file, tiny
 def test_padding_is_no_text(tmp_path, tiny_config, tokenizer_folder):
     """Rows that are half padding are not twice as many passes."""
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"word " * 24}{n}"}}\n' for n in range(200)))
-    settings = {"batch_size": 8, "sequence_length": 128, "learning_rate": 1e-3, "steps": 250, "packing": "best-fit"}
+    settings = {"batch_size": 8, "max_seq_length": 128, "learning_rate": 1e-3, "steps": 250, "packing": "best-fit"}
     source = tmp_path / "text.jsonl"
     run = start_run(tmp_path / "run", [source], tiny_config, tokenizer=tokenizer_folder, settings=settings)
-    manifest, feed = Manifest.read(run.data), Feed(run, Ranks.alone())
-    assert feed.epoch_of(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
+    manifest, step_batches = Manifest.read(run.data), StepBatches(run, ProcessGroup.single_process())
+    assert step_batches.epoch_at(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
     assert run.settings.weight_decay == 0.1
 
 
 def test_norms_after_the_addition_ask_for_less(tiny_config):
-    size = rate_by_size(tiny_config.parameter_count())
+    size = learning_rate_by_size(tiny_config.parameter_count())
     assert default_learning_rate(tiny_config) == size
     post = tiny_config.with_changes(norm_placement="post")
     assert default_learning_rate(post) == pytest.approx(size / 3, rel=0.01)

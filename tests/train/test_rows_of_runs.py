@@ -7,10 +7,10 @@ from contextlib import closing
 import pytest
 
 from mlxlm.data import TrainBatches, texts, training_texts
-from mlxlm.experiments.sweep import shared_data
+from mlxlm.experiments.sweep import prepare_shared_data
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
-from mlxlm.train import Run, Started, Step, Warned, start_run, train
+from mlxlm.train import Run, Started, Step, TrainingWarning, start_run, train
 from mlxlm.train.start import no_phase
 from mlxlm.utils.errors import DataError
 from tests.train.training_runs import QUICK, contents, finish
@@ -36,7 +36,10 @@ def new_run(tmp_path, make_text, tiny_config, tokenizer_folder):
 
 @pytest.mark.parametrize(
     ("weights", "settings"),
-    [([3, 1], {"packing": "best-fit", "document_mask": True}), (None, {"document_mask": True, "accumulate": 2})],
+    [
+        ([3, 1], {"packing": "best-fit", "document_mask": True}),
+        (None, {"document_mask": True, "grad_accumulation_steps": 2}),
+    ],
 )
 def test_resume_is_equal_to_the_bit(new_run, weights, settings):
     whole, parts = new_run("whole", weights, **settings), new_run("parts", weights, **settings)
@@ -45,12 +48,20 @@ def test_resume_is_equal_to_the_bit(new_run, weights, settings):
     finish(parts, stop_at=5)
     finish(Run.open(parts.path), resume=True)
     assert contents(whole.path / "checkpoints/step-12") == contents(parts.path / "checkpoints/step-12")
-    rows = 12 * 4 * settings.get("accumulate", 1)
+    rows = 12 * 4 * settings.get("grad_accumulation_steps", 1)
     if weights:
-        assert set(started.epochs_of) == {"a.jsonl", "b.jsonl"} and started.cropped == 0 < started.padding < 0.1
-        assert started.epochs_of["a.jsonl"] > 2 * started.epochs_of["b.jsonl"]  # 3 : 1, the same number of documents
+        assert (
+            set(started.epochs_by_source) == {"a.jsonl", "b.jsonl"}
+            and started.dropped_fraction == 0 < started.padding < 0.1
+        )
+        assert (
+            started.epochs_by_source["a.jsonl"] > 2 * started.epochs_by_source["b.jsonl"]
+        )  # 3 : 1, the same number of documents
     else:
-        assert started.epochs_of == {"train": started.epochs} and started.padding == 0 < started.cropped < 0.02
+        assert (
+            started.epochs_by_source == {"train": started.epochs}
+            and started.padding == 0 < started.dropped_fraction < 0.02
+        )
         assert started.epochs == pytest.approx(rows * 32 / whole_tokens(whole), rel=0.05)
 
 
@@ -61,8 +72,8 @@ def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, ti
     rows = (json.dumps({"text": text[i * size : (i + 1) * size]}) + "\n" for i in range(documents))
     sources = [tmp_path / "text.jsonl"]
     sources[0].write_text("".join(rows))
-    given = {"kind": "byte-level", "validation": (), "validation_fraction": 0.2, "on_bad_input": "stop"}
-    shared, _ = shared_data(
+    given = {"tokenizer_type": "byte-level", "validation": (), "validation_fraction": 0.2, "on_bad_input": "stop"}
+    shared, _ = prepare_shared_data(
         tmp_path,
         sources,
         300,
@@ -93,7 +104,7 @@ def test_a_run_of_an_earlier_version_says_that_its_rows_differ(new_run):
         file = run.path / "train.json"
         file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "version"}))
         events = finish(Run.open(run.path), resume=True, stop_at=4)
-        warnings[name] = [e.message for e in events if isinstance(e, Warned)]
+        warnings[name] = [e.message for e in events if isinstance(e, TrainingWarning)]
     assert warnings["concatenated"] == [] and "packed this run's rows in another way" in warnings["packed"][0]
 
 

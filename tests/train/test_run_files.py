@@ -13,7 +13,7 @@ from mlxlm.cli.main import main
 from mlxlm.data import prepare
 from mlxlm.data.verify import verify_shards
 from mlxlm.tokenizer import load
-from mlxlm.train import Ranks, Run, Step, start_run, train
+from mlxlm.train import ProcessGroup, Run, Step, start_run, train
 from mlxlm.train.data_check import DataCheck
 from mlxlm.train.distributed.worker import _Facts
 from mlxlm.utils.digests import file_sha256
@@ -141,21 +141,21 @@ def test_a_stop_does_not_wait_for_the_whole_check(stopped):
     assert len(looked) == 1
 
 
-class Others(Ranks):
-    """This rank among three; `told` are the facts of the others."""
+class Others(ProcessGroup):
+    """This rank among three; `peer_status` are the facts of the others."""
 
-    def __init__(self, rank=0, told=()):
+    def __init__(self, rank=0, peer_status=()):
         super().__init__(rank, 3)
-        self.facts_told = list(told)
+        self.facts_told = list(peer_status)
 
-    def told(self, name):
-        return [facts[name] for facts in self.facts_told if name in facts]
+    def peer_status(self, name):
+        return [status[name] for status in self.facts_told if name in status]
 
 
 def test_rank_0_waits_for_the_checks_of_all_ranks(stopped):
-    others = Others(told=[{"data_problem": ""}, {"data_problem": "rank 2: data/x has changed"}])
+    others = Others(peer_status=[{"data_problem": ""}, {"data_problem": "rank 2: data/x has changed"}])
     check = DataCheck(stopped.data, others)
-    for judge in (check.wait, check.look):
+    for judge in (check.wait, check.raise_if_failed):
         with pytest.raises(DataError, match="rank 2: data/x has changed .*same unchanged files on every machine"):
             judge()
     others.facts_told = [{"data_problem": ""}] * 2
@@ -164,17 +164,17 @@ def test_rank_0_waits_for_the_checks_of_all_ranks(stopped):
 
 
 def test_rank_1_tells_and_saves_only_what_all_ranks_checked(stopped):
-    other = Others(rank=1, told=[{"data_problem": ""}])
-    check, facts = DataCheck(stopped.data, other), _Facts(lambda: False)
-    assert check.all_passed(leader=True) and not check.all_passed(leader=False)
+    other = Others(rank=1, peer_status=[{"data_problem": ""}])
+    check, status = DataCheck(stopped.data, other), _Facts(lambda: False)
+    assert check.all_passed(rank0_passed=True) and not check.all_passed(rank0_passed=False)
     other.facts_told = []
-    assert not check.all_passed(leader=True)
-    facts.check = check
-    assert facts()["data_problem"] == ""
+    assert not check.all_passed(rank0_passed=True)
+    status.check = check
+    assert status()["data_problem"] == ""
     flip(stopped.data / "train-00000.bin")
-    check = facts.check = DataCheck(stopped.data, other)
-    assert not check.all_passed(leader=True)
-    assert facts()["data_problem"].startswith("rank 1: ") and "train-00000.bin has changed" in facts()["data_problem"]
+    check = status.check = DataCheck(stopped.data, other)
+    assert not check.all_passed(rank0_passed=True)
+    assert status()["data_problem"].startswith("rank 1: ") and "train-00000.bin has changed" in status()["data_problem"]
 
 
 # Moved data

@@ -9,9 +9,9 @@ from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.dropout import Dropout
 from mlxlm.train import TrainSettings, start_run
-from mlxlm.train.ema import averaged
+from mlxlm.train.ema import ema_weights
 from mlxlm.train.loss import summed_loss
-from mlxlm.train.spike_detector import SpikeGuard
+from mlxlm.train.spike_detector import SpikeDetector
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import ConfigError
 
@@ -23,8 +23,8 @@ WEIGHTS = RNG.choice([0.0, 1.0, 2.0], (2, 16)).astype(np.float32)
 
 def a_step(config, dropout=0.0, **settings) -> TrainStep:
     model = Decoder(config, dropout=dropout)
-    model.initialize(0)
-    return TrainStep(model, TrainSettings(**{"steps": 50, "learning_rate": 1e-2, "clip": 0, **settings}))
+    model.init_weights(0)
+    return TrainStep(model, TrainSettings(**{"steps": 50, "learning_rate": 1e-2, "grad_clip": 0, **settings}))
 
 
 def gradients(step: TrainStep, *batch) -> dict[str, np.ndarray]:
@@ -39,11 +39,11 @@ def gradients(step: TrainStep, *batch) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "final_logit_softcapping": 4.0}])
 def test_the_loss_is_that_of_the_models_logits(tiny_config, changes):
     model = Decoder(tiny_config.with_changes(**changes))
-    model.initialize(0)
+    model.init_weights(0)
     inputs, targets = mx.array(TOKENS[:, :-1]), mx.array(TOKENS[:, 1:])
-    for segments, weights in ((None, None), (SEGMENTS, WEIGHTS)):
-        given = [None if x is None else mx.array(x) for x in (segments, weights)]
-        losses = cross_entropy(model(inputs, segments=given[0]), targets)
+    for segment_ids, weights in ((None, None), (SEGMENTS, WEIGHTS)):
+        given = [None if x is None else mx.array(x) for x in (segment_ids, weights)]
+        losses = cross_entropy(model(inputs, segment_ids=given[0]), targets)
         wanted = (losses * (1 if weights is None else given[1])).sum()
         assert summed_loss(model, mx.array(TOKENS), *given).item() == pytest.approx(wanted.item(), rel=1e-5)
 
@@ -79,10 +79,10 @@ def test_the_loss_of_one_token_is_a_mean_whatever_it_weighs(tiny_config):
 
 
 def test_steps_without_a_token_to_learn_are_no_part_of_a_spike():
-    guard = SpikeGuard(1.0)
-    assert [guard.problem(*((0.0, 0.0) if i % 3 else (3.0, 1.0))) for i in range(90)] == [None] * 90
-    assert guard.healthy and guard.state == {"recent": [3.0] * 10, "lowest": 3.0}
-    assert [guard.problem(4.5, 1.0) for _ in range(10)][-1] is not None
+    spike_detector = SpikeDetector(1.0)
+    assert [spike_detector.problem(*((0.0, 0.0) if i % 3 else (3.0, 1.0))) for i in range(90)] == [None] * 90
+    assert spike_detector.healthy and spike_detector.state == {"recent": [3.0] * 10, "lowest": 3.0}
+    assert [spike_detector.problem(4.5, 1.0) for _ in range(10)][-1] is not None
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -96,18 +96,18 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(tiny_config, rows):
     assert step([Batch(tokens)], 1e-2)[0].item() == pytest.approx(np.log(300), rel=0.1)
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS])
+@pytest.mark.parametrize("segment_ids", [None, SEGMENTS])
 @pytest.mark.parametrize("placement", ["pre", "post"])
-def test_recomputation_changes_nothing(tiny_config, segments, placement):
+def test_recomputation_changes_nothing(tiny_config, segment_ids, placement):
     config = tiny_config.with_changes(norm_placement=placement)
-    kept, again = (gradients(a_step(config, recompute=r), TOKENS, segments, None) for r in (False, True))
+    kept, again = (gradients(a_step(config, grad_checkpoint=r), TOKENS, segment_ids, None) for r in (False, True))
     for name, gradient in kept.items():
         np.testing.assert_array_equal(again[name], gradient, err_msg=name)
 
 
 def test_recomputation_drops_out_the_same_elements_again(tiny_config):
     """The gradient in some direction is that of a finite difference, with the masks that the seed gives."""
-    step = a_step(tiny_config, dropout=0.3, recompute=True)
+    step = a_step(tiny_config, dropout=0.3, grad_checkpoint=True)
     parameters = step.model.trainable_parameters()
     flat = tree_flatten(parameters)
     direction = {n: mx.random.normal(w.shape, key=mx.random.key(i)) for i, (n, w) in enumerate(flat)}
@@ -127,9 +127,9 @@ def test_recomputation_drops_out_the_same_elements_again(tiny_config):
 def test_recomputation_keeps_less(tiny_config, monkeypatch):
     monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
 
-    def peak(recompute: bool) -> int:
+    def peak(grad_checkpoint: bool) -> int:
         config = tiny_config.with_changes(num_hidden_layers=12)
-        step = a_step(config, recompute=recompute)
+        step = a_step(config, grad_checkpoint=grad_checkpoint)
         batch = [Batch(np.ones((8, 129), np.int32))]
         mx.eval(step(batch, 1e-3), step.state)
         mx.reset_peak_memory()
@@ -144,9 +144,9 @@ def test_dropout_of_a_key_is_drawn_again():
     dropout = Dropout(0.25)
     drawn = []
     for _ in range(2):
-        dropout.begin(mx.random.key(3))
+        dropout.set_key(mx.random.key(3))
         drawn.append((dropout(x), dropout(x)))
-    dropout.begin(None)
+    dropout.set_key(None)
     assert mx.array_equal(drawn[0][0], drawn[1][0]) and mx.array_equal(drawn[0][1], drawn[1][1])
     assert not mx.array_equal(*drawn[0]) and not mx.array_equal(dropout(x), dropout(x))
     values = np.array(drawn[0][0])
@@ -183,14 +183,14 @@ def test_averages_against_numpy():
     weights = RNG.normal(size=(50, 3))
     average, wanted = {"w": mx.array(weights[0], dtype=mx.float32)}, weights[0]
     for step in range(1, 50):
-        average = averaged(average, {"w": mx.array(weights[step], dtype=mx.float32)}, 0.8, mx.array(step, mx.uint64))
+        average = ema_weights(average, {"w": mx.array(weights[step], dtype=mx.float32)}, 0.8, mx.array(step, mx.uint64))
         decay = min(0.8, (1 + step) / (10 + step))
         wanted = decay * wanted + (1 - decay) * weights[step]
         np.testing.assert_allclose(np.array(average["w"]), wanted, atol=1e-5)
 
 
 def test_the_averaged_weights_are_evaluated_and_saved(tiny_config):
-    step, plain = a_step(tiny_config, ema=0.5), a_step(tiny_config)
+    step, plain = a_step(tiny_config, ema_decay=0.5), a_step(tiny_config)
     wanted = {n: np.array(w) for n, w in step.weights().items()}
     for i in range(1, 5):
         for s in (step, plain):
@@ -202,7 +202,7 @@ def test_the_averaged_weights_are_evaluated_and_saved(tiny_config):
         assert mx.array_equal(raw[name], weight)
         assert mx.array_equal(step.save_state()[f"weights.{name}"], weight)
         np.testing.assert_allclose(np.array(step.weights()[name]), wanted[name], atol=1e-5)
-    with step.averaged():
+    with step.ema_weights():
         inside = dict(tree_flatten(step.model.parameters()))
         assert all(mx.array_equal(inside[n], w) for n, w in step.weights().items())
     after = dict(tree_flatten(step.model.parameters()))
@@ -210,7 +210,7 @@ def test_the_averaged_weights_are_evaluated_and_saved(tiny_config):
 
 
 def test_a_state_of_other_settings_is_refused(tiny_config):
-    step, other = a_step(tiny_config, ema=0.9), a_step(tiny_config, optimizer="lion")
+    step, other = a_step(tiny_config, ema_decay=0.9), a_step(tiny_config, optimizer="lion")
     with pytest.raises(ValueError, match="of another model"):
         other.load(step.weights(), step.save_state())
 
@@ -220,13 +220,13 @@ def test_a_state_of_other_settings_is_refused(tiny_config):
     [
         ({"optimizer": "sgd"}, "optimizer is 'sgd', it must be one of adamw, muon, lion, adafactor$"),
         ({"dtype": "float16"}, "dtype is 'float16', it must be one of float32, bfloat16"),
-        ({"ema": 1.0}, "ema is 1.0, it must be at least 0 and below 1"),
-        ({"recompute": 1}, "recompute is 1, it must be true or false"),
+        ({"ema_decay": 1.0}, "ema is 1.0, it must be at least 0 and below 1"),
+        ({"grad_checkpoint": 1}, "recompute is 1, it must be true or false"),
         ({"optimizer": "adafactor", "beta1": 0.9}, "beta1 is 0.9, but adafactor has no beta1"),
         ({"optimizer": "adafactor", "beta2": 0.9}, "beta2 is 0.9, but adafactor has no beta2"),
         ({"optimizer": "lion", "beta2": 2}, "beta2 is 2, it must be at least 0 and below 1"),
-        ({"clip": 10**400}, "clip is 10+, it must be a positive number"),
-        ({"spike": float("nan")}, "spike is nan, it must be a positive number"),
+        ({"grad_clip": 10**400}, "clip is 10+, it must be a positive number"),
+        ({"spike_threshold": float("nan")}, "spike is nan, it must be a positive number"),
         ({"sample_prompt": 5}, "sample_prompt is 5, it must be text"),
         ({"steps": 1, "warmup_steps": 5}, "warmup_steps 5 leaves nothing of 1 steps"),
     ],

@@ -31,15 +31,15 @@ def machine(monkeypatch):
 @pytest.mark.parametrize("minutes", [1, 3, 10, 60, 600])
 def test_a_preset_makes_a_thousand_steps_where_it_can_or_is_refused(machine, preset, minutes):
     config, seconds = load_preset(preset), 60.0 * minutes
-    pace = config.flops_per_token(128, training=True) / (GFLOPS / 2 * 1e9)
-    if seconds / pace < 25_600:
+    token_seconds = config.flops_per_token(128, training=True) / (GFLOPS / 2 * 1e9)
+    if seconds / token_seconds < 25_600:
         with pytest.raises(ConfigError, match="parameters would see about .* tokens here, too few to learn from"):
             seconds_per_token(config, seconds, {})
         return
-    assert seconds_per_token(config, seconds, {}) == pytest.approx(pace)
-    tokens = 0.9 * seconds / pace
+    assert seconds_per_token(config, seconds, {}) == pytest.approx(token_seconds)
+    tokens = 0.9 * seconds / token_seconds
     form = batch_settings(config, tokens, {})
-    length, rows = form["sequence_length"], form["batch_size"]
+    length, rows = form["max_seq_length"], form["batch_size"]
     assert length in (256, 512) and length <= config.max_position_embeddings
     steps = tokens / (rows * length)
     assert steps >= 1000 or (rows, length) == (1, 256)
@@ -47,7 +47,7 @@ def test_a_preset_makes_a_thousand_steps_where_it_can_or_is_refused(machine, pre
 
 
 def test_what_is_given_stays(machine):
-    given = {"sequence_length": 64, "batch_size": 3, "accumulate": 2, "warmup_steps": 10}
+    given = {"max_seq_length": 64, "batch_size": 3, "grad_accumulation_steps": 2, "warmup_steps": 10}
     assert batch_settings(load_preset("1m"), 1e6, given) == given
     seconds_per_token(load_preset("1m"), 600.0, given)
     assert machine[0].tokens_per_step == 2 * 64  # not three times two rows
@@ -65,15 +65,15 @@ def test_the_refusal_names_a_preset_and_a_time_that_work(machine):
 def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
     config = load_preset("1m")
     with pytest.raises(ConfigError, match=r"of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --seq"):
-        seconds_per_token(config, 60.0, {"batch_size": 512, "sequence_length": 512})
-    for given, tokens in (({"sequence_length": 16384}, "16,384"), ({"accumulate": 64}, "16,384")):
+        seconds_per_token(config, 60.0, {"batch_size": 512, "max_seq_length": 512})
+    for given, tokens in (({"max_seq_length": 16384}, "16,384"), ({"grad_accumulation_steps": 64}, "16,384")):
         [name] = given
         flag = f"--{name.replace('_', '-')}"
         with pytest.raises(ConfigError, match=f"steps of {tokens} tokens here.*try: a smaller {flag}, or --minutes"):
             seconds_per_token(config, 15.0, given)
     with pytest.raises(ConfigError, match="steps of 512 tokens here"):
-        seconds_per_token(load_preset("1b"), 60.0, {"sequence_length": 512}, finetuning=True)
-    seconds_per_token(config, 3.0, {"sequence_length": 512}, finetuning=True)  # little to learn may be enough
+        seconds_per_token(load_preset("1b"), 60.0, {"max_seq_length": 512}, finetuning=True)
+    seconds_per_token(config, 3.0, {"max_seq_length": 512}, finetuning=True)  # little to learn may be enough
 
 
 def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path, text_file, tokenizer_folder):
@@ -84,33 +84,33 @@ def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path
         patch.setattr(
             "mlxlm.train.start.seconds_per_token", lambda config, *_rest: measured.append(config.vocab_size) or 1e-6
         )
-        patch.setattr("mlxlm.train.start._fits", lambda config, values, ranks: values["batch_size"] <= 2)
+        patch.setattr("mlxlm.train.start._fits", lambda config, values, num_processes: values["batch_size"] <= 2)
         run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
     assert measured == [run.config.vocab_size] and run.config.vocab_size < 1000 and run.settings.batch_size == 2
 
 
 @pytest.mark.parametrize("seconds, rows", [({1: 1.0, 4: 1.2}, 4), ({1: 1.0, 4: 1.5}, 1)])
 def test_a_step_has_a_row_for_each_core_where_that_costs_little(monkeypatch, seconds, rows):
-    monkeypatch.setattr(time_budget, "parts_of", lambda rows: rows)
+    monkeypatch.setattr(time_budget, "num_batch_shards", lambda rows: rows)
     monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 4)
     monkeypatch.setattr(
         time_budget, "probe", lambda config, settings: SimpleNamespace(step=seconds[settings.batch_size])
     )
-    assert time_budget.least_rows(load_preset("1m"), {"sequence_length": 64}) == rows
-    monkeypatch.setattr(time_budget, "parts_of", lambda rows: 1)  # a GPU
-    assert time_budget.least_rows(load_preset("1m"), {"sequence_length": 64}) == 1
+    assert time_budget.min_rows(load_preset("1m"), {"max_seq_length": 64}) == rows
+    monkeypatch.setattr(time_budget, "num_batch_shards", lambda rows: 1)  # a GPU
+    assert time_budget.min_rows(load_preset("1m"), {"max_seq_length": 64}) == 1
 
 
 def test_validation_has_a_fortieth_of_the_time_each():
-    found = Probe(compiling=0.0, step=1.0, validation=0.5, memory=1)
-    values = {"batch_size": 2, "sequence_length": 100, "time_limit": 100.0}
+    found = Probe(compile_seconds=0.0, step=1.0, validation=0.5, memory=1)
+    values = {"batch_size": 2, "max_seq_length": 100, "time_limit": 100.0}
     form = validation_settings(found, 100.0, values)
     assert form["eval_tokens"] == 1000 and form["eval_every"] is None and form["save_every"] == 0
     given = {**values, "eval_tokens": 7, "eval_every": 9, "save_every": 11}
     assert validation_settings(found, 100.0, given) == given
-    slow = Probe(compiling=0.0, step=1.0, validation=50.0, memory=1)
+    slow = Probe(compile_seconds=0.0, step=1.0, validation=50.0, memory=1)
     assert validation_settings(slow, 100.0, values)["eval_tokens"] == 200  # a batch at least
-    fast = Probe(compiling=0.0, step=1.0, validation=1e-6, memory=1)
+    fast = Probe(compile_seconds=0.0, step=1.0, validation=1e-6, memory=1)
     assert validation_settings(fast, 100.0, values)["eval_tokens"] == TrainSettings.eval_tokens
 
 
@@ -124,5 +124,5 @@ def test_a_preset_and_minutes_are_all_it_needs(machine, tmp_path, text_file, tok
     config = load_preset("0.3m")
     run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
     settings = run.settings
-    assert settings.sequence_length == 256 and settings.batch_size < 16 and settings.eval_every is None
+    assert settings.max_seq_length == 256 and settings.batch_size < 16 and settings.eval_every is None
     assert settings.warmup_steps is None and 0 < settings.time_limit < 60

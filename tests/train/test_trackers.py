@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlxlm.train import Finished, Run, Step, Validation, Warned
+from mlxlm.train import Finished, Run, Step, TrainingWarning, Validation
 from mlxlm.utils.errors import CheckpointError, PlatformError
 from tests.train.training_runs import contents, finish, read_log
 
@@ -39,7 +39,7 @@ def test_tensorboard_reads_every_point_once(new_run):
     events = finish(run, stop_at=13, tensorboard=True)
     (run.path / "checkpoints/step-13").rename(run.path / "checkpoints/.step-13.1.partial")  # as if the power was cut
     events = [e for e in events if e.step <= 10] + finish(Run.open(run.path), resume=True, tensorboard=True)
-    assert not [e for e in events if isinstance(e, Warned)]
+    assert not [e for e in events if isinstance(e, TrainingWarning)]
     found, texts = scalars(run.path / "tensorboard")
     steps = [e for e in events if isinstance(e, Step)]
     assert [s for s, _ in found["train/loss"]] == list(range(1, 21))
@@ -108,12 +108,12 @@ def test_a_failing_tracker_is_one_warning(new_run, monkeypatch, fails_at):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     run = new_run("run", steps=6)
     events = finish(run, wandb="p")
-    [warning] = [e for e in events if isinstance(e, Warned)]
-    assert warning == Warned(
+    [warning] = [e for e in events if isinstance(e, TrainingWarning)]
+    assert warning == TrainingWarning(
         fails_at, "Weights & Biases gets nothing more of this run: ConnectionError: no network at all"
     )
     assert isinstance(events[-1], Finished) and fake.finished == 1
-    assert [e["message"] for e in read_log(run) if e["event"] == "warned"] == [warning.message]
+    assert [e["message"] for e in read_log(run) if e["event"] == "training_warning"] == [warning.message]
 
 
 def test_wandb_itself_takes_it_offline(new_run, monkeypatch, capfd):
@@ -121,7 +121,7 @@ def test_wandb_itself_takes_it_offline(new_run, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = new_run("run", steps=3, sample_every=3, sample_tokens=3)
     events = finish(run, wandb="my-project")
-    assert [e.message for e in events if isinstance(e, Warned)] == []
+    assert [e.message for e in events if isinstance(e, TrainingWarning)] == []
     [file] = (run.path / "wandb").glob("offline-run-*/*.wandb")
     content = file.read_bytes()
     for name in (b"train/loss", b"validation/bits_per_byte", b"my-project", b"learning_rate", b"hidden_size"):

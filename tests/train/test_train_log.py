@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxlm.report.log_entries import announced, read_entries
-from mlxlm.train import NotSaved, Sample, Saved, Step, Validation
+from mlxlm.report.log_entries import entry_before_start, read_log_entries
+from mlxlm.train import CheckpointNotSaved, CheckpointSaved, Sample, Step, Validation
 from mlxlm.train.log import RunLog
 from mlxlm.utils.errors import CheckpointError
 
@@ -19,15 +19,15 @@ def step(n):
 def test_an_entry_has_the_event_s_name_and_fields(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     odd = "a\u2028b\x85\ud800 </script>\n"
-    for event in (step(1), Sample(1, "", odd), NotSaved(1, "full", "free 3 GB"), Saved(1, tmp_path),
+    for event in (step(1), Sample(1, "", odd), CheckpointNotSaved(1, "full", "free 3 GB"), CheckpointSaved(1, tmp_path),
                   Validation(1, 100, 800.0, float("inf"), 9.0, True)):  # fmt: skip
         log.record(event)
     lines = log.path.read_text(encoding="utf-8").split("\n")
     assert len(lines) == 6 and lines[-1] == ""
-    entries = list(read_entries(log.path))
-    assert [e["event"] for e in entries] == ["step", "sample", "not_saved", "saved", "validation"]
+    entries = list(read_log_entries(log.path))
+    assert [e["event"] for e in entries] == ["step", "sample", "checkpoint_not_saved", "checkpoint_saved", "validation"]
     assert entries[0] == {"event": "step", "step": 1, "steps": 10, "tokens": 100, "loss": 3.5, "learning_rate": 1e-3,
-                          "gradient_norm": 0.5, "tokens_per_second": 1000.0, "seconds": 0.1, "seconds_left": 2.0,
+                          "grad_norm": 0.5, "tokens_per_second": 1000.0, "seconds": 0.1, "seconds_left": 2.0,
                           "memory": 10**6}  # fmt: skip
     assert entries[1]["text"] == odd and entries[1]["time"].endswith("+00:00")
     assert "path" not in entries[3] and entries[4]["perplexity"] is None
@@ -70,9 +70,9 @@ def test_lines_wait_for_room(tmp_path, monkeypatch, number):
     disk["room"] = 0
     log.record(step(3))
     monkeypatch.undo()
-    assert [e["step"] for e in read_entries(log.path)] == [1] and log.path.read_bytes().endswith(b"}\n")
+    assert [e["step"] for e in read_log_entries(log.path)] == [1] and log.path.read_bytes().endswith(b"}\n")
     log.record(Validation(3, 3, 1.0, 2.7, 1.0, True))
-    assert [e["step"] for e in read_entries(log.path)] == [1, 2, 3, 3]
+    assert [e["step"] for e in read_log_entries(log.path)] == [1, 2, 3, 3]
 
 
 def test_a_full_disk_is_not_tried_at_each_step(tmp_path, monkeypatch):
@@ -89,16 +89,16 @@ def test_a_full_disk_is_not_tried_at_each_step(tmp_path, monkeypatch):
             log.record(step(n))
         assert len(opened) == 3
     log.record(step(31))
-    assert not list(read_entries(log.path))
+    assert not list(read_log_entries(log.path))
     log.flush()  # before a checkpoint all of it has to be there
-    assert [e["step"] for e in read_entries(log.path)] == list(range(1, 32))
+    assert [e["step"] for e in read_log_entries(log.path)] == list(range(1, 32))
 
 
 def test_rewinding_a_log_with_nothing_to_drop_takes_no_room(tmp_path, monkeypatch):
     log = RunLog(tmp_path / "log.jsonl")
     log.record(step(1))
     log.record(step(2))
-    monkeypatch.setattr("mlxlm.train.log.replaced_file", None)
+    monkeypatch.setattr("mlxlm.train.log.atomic_write", None)
     assert log.rewind(2, validated=True) == {"step"}
     with pytest.raises(TypeError):
         log.rewind(1, validated=True)
@@ -120,12 +120,12 @@ def test_rewinding_keeps_what_is_before_the_checkpoint(tmp_path):
     with log.path.open("ab") as file:
         file.write(b"\0\0\0" + b'{"event": "st')
     log.rewind(2, validated=False)
-    assert [(e["event"], e["step"]) for e in read_entries(log.path)] == [
+    assert [(e["event"], e["step"]) for e in read_log_entries(log.path)] == [
         ("step", 1), ("validation", 1), ("step", 2),
     ]  # fmt: skip
     log.record(Validation(2, 2, 1.0, 2.7, 1.0, True))
     log.rewind(2, validated=True)
-    assert [e["event"] for e in read_entries(log.path)][-1] == "validation"
+    assert [e["event"] for e in read_log_entries(log.path)][-1] == "validation"
 
 
 def test_rewinding_keeps_values_that_json_lacks_and_ends_the_last_line(tmp_path):
@@ -145,8 +145,8 @@ def test_lines_that_are_no_entries(tmp_path):
     lines = [b"", b"null", b"[1]", b'{"event": 3, "step": 1}', b'{"event": "step", "step": "1"}', b'{"step": 1}',
              b'{"event": "step", "step": -1}', b"\xff\xfe", b"[" * 100_000, json.dumps(good).encode()]  # fmt: skip
     path.write_bytes(b"\n".join(lines))
-    assert list(read_entries(path)) == [good]
-    assert list(read_entries(tmp_path / "none.jsonl")) == []
+    assert list(read_log_entries(path)) == [good]
+    assert list(read_log_entries(tmp_path / "none.jsonl")) == []
 
 
 def test_what_was_announced_before_a_run(tmp_path):
@@ -157,15 +157,15 @@ def test_what_was_announced_before_a_run(tmp_path):
         {"event": "forecast", "seconds": 1.5, "steps": 0},
         {"event": "forecast", "seconds": -1.5, "steps": 3},
     ]
-    entries = [*wrong, good, {"event": "started"}, {"event": "chosen", "seconds": 1}]  # fmt: skip
+    entries = [*wrong, good, {"event": "started"}, {"event": "model_size_chosen", "seconds": 1}]  # fmt: skip
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    assert announced(path, "forecast", ("seconds", "steps")) == good
-    assert announced(path, "chosen", ("seconds",)) is None
-    assert announced(tmp_path / "none.jsonl", "forecast", ()) is None
+    assert entry_before_start(path, "forecast", ("seconds", "steps")) == good
+    assert entry_before_start(path, "model_size_chosen", ("seconds",)) is None
+    assert entry_before_start(tmp_path / "none.jsonl", "forecast", ()) is None
 
 
 def test_a_line_without_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxlm.report.log_entries._LONGEST", 1000)
+    monkeypatch.setattr("mlxlm.tokenizer_stats.log_entries._LONGEST", 1000)
     (tmp_path / "log.jsonl").write_bytes(b"x" * 2000)
     with pytest.raises(CheckpointError, match="a line of more than"):
-        list(read_entries(tmp_path / "log.jsonl"))
+        list(read_log_entries(tmp_path / "log.jsonl"))

@@ -12,7 +12,7 @@ from mlxlm.data import Batch
 from mlxlm.evaluate import Evaluation
 from mlxlm.report import read_run
 from mlxlm.tokenizer import load
-from mlxlm.train import Finished, Run, Sample, Stopped, TrainSettings, Validation, Warned, start_run, train
+from mlxlm.train import Finished, Run, Sample, Stopped, TrainingWarning, TrainSettings, Validation, start_run, train
 from mlxlm.train.events import Failed
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -22,8 +22,8 @@ from tests.train.training_runs import QUICK, contents, finish, read_log
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dropout": 0.1, "accumulate": 2, "recompute": True},
-        {"schedule": "wsd", "save_every": 7, "optimizer": "muon", "ema": 0.9},
+        {"dropout": 0.1, "grad_accumulation_steps": 2, "grad_checkpoint": True},
+        {"lr_schedule": "wsd", "save_every": 7, "optimizer": "muon", "ema_decay": 0.9},
     ],
 )
 def test_resume_is_equal_to_the_bit(new_run, changes):
@@ -52,11 +52,11 @@ def test_training_learns_and_the_run_is_a_model(new_run):
     model, config = load_model(run.path)
     assert config.vocab_size == 300 and model(mx.array([[1, 2, 3]])).shape == (1, 3, 300)
     assert (run.path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert {e["event"] for e in read_log(run)} == {"started", "step", "validation", "saved", "finished"}
+    assert {e["event"] for e in read_log(run)} == {"started", "step", "validation", "checkpoint_saved", "finished"}
 
 
 def test_the_last_k_and_the_best_are_kept(new_run):
-    run = new_run("run", steps=12, save_every=2, keep=2, eval_every=4)
+    run = new_run("run", steps=12, save_every=2, save_total_limit=2, eval_every=4)
     finish(run)
     steps = {int(c.name.removeprefix("step-")) for c in run.checkpoints()}
     best = int(best_checkpoint(run.path).name.removeprefix("step-"))
@@ -73,7 +73,7 @@ def test_a_checkpoint_without_a_state_is_not_a_good_one(new_run, state):
         (run.path / f"checkpoints/step-{step}").mkdir(parents=True)
         if content is not None:
             (run.path / f"checkpoints/step-{step}/state.json").write_text(content)
-    assert run.last_good().name == "step-5" and run.outdated() == []
+    assert run.last_good().name == "step-5" and run.expired_checkpoints() == []
 
 
 def test_nan_stops_before_anything_is_overwritten(new_run, monkeypatch):
@@ -126,8 +126,8 @@ def test_accumulation_equals_a_larger_batch(tiny_config):
     found = []
     for shape in ((4, 2, 17), (1, 8, 17)):
         model = Decoder(tiny_config)
-        model.initialize(0)
-        settings = TrainSettings(steps=5, learning_rate=1e-3, accumulate=shape[0], batch_size=shape[1])
+        model.init_weights(0)
+        settings = TrainSettings(steps=5, learning_rate=1e-3, grad_accumulation_steps=shape[0], batch_size=shape[1])
         step = TrainStep(model, settings)
         loss, norm = step([Batch(rows) for rows in batch.reshape(shape)], 1e-3)
         found.append((loss.item(), norm.item(), np.array(model.model.norm.weight)))
@@ -140,7 +140,7 @@ def test_decay_is_on_matrices_only(tiny_config):
 
     def after(decay):
         model = Decoder(tiny_config)
-        model.initialize(0)
+        model.init_weights(0)
         step = TrainStep(model, TrainSettings(steps=5, learning_rate=0.1, weight_decay=decay))
         mx.eval(step([Batch(np.ones((2, 9), np.int32))], 0.1))
         return model
@@ -150,7 +150,7 @@ def test_decay_is_on_matrices_only(tiny_config):
     matrix = with_decay.layers[0].mlp.up_proj.weight
     start = (without.layers[0].mlp.up_proj.weight - matrix) / (0.1 * 0.5)  # decay takes lr·wd·w off
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     np.testing.assert_allclose(np.array(start), np.array(model.layers[0].mlp.up_proj.weight), atol=1e-4)
 
 
@@ -159,10 +159,10 @@ def test_adamw_equals_torch(tiny_config):
     from mlxlm.model import Decoder
 
     model = Decoder(tiny_config)
-    model.initialize(0)
+    model.init_weights(0)
     weight = torch.nn.Parameter(torch.tensor(np.array(model.layers[0].mlp.up_proj.weight)))
     optimizer = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
-    step = TrainStep(model, TrainSettings(steps=9, learning_rate=1e-2, weight_decay=0.1, clip=0))
+    step = TrainStep(model, TrainSettings(steps=9, learning_rate=1e-2, weight_decay=0.1, grad_clip=0))
     batch = np.random.default_rng(0).integers(0, 300, (2, 17))
     for _ in range(4):
         gradient = mx.grad(step._loss)(model.trainable_parameters(), mx.array(batch))
@@ -186,7 +186,7 @@ def test_a_text_shorter_than_a_sequence(tmp_path, tiny_config, tokenizer_folder)
     with pytest.raises(DataError, match="less than one sequence of 64 .*--sequence-length"):
         start_run(
             tmp_path / "run", [tmp_path / "short.txt"], tiny_config, tokenizer=tokenizer_folder,
-            settings={**QUICK, "sequence_length": 64},
+            settings={**QUICK, "max_seq_length": 64},
         )  # fmt: skip
     assert [p.name for p in tmp_path.iterdir()] == ["short.txt"]
 
@@ -223,7 +223,7 @@ def test_schedules():
         s = TrainSettings(steps=100, learning_rate=1.0, warmup_steps=10, **changes)
         return [s.learning_rate_at(i) for i in range(100)]
 
-    cosine, wsd, constant = rates(), rates(schedule="wsd"), rates(schedule="constant")
+    cosine, wsd, constant = rates(), rates(lr_schedule="wsd"), rates(lr_schedule="constant")
     for r in (cosine, wsd, constant):
         assert r[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
     assert cosine[10] == 1 and cosine[-1] == pytest.approx(0.1) and cosine == sorted(cosine[:10]) + cosine[10:]
@@ -238,7 +238,7 @@ def test_schedules():
         ({"steps": 0}, "steps is 0"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"batch_size": 0, "dropout": 1.0}, "batch_size is 0.*dropout is 1.0"),
-        ({"schedule": "sine"}, "schedule is 'sine'.*cosine, linear, constant, wsd"),
+        ({"lr_schedule": "sine"}, "schedule is 'sine'.*cosine, linear, constant, wsd"),
         ({"warmup_steps": 100}, "warmup_steps 100 leaves nothing of 50 steps"),
     ],
 )
@@ -323,14 +323,14 @@ def test_a_report_that_is_refused_is_warned_of_in_the_log(new_run):
     run = new_run("run", steps=2)
     (run.path / "report.html").write_text("mine")
     events = finish(run)
-    assert isinstance(events[-1], Warned) and "is no report" in events[-1].message
+    assert isinstance(events[-1], TrainingWarning) and "is no report" in events[-1].message
     assert read_log(run)[-1]["message"] == events[-1].message
     assert read_run(run.path).state == "finished"
 
 
 def test_the_last_good_checkpoint_is_one_before_the_rise(new_run, monkeypatch):
     """A loss that creeps up is saved meanwhile: what is named, and kept, is from before."""
-    run = new_run("run", steps=60, save_every=5, eval_every=0, keep=1)
+    run = new_run("run", steps=60, save_every=5, eval_every=0, save_total_limit=1)
     real, calls = TrainStep.__call__, []
 
     def creeps(self, batch, rate):
@@ -347,7 +347,7 @@ def test_the_last_good_checkpoint_is_one_before_the_rise(new_run, monkeypatch):
 
 def test_a_validation_that_is_not_finite_stops(new_run, monkeypatch):
     run = new_run("run")
-    monkeypatch.setattr("mlxlm.train.loop.evaluate", lambda *_, **__: Evaluation(float("nan"), float("nan"), 9))
+    monkeypatch.setattr("mlxlm.train.loop.eval_caches", lambda *_, **__: Evaluation(float("nan"), float("nan"), 9))
     with pytest.raises(TrainingError, match="stopped at step 10: the validation loss is nan"):
         finish(run)
     assert run.checkpoints() == []
@@ -425,11 +425,14 @@ def test_accumulation_keeps_one_forward_pass_in_memory(tiny_config, monkeypatch)
 
     monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
 
-    def peak(accumulate):
+    def peak(grad_accumulation_steps):
         model = Decoder(tiny_config)
-        model.initialize(0)
-        step = TrainStep(model, TrainSettings(steps=5, learning_rate=1e-3, accumulate=accumulate, batch_size=4))
-        batch = [Batch(np.ones((4, 65), np.int32))] * accumulate
+        model.init_weights(0)
+        step = TrainStep(
+            model,
+            TrainSettings(steps=5, learning_rate=1e-3, grad_accumulation_steps=grad_accumulation_steps, batch_size=4),
+        )
+        batch = [Batch(np.ones((4, 65), np.int32))] * grad_accumulation_steps
         mx.eval(step(batch, 1e-3), step.state)
         mx.reset_peak_memory()
         mx.eval(step(batch, 1e-3), step.state)

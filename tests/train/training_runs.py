@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from mlxlm.report.log_entries import read_entries
+from mlxlm.report.log_entries import read_log_entries
 from mlxlm.tokenizer import load
 from mlxlm.train import Run, train
 
-QUICK = {"steps": 20, "batch_size": 4, "sequence_length": 32, "learning_rate": 3e-3, "save_every": 10, "eval_every": 10}
+QUICK = {"steps": 20, "batch_size": 4, "max_seq_length": 32, "learning_rate": 3e-3, "save_every": 10, "eval_every": 10}
 
 
 def finish(run: Run, resume: bool = False, stop_at: int | None = None, **options) -> list:
@@ -22,7 +22,7 @@ def finish(run: Run, resume: bool = False, stop_at: int | None = None, **options
 
 
 def read_log(run: Run) -> list[dict]:
-    return list(read_entries(run.log_file))
+    return list(read_log_entries(run.log_file))
 
 
 def contents(checkpoint: Path) -> dict[str, bytes]:

@@ -1,6 +1,6 @@
 """The chat in a terminal, or over a pipe: the only part of the library that writes to either.
 
-`loop.Talk` is the conversation of a person, `turns.answer` one answer of it. Importing the package is cheap.
+`loop.Repl` is the conversation of a person, `turns.answer` one answer of it. Importing the package is cheap.
 """
 
 from mlxlm.chat.terminal.output import write

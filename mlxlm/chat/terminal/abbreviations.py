@@ -7,7 +7,7 @@ from collections.abc import Collection
 from mlxlm.utils.errors import GenerationError
 
 
-def full_name(name: str, names: Collection[str]) -> str | None:
+def resolve_abbreviation(name: str, names: Collection[str]) -> str | None:
     """The one of `names` that `name` is, or the only one that begins with it; None if there is none.
 
     Raises GenerationError, with the candidates, if several begin with it.

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mlxlm.backend import platform
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal.output import say
+from mlxlm.chat.terminal.output import print_status
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 
-KEPT = 50  # conversations that nobody gave a name; older ones are removed
+MAX_UNNAMED_SESSIONS = 50  # conversations that nobody gave a name; older ones are removed
 
 
 class Autosave:
@@ -32,7 +32,7 @@ class Autosave:
         self._unnamed = unnamed
         self._problem = ""
 
-    def keep(self, chat: Chat) -> None:
+    def save_changes(self, chat: Chat) -> None:
         """Write the conversation, once it has a message."""
         if self.path is None and not (self._unnamed and any(chat.branches.values())):
             return
@@ -43,7 +43,7 @@ class Autosave:
             self._problem = ""
         except MlxlmError as error:
             if error.message != self._problem:
-                say(f"this conversation is not kept: {error}")
+                print_status(f"this conversation is not kept: {error}")
             self._problem = error.message
 
     def finish(self, chat: Chat) -> None:
@@ -52,7 +52,7 @@ class Autosave:
             try:
                 self.save(chat, self.path, cache=True)
             except MlxlmError as error:
-                say(f"the cache is not kept: {error}")
+                print_status(f"the cache is not kept: {error}")
 
     def save(self, chat: Chat, path: Path, cache: bool = False) -> None:
         """Write the conversation to `path`, and the cache beside it. Raises GenerationError (see `Chat.save`)."""
@@ -71,14 +71,14 @@ class Autosave:
         self.path, self.named, self._cached = None, False, False
 
     @property
-    def goodbye(self) -> str | None:
+    def resume_option(self) -> str | None:
         """How to go on with this conversation another day, from any folder; None if it isn't kept."""
         if self.path is None or self._problem:
             return None
         return f"--session {shlex.quote(str(self.path.absolute()))}" if self.named else "--continue"
 
 
-def latest() -> Path:
+def latest_session() -> Path:
     """The file of the last conversation without a name. Raises GenerationError if there is none."""
     found = _by_age(_folder())
     if not found:
@@ -91,7 +91,7 @@ def _new_unnamed() -> Path:
     folder = _folder()
     with os_errors_as(GenerationError, "write", folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in _by_age(folder)[: -(KEPT - 1)]:
+    for path in _by_age(folder)[: -(MAX_UNNAMED_SESSIONS - 1)]:
         with suppress(OSError):
             path.unlink()
     return folder / f"{datetime.now():%Y-%m-%d-%H%M%S}-{os.getpid()}.jsonl"

@@ -14,7 +14,7 @@ from prompt_toolkit.completion import Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import has_selection, is_searching
 from prompt_toolkit.formatted_text import AnyFormattedText, StyleAndTextTuples
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.history import FileHistory, InMemoryHistory, History
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.layout import Dimension
 from prompt_toolkit.output import create_output
@@ -22,17 +22,17 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_cwidth
 
 from mlxlm.backend import platform
-from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, named
-from mlxlm.chat.terminal.multiline import block_is_open
-from mlxlm.chat.terminal.output import is_dumb, say
+from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, COMPLETE_PATHS, named
+from mlxlm.chat.terminal.multiline import has_open_block
+from mlxlm.chat.terminal.output import is_dumb_terminal, print_status
 from mlxlm.utils.errors import GenerationError, PlatformError
 
 
 class Editor:
     """Reads messages from the terminal."""
 
-    def __init__(self, talk, private: bool):
-        """`talk`: the Talk whose words are completed; `private`: what is typed is not kept."""
+    def __init__(self, repl, private: bool):
+        """`repl`: the Talk whose words are completed; `private`: what is typed is not kept."""
         # Standard output may be a file while a person types: then the editor draws on standard error.
         self._output = None if sys.stdout.isatty() else create_output(always_prefer_tty=True)
         self._session = self._waiting = PromptSession(
@@ -41,7 +41,7 @@ class Editor:
             multiline=True,
             key_bindings=_keys(),
             prompt_continuation=lambda width, _, wrapped: " " * width if wrapped else "… ".rjust(width),
-            completer=_Commands(talk),
+            completer=_Commands(repl),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
@@ -72,7 +72,7 @@ class Editor:
         self._set_bracketed_paste(False)
 
     def _set_bracketed_paste(self, on: bool) -> None:
-        if not is_dumb():
+        if not is_dumb_terminal():
             output = self._session.output
             (output.enable_bracketed_paste if on else output.disable_bracketed_paste)()
             output.flush()
@@ -130,7 +130,7 @@ def _keys() -> KeyBindings:
     @keys.add("enter", filter=~is_searching)
     def _enter(event) -> None:
         buffer = event.current_buffer
-        if block_is_open(buffer.text):
+        if has_open_block(buffer.text):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
@@ -150,8 +150,8 @@ def _keys() -> KeyBindings:
 class _Commands(Completer):
     """Completes commands, their arguments, and paths."""
 
-    def __init__(self, talk):
-        self._talk = talk
+    def __init__(self, repl):
+        self._repl = repl
 
     def get_completions(self, document: Document, event) -> Iterable[Completion]:
         text = document.text_before_cursor
@@ -163,11 +163,11 @@ class _Commands(Completer):
             argument = name
         else:
             try:
-                candidates = list(named(name).complete(self._talk))
+                candidates = list(named(name).complete(self._repl))
             except GenerationError:
                 return
-        if PATHS in candidates:
-            candidates.remove(PATHS)
+        if COMPLETE_PATHS in candidates:
+            candidates.remove(COMPLETE_PATHS)
             yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
         # One word at a time, with a space behind it where another may follow.
         begin = argument.rfind(" ") + 1
@@ -194,17 +194,17 @@ def _history() -> History:
                     super().store_string(string)
             except OSError as error:
                 self.kept = False
-                say(f"the history of this chat is no longer kept: {path}: {error.strerror}")
+                print_status(f"the history of this chat is no longer kept: {path}: {error.strerror}")
 
     try:
         path = platform.state_folder() / "chat_history"
     except PlatformError as error:
-        say(f"the history of this chat won't be kept: {error.message}")
+        print_status(f"the history of this chat won't be kept: {error.message}")
         return InMemoryHistory()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode=0o600))
     except OSError as error:
-        say(f"the history of this chat won't be kept: {path}: {error.strerror}")
+        print_status(f"the history of this chat won't be kept: {path}: {error.strerror}")
         return InMemoryHistory()
     return SafeHistory(path)

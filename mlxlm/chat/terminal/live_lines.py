@@ -13,7 +13,7 @@ _STYLES = re.compile(r"\x1b\[[0-9;]*m")
 _BEGIN, _END = "\x1b[?2026h\x1b[?7l", "\x1b[?7h\x1b[?2026l"
 
 
-class Tail:
+class LiveLines:
     """Lines at the cursor that can be drawn anew: only those that changed are written.
 
     A line is a string with colours (SGR sequences) and no other control characters, at most as wide as the

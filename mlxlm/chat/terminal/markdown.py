@@ -19,7 +19,7 @@ from rich.syntax import Syntax
 from rich.table import Table, box
 from rich.text import Text
 
-from mlxlm.chat.terminal.output import is_plain, printable
+from mlxlm.chat.terminal.output import colors_disabled, printable
 
 # HTML is shown, not dropped. Without references and underlined headings no block depends on one that comes later:
 # what has been shown stays right. (A line of dashes below a text is a rule then, as models mean it.)
@@ -58,7 +58,7 @@ def has_table(text: str) -> bool:
     return any(token.type == "table_open" for token in _parsed(text))
 
 
-def mended(text: str) -> str:
+def close_open_markup(text: str) -> str:
     """An unfinished `text` as it probably will look: half a mark isn't shown, and open emphasis is closed."""
     before, _, line = text.rpartition("\n")
     last = next(iter(_parsed(text)[-1:]), None)
@@ -84,10 +84,10 @@ def is_open(text: str) -> bool:
     if text.rstrip().endswith("\\"):
         return True
     line = " ".join(text.rpartition("\n\n")[2].split()) + "x"
-    return mended(line) != line
+    return close_open_markup(line) != line
 
 
-def without_beginning(text: str, cut: int, number: int | None = None) -> tuple[str, int, int | None] | None:
+def trim_beginning(text: str, cut: int, number: int | None = None) -> tuple[str, int, int | None] | None:
     """A shorter source of the same last lines as `text`, one block whose lines before its character `cut` aren't needed
     any more; with where `cut` is in it and the number of its first item, if it is a numbered list, as `number` is that
     of `text` where that isn't what it says.
@@ -118,7 +118,7 @@ class Renderer:
     def __init__(self, columns: int):
         self.columns = columns
         # The terminal's own sixteen colours: they suit its background.
-        colours = None if is_plain() else "standard"
+        colours = None if colors_disabled() else "standard"
         self._console = Console(
             file=io.StringIO(), force_terminal=True, width=columns, color_system=colours, highlight=False,
             markup=False, emoji=False, legacy_windows=False,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from mlxlm.chat.terminal import markdown
-from mlxlm.chat.terminal.live_lines import Tail, plain
+from mlxlm.chat.terminal.live_lines import LiveLines, plain
 from mlxlm.chat.terminal.output import printable
 
 _FRAME = 1 / 30  # seconds between two drawings
@@ -22,9 +22,11 @@ class MarkdownStream:
     is higher than the screen only the end is seen until it is finished.
     """
 
-    def __init__(self, tail: Tail, size: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, tail: LiveLines, size: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.perf_counter
+    ):
         """`size` tells the terminal's columns and rows; `clock` gives seconds."""
-        self._tail, self._size, self._clock = tail, size, clock
+        self._live_lines, self._size, self._clock = tail, size, clock
         self._renderer = markdown.Renderer(size()[0])
         self._source = ""  # of the last block
         self._first = True  # it is the first one: no empty line above it
@@ -45,7 +47,7 @@ class MarkdownStream:
     def finish(self) -> None:
         """The text is complete: print it to its end. The cursor is then at the begin of a line."""
         final = self._blocks_before(None)
-        self._tail.draw(final, keep=len(final))
+        self._live_lines.draw(final, keep=len(final))
 
     def _draw(self) -> None:
         columns, rows = self._size()
@@ -55,11 +57,11 @@ class MarkdownStream:
         # A line that isn't complete may still turn out to belong to the block above it.
         complete = self._source[: self._source.rfind("\n") + 1]
         final = self._blocks_before(max(markdown.block_starts(complete), default=0))
-        lines = self._lines(markdown.mended(self._source))
+        lines = self._lines(markdown.close_open_markup(self._source))
         height = max(rows - 1, 1)
         if len(lines) - self._above > height:
             final += self._lines_that_stay(lines)
-        self._tail.draw(final + lines[self._above :][-height:], keep=len(final))
+        self._live_lines.draw(final + lines[self._above :][-height:], keep=len(final))
         if final:
             self._shorten(lines)
 
@@ -95,12 +97,12 @@ class MarkdownStream:
         """Let go of the source of lines that are printed, so that a frame costs no more the longer a block becomes.
         Only where that can't be seen: what is still drawn stays the same but for colours, which code may lose that is
         inside of a text of several lines."""
-        shorter = markdown.without_beginning(self._source, self._cut, self._number) if self._cut else None
+        shorter = markdown.trim_beginning(self._source, self._cut, self._number) if self._cut else None
         if shorter is None:
             return
         before = self._source, self._cut, self._number
         self._source, self._cut, self._number = shorter
-        new = self._lines(markdown.mended(self._source))
+        new = self._lines(markdown.close_open_markup(self._source))
         above = len(new) - len(lines) + self._above
         if above >= 0 and plain(new[above:]) == plain(lines[self._above :]):
             self._above = above

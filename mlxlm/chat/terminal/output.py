@@ -29,13 +29,13 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     """Lines for the person on standard error, dimmed in a terminal."""
     text = printable(text)
-    print(dimmed(_wrapped(text)) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    print(dim(_wrapped(text)) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
-def tell(text: str) -> None:
+def print_info(text: str) -> None:
     """Lines that a person asked for, on standard error."""
     text = printable(text)
     print(_wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
@@ -55,16 +55,16 @@ def _wrapped_line(line: str, width: int) -> str:
     )
 
 
-def dimmed(text: str) -> str:
+def dim(text: str) -> str:
     """`text` in a terminal's faint style; as it is for a terminal without styles, or a person who wants none."""
-    return text if is_plain() else f"\x1b[2m{text}\x1b[0m"
+    return text if colors_disabled() else f"\x1b[2m{text}\x1b[0m"
 
 
-def is_plain() -> bool:
+def colors_disabled() -> bool:
     """Whether escape sequences are out of place: a dumb terminal, or NO_COLOR."""
-    return "NO_COLOR" in os.environ or is_dumb()
+    return "NO_COLOR" in os.environ or is_dumb_terminal()
 
 
-def is_dumb() -> bool:
+def is_dumb_terminal() -> bool:
     """Whether the terminal can't move its cursor."""
     return os.environ.get("TERM", "dumb") in ("", "dumb", "unknown")

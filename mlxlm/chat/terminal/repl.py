@@ -11,16 +11,16 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxlm.backend.bandwidth import Moved
+from mlxlm.backend.bandwidth import BytesPerToken
 from mlxlm.backend.error_text import describe_error
-from mlxlm.chat.context_overflow import ContextFull, MessageTooLong
+from mlxlm.chat.context_overflow import ContextFullError, MessageTooLongError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
 from mlxlm.chat.terminal.autosave import Autosave
-from mlxlm.chat.terminal.multiline import piped_messages, without_block
-from mlxlm.chat.terminal.output import say, tell
+from mlxlm.chat.terminal.multiline import read_piped_messages, strip_block
+from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.settings import Settings
-from mlxlm.chat.terminal.stream_answer import Begin, answer, noted_interrupts
+from mlxlm.chat.terminal.stream_answer import StartAnswer, answer, defer_interrupts
 from mlxlm.generation import FinishReason, LoadedModel
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
@@ -39,7 +39,7 @@ _FULL = {
 _HUNG_UP = 128 + signal.SIGHUP
 
 
-class Talk:
+class Repl:
     """A chat with its settings, its file, and what the commands change."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Talk:
         file says."""
         self.chat, self.settings, self.autosave, self.load, self.given = chat, settings, autosave, load, given or {}
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
-        self.moved: Moved | str | None = None  # by each token of the last answer
+        self.bytes_per_token: BytesPerToken | str | None = None  # by each token of the last answer
         self.draft = ""  # what the next line begins with,
         self.editing = False  # which will replace the last message
         self.leaving = False
@@ -79,11 +79,11 @@ class Talk:
         try:
             if self.interactive:
                 for line in greeting:
-                    say(line)
-                with noted_interrupts() as self.stop, self._noted_hang_up(), _quiet_keyboard():
-                    self._talk(private)
+                    print_status(line)
+                with defer_interrupts() as self.stop, self._noted_hang_up(), _quiet_keyboard():
+                    self._repl(private)
             else:
-                for text in piped_messages(sys.stdin):
+                for text in read_piped_messages(sys.stdin):
                     self._take_line(text)
                     if self.leaving:
                         break
@@ -94,13 +94,13 @@ class Talk:
             self.autosave.finish(self.chat)
         return _HUNG_UP if self._hung_up else 0
 
-    def _talk(self, private: bool) -> None:
+    def _repl(self, private: bool) -> None:
         from mlxlm.chat.terminal.editor import Editor
 
         with closing(Editor(self, private)) as self._editor:
             self._take_lines(self._editor)
-        if how := self.autosave.goodbye:
-            say(f"this conversation is kept: mlxlm chat {how}")
+        if how := self.autosave.resume_option:
+            print_status(f"this conversation is kept: mlxlm chat {how}")
 
     def _take_lines(self, editor: Editor) -> None:
         while not self.leaving:
@@ -111,28 +111,28 @@ class Talk:
                 text = editor.read(self._prompt(), draft)
             except KeyboardInterrupt:
                 if not editor.typed:
-                    say("(/exit or Ctrl-D leaves the chat)")
+                    print_status("(/exit or Ctrl-D leaves the chat)")
                 continue
             except EOFError:
                 break
             try:
                 self._take_line(text, editing)
-            except ContextFull as full:
-                say(f"error: {full}")
+            except ContextFullError as full:
+                print_status(f"error: {full}")
                 self.draft, self.editing = text, editing
             except KeyboardInterrupt:
-                say("(stopped: nothing has changed)")
+                print_status("(stopped: nothing has changed)")
             except Exception as error:  # whatever it is (the device's memory, say), the conversation goes on
                 if self._hung_up:
                     break
-                say(f"error: {describe_error(error)}")
+                print_status(f"error: {describe_error(error)}")
 
     def _take_line(self, text: str, editing: bool = False) -> None:
         line = text.strip()
         if line.startswith("/") and not line.startswith("//"):
-            commands.obey(self, line)
+            commands.run_command(self, line)
         elif line:
-            message = text.replace("//", "/", 1) if line.startswith("//") else without_block(text)
+            message = text.replace("//", "/", 1) if line.startswith("//") else strip_block(text)
             if editing:
                 self.edit(message)
             else:
@@ -142,57 +142,57 @@ class Talk:
         """Say `message` instead of the last one."""
         self.answer(lambda on_prefill: self.chat.edit(message, on_prefill=on_prefill), message)
 
-    def answer(self, begin: Begin, message: str = "") -> None:
+    def answer(self, begin: StartAnswer, message: str = "") -> None:
         """Answer what `begin` begins, `message` as far as it is new. A context that is full is cleared as the person
         decides."""
         try:
             self._answer(begin)
-        except MessageTooLong:
+        except MessageTooLongError:
             raise
-        except ContextFull as full:
-            if not self.interactive or self.settings.policy(self.chat) != "ask" or not self._may_drop(full):
-                raise ContextFull(full.message, "/undo, /reset, or /set overflow drop") from None
-            say(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
+        except ContextFullError as full:
+            if not self.interactive or self.settings.overflow_policy(self.chat) != "ask" or not self._may_drop(full):
+                raise ContextFullError(full.message, "/undo, /reset, or /set overflow drop") from None
+            print_status(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
             self._answer(begin)
         if self.interactive:
-            tell("")  # the next prompt stands apart
+            print_info("")  # the next prompt stands apart
 
-    def _answer(self, begin: Begin) -> None:
+    def _answer(self, begin: StartAnswer) -> None:
         before = self.chat.stats.answers
         try:
             markdown = self.settings.has_markdown(self.chat)
-            reason = answer(self.chat, begin, self.settings.think, markdown, self.stop)
+            reason = answer(self.chat, begin, self.settings.reasoning, markdown, self.stop)
         finally:
             answered = self.chat.stats.answers > before
             if answered:
-                self.autosave.keep(self.chat)
-                self.moved = statistics.moved_by(self.chat)
+                self.autosave.save_changes(self.chat)
+                self.bytes_per_token = statistics.bytes_read_per_token(self.chat)
         if not answered:
-            say("(stopped before the answer began: nothing has changed)")
+            print_status("(stopped before the answer began: nothing has changed)")
             return
         if self.interactive and reason == "context":
-            say(_FULL[self.settings.policy(self.chat)])
+            print_status(_FULL[self.settings.overflow_policy(self.chat)])
         elif self.interactive and reason in _UNFINISHED:
-            say(_UNFINISHED[reason])
+            print_status(_UNFINISHED[reason])
         if self.settings.stats:
-            say(f"({statistics.short(self.chat, self.moved)})")
-        if complaint := self.chat.stats.last.complaint:
-            raise GenerationError(complaint, "a larger max_tokens" if reason == "length" else None)
+            print_status(f"({statistics.summary_line(self.chat, self.bytes_per_token)})")
+        if constraint_error := self.chat.stats.last.constraint_error:
+            raise GenerationError(constraint_error, "a larger max_tokens" if reason == "length" else None)
 
-    def _may_drop(self, full: ContextFull) -> bool:
-        say(full.message)
+    def _may_drop(self, full: ContextFullError) -> bool:
+        print_status(full.message)
         with suppress(EOFError, KeyboardInterrupt):
             return self._editor.ask("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
         return False
 
     def take(self, chat: Chat, path: Path) -> None:
         """Go on with the conversation of a session file."""
-        announce(chat)
-        self.chat, self.moved = chat, None
+        print_notes(chat)
+        self.chat, self.bytes_per_token = chat, None
         self.autosave.begin()
         self.autosave.name(path)
         messages = sum(message.role != "system" for message in chat.messages)
-        say(f"{messages} messages; what is said from now on is added to {path}. /show messages shows them")
+        print_status(f"{messages} messages; what is said from now on is added to {path}. /show messages shows them")
 
     def _prompt(self) -> list[tuple[str, str]]:
         """How full the context is, and where to type."""
@@ -221,10 +221,10 @@ class Talk:
             signal.signal(signal.SIGHUP, previous)
 
 
-def announce(chat: Chat) -> None:
+def print_notes(chat: Chat) -> None:
     """Say what a person should know of how a chat was opened."""
     for note in chat.notes:
-        say(note)
+        print_status(note)
 
 
 @contextmanager

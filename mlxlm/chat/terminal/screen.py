@@ -8,9 +8,9 @@ import sys
 import time
 from typing import Literal, Protocol
 
-from mlxlm.chat.terminal.output import dimmed, is_dumb, printable, write
+from mlxlm.chat.terminal.output import dim, is_dumb_terminal, printable, write
 
-Thinking = Literal["show", "dim", "hide"]
+ReasoningDisplay = Literal["show", "dim", "hide"]
 
 
 class Screen(Protocol):
@@ -19,36 +19,36 @@ class Screen(Protocol):
     def status(self, text: str) -> None:
         """A line that is seen until the answer begins, where a line can be taken away again."""
 
-    def push(self, text: str, thinking: bool) -> None:
+    def push(self, text: str, reasoning: bool) -> None:
         """More of the answer, or of the reasoning before it."""
 
     def finish(self) -> None:
         """The answer is complete, or was left: end its last line."""
 
 
-def open_screen(thinking: Thinking, markdown: bool) -> Screen:
+def open_screen(reasoning: ReasoningDisplay, markdown: bool) -> Screen:
     """The screen of standard output. Where that is no terminal the answer is plain text, and reasoning is part of it
     only with "show"."""
     if not sys.stdout.isatty():
-        return PlainScreen(thinking == "show")
-    return PlainScreen(thinking != "hide") if is_dumb() else TerminalScreen(thinking, markdown)
+        return PlainScreen(reasoning == "show")
+    return PlainScreen(reasoning != "hide") if is_dumb_terminal() else TerminalScreen(reasoning, markdown)
 
 
 class PlainScreen:
     """Text as it comes, for files, pipes, and terminals that can't move their cursor."""
 
-    def __init__(self, with_thinking: bool):
-        self._with_thinking = with_thinking
+    def __init__(self, show_reasoning: bool):
+        self._with_thinking = show_reasoning
         self._thought = False
 
     def status(self, text: str) -> None:
         pass
 
-    def push(self, text: str, thinking: bool) -> None:
-        if thinking and not self._with_thinking or not text:
+    def push(self, text: str, reasoning: bool) -> None:
+        if reasoning and not self._with_thinking or not text:
             return
-        write("\n\n" + text if self._thought and not thinking else text)
-        self._thought = thinking
+        write("\n\n" + text if self._thought and not reasoning else text)
+        self._thought = reasoning
 
     def finish(self) -> None:
         write("\n")
@@ -57,35 +57,35 @@ class PlainScreen:
 class TerminalScreen:
     """Reasoning dimmed, shown, or only counted; the answer as Markdown, or as the text that it is."""
 
-    def __init__(self, thinking: Thinking, markdown: bool):
-        from mlxlm.chat.terminal.live_lines import Tail
+    def __init__(self, reasoning: ReasoningDisplay, markdown: bool):
+        from mlxlm.chat.terminal.live_lines import LiveLines
         from mlxlm.chat.terminal.markdown_stream import MarkdownStream
 
-        self._thinking = thinking
-        self._tail = Tail(_put, terminal_size)
-        self._markdown = MarkdownStream(self._tail, terminal_size) if markdown else None
+        self._thinking = reasoning
+        self._live_lines = LiveLines(_put, terminal_size)
+        self._markdown = MarkdownStream(self._live_lines, terminal_size) if markdown else None
         self._at: Literal["start", "thinking", "answer"] = "start"
         self._thinking_since = 0.0
         self._line_is_open = False
 
     def status(self, text: str) -> None:
         if self._at == "start":
-            self._tail.draw([_status_line(text)])
+            self._live_lines.draw([_status_line(text)])
 
-    def push(self, text: str, thinking: bool) -> None:
+    def push(self, text: str, reasoning: bool) -> None:
         if not text:
             return
-        if thinking and self._at != "thinking":
-            self._tail.draw([])
+        if reasoning and self._at != "thinking":
+            self._live_lines.draw([])
             self._at, self._thinking_since = "thinking", time.perf_counter()
-        elif not thinking and self._at != "answer":
+        elif not reasoning and self._at != "answer":
             self._end_thinking()
             self._at = "answer"
-        if thinking and self._thinking == "hide":
-            self._tail.draw([_status_line(f"thinking … {self._thought():.0f} s")])
-        elif thinking or self._markdown is None:
+        if reasoning and self._thinking == "hide":
+            self._live_lines.draw([_status_line(f"thinking … {self._thought():.0f} s")])
+        elif reasoning or self._markdown is None:
             text = printable(text)
-            _put(dimmed(text) if thinking and self._thinking == "dim" else text)
+            _put(dim(text) if reasoning and self._thinking == "dim" else text)
             self._line_is_open = not text.endswith("\n")
         else:
             self._markdown.push(text)
@@ -104,9 +104,9 @@ class TerminalScreen:
     def _end_thinking(self) -> None:
         """The cursor is at the begin of a line then, below an empty one if there was reasoning."""
         if self._at == "start":
-            self._tail.draw([])
+            self._live_lines.draw([])
         elif self._thinking == "hide":
-            self._tail.draw([_status_line(f"(thought for {self._thought():.1f} s)"), ""], keep=2)
+            self._live_lines.draw([_status_line(f"(thought for {self._thought():.1f} s)"), ""], keep=2)
         else:
             _put("\n\n" if self._line_is_open else "\n")
             self._line_is_open = False
@@ -124,7 +124,7 @@ def terminal_size() -> tuple[int, int]:
 
 def _status_line(text: str) -> str:
     """A line of the chat's own, no wider than the terminal."""
-    return dimmed(text[: terminal_size()[0]])
+    return dim(text[: terminal_size()[0]])
 
 
 def _put(text: str) -> None:

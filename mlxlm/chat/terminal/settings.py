@@ -9,58 +9,62 @@ from typing import Any, Literal, get_args
 
 from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal.abbreviations import full_name
-from mlxlm.chat.terminal.screen import Thinking
+from mlxlm.chat.terminal.abbreviations import resolve_abbreviation
+from mlxlm.chat.terminal.screen import ReasoningDisplay
 from mlxlm.generation import GenerationOptions
 from mlxlm.utils.errors import GenerationError
 
-Policy = Literal["ask", "stop", "drop"]
+OverflowPolicy = Literal["ask", "stop", "drop"]
 Markdown = Literal["auto", "on", "off"]
-OWN = {
-    "think": get_args(Thinking), "markdown": get_args(Markdown), "stats": ("on", "off"), "overflow": get_args(Policy),
+CHAT_SETTINGS = {
+    "reasoning": get_args(ReasoningDisplay), "markdown": get_args(Markdown), "stats": ("on", "off"), "context_overflow": get_args(OverflowPolicy),
 }  # fmt: skip
 _FIELDS = {field.name: field for field in fields(GenerationOptions) if field.name != "logprobs"}  # none are shown
-NAMES = (*OWN, *_FIELDS)
+NAMES = (*CHAT_SETTINGS, *_FIELDS)
 
 
 @dataclass
 class Settings:
-    """How the chat looks: reasoning, Markdown ("auto": with a chat template), statistics after each answer. `asks`:
+    """How the chat looks: reasoning, Markdown ("auto": with a chat template), statistics after each answer. `ask_on_overflow`:
     where the context is full and the chat would stop, the person is asked to let it drop the oldest turns."""
 
-    think: Thinking = "dim"
+    reasoning: ReasoningDisplay = "dim"
     markdown: Markdown = "auto"
     stats: bool = False
-    asks: bool = False
+    ask_on_overflow: bool = False
 
     def has_markdown(self, chat: Chat) -> bool:
         """Whether answers are rendered. A model that just continues a text means its line ends."""
-        return chat.template != PLAIN if self.markdown == "auto" else self.markdown == "on"
+        return chat.chat_template != PLAIN if self.markdown == "auto" else self.markdown == "on"
 
-    def policy(self, chat: Chat) -> Policy:
+    def overflow_policy(self, chat: Chat) -> OverflowPolicy:
         """What happens when the context is full."""
-        return "ask" if self.asks and chat.overflow == "stop" else chat.overflow
+        return "ask" if self.ask_on_overflow and chat.context_overflow == "stop" else chat.context_overflow
 
 
-def shown(settings: Settings, chat: Chat) -> dict[str, str]:
+def settings_text(settings: Settings, chat: Chat) -> dict[str, str]:
     """Every setting as text."""
-    own = {"think": settings.think, "markdown": settings.markdown, "stats": settings.stats}
-    values = {**own, "overflow": settings.policy(chat), **{name: getattr(chat.options, name) for name in _FIELDS}}
+    own = {"reasoning": settings.reasoning, "markdown": settings.markdown, "stats": settings.stats}
+    values = {
+        **own,
+        "context_overflow": settings.overflow_policy(chat),
+        **{name: getattr(chat.options, name) for name in _FIELDS},
+    }
     return {name: _text(value) for name, value in values.items()}
 
 
-def change(settings: Settings, chat: Chat, name: str, text: str) -> None:
+def set_setting(settings: Settings, chat: Chat, name: str, text: str) -> None:
     """Set one of NAMES, which may be shortened, from what a person typed; "default" is the default of an option of
     GenerationOptions.
 
     Raises GenerationError, and changes nothing, for a name that is none and a value that can't work.
     """
     name = named(name)
-    if name in OWN and text not in OWN[name]:
-        raise GenerationError(f"{name} is {text!r}", " or ".join(OWN[name]))
-    if name == "overflow":
-        settings.asks, chat.overflow = text == "ask", "drop" if text == "drop" else "stop"
-    elif name in OWN:
+    if name in CHAT_SETTINGS and text not in CHAT_SETTINGS[name]:
+        raise GenerationError(f"{name} is {text!r}", " or ".join(CHAT_SETTINGS[name]))
+    if name == "context_overflow":
+        settings.ask_on_overflow, chat.context_overflow = text == "ask", "drop" if text == "drop" else "stop"
+    elif name in CHAT_SETTINGS:
         setattr(settings, name, text == "on" if name == "stats" else text)
     else:
         value = getattr(chat.defaults, name) if text == "default" else _parsed(name, text)
@@ -69,7 +73,7 @@ def change(settings: Settings, chat: Chat, name: str, text: str) -> None:
 
 def named(name: str) -> str:
     """The one of NAMES that a word is or abbreviates. Raises GenerationError if there is none or several."""
-    if (found := full_name(name.replace("-", "_"), NAMES)) is None:
+    if (found := resolve_abbreviation(name.replace("-", "_"), NAMES)) is None:
         raise GenerationError(f"there is no setting {name}", ", ".join(NAMES))
     return found
 

@@ -7,21 +7,23 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 
-from mlxlm.chat.answer import Piece
+from mlxlm.chat.answer import ChatChunk
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal.screen import Thinking, open_screen
+from mlxlm.chat.terminal.screen import ReasoningDisplay, open_screen
 from mlxlm.generation import FinishReason
 
 # What begins an answer: `chat.ask`, `chat.retry` or `chat.edit` with its message, as yet without `on_prefill`.
-Begin = Callable[[Callable[[int], None]], Generator[Piece, None, None]]
+StartAnswer = Callable[[Callable[[int], None]], Generator[ChatChunk, None, None]]
 
 
-def answer(chat: Chat, begin: Begin, thinking: Thinking, markdown: bool, stop: threading.Event) -> FinishReason | None:
+def answer(
+    chat: Chat, begin: StartAnswer, reasoning: ReasoningDisplay, markdown: bool, stop: threading.Event
+) -> FinishReason | None:
     """Stream one answer to standard output, until its end or until `stop` is set; say how it ended (None: stopped).
 
     Raises whatever the chat raises; the line on the screen is ended in any case.
     """
-    screen = open_screen(thinking, markdown)
+    screen = open_screen(reasoning, markdown)
 
     def progress(tokens_read: int) -> None:
         if stop.is_set():
@@ -30,12 +32,12 @@ def answer(chat: Chat, begin: Begin, thinking: Thinking, markdown: bool, stop: t
             screen.status(f"reading: {tokens_read} of {chat.prompt_tokens} tokens")
 
     reason: FinishReason | None = None
-    pieces = begin(progress)  # before the screen is touched: it may refuse
+    chat_chunks = begin(progress)  # before the screen is touched: it may refuse
     try:
         screen.status(f"reading {chat.prompt_tokens} tokens")
-        with closing(pieces):
-            for piece in pieces:
-                screen.push(piece.text, piece.thinking)
+        with closing(chat_chunks):
+            for piece in chat_chunks:
+                screen.push(piece.text, piece.reasoning)
                 reason = piece.finish_reason
                 if stop.is_set():
                     break
@@ -48,7 +50,7 @@ def answer(chat: Chat, begin: Begin, thinking: Thinking, markdown: bool, stop: t
 
 
 @contextmanager
-def noted_interrupts() -> Iterator[threading.Event]:
+def defer_interrupts() -> Iterator[threading.Event]:
     """Meanwhile, Ctrl-C only sets the event: an exception could strike in the middle of a step or of this file.
 
     The line editor reads Ctrl-C as a key and puts this handler back when a line is done.
@@ -62,7 +64,7 @@ def noted_interrupts() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def raised_interrupts() -> Iterator[None]:
+def raise_interrupts() -> Iterator[None]:
     """Meanwhile, Ctrl-C raises KeyboardInterrupt again: for work that changes nothing before it is done."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

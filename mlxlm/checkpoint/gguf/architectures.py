@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mlxlm.config import ModelConfig
-from mlxlm.families.weight_mapping import Stored
+from mlxlm.families.weight_mapping import WeightMapping
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}
@@ -28,7 +28,7 @@ class Architecture:
     """One of llama.cpp's (src/models/NAME.cpp) with the families that it runs.
 
     `families`: `model_type`s of Hugging Face. `layer`: names in `blk.N.` -> modules in `model.layers.N.`, several
-    where one tensor holds the rows of several; `outside`: names of the modules outside of the layers.
+    where one tensor holds the rows of several; `top_modules`: names of the modules outside of the layers.
     `interleaved`: the rows of queries and keys are rotary pairs. `norm_offset`: norms are stored plus one.
     `biases`: which linear modules have one: "none", "qkv" (they may), "any" (each may) or "all". `activations`: what
     llama.cpp computes, by all the names that it has. `free_head_dim`: heads · head_dim need not be the hidden size.
@@ -39,7 +39,7 @@ class Architecture:
     name: str
     families: tuple[str, ...]
     layer: Mapping[str, tuple[str, ...]]
-    outside: Mapping[str, str] = field(default_factory=lambda: _AROUND)
+    top_modules: Mapping[str, str] = field(default_factory=lambda: _AROUND)
     norm: str = "rms"
     interleaved: bool = False
     norm_offset: bool = False
@@ -49,19 +49,19 @@ class Architecture:
     ties_head: bool = True
     windows: bool = False
 
-    def layout(self, config: ModelConfig) -> list[Stored]:
+    def weight_mappings(self, config: ModelConfig) -> list[WeightMapping]:
         """How a file of this architecture keeps the modules of `config`."""
         q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         rows = {"attn_qkv": (q, kv, kv), "ffn_up": (config.intermediate_size,) * 2}
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        layout = [Stored(name, (module,)) for name, module in self.outside.items()]
+        weight_mappings = [WeightMapping(name, (module,)) for name, module in self.top_modules.items()]
         for i in range(config.num_hidden_layers):
             for name, modules in self._layer(config).items():
                 full = tuple(f"model.layers.{i}.{module}" for module in modules)
                 interleaved = heads.get(name, 0) if self.interleaved else 0
                 joined = rows[name] if len(modules) > 1 else ()
-                layout.append(Stored(f"blk.{i}.{name}", full, joined, interleaved=interleaved))
-        return layout
+                weight_mappings.append(WeightMapping(f"blk.{i}.{name}", full, joined, interleaved=interleaved))
+        return weight_mappings
 
     def _layer(self, config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
         if self.name != "falcon" or config.shared_norm:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.gguf.config_from_gguf import Keys, architecture_of, values_of
+from mlxlm.checkpoint.gguf.config_from_gguf import MetadataReader, get_architecture, read_hf_config
 from mlxlm.checkpoint.gguf.reader import Header, read_header
 from mlxlm.checkpoint.gguf.rope import TABLES
-from mlxlm.checkpoint.gguf.tensors import tensor_of
-from mlxlm.checkpoint.gguf.tokenizer_from_gguf import tokenizer_of
-from mlxlm.checkpoint.lazy_tensor import Tensor
-from mlxlm.checkpoint.weight_mapping import as_modules
+from mlxlm.checkpoint.gguf.tensors import read_tensor
+from mlxlm.checkpoint.gguf.tokenizer_from_gguf import read_tokenizer
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.weight_mapping import to_decoder_weights
 from mlxlm.families import config_from_hf
 from mlxlm.families.config_conversion import huggingface
 from mlxlm.utils.errors import CheckpointError
@@ -30,18 +30,18 @@ def open_gguf(path: Path | str) -> Checkpoint:
     errors come when it is loaded.
     """
     header = _whole(read_header(Path(path)))
-    keys = Keys(header)
-    architecture = architecture_of(keys)
-    config = config_from_hf(values_of(keys, architecture), source=str(header.path))
-    tensors = {name: tensor_of(info) for name, info in header.tensors.items() if name not in TABLES}
+    keys = MetadataReader(header)
+    architecture = get_architecture(keys)
+    config = config_from_hf(read_hf_config(keys, architecture), source=str(header.path))
+    tensors = {name: read_tensor(info) for name, info in header.tensors.items() if name not in TABLES}
     if architecture.norm_offset:
         tensors = {name: _minus_one(t) if name.endswith("norm.weight") else t for name, t in tensors.items()}
-    modules = as_modules(architecture.layout(config), tensors, str(header.path))
-    return Checkpoint(header.path, "gguf", huggingface(config), config, modules, lambda: tokenizer_of(keys))
+    modules = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
+    return Checkpoint(header.path, "gguf", huggingface(config), config, modules, lambda: read_tokenizer(keys))
 
 
-def _minus_one(tensor: Tensor) -> Tensor:
-    return tensor.astype(mx.float32).then(lambda value: value - 1)
+def _minus_one(tensor: LazyTensor) -> LazyTensor:
+    return tensor.astype(mx.float32).transform(lambda value: value - 1)
 
 
 def _whole(header: Header) -> Header:

@@ -9,8 +9,8 @@ import numpy as np
 
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
 from mlxlm.checkpoint.gguf.reader import Array, Header
-from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_scaling, longrope_attention
-from mlxlm.checkpoint.gguf.tensors import tensor_of
+from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_scaling, longrope_attention_factor
+from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.families import FAMILIES
 from mlxlm.utils.errors import CheckpointError
 
@@ -19,7 +19,7 @@ _MOST_FREQUENCIES = 4096  # of a head, which has 128 dimensions as a rule
 _NUMBER = (int, float)
 
 
-class Keys:
+class MetadataReader:
     """Typed look-ups in the metadata of one file. `short` names are below the architecture's own prefix."""
 
     def __init__(self, header: Header):
@@ -84,7 +84,7 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def architecture_of(keys: Keys) -> Architecture:
+def get_architecture(keys: MetadataReader) -> Architecture:
     architecture = ARCHITECTURES.get(keys.architecture)
     if architecture is None:
         hint = "one of " + ", ".join(ARCHITECTURES)
@@ -94,7 +94,7 @@ def architecture_of(keys: Keys) -> Architecture:
     return architecture
 
 
-def values_of(keys: Keys, architecture: Architecture) -> dict[str, Any]:
+def read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[str, Any]:
     """Hugging Face's configuration of the model in `keys.header`.
 
     GGUF has no `model_type`. A "llama" with a sliding window is taken for Mistral, any other for Llama: without a
@@ -133,14 +133,14 @@ def values_of(keys: Keys, architecture: Architecture) -> dict[str, Any]:
         if keys.count("attention.value_length", hidden // heads) != values["head_dim"]:
             raise keys.error(f"{keys.architecture}.attention.value_length differs from key_length")
     family = FAMILIES[model_type]
-    values = {family.names_of(name)[0]: value for name, value in values.items() if family.names_of(name)}
+    values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
     if architecture.name not in ("gpt2", "bloom"):
         values |= _rope(keys, keys.count("attention.key_length", hidden // heads))
     own = _OWN.get(model_type)
     return {"model_type": model_type, **values, **(own(keys) if own else {})}
 
 
-def _tokens(keys: Keys) -> dict[str, Any]:
+def _tokens(keys: MetadataReader) -> dict[str, Any]:
     ids = {role: keys.id(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "padding", "eot", "eom")}
     ends = sorted({ids[role] for role in ("eos", "eot", "eom")} - {None, ids["eos"]})
     ends = [ids["eos"], *ends] if ids["eos"] is not None else ends
@@ -148,14 +148,14 @@ def _tokens(keys: Keys) -> dict[str, Any]:
     return {**values, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
 
 
-def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
+def _rope(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
     theta = keys.number("rope.freq_base", 10_000.0)
     turning = keys.count("rope.dimension_count", head_dim)
     parameters = {"rope_theta": theta, "partial_rotary_factor": turning / max(head_dim, 1)}
     return {"rope_parameters": {"rope_type": "default", **parameters, **(_scaling(keys, theta) or {})}}
 
 
-def _scaling(keys: Keys, theta: float) -> dict[str, Any] | None:
+def _scaling(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
     tensors = keys.header.tensors
     if FACTORS in tensors:
         return _llama3(keys, theta)
@@ -181,7 +181,7 @@ def _scaling(keys: Keys, theta: float) -> dict[str, Any] | None:
     return yarn | {name: keys.number(short) for name, short in betas.items() if keys.has(short)}
 
 
-def _llama3(keys: Keys, theta: float) -> dict[str, Any] | None:
+def _llama3(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
     factors = _table(keys, FACTORS)
     if (factors == 1).all():
         return None
@@ -194,7 +194,7 @@ def _llama3(keys: Keys, theta: float) -> dict[str, Any] | None:
     return scaling
 
 
-def _longrope(keys: Keys) -> dict[str, Any]:
+def _longrope(keys: MetadataReader) -> dict[str, Any]:
     original = keys.count("rope.scaling.original_context_length")
     scaling = {
         "rope_type": "longrope",
@@ -203,45 +203,45 @@ def _longrope(keys: Keys) -> dict[str, Any]:
         "original_max_position_embeddings": original,
     }
     attention = keys.number("rope.scaling.attn_factor", 1.0)
-    if original > 1 and abs(attention - longrope_attention(original, keys.count("context_length"))) > 1e-6:
+    if original > 1 and abs(attention - longrope_attention_factor(original, keys.count("context_length"))) > 1e-6:
         scaling["attention_factor"] = attention
     return scaling
 
 
-def _table(keys: Keys, name: str) -> np.ndarray:
+def _table(keys: MetadataReader, name: str) -> np.ndarray:
     """The factors of each frequency."""
     info = keys.header.tensors.get(name)
     if info is None or len(info.shape) != 1 or info.type.name != "F32" or info.shape[0] > _MOST_FREQUENCIES:
         raise keys.error(f"{name} must be a vector of F32")
-    return np.array(tensor_of(info).read())
+    return np.array(read_tensor(info).read())
 
 
-def _biases(keys: Keys) -> dict[str, Any]:
+def _biases(keys: MetadataReader) -> dict[str, Any]:
     return {"attention_bias": "blk.0.attn_q.bias" in keys.header.tensors}
 
 
-def _llama(keys: Keys) -> dict[str, Any]:
+def _llama(keys: MetadataReader) -> dict[str, Any]:
     return {**_biases(keys), "mlp_bias": "blk.0.ffn_up.bias" in keys.header.tensors}
 
 
-def _mistral(keys: Keys) -> dict[str, Any]:
+def _mistral(keys: MetadataReader) -> dict[str, Any]:
     return {"sliding_window": keys.count("attention.sliding_window")}
 
 
-def _qwen2(keys: Keys) -> dict[str, Any]:
+def _qwen2(keys: MetadataReader) -> dict[str, Any]:
     window = keys.count("attention.sliding_window", 0)
     return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
 
 
-def _qwen3(keys: Keys) -> dict[str, Any]:
+def _qwen3(keys: MetadataReader) -> dict[str, Any]:
     return {**_qwen2(keys), **_biases(keys)}
 
 
-def _gemma(keys: Keys) -> dict[str, Any]:
+def _gemma(keys: MetadataReader) -> dict[str, Any]:
     return {"hidden_activation": "gelu_pytorch_tanh", **_biases(keys)}
 
 
-def _gemma2(keys: Keys) -> dict[str, Any]:
+def _gemma2(keys: MetadataReader) -> dict[str, Any]:
     head_dim = keys.count("attention.key_length")
     if keys.count("block_count") == 46:  # the 27B model, whose scale llama.cpp knows by its number of layers
         head_dim = keys.count("embedding_length") // keys.count("attention.head_count")
@@ -254,21 +254,21 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _phi3(keys: Keys) -> dict[str, Any]:
+def _phi3(keys: MetadataReader) -> dict[str, Any]:
     return {"sliding_window": keys.count("attention.sliding_window", 0) or None}
 
 
-def _olmo2(keys: Keys) -> dict[str, Any]:
+def _olmo2(keys: MetadataReader) -> dict[str, Any]:
     if keys.count("attention.sliding_window", 0):
         raise keys.error("this is OLMo 3 (it has a sliding window), which this decoder doesn't have", "OLMo 2")
     return _biases(keys)
 
 
-def _gpt_neox(keys: Keys) -> dict[str, Any]:
+def _gpt_neox(keys: MetadataReader) -> dict[str, Any]:
     return {"use_parallel_residual": keys.flag(f"{keys.architecture}.use_parallel_residual", True)}
 
 
-def _falcon(keys: Keys) -> dict[str, Any]:
+def _falcon(keys: MetadataReader) -> dict[str, Any]:
     heads = keys.count("attention.head_count")
     kv_heads = keys.count("attention.head_count_kv", heads)
     two_norms = "blk.0.attn_norm_2.weight" in keys.header.tensors
@@ -284,7 +284,7 @@ def _falcon(keys: Keys) -> dict[str, Any]:
     }
 
 
-_OWN: dict[str, Callable[[Keys], dict[str, Any]]] = {
+_OWN: dict[str, Callable[[MetadataReader], dict[str, Any]]] = {
     "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "gemma": _gemma, "gemma2": _gemma2,
     "phi3": _phi3, "olmo2": _olmo2, "gpt_neox": _gpt_neox, "falcon": _falcon,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
-from mlxlm.checkpoint.gguf.rope import longrope_attention
+from mlxlm.checkpoint.gguf.rope import longrope_attention_factor
 from mlxlm.config import ModelConfig
 from mlxlm.config.validation import SLIDING
 from mlxlm.utils.errors import CheckpointError
@@ -86,7 +86,7 @@ def _is_plain_yarn(config: ModelConfig) -> bool:
     return not others and scaling.get("truncate", True) and (attention is None or abs(attention - usual) < 1e-6)
 
 
-def notes_for(config: ModelConfig, architecture: Architecture) -> list[str]:
+def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list[str]:
     """Where llama.cpp computes something else than the source, though it runs the file."""
     notes = []
     if config.sliding_window and not architecture.windows and config.sliding_window < config.max_position_embeddings:
@@ -101,7 +101,7 @@ def notes_for(config: ModelConfig, architecture: Architecture) -> list[str]:
     return notes
 
 
-def metadata_of(config: ModelConfig, architecture: Architecture) -> dict[str, tuple[int, Any]]:
+def config_metadata(config: ModelConfig, architecture: Architecture) -> dict[str, tuple[int, Any]]:
     """Keys below the architecture's name -> the format's type and the value."""
     values: dict[str, tuple[int, Any]] = {
         "context_length": (INT, config.max_position_embeddings),
@@ -143,7 +143,7 @@ def _rope(config: ModelConfig) -> dict[str, tuple[int, Any]]:
     if kind in ("yarn", "llama3", "longrope"):
         values["rope.scaling.original_context_length"] = (INT, int(scaling["original_max_position_embeddings"]))
     if kind == "longrope":
-        usual = longrope_attention(scaling["original_max_position_embeddings"], config.max_position_embeddings)
+        usual = longrope_attention_factor(scaling["original_max_position_embeddings"], config.max_position_embeddings)
         values["rope.scaling.attn_factor"] = (FLOAT, scaling.get("attention_factor", usual))
     for name in ("beta_fast", "beta_slow"):
         if kind == "yarn" and name in scaling:

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 _MOST_THREADS = 8  # each holds a piece and its temporaries; the disk is slower than eight
 
 
-def in_order(function: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
+def parallel_map(function: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
     """`function` of each piece, in their order. `pieces` is drawn from in this thread, and is at most one piece for
     each core ahead of what was taken. An error of `function` or `pieces` is raised here, and the rest is dropped."""
     threads = min(platform.cpu_cores(), _MOST_THREADS)

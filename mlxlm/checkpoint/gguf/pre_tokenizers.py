@@ -39,19 +39,19 @@ _NFC = "llama.cpp doesn't bring text to NFC first: other ids for characters that
 
 
 @dataclass(frozen=True)
-class Pre:
+class PreTokenizerSpec:
     """The steps that cut a text, each within the pieces of the one before.
 
-    `ignore_merges`: a word that is a token is that token, whatever the merges would make of it. `adds_bos`: what
-    llama.cpp does where a file doesn't say. `composes`: the models' own tokenizers bring text to NFC first.
-    `but`: where llama.cpp cuts otherwise than they do.
+    `ignore_merges`: a word that is a token is that token, whatever the merges would make of it. `add_bos`: what
+    llama.cpp does where a file doesn't say. `nfc`: the models' own tokenizers bring text to NFC first.
+    `mismatch`: where llama.cpp cuts otherwise than they do.
     """
 
     steps: tuple[str, ...]
     ignore_merges: bool = False
-    adds_bos: bool = False
-    composes: bool = False
-    but: str | None = None
+    add_bos: bool = False
+    nfc: bool = False
+    mismatch: str | None = None
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         steps = self.steps if _GPT2 in self.steps else (*self.steps, _BYTES)
@@ -59,28 +59,31 @@ class Pre:
         return parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        return normalizers.NFC() if self.composes else None
+        return normalizers.NFC() if self.nfc else None
 
 
 _PRES = (
-    (Pre((_GPT2,)), "gpt-2 olmo mpt jais phi-2 trillion exaone4 roberta-bpe"),
-    (Pre((_LLAMA3,), ignore_merges=True, adds_bos=True), "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2"),
-    (Pre((_LLAMA3,), ignore_merges=True), "glm4"),
-    (Pre((_LLAMA3,)), "smaug-bpe dbrx chatglm-bpe"),
-    (Pre((_QWEN,), composes=True), "qwen2"),
-    (Pre((_QWEN,)), "stablelm2 deepseek-r1-qwen megrez hunyuan"),
-    (Pre((_DIGIT, _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
-    (Pre((_PUNCTUATION, _GPT2, _DIGITS, _THREE), but=_FALCON), "falcon"),
-    (Pre((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
-    (Pre((_BLOOM, _DIGIT)), "viking"),
-    (Pre((_TEKKEN,), ignore_merges=True, adds_bos=True), "tekken"),
-    (Pre((_GPT4O,)), "gpt-4o llama4"),
-    (Pre(_DEEPSEEK), "deepseek-v3"),
+    (PreTokenizerSpec((_GPT2,)), "gpt-2 olmo mpt jais phi-2 trillion exaone4 roberta-bpe"),
+    (
+        PreTokenizerSpec((_LLAMA3,), ignore_merges=True, add_bos=True),
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2",
+    ),
+    (PreTokenizerSpec((_LLAMA3,), ignore_merges=True), "glm4"),
+    (PreTokenizerSpec((_LLAMA3,)), "smaug-bpe dbrx chatglm-bpe"),
+    (PreTokenizerSpec((_QWEN,), nfc=True), "qwen2"),
+    (PreTokenizerSpec((_QWEN,)), "stablelm2 deepseek-r1-qwen megrez hunyuan"),
+    (PreTokenizerSpec((_DIGIT, _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
+    (PreTokenizerSpec((_PUNCTUATION, _GPT2, _DIGITS, _THREE), mismatch=_FALCON), "falcon"),
+    (PreTokenizerSpec((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
+    (PreTokenizerSpec((_BLOOM, _DIGIT)), "viking"),
+    (PreTokenizerSpec((_TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
+    (PreTokenizerSpec((_GPT4O,)), "gpt-4o llama4"),
+    (PreTokenizerSpec(_DEEPSEEK), "deepseek-v3"),
 )
-PRES = {name: pre for pre, names in _PRES for name in names.split()}
+PRE_TOKENIZERS = {name: pre for pre, names in _PRES for name in names.split()}
 
 
-def pre_of(model: Mapping[str, Any]) -> tuple[str, list[str]]:
+def find_pre_tokenizer(model: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The name under which llama.cpp cuts words as the tokenizer.json `model` does, and where it does otherwise.
 
     Raises TokenizerError for a tokenizer that llama.cpp has no name for.
@@ -91,16 +94,16 @@ def pre_of(model: Mapping[str, Any]) -> tuple[str, list[str]]:
     found = _flat(model.get("pre_tokenizer"))
     steps = tuple(found[:-1] if found[-1:] == [_BYTES] else found if _GPT2 in found else ())
     ignores = bool(model["model"].get("ignore_merges"))
-    names = [name for name, pre in PRES.items() if (pre.steps, pre.ignore_merges) == (steps, ignores)]
+    names = [name for name, pre in PRE_TOKENIZERS.items() if (pre.steps, pre.ignore_merges) == (steps, ignores)]
     if not names or kinds not in ([], ["NFC"]):
         what = "splits words" if not names else f"normalizes text ({', '.join(kinds)})"
         raise TokenizerError(
             f"llama.cpp has no name for this tokenizer: it {what} in a way of its own",
             "one of " + ", ".join(names.split()[0] for _, names in _PRES),
         )
-    composes = kinds == ["NFC"]
-    name = next((name for name in names if PRES[name].composes == composes), names[0])
-    return name, [note for note in (_NFC if composes else None, PRES[name].but) if note]
+    nfc = kinds == ["NFC"]
+    name = next((name for name in names if PRE_TOKENIZERS[name].nfc == nfc), names[0])
+    return name, [note for note in (_NFC if nfc else None, PRE_TOKENIZERS[name].mismatch) if note]
 
 
 def _step(step: str) -> pre_tokenizers.PreTokenizer:
@@ -116,7 +119,7 @@ def _step(step: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _flat(step: Mapping[str, Any] | None) -> list[str]:
-    """The steps of a tokenizer.json's pre_tokenizer; "?" for one that no `Pre` has."""
+    """The steps of a tokenizer.json's pre_tokenizer; "?" for one that no `PreTokenizerSpec` has."""
     if step is None:
         return []
     kind = step["type"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.checkpoint.gguf.ggml_types import TYPES, Type
+from mlxlm.checkpoint.gguf.ggml_types import GGML_TYPES, GGMLType
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 
 # Far above what models have: the largest vocabularies (260,000 tokens, 515,000 merges) make headers of 20 MB.
@@ -66,12 +66,12 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Info:
+class TensorInfo:
     """Where one tensor lies. `shape` is in NumPy's order, slowest dimension first."""
 
     path: Path
     shape: tuple[int, ...]
-    type: Type
+    type: GGMLType
     offset: int
     nbytes: int
 
@@ -82,7 +82,7 @@ class Header:
 
     path: Path
     metadata: Mapping[str, Any] = field(repr=False)
-    tensors: Mapping[str, Info] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
 
 
 def read_header(path: Path) -> Header:
@@ -219,8 +219,8 @@ def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
     return alignment
 
 
-def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Info]:
-    relative: dict[str, tuple[tuple[int, ...], Type, int]] = {}
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    relative: dict[str, tuple[tuple[int, ...], GGMLType, int]] = {}
     for i in range(count):
         name = cursor.name(f"the name of tensor {i}")
         if name in relative:
@@ -235,7 +235,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Info]:
         if start + offset + nbytes > cursor.size:
             beyond = start + offset + nbytes - cursor.size
             raise cursor.fail(f"tensor {name} ends {beyond} bytes past the end", "copy or download the file again")
-        result[name] = Info(cursor.path, shape, kind, start + offset, nbytes)
+        result[name] = TensorInfo(cursor.path, shape, kind, start + offset, nbytes)
     in_order = sorted(result.items(), key=lambda item: item[1].offset)
     for (before, first), (name, second) in zip(in_order, in_order[1:], strict=False):
         if first.offset + first.nbytes > second.offset:
@@ -243,16 +243,16 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Info]:
     return result
 
 
-def _tensor(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Type, int]:
+def _tensor(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], GGMLType, int]:
     what = f"tensor {name}"
     rank = cursor.u32(what)
     if not 1 <= rank <= 4:
         raise cursor.fail(f"{what} has {rank} dimensions, 1 to 4 are possible")
     shape = tuple(cursor.u64(what) for _ in range(rank))[::-1]
     number = cursor.u32(what)
-    kind = TYPES.get(number)
+    kind = GGML_TYPES.get(number)
     if kind is None:
-        known = ", ".join(kind.name for kind in TYPES.values())
+        known = ", ".join(kind.name for kind in GGML_TYPES.values())
         raise cursor.fail(f"{what} is of type {number}, which can't be read", f"one of {known}")
     if min(shape) < 1 or max(shape) >= 2**31 or shape[-1] % kind.block:
         needed = f", rows of {kind.name} are multiples of {kind.block}" if kind.block > 1 else ""
@@ -261,7 +261,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Type, int]:
 
 
 @contextmanager
-def mapped(info: Info) -> Iterator[np.ndarray]:
+def mmap_tensor(info: TensorInfo) -> Iterator[np.ndarray]:
     """The bytes of a tensor as uint8 `[rows, bytes of a row]`, mapped and not read; gone at the end of the block."""
     rows = math.prod(info.shape[:-1])
     with os_errors_as(CheckpointError, "read", info.path):

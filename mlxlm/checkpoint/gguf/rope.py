@@ -60,7 +60,7 @@ def _bounds(factors: np.ndarray, factor: float, turns: np.ndarray) -> tuple[floa
     return -start / slope, (1 - start) / slope
 
 
-def longrope_attention(original: int, longest: int) -> float:
+def longrope_attention_factor(original: int, longest: int) -> float:
     """What "longrope" multiplies rotated queries and keys with where a configuration doesn't say
     (transformers, modeling_rope_utils.py)."""
     grown = longest / original

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.parallel import in_order
-from mlxlm.checkpoint.gguf.reader import Info, mapped
-from mlxlm.checkpoint.lazy_tensor import Tensor
+from mlxlm.checkpoint.gguf.parallel import parallel_map
+from mlxlm.checkpoint.gguf.reader import TensorInfo, mmap_tensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.errors import CheckpointError
 
 _PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
@@ -18,40 +18,40 @@ _LARGEST_F16 = 65504
 _CHUNK = 1 << 18  # weights at a time: 4 MB in float32, and as much again for each temporary of `gguf.quants`
 
 
-def tensor_of(info: Info) -> Tensor:
+def read_tensor(info: TensorInfo) -> LazyTensor:
     """A described tensor: float types as they are, the others dequantized to float32 when they are read."""
     kind = info.type.name
     if kind not in _PLAIN:
-        return Tensor(info.shape, mx.float32, kind, info.nbytes, lambda: _dequantized(info))
+        return LazyTensor(info.shape, mx.float32, kind, info.nbytes, lambda: _dequantized(info))
     stored, dtype = _PLAIN[kind]
 
     def read() -> mx.array:
-        with mapped(info) as rows:
+        with mmap_tensor(info) as rows:
             value = mx.array(rows.view(stored).reshape(info.shape))
         return value.view(dtype)
 
-    return Tensor(info.shape, dtype, kind, info.nbytes, read)
+    return LazyTensor(info.shape, dtype, kind, info.nbytes, read)
 
 
-def _dequantized(info: Info) -> mx.array:
+def _dequantized(info: TensorInfo) -> mx.array:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     kind = GGMLQuantizationType[info.type.name]
     result = np.empty(info.shape, np.float32)
     flat = result.reshape(-1, info.shape[-1])
-    with mapped(info) as rows:
+    with mmap_tensor(info) as rows:
 
         def fill(part: slice) -> None:
             with np.errstate(all="ignore"):  # hostile bytes can be scales that overflow
                 flat[part] = dequantize(rows[part], kind)
 
-        for _ in in_order(fill, _parts(*flat.shape)):
+        for _ in parallel_map(fill, _parts(*flat.shape)):
             pass
     return mx.array(result)
 
 
-def encoded(name: str, tensor: Tensor, kind: str) -> Iterator[bytes | memoryview]:
+def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | memoryview]:
     """The bytes of a tensor in the type `kind`, a few rows at a time.
 
     Raises CheckpointError, naming the tensor, if a value is NaN or infinite, or too large for float16.
@@ -77,7 +77,7 @@ def encoded(name: str, tensor: Tensor, kind: str) -> Iterator[bytes | memoryview
         from gguf.quants import quantize
 
         ggml = GGMLQuantizationType[kind]
-        yield from in_order(lambda chunk: quantize(chunk, ggml).data, checked)
+        yield from parallel_map(lambda chunk: quantize(chunk, ggml).data, checked)
 
 
 def _checked(name: str, chunk: mx.array, kind: str) -> np.ndarray:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import AddedToken, decoders, models, processors
 
-from mlxlm.checkpoint.gguf.config_from_gguf import Keys
-from mlxlm.checkpoint.gguf.pre_tokenizers import PRES
+from mlxlm.checkpoint.gguf.config_from_gguf import MetadataReader
+from mlxlm.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mlxlm.checkpoint.gguf.reader import Array
 from mlxlm.tokenizer import Tokenizer, sentencepiece
-from mlxlm.tokenizer.sentencepiece import CONTROL, LONGEST, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
-from mlxlm.tokenizer.tokenizer import around_text
+from mlxlm.tokenizer.sentencepiece import CONTROL, MAX_PIECE_LENGTH, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
+from mlxlm.tokenizer.tokenizer import bos_eos_processor
 from mlxlm.utils.errors import TokenizerError
 
 _ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "pad": None, "unk": 0}  # where a file doesn't say, as in llama.cpp
 
 
-def tokenizer_of(keys: Keys) -> Tokenizer:
+def read_tokenizer(keys: MetadataReader) -> Tokenizer:
     """The tokenizer of an opened file. Raises TokenizerError naming the file and the key, also for the kinds
     that aren't rebuilt: all but SentencePiece BPE ("llama") and byte-level BPE ("gpt2")."""
     kind = keys.text("tokenizer.ggml.model", "none")
@@ -34,9 +34,9 @@ def tokenizer_of(keys: Keys) -> Tokenizer:
     return build(keys, tokens, types)
 
 
-def _from_merges(keys: Keys, tokens: list[str], types: list[int]) -> Tokenizer:
+def _from_merges(keys: MetadataReader, tokens: list[str], types: list[int]) -> Tokenizer:
     name = keys.text("tokenizer.ggml.pre", "")
-    pre = PRES.get(name)
+    pre = PRE_TOKENIZERS.get(name)
     if pre is None:
         what = f"tokenizer.ggml.pre is {name!r}, which isn't known here" if name else "there is no tokenizer.ggml.pre"
         raise _error(keys, f"{what}, and without it the ids would be wrong", "the model's tokenizer.json")
@@ -60,12 +60,14 @@ def _from_merges(keys: Keys, tokens: list[str], types: list[int]) -> Tokenizer:
     runtime.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     _add_user_defined(runtime, tokens, types)
     names = _names(keys, tokens, dict.fromkeys(_ROLES))
-    bos, eos = _around(keys, names, pre.adds_bos)
-    runtime.post_processor = around_text(runtime, bos, eos) if bos or eos else processors.ByteLevel(trim_offsets=False)
+    bos, eos = _around(keys, names, pre.add_bos)
+    runtime.post_processor = (
+        bos_eos_processor(runtime, bos, eos) if bos or eos else processors.ByteLevel(trim_offsets=False)
+    )
     return Tokenizer(runtime, names, chat_template=_chat_template(keys))
 
 
-def _from_pieces(keys: Keys, tokens: list[str], types: list[int]) -> Tokenizer:
+def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> Tokenizer:
     from sentencepiece import sentencepiece_model_pb2
 
     scores = _numbers(keys, "tokenizer.ggml.scores", len(tokens), None)
@@ -75,8 +77,8 @@ def _from_pieces(keys: Keys, tokens: list[str], types: list[int]) -> Tokenizer:
     spaced = {i for i, kind in enumerate(types) if kind == USER_DEFINED and SPACE in tokens[i]}
     types = [NORMAL if i in spaced else kind for i, kind in enumerate(types)]
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        if kind == NORMAL and len(token) > LONGEST:
-            raise _error(keys, f"tokenizer.ggml.tokens has a token of more than {LONGEST} characters")
+        if kind == NORMAL and len(token) > MAX_PIECE_LENGTH:
+            raise _error(keys, f"tokenizer.ggml.tokens has a token of more than {MAX_PIECE_LENGTH} characters")
         if not NORMAL <= kind <= sentencepiece.BYTE or score != score:
             raise _error(keys, f"tokenizer.ggml: token {token[:40]!r} has type {kind} and score {score}")
         model.pieces.add(piece=token, score=score, type=kind)
@@ -104,7 +106,7 @@ def _add_user_defined(runtime: tokenizers.Tokenizer, tokens: list[str], types: l
     runtime.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
 
 
-def _names(keys: Keys, tokens: list[str], usual: dict[str, int | None]) -> dict[str, str | None]:
+def _names(keys: MetadataReader, tokens: list[str], usual: dict[str, int | None]) -> dict[str, str | None]:
     names: dict[str, str | None] = {}
     rows = keys.header.metadata["tokenizer.ggml.tokens"].count  # those without a token among them
     for role, stored in _ROLES.items():
@@ -117,25 +119,25 @@ def _names(keys: Keys, tokens: list[str], usual: dict[str, int | None]) -> dict[
     return names
 
 
-def _around(keys: Keys, names: dict[str, str | None], adds_bos: bool) -> tuple[str | None, str | None]:
+def _around(keys: MetadataReader, names: dict[str, str | None], add_bos: bool) -> tuple[str | None, str | None]:
     """What is put in front of a text and at its end."""
-    bos = keys.flag("tokenizer.ggml.add_bos_token", adds_bos)
+    bos = keys.flag("tokenizer.ggml.add_bos_token", add_bos)
     eos = keys.flag("tokenizer.ggml.add_eos_token", False)
     return names["bos"] if bos else None, names["eos"] if eos else None
 
 
-def _chat_template(keys: Keys) -> str | None:
+def _chat_template(keys: MetadataReader) -> str | None:
     return keys.text("tokenizer.chat_template", "") or None
 
 
-def _strings(keys: Keys, key: str) -> list[str]:
+def _strings(keys: MetadataReader, key: str) -> list[str]:
     value = keys.header.metadata.get(key)
     if not isinstance(value, Array) or not value.holds_strings or not value.count:
         raise _error(keys, f"{key} must be a list of strings")
     return value.read()
 
 
-def _numbers(keys: Keys, key: str, count: int, default: int | None) -> list:
+def _numbers(keys: MetadataReader, key: str, count: int, default: int | None) -> list:
     value = keys.header.metadata.get(key)
     if value is None and default is not None:
         return [default] * count
@@ -144,5 +146,5 @@ def _numbers(keys: Keys, key: str, count: int, default: int | None) -> list:
     return value.read()[:count]
 
 
-def _error(keys: Keys, message: str, hint: str | None = None) -> TokenizerError:
+def _error(keys: MetadataReader, message: str, hint: str | None = None) -> TokenizerError:
     return TokenizerError(f"{keys.header.path}: {message}", hint)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.checkpoint.gguf.config_to_gguf import ARRAY, BOOL, FLOAT, INT, STRING
-from mlxlm.checkpoint.gguf.pre_tokenizers import pre_of
+from mlxlm.checkpoint.gguf.pre_tokenizers import find_pre_tokenizer
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.sentencepiece import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
@@ -36,9 +36,9 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, config: ModelConfig) -> tupl
         counts = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise TokenizerError(counts, "a folder as output, or the tokenizer files that belong to these weights")
     model = json.loads(tokenizer.to_json())
-    build = {"byte-level": _byte_level, "sentencepiece": _sentencepiece}.get(tokenizer.kind)
+    build = {"byte-level": _byte_level, "sentencepiece": _sentencepiece}.get(tokenizer.tokenizer_type)
     if build is None:
-        kind = tokenizer.kind
+        kind = tokenizer.tokenizer_type
         raise TokenizerError(f"llama.cpp has no tokenizer of the kind {kind!r}", "byte-level or SentencePiece BPE")
     own, pieces, notes = build(tokenizer, model)
     stripped = [t["content"] for t in model["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]
@@ -51,7 +51,7 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, config: ModelConfig) -> tupl
     check_unicode(tokenizer.chat_template or "")
     return {
         **own,
-        **_lists(model, pieces, config.vocab_size, scored=tokenizer.kind == "sentencepiece"),
+        **_lists(model, pieces, config.vocab_size, scored=tokenizer.tokenizer_type == "sentencepiece"),
         **_ids(tokenizer, config),
         "tokenizer.ggml.add_bos_token": (BOOL, bos),
         "tokenizer.ggml.add_eos_token": (BOOL, eos),
@@ -68,7 +68,7 @@ def _byte_level(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Metadat
     merges = _merges(bpe)
     if any(" " in part for merge in merges for part in merge):
         raise TokenizerError("a merge of this tokenizer has a space in it, which llama.cpp's list of merges can't hold")
-    pre, notes = pre_of(model)
+    pre, notes = find_pre_tokenizer(model)
     own = {
         "tokenizer.ggml.model": (STRING, "gpt2"),
         "tokenizer.ggml.pre": (STRING, pre),
@@ -82,7 +82,7 @@ def _sentencepiece(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Meta
     cuts = model.get("pre_tokenizer") or {"type": None}
     if cuts["type"] not in (None, "Metaspace", "Split"):
         raise TokenizerError(f"llama.cpp has no SentencePiece tokenizer with a pre_tokenizer {cuts['type']!r}")
-    if cuts["type"] == "Metaspace" and tokenizer.adds_first_space:
+    if cuts["type"] == "Metaspace" and tokenizer.adds_dummy_prefix:
         notes.append("llama.cpp puts a space before each text, this tokenizer only before one that begins with none")
     if tokenizer.sentencepiece_model is None:
         pieces = _pieces(model)
@@ -100,7 +100,7 @@ def _sentencepiece(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Meta
     own = {
         "tokenizer.ggml.model": (STRING, "llama"),
         "tokenizer.ggml.pre": (STRING, "default"),
-        "tokenizer.ggml.add_space_prefix": (BOOL, tokenizer.adds_first_space),
+        "tokenizer.ggml.add_space_prefix": (BOOL, tokenizer.adds_dummy_prefix),
         "tokenizer.ggml.remove_extra_whitespaces": (BOOL, extra_spaces),
     }
     return own, pieces, notes

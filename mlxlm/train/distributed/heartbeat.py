@@ -18,25 +18,25 @@ from typing import Any
 
 from mlxlm.utils.errors import TrainingError
 
-BEAT = 1.0  # seconds between two signs of life
+HEARTBEAT_INTERVAL = 1.0  # seconds between two signs of life
 _LONGEST = 1 << 24  # bytes of a message: a configuration has thousands
 _BYE = "bye"
 
 
-class RankLost(TrainingError):
+class RankLostError(TrainingError):
     """A process of this run has ended, hangs, or can't be reached any more."""
 
 
 class _Link:
     """A connection to one other process."""
 
-    def __init__(self, connection: socket.socket, rank: int, patience: float):
+    def __init__(self, connection: socket.socket, rank: int, heartbeat_timeout: float):
         self.socket, self.rank = connection, rank
         self.heard = time.monotonic()
         self.done = False  # it has said that it leaves
         self._rest = b""
         self._lock = threading.Lock()
-        connection.settimeout(patience)
+        connection.settimeout(heartbeat_timeout)
 
     def send(self, message: Any) -> None:
         """Raises OSError."""
@@ -56,28 +56,28 @@ class _Link:
         return [json.loads(line) for line in lines]
 
 
-class Pulse:
+class Heartbeat:
     """Watches the links of this process, carries what rank 0 has to say to all, and the facts of each to all.
 
     links: connected sockets and the rank at the other end of each; together those of all processes connect them all.
-    patience: seconds of silence after which a process is held to be lost.
-    facts: asked each second, from the pulse's thread, for what the others should know of this process.
-    on_lost: called with what happened, again each second until `leave`.
+    heartbeat_timeout: seconds of silence after which a process is held to be lost.
+    status: asked each second, from the pulse's thread, for what the others should know of this process.
+    on_lost: called with what happened, again each second until `disconnect`.
     """
 
     def __init__(
         self,
         rank: int,
         links: list[tuple[socket.socket, int]],
-        patience: float,
-        facts: Callable[[], dict[str, Any]],
+        heartbeat_timeout: float,
+        status: Callable[[], dict[str, Any]],
         on_lost: Callable[[str], None],
     ):
-        self.rank, self.patience = rank, patience
-        self.told: dict[int, dict[str, Any]] = {}  # the facts of the others
-        self._facts, self._beats = facts, 0
+        self.rank, self.heartbeat_timeout = rank, heartbeat_timeout
+        self.peer_status: dict[int, dict[str, Any]] = {}  # the facts of the others
+        self._facts, self._beats = status, 0
         self._heard: dict[int, int] = {}
-        self._links = [_Link(connection, other, patience) for connection, other in links]
+        self._links = [_Link(connection, other, heartbeat_timeout) for connection, other in links]
         self._on_lost = on_lost
         self._changed = threading.Condition()
         self._problem: str | None = None
@@ -88,17 +88,17 @@ class Pulse:
         self._thread = threading.Thread(target=self._run, name="mlxlm pulse", daemon=True)
         self._thread.start()
 
-    def say(self, value: Any) -> None:
+    def publish(self, value: Any) -> None:
         """From rank 0 to all: a JSON value."""
         self._newest += 1
         self._send({"number": self._newest, "value": value})
 
-    def hear(self) -> Any:
+    def next_message(self) -> Any:
         """The next value that rank 0 says to all. Waits without using a core. Raises RankLost."""
         with self._changed:
             self._changed.wait_for(lambda: self._taken + 1 in self._said or self._problem)
             if self._taken + 1 not in self._said:
-                raise RankLost(self._problem)
+                raise RankLostError(self._problem)
             self._taken += 1
             return self._said.pop(self._taken)
 
@@ -108,10 +108,10 @@ class Pulse:
             self._changed.wait_for(lambda: self._problem, wait)
             return self._problem
 
-    def leave(self, orderly: bool) -> None:
+    def disconnect(self, graceful: bool) -> None:
         """The end: the others are told, or find the line cut."""
         self._left = True
-        if orderly:
+        if graceful:
             self._send(_BYE)
         self._waker.close()
         self._thread.join()
@@ -125,13 +125,13 @@ class Pulse:
             self._lose(f"rank {self.rank} can't watch the others ({type(error).__name__}: {error})")
 
     def _watch(self) -> None:
-        beat = min(BEAT, self.patience / 4)
+        beat = min(HEARTBEAT_INTERVAL, self.heartbeat_timeout / 4)
         spoken = 0.0
         while not self._left:
             if time.monotonic() - spoken >= beat:
                 spoken = time.monotonic()
                 self._beats += 1
-                self._send({"from": self.rank, "beat": self._beats, "facts": self._facts()})
+                self._send({"from": self.rank, "beat": self._beats, "status": self._facts()})
                 if self._problem is not None:
                     self._on_lost(self._problem)
             open_links = [link for link in self._links if not link.done]
@@ -139,9 +139,9 @@ class Pulse:
             for link in open_links:
                 if link.socket in ready:
                     self._read(link)
-                elif time.monotonic() - link.heard > self.patience:
+                elif time.monotonic() - link.heard > self.heartbeat_timeout:
                     link.done = True
-                    self._lose(f"rank {link.rank} has not been heard of for {self.patience:g} seconds")
+                    self._lose(f"rank {link.rank} has not been heard of for {self.heartbeat_timeout:g} seconds")
 
     def _read(self, link: _Link) -> None:
         try:
@@ -158,7 +158,7 @@ class Pulse:
             elif "beat" in message:
                 if message["from"] != self.rank and message["beat"] > self._heard.get(message["from"], 0):
                     self._heard[message["from"]] = message["beat"]
-                    self.told[message["from"]] = message["facts"]
+                    self.peer_status[message["from"]] = message["status"]
                     self._send(message, source=link)
             elif message["number"] > self._newest:
                 self._send(message, source=link)
@@ -197,35 +197,35 @@ def listen(address: str, peers: int) -> socket.socket:
     return socket.create_server((address, 0), backlog=max(1, peers))
 
 
-def token() -> str:
+def make_secret() -> str:
     """What those who belong to this run know."""
     return secrets.token_hex(16)
 
 
-def connect(address: tuple[str, int], secret: str, rank: int, patience: float) -> socket.socket:
+def connect(address: tuple[str, int], secret: str, rank: int, heartbeat_timeout: float) -> socket.socket:
     """A link to the process that listens at `address`. Raises RankLost."""
     try:
-        connection = _prompt(socket.create_connection(address, patience))
+        connection = _prompt(socket.create_connection(address, heartbeat_timeout))
         connection.sendall(f"{secret} {rank}\n".encode())
     except OSError as error:
-        raise RankLost(
+        raise RankLostError(
             f"rank {rank} can't connect to {address[0]} port {address[1]}: {error.strerror or error}",
             "a firewall that lets the machines of the run reach each other",
         ) from None
     return connection
 
 
-def accept(server: socket.socket, secret: str, peers: int, patience: float) -> list[tuple[socket.socket, int]]:
+def accept(server: socket.socket, secret: str, peers: int, heartbeat_timeout: float) -> list[tuple[socket.socket, int]]:
     """Links from the `peers` processes that connect; whoever doesn't know `secret` is turned away. Raises RankLost."""
     links: list[tuple[socket.socket, int]] = []
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + heartbeat_timeout
     while len(links) < peers:
         server.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             connection, _ = server.accept()
         except OSError:
-            raise RankLost(
-                f"{peers - len(links)} processes of the run did not connect within {patience:g} seconds",
+            raise RankLostError(
+                f"{peers - len(links)} processes of the run did not connect within {heartbeat_timeout:g} seconds",
                 "a firewall that lets the machines of the run reach each other",
             ) from None
         words = _line(connection, min(1.0, deadline - time.monotonic())).decode("ascii", "replace").split()

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from mlxlm import __version__
-from mlxlm.backend.mlx import compute, mx, tree_flatten, tree_unflatten
+from mlxlm.backend.mlx import eval_arrays, mx, tree_flatten, tree_unflatten
 from mlxlm.train.distributed import heartbeat
-from mlxlm.train.distributed.heartbeat import Pulse, RankLost
+from mlxlm.train.distributed.heartbeat import Heartbeat, RankLostError
 from mlxlm.utils import bounded_reads
 from mlxlm.utils.errors import MlxlmError, PlatformError
 
-PATIENCE = 20.0  # seconds of silence: longer than a machine that swaps is away
+HEARTBEAT_TIMEOUT = 20.0  # seconds of silence: longer than a machine that swaps is away
 _MEETING = 120.0  # seconds in which all ranks have to come: Python and MLX start slowly from a network drive
 _STUCK = 10.0  # seconds in which a collective that was cut off has to fail
 _POLL = 0.2  # seconds between two looks at what the others have told
@@ -36,7 +36,7 @@ _MESSAGE = 1 << 25  # bytes that are summed at a time, as MLX's average_gradient
 _CARD = 256  # bytes in which a rank introduces itself
 
 
-def launched() -> str | None:
+def detect_backend() -> str | None:
     """The MLX backend for which this process was started as one of several, by its environment; None: it is alone.
 
     Raises PlatformError for a hostfile that can't be read.
@@ -55,14 +55,14 @@ def launched() -> str | None:
     return None
 
 
-class Ranks:
+class ProcessGroup:
     """This process and the others that train with it.
 
     rank: its number, from 0. size: how many there are.
-    facts: gives what the others should know of this process; asked each second, from another thread.
-    rescue: what makes the error that is shown, from the loss of a rank; a loop puts here what saves its state first.
+    status: gives what the others should know of this process; asked each second, from another thread.
+    on_rank_lost: what makes the error that is shown, from the loss of a rank; a loop puts here what saves its state first.
 
-    A context. Rank 0 that leaves it ends the run for all, whatever the reason: `share` gives None on the others. Where
+    A context. Rank 0 that leaves it ends the run for all, whatever the reason: `broadcast_object` gives None on the others. Where
     another rank leaves it by an error, it is lost for the others.
     """
 
@@ -71,51 +71,51 @@ class Ranks:
         rank: int = 0,
         size: int = 1,
         group: Any = None,
-        when_stuck: Callable[[MlxlmError], None] = lambda _error: None,
+        on_hang: Callable[[MlxlmError], None] = lambda _error: None,
     ):
         self.rank, self.size = rank, size
-        self.facts: Callable[[], dict[str, Any]] = dict
-        self.rescue: Callable[[RankLost], MlxlmError] = lambda lost: lost
-        self._group, self._when_stuck = group, when_stuck
-        self._pulse: Pulse | None = None
+        self.status: Callable[[], dict[str, Any]] = dict
+        self.on_rank_lost: Callable[[RankLostError], MlxlmError] = lambda lost: lost
+        self._group, self._when_stuck = group, on_hang
+        self._pulse: Heartbeat | None = None
         self._sockets: set[int] = set()
         self._inside: float | None = None  # when the collective that this process waits in began
         self._cut: float | None = None
 
     @classmethod
-    def alone(cls) -> Ranks:
+    def single_process(cls) -> ProcessGroup:
         """One process: every sum is its own. Costs nothing."""
         return cls()
 
     @classmethod
-    def join(cls, when_stuck: Callable[[MlxlmError], None], patience: float = PATIENCE) -> Ranks:
-        """Meet the others that `mlx.launch` or `mpirun` has started; `alone()` where there are none.
+    def join(cls, on_hang: Callable[[MlxlmError], None], heartbeat_timeout: float = HEARTBEAT_TIMEOUT) -> ProcessGroup:
+        """Meet the others that `mlx.launch` or `mpirun` has started; `single_process()` where there are none.
 
-        patience: seconds of silence after which a rank is held to be lost.
-        when_stuck: called from another thread where MLX waits for ever for a rank that is lost and can't be
+        heartbeat_timeout: seconds of silence after which a rank is held to be lost.
+        on_hang: called from another thread where MLX waits for ever for a rank that is lost and can't be
             interrupted: it should show the error and end the process. With the ring that doesn't happen after the
             meeting, since cutting its connections makes it fail.
 
         Raises PlatformError if the processes can't meet or have other versions of mlxlm or MLX, RankLost if they
         can't reach each other.
         """
-        backend = launched()
+        backend = detect_backend()
         if backend is None:
-            return cls.alone()
+            return cls.single_process()
         late = PlatformError(
             f"the other processes of the run have not come within {_MEETING:g} seconds",
             "looking at their messages; a firewall that lets the machines reach each other",
         )
-        timer = threading.Timer(_MEETING, when_stuck, [late])
+        timer = threading.Timer(_MEETING, on_hang, [late])
         timer.daemon = True
         timer.start()
         before = _open_sockets()
         try:
             group = mx.distributed.init(strict=True, backend=backend)
-            ranks = cls(group.rank(), group.size(), group, when_stuck)
-            ranks._sockets = _open_sockets() - before
-            if ranks.size > 1:
-                ranks._meet(backend, patience)
+            process_group = cls(group.rank(), group.size(), group, on_hang)
+            process_group._sockets = _open_sockets() - before
+            if process_group.size > 1:
+                process_group._meet(backend, heartbeat_timeout)
         except RuntimeError as error:
             raise PlatformError(
                 f"MLX's {backend} backend can't connect the processes of the run: {error}",
@@ -123,23 +123,23 @@ class Ranks:
             ) from None
         finally:
             timer.cancel()
-        return ranks
+        return process_group
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _where: TracebackType | None) -> None:
         if self._pulse is not None:
             if self.rank == 0:
-                self._pulse.say(None)
-            self._pulse.leave(orderly=self.rank == 0 or kind is None)
+                self._pulse.publish(None)
+            self._pulse.disconnect(graceful=self.rank == 0 or kind is None)
 
     @property
-    def writes(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this rank writes files and speaks: rank 0."""
         return self.rank == 0
 
-    def share_of(self, count: int) -> int:
+    def batches_per_process(self, count: int) -> int:
         """How many of a step's `count` batches each rank takes. Raises PlatformError where they can't take the same."""
         if count % self.size:
             fitting = [n for n in range(1, count + 1) if count % n == 0]
@@ -149,7 +149,7 @@ class Ranks:
             )
         return count // self.size
 
-    def summed(self, tree: Any) -> Any:
+    def all_reduce(self, tree: Any) -> Any:
         """The sums over all ranks of a tree of arrays, the same to the bit on each rank; evaluated if there are others.
 
         Arrays travel together, in messages of about 32 MB. Nothing else is changed where a rank is lost meanwhile:
@@ -157,14 +157,14 @@ class Ranks:
         """
         if self.size == 1:
             return tree
-        compute(tree)
+        eval_arrays(tree)
         return self._exchanged(tree, lambda x: x)
 
     def broadcast(self, tree: Any) -> Any:
         """Rank 0's arrays on every rank, to the bit. The trees have the same names, shapes and types."""
         if self.size == 1:
             return tree
-        compute(tree)
+        eval_arrays(tree)
 
         def bits(array: mx.array) -> mx.array:
             own = array.view(mx.uint8)
@@ -172,25 +172,25 @@ class Ranks:
 
         return self._exchanged(tree, bits)
 
-    def share(self, value: Any = None) -> Any:
+    def broadcast_object(self, value: Any = None) -> Any:
         """Rank 0's `value`, of JSON's types, on every rank: the others wait for it, using no core. Raises RankLost."""
         if self._pulse is None:
             return value
         if self.rank == 0:
-            self._pulse.say(value)
+            self._pulse.publish(value)
             return value
-        return self._pulse.hear()
+        return self._pulse.next_message()
 
-    def told(self, name: str) -> list[Any]:
+    def peer_status(self, name: str) -> list[Any]:
         """The fact `name` of each of the other ranks that has told it, at most some seconds old."""
-        others = self._pulse.told.values() if self._pulse is not None else ()
-        return [facts[name] for facts in list(others) if name in facts]
+        others = self._pulse.peer_status.values() if self._pulse is not None else ()
+        return [status[name] for status in list(others) if name in status]
 
-    def told_by_all(self, name: str) -> list[Any]:
+    def wait_for_peer_status(self, name: str) -> list[Any]:
         """The fact `name` of each of the other ranks, once all have told it. Raises RankLost."""
-        while len(found := self.told(name)) < self.size - 1:
+        while len(found := self.peer_status(name)) < self.size - 1:
             if problem := self._pulse.problem(wait=_POLL):
-                raise RankLost(problem)
+                raise RankLostError(problem)
         return found
 
     def _exchanged(self, tree: Any, prepared: Callable[[mx.array], mx.array]) -> Any:
@@ -216,7 +216,7 @@ class Ranks:
     def _together(self) -> Iterator[None]:
         """Around what waits for all ranks: turns MLX's failure into RankLost, and lets `_lost` end it."""
         if problem := self._pulse.problem():
-            raise RankLost(problem)
+            raise RankLostError(problem)
         self._inside = time.monotonic()
         try:
             yield
@@ -224,7 +224,7 @@ class Ranks:
             problem = self._pulse.problem(wait=2.0)
             if problem is None and "connection" not in str(error):
                 raise
-            raise RankLost(problem or f"the connection to another process was lost ({error})") from None
+            raise RankLostError(problem or f"the connection to another process was lost ({error})") from None
         finally:
             self._inside = None
 
@@ -238,9 +238,9 @@ class Ranks:
                 with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
         elif time.monotonic() - max(self._cut, self._inside) > _STUCK:
-            self._when_stuck(self.rescue(RankLost(problem)))
+            self._when_stuck(self.on_rank_lost(RankLostError(problem)))
 
-    def _meet(self, backend: str, patience: float) -> None:
+    def _meet(self, backend: str, heartbeat_timeout: float) -> None:
         """Set up the pulse: along the ring, whose neighbours are sure to reach each other, else from all to rank 0."""
         ring = backend == "ring" and self.size > 2
         peers = 1 if ring else self.size - 1 if self.rank == 0 else 0
@@ -254,7 +254,7 @@ class Ranks:
                 raise PlatformError(f"rank {self.rank} can't listen on {address}: {error.strerror}") from None
             card |= {"address": address, "port": server.getsockname()[1]}
         if self.rank == 0:
-            card["secret"] = heartbeat.token()
+            card["secret"] = heartbeat.make_secret()
         cards = self._gather(card)
         for other, theirs in enumerate(cards):
             for name in ("mlxlm", "mlx"):
@@ -265,11 +265,11 @@ class Ranks:
         target = (self.rank + 1) % self.size if ring else None if self.rank == 0 else 0
         if target is not None:
             where = (cards[target]["address"], cards[target]["port"])
-            links.append((heartbeat.connect(where, secret, self.rank, patience), target))
+            links.append((heartbeat.connect(where, secret, self.rank, heartbeat_timeout), target))
         if server is not None:
             with server:
-                links += heartbeat.accept(server, secret, peers, patience)
-        self._pulse = Pulse(self.rank, links, patience, lambda: self.facts(), self._lost)
+                links += heartbeat.accept(server, secret, peers, heartbeat_timeout)
+        self._pulse = Heartbeat(self.rank, links, heartbeat_timeout, lambda: self.status(), self._lost)
 
     def _gather(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         row = json.dumps(card).encode().ljust(_CARD)

@@ -9,23 +9,23 @@ from itertools import count
 from typing import Any
 
 from mlxlm.backend import platform
-from mlxlm.backend.mlx import compute, mx
-from mlxlm.checkpoint.locations import step_of
-from mlxlm.data import read_ahead
+from mlxlm.backend.mlx import eval_arrays, mx
+from mlxlm.checkpoint.locations import checkpoint_step
+from mlxlm.data import prefetch
 from mlxlm.model import Decoder
 from mlxlm.train.data_check import DataCheck
-from mlxlm.train.distributed.heartbeat import RankLost
-from mlxlm.train.distributed.process_group import Ranks
+from mlxlm.train.distributed.heartbeat import RankLostError
+from mlxlm.train.distributed.process_group import ProcessGroup
 from mlxlm.train.run import Run
-from mlxlm.train.spike_detector import SpikeGuard
+from mlxlm.train.spike_detector import SpikeDetector
 from mlxlm.train.step import TrainStep
-from mlxlm.train.step_batches import Feed
+from mlxlm.train.step_batches import StepBatches
 from mlxlm.utils.errors import DataError, MlxlmError
 
 _LOOK_EVERY = 10.0  # seconds: a charger or a fan takes longer to make a difference
 
 
-def follow(ranks: Ranks, should_stop: Callable[[], bool] = lambda: False) -> None:
+def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Take part in the run that rank 0 trains with `train(..., ranks=ranks)`, until that ends.
 
     Waits, however long rank 0 prepares. The weights come from rank 0; the data must be at the same path. What
@@ -34,73 +34,75 @@ def follow(ranks: Ranks, should_stop: Callable[[], bool] = lambda: False) -> Non
     Raises DataError if the data is not here or differs, RankLost if a rank is lost. Where that is rank 0, rank 1 saves
     the run, if its folder can be reached.
     """
-    ranks.facts = facts = _Facts(should_stop)
-    announcement = ranks.share()
-    if announcement is None:  # it ended before it began
+    process_group.status = status = _Facts(should_stop)
+    worker_config = process_group.broadcast_object()
+    if worker_config is None:  # it ended before it began
         return
-    run = Run.announced(announcement)
-    _check_data(run, ranks.rank)
-    with closing(DataCheck(run.data, ranks)) as check:
-        facts.check = check
-        _follow(run, ranks, announcement, check)
+    run = Run.from_worker_config(worker_config)
+    _check_data(run, process_group.rank)
+    with closing(DataCheck(run.data, process_group)) as check:
+        status.check = check
+        _follow(run, process_group, worker_config, check)
 
 
-def _follow(run: Run, ranks: Ranks, announcement: dict[str, Any], check: DataCheck) -> None:
+def _follow(run: Run, process_group: ProcessGroup, worker_config: dict[str, Any], check: DataCheck) -> None:
     settings = run.settings
     model = Decoder(run.config, dropout=settings.dropout)
-    step = TrainStep(model, settings, ranks)
-    step.go_on_as(announcement["machine"])
-    feed = Feed(run, ranks)
-    share_state(step, ranks)
+    step = TrainStep(model, settings, process_group)
+    step.match_environment(worker_config["environment"])
+    step_batches = StepBatches(run, process_group)
+    broadcast_state(step, process_group)
     state, checked = None, False
 
-    def rescued(lost: RankLost) -> RankLost:
-        return _inherited(run, step, state, ranks, lost) if check.all_passed(checked) else lost
+    def rescued(lost: RankLostError) -> RankLostError:
+        return _inherited(run, step, state, process_group, lost) if check.all_passed(checked) else lost
 
-    ranks.rescue = rescued
+    process_group.on_rank_lost = rescued
     try:
-        with closing(read_ahead(feed.read, count(announcement["step"] + 1))) as read:
-            while (order := ranks.share()) is not None:
+        with closing(prefetch(step_batches.read, count(worker_config["step"] + 1))) as read:
+            while (order := process_group.broadcast_object()) is not None:
                 state, checked = order["state"], order["checked"]
                 loss, norm = step(next(read), order["rate"])
-                compute(loss, norm, step.state)
-                state = _after_step(state, settings.spike, loss.item(), norm.item())
-    except RankLost as lost:
-        raise ranks.rescue(lost) from None
+                eval_arrays(loss, norm, step.state)
+                state = _after_step(state, settings.spike_threshold, loss.item(), norm.item())
+    except RankLostError as lost:
+        raise process_group.on_rank_lost(lost) from None
 
 
-def share_state(step: TrainStep, ranks: Ranks) -> None:
+def broadcast_state(step: TrainStep, process_group: ProcessGroup) -> None:
     """Give all ranks the weights and the optimizer of rank 0, to the bit."""
-    if ranks.size == 1:
+    if process_group.size == 1:
         return
     weights, state = step.weights(), step.save_state()
-    received = ranks.broadcast([*weights.values(), *state.values()])
+    received = process_group.broadcast([*weights.values(), *state.values()])
     first, rest = received[: len(weights)], received[len(weights) :]
     step.load(dict(zip(weights, first, strict=True)), dict(zip(state, rest, strict=True)))
     mx.eval(step.state)
 
 
-def _after_step(state: dict[str, Any], spike: float, loss: float, norm: float) -> dict[str, Any] | None:
+def _after_step(state: dict[str, Any], spike_threshold: float, loss: float, norm: float) -> dict[str, Any] | None:
     """What a checkpoint says one step later; None after a step that went wrong."""
-    guard = SpikeGuard(spike, state["guard"])
-    if guard.problem(loss, norm):
+    spike_detector = SpikeDetector(spike_threshold, state["spike_detector"])
+    if spike_detector.problem(loss, norm):
         return None
-    changes = {"validation_loss": None, "healthy": guard.healthy, "guard": guard.state}
+    changes = {"validation_loss": None, "healthy": spike_detector.healthy, "spike_detector": spike_detector.state}
     return {**state, "step": state["step"] + 1, **changes}
 
 
-def _inherited(run: Run, step: TrainStep, state: dict[str, Any] | None, ranks: Ranks, lost: RankLost) -> RankLost:
+def _inherited(
+    run: Run, step: TrainStep, state: dict[str, Any] | None, process_group: ProcessGroup, lost: RankLostError
+) -> RankLostError:
     """What rank 1 has to say when a rank is lost. If that is rank 0, whose lock on the run is free then, and the run's
     folder is on this machine or a disk that both share, rank 1 saves in its place: all ranks have the same weights."""
-    if ranks.rank != 1 or not state or not run.path.is_dir():
+    if process_group.rank != 1 or not state or not run.path.is_dir():
         return lost
     try:
         with run.locked():
-            if state["step"] > max(map(step_of, run.checkpoints()), default=0):
+            if state["step"] > max(map(checkpoint_step, run.checkpoints()), default=0):
                 run.save(step, state)
     except MlxlmError:
         return lost
-    return RankLost(f"{lost.message}; step {state['step']} is saved", run.resume_command)
+    return RankLostError(f"{lost.message}; step {state['step']} is saved", run.resume_command)
 
 
 def _check_data(run: Run, rank: int) -> None:
@@ -121,6 +123,6 @@ class _Facts:
     def __call__(self) -> dict[str, Any]:
         if time.monotonic() - self._looked >= _LOOK_EVERY:
             self._looked = time.monotonic()
-            self._power = {"on_battery": platform.on_battery(), "heat": platform.heat()}
-        checked = self.check.facts() if self.check else {}
+            self._power = {"on_battery": platform.on_battery(), "thermal_state": platform.thermal_state()}
+        checked = self.check.status() if self.check else {}
         return {"stop": self._should_stop(), **self._power, **checked}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 
@@ -63,7 +63,7 @@ MODELS = {
 def random_model(name: str, tokenizer) -> Decoder:
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     decoder = Decoder(config_from_hf({**MODELS[name], **ids}))
-    decoder.initialize(0)
+    decoder.init_weights(0)
     rng = np.random.default_rng(1)
     weights = []
     for key, value in tree_flatten(decoder.parameters()):
@@ -76,4 +76,4 @@ def random_model(name: str, tokenizer) -> Decoder:
 
 
 def tensors_of(decoder: Decoder, dtype: mx.Dtype = mx.float32) -> dict:
-    return {name: of_array(value.astype(dtype)) for name, value in tree_flatten(decoder.parameters())}
+    return {name: lazy_tensor(value.astype(dtype)) for name, value in tree_flatten(decoder.parameters())}

@@ -27,7 +27,7 @@ def test_a_file_read_back_is_the_same_model(model, tensors, tiny_tokenizer, tmp_
     again = open_checkpoint(tmp_path / "m.gguf")
     assert not written.others
     assert again.config == model.config
-    assert again.values["model_type"] == model.config.model_type
+    assert again.hf_config["model_type"] == model.config.model_type
     assert set(again.tensors) == set(tensors)
     for name, tensor in again.tensors.items():
         value = tensor.read()
@@ -44,7 +44,7 @@ def test_folder_to_gguf_to_folder_keeps_every_bit(model, tiny_tokenizer, tmp_pat
     gguf.write(path, first.config, first.tensors, first.load_tokenizer(), "BF16")
     second = open_checkpoint(path)
     sixteen = {name: tensor.astype(mx.bfloat16) for name, tensor in second.tensors.items()}
-    huggingface.write(tmp_path / "b", second.values, second.config, sixteen, second.load_tokenizer())
+    huggingface.write(tmp_path / "b", second.hf_config, second.config, sixteen, second.load_tokenizer())
     before, after = load_weights(tmp_path / "a"), load_weights(tmp_path / "b")
     assert {name: bits(value) for name, value in before.items()} == {name: bits(value) for name, value in after.items()}
     for name in ("config.json", "tokenizer.json"):

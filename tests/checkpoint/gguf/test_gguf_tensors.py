@@ -8,24 +8,24 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.gguf.ggml_types import TYPES
+from mlxlm.checkpoint.gguf.ggml_types import GGML_TYPES
 from mlxlm.checkpoint.gguf.reader import read_header
-from mlxlm.checkpoint.gguf.tensors import _CHUNK, tensor_of
-from mlxlm.checkpoint.lazy_tensor import of_array
+from mlxlm.checkpoint.gguf.tensors import _CHUNK, read_tensor
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
 
 
 def test_types_are_ggmls():
-    for number, kind in TYPES.items():
+    for number, kind in GGML_TYPES.items():
         known = oracle.GGMLQuantizationType(number)
         assert (known.name, oracle.GGML_QUANT_SIZES[known]) == (kind.name, (kind.block, kind.bytes))
 
 
-@pytest.mark.parametrize("number", TYPES, ids=lambda number: TYPES[number].name)
+@pytest.mark.parametrize("number", GGML_TYPES, ids=lambda number: GGML_TYPES[number].name)
 def test_every_type_is_read_as_the_gguf_package_does(number, tmp_path):
-    kind, rng = TYPES[number], np.random.default_rng(number)
+    kind, rng = GGML_TYPES[number], np.random.default_rng(number)
     rows = 3 if number % 2 else _CHUNK // 512 + 3  # some in more than one part
     if kind.block == 1:
         values = rng.normal(size=(rows, 512)).astype(np.float32)
@@ -35,9 +35,9 @@ def test_every_type_is_read_as_the_gguf_package_does(number, tmp_path):
     writer = oracle.GGUFWriter(tmp_path / "m.gguf", "test")
     writer.add_tensor("x", stored, raw_dtype=oracle.GGMLQuantizationType(number))
     write_all(writer)
-    tensor = tensor_of(read_header(tmp_path / "m.gguf").tensors["x"])
+    tensor = read_tensor(read_header(tmp_path / "m.gguf").tensors["x"])
     value = tensor.read()
-    assert (tensor.shape, tensor.stored, tensor.nbytes) == ((rows, 512), kind.name, stored.nbytes)
+    assert (tensor.shape, tensor.stored_dtype, tensor.nbytes) == ((rows, 512), kind.name, stored.nbytes)
     assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype)
     with np.errstate(all="ignore"):
         expected = oracle.quants.dequantize(stored, oracle.GGMLQuantizationType(number))
@@ -51,7 +51,7 @@ def write_all(writer) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("kind", gguf.KINDS)
+@pytest.mark.parametrize("kind", gguf.OUTTYPES)
 def test_each_kind_is_what_the_gguf_package_makes(kind, tiny_tokenizer, tmp_path):
     model = random_model("gpt2", tiny_tokenizer)
     written = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, kind)
@@ -75,13 +75,13 @@ def test_rows_that_no_block_divides_stay_in_float16_and_are_listed(tiny_tokenize
     tensors = tensors_of(model)
     for i in range(config.num_hidden_layers):
         mlp = f"model.layers.{i}.mlp"
-        tensors |= {f"{mlp}.{name}_proj.weight": of_array(mx.ones((72, 64))) for name in ("gate", "up")}
-        tensors[f"{mlp}.down_proj.weight"] = of_array(mx.ones((64, 72)))
+        tensors |= {f"{mlp}.{name}_proj.weight": lazy_tensor(mx.ones((72, 64))) for name in ("gate", "up")}
+        tensors[f"{mlp}.down_proj.weight"] = lazy_tensor(mx.ones((64, 72)))
     written = gguf.write(tmp_path / "m.gguf", config, tensors, tiny_tokenizer, "Q8_0")
     assert written.others == {f"blk.{i}.ffn_down.weight": "F16" for i in range(config.num_hidden_layers)}
 
 
-@pytest.mark.parametrize("kind", gguf.KINDS)
+@pytest.mark.parametrize("kind", gguf.OUTTYPES)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_no_numbers_are_refused(kind, dtype, bad, tiny_tokenizer, tmp_path):
@@ -101,7 +101,7 @@ def test_weights_too_large_for_float16_are_refused(tiny_tokenizer, tmp_path):
 
 def test_quantized_weights_are_refused(tiny_tokenizer, tmp_path):
     model = random_model("llama", tiny_tokenizer)
-    tensors = {**tensors_of(model), "model.layers.0.mlp.up_proj.scales": of_array(mx.ones((64, 1)))}
+    tensors = {**tensors_of(model), "model.layers.0.mlp.up_proj.scales": lazy_tensor(mx.ones((64, 1)))}
     with pytest.raises(CheckpointError, match="quantized"):
         gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "F16")
 

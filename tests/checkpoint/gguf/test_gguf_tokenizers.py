@@ -10,10 +10,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.gguf.config_from_gguf import Keys
-from mlxlm.checkpoint.gguf.pre_tokenizers import PRES, pre_of
+from mlxlm.checkpoint.gguf.config_from_gguf import MetadataReader
+from mlxlm.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from mlxlm.checkpoint.gguf.reader import read_header
-from mlxlm.checkpoint.gguf.tokenizer_from_gguf import tokenizer_of
+from mlxlm.checkpoint.gguf.tokenizer_from_gguf import read_tokenizer
 from mlxlm.checkpoint.gguf.tokenizer_to_gguf import tokenizer_metadata
 from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
@@ -74,7 +74,9 @@ def through(tmp_path, open_llama_cpp, tiny_tokenizer):
 def check(tokenizer, again, llama_cpp, text):
     ids = tokenizer.encode(text)
     assert again.encode(text) == ids
-    assert again.names == tokenizer.names and again.special_tokens == tokenizer.special_tokens
+    assert (
+        again.special_token_names == tokenizer.special_token_names and again.special_tokens == tokenizer.special_tokens
+    )
     assert again.decode(ids) == tokenizer.decode(ids)
     assert llama_cpp(text) == ids
 
@@ -190,7 +192,7 @@ def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    tokenizer = tokenizer_of(Keys(read_header(tmp_path / "m.gguf")))
+    tokenizer = read_tokenizer(MetadataReader(read_header(tmp_path / "m.gguf")))
     theirs = open_llama_cpp(tmp_path / "m.gguf", vocab_only=True)
     encoder = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
     for text in ("a    b  c <table> x <table>y", "     the cat", "x\n   y   ", SAMPLE):
@@ -200,18 +202,21 @@ def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
 
 def with_pre(byte_level, name):
     """The same merges with another way to cut words."""
-    pre, runtime = PRES[name], tokenizers.Tokenizer.from_str(byte_level.to_json())
+    pre, runtime = PRE_TOKENIZERS[name], tokenizers.Tokenizer.from_str(byte_level.to_json())
     runtime.model.ignore_merges = pre.ignore_merges
     runtime.pre_tokenizer = pre.pre_tokenizer()
     runtime.normalizer = pre.normalizer()
     return Tokenizer(runtime, byte_level.names)
 
 
-@pytest.mark.parametrize("name", sorted({id(pre): name for name, pre in reversed(PRES.items())}.values()))
+@pytest.mark.parametrize("name", sorted({id(pre): name for name, pre in reversed(PRE_TOKENIZERS.items())}.values()))
 def test_every_way_to_cut_words(name, byte_level, through, texts):
     tokenizer = with_pre(byte_level, name)
-    found, notes = pre_of(json.loads(tokenizer.to_json()))
-    assert (PRES[found].steps, PRES[found].ignore_merges) == (PRES[name].steps, PRES[name].ignore_merges)
+    found, notes = find_pre_tokenizer(json.loads(tokenizer.to_json()))
+    assert (PRE_TOKENIZERS[found].steps, PRE_TOKENIZERS[found].ignore_merges) == (
+        PRE_TOKENIZERS[name].steps,
+        PRE_TOKENIZERS[name].ignore_merges,
+    )
     again, llama_cpp = through(tokenizer, notes=notes)
     assert again.fingerprint == tokenizer.fingerprint
     text = "\n".join(texts)
@@ -224,7 +229,7 @@ def test_every_way_to_cut_words(name, byte_level, through, texts):
 def test_composed_text_where_llama_cpp_has_no_such_name(byte_level):
     model = json.loads(with_pre(byte_level, "gpt-2").to_json())
     model["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}]}
-    name, notes = pre_of(model)
+    name, notes = find_pre_tokenizer(model)
     assert name == "gpt-2" and "NFC" in notes[0]
 
 
@@ -234,10 +239,10 @@ def test_spellings_of_one_expression(byte_level):
     assert plain["pattern"]["Regex"] == WORDS
     for behavior, invert in (("Isolated", False), ("Removed", True)):
         plain |= {"behavior": behavior, "invert": invert}
-        assert pre_of(model) == ("smaug-bpe", [])
+        assert find_pre_tokenizer(model) == ("smaug-bpe", [])
     plain |= {"behavior": "Removed", "invert": False}
     with pytest.raises(TokenizerError, match="splits words"):
-        pre_of(model)
+        find_pre_tokenizer(model)
 
 
 CHANGES = {

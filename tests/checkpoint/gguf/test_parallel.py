@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mlxlm.checkpoint.gguf.parallel import in_order
+from mlxlm.checkpoint.gguf.parallel import parallel_map
 
 
 @pytest.fixture(params=[1, 2, 8])
@@ -14,13 +14,13 @@ def cores(request, monkeypatch):
 
 
 def test_the_order_is_that_of_the_pieces(cores):
-    assert list(in_order(lambda i: i * i, range(50))) == [i * i for i in range(50)]
-    assert list(in_order(str, [])) == []
+    assert list(parallel_map(lambda i: i * i, range(50))) == [i * i for i in range(50)]
+    assert list(parallel_map(str, [])) == []
 
 
 def test_pieces_are_drawn_when_they_are_needed(cores):
     drawn = []
-    results = in_order(str, (drawn.append(i) or i for i in range(1000)))
+    results = parallel_map(str, (drawn.append(i) or i for i in range(1000)))
     assert [next(results), next(results)] == ["0", "1"]
     assert len(drawn) <= cores + 2
     results.close()
@@ -38,6 +38,6 @@ def test_an_error_is_passed_on_and_ends_all(cores, where):
 
     found, before = [], threading.active_count()
     with pytest.raises(ValueError, match="seven"):
-        found.extend(in_order(odd if where == "function" else int, pieces()))
+        found.extend(parallel_map(odd if where == "function" else int, pieces()))
     assert found == list(range(len(found))) and len(found) <= 7
     assert threading.active_count() == before

@@ -19,10 +19,10 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.families import config_to_hf
-from mlxlm.train import RankLost, Ranks, Run, follow
+from mlxlm.train import ProcessGroup, RankLostError, Run, run_worker
 from mlxlm.train.distributed import heartbeat as pulses
-from mlxlm.train.distributed.heartbeat import Pulse
-from mlxlm.train.distributed.process_group import launched
+from mlxlm.train.distributed.heartbeat import Heartbeat
+from mlxlm.train.distributed.process_group import detect_backend
 from mlxlm.utils.errors import DataError, PlatformError
 from tests.paths import ROOT
 from tests.train.training_runs import finish
@@ -66,7 +66,7 @@ def environment(monkeypatch):
 def test_how_a_process_was_started_is_in_its_environment(environment, variables, expected):
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert launched() == expected
+    assert detect_backend() == expected
 
 
 def test_the_hostfile_of_a_ring(environment, tmp_path):
@@ -74,48 +74,48 @@ def test_the_hostfile_of_a_ring(environment, tmp_path):
     environment.setenv("MLX_RANK", "0")
     environment.setenv("MLX_HOSTFILE", str(file))
     file.write_text("\n")  # what mlx.launch -n 1 gives
-    assert launched() is None
+    assert detect_backend() is None
     file.write_text('[["127.0.0.1:1"],["127.0.0.1:2"]]')
-    assert launched() == "ring"
+    assert detect_backend() == "ring"
     file.write_text("{")
     with pytest.raises(PlatformError, match="hosts.*not JSON"):
-        launched()
+        detect_backend()
 
 
 def test_alone_every_sum_is_its_own(environment):
-    ranks = Ranks.join(when_stuck=pytest.fail)
+    process_group = ProcessGroup.join(on_hang=pytest.fail)
     tree = {"a": mx.array([1.0, 2.0])}
-    assert (ranks.rank, ranks.size, ranks.writes) == (0, 1, True)
-    assert ranks.summed(tree) is tree and ranks.broadcast(tree) is tree
-    assert ranks.share({"step": 3}) == {"step": 3} and ranks.told("stop") == []
+    assert (process_group.rank, process_group.size, process_group.is_main_process) == (0, 1, True)
+    assert process_group.all_reduce(tree) is tree and process_group.broadcast(tree) is tree
+    assert process_group.broadcast_object({"step": 3}) == {"step": 3} and process_group.peer_status("stop") == []
 
 
 def test_a_step_is_shared_equally_or_not_at_all():
-    assert [Ranks(0, n).share_of(6) for n in (1, 2, 3, 6)] == [6, 3, 2, 1]
+    assert [ProcessGroup(0, n).batches_per_process(6) for n in (1, 2, 3, 6)] == [6, 3, 2, 1]
     with pytest.raises(PlatformError, match="6 batches, which 4 processes.*1 or 2 or 3 or 6"):
-        Ranks(0, 4).share_of(6)
+        ProcessGroup(0, 4).batches_per_process(6)
 
 
-class _Told(Ranks):
+class _Told(ProcessGroup):
     """A rank that is told what a test wants it to be."""
 
     def __init__(self, *values):
         super().__init__(1, 2)
         self._values = list(values)
 
-    def share(self, value=None):
+    def broadcast_object(self, value=None):
         return self._values.pop(0)
 
 
 def test_a_follower_without_the_data_says_where_it_should_be(new_run):
     run = new_run("run")
-    missing = {**run.announcement(), "step": 0, "data": "/nowhere/data"}
+    missing = {**run.worker_config(), "step": 0, "data": "/nowhere/data"}
     with pytest.raises(DataError, match="rank 1: .* not in /nowhere/data.*same prepared folder at /nowhere/data"):
-        follow(_Told(missing))
-    other = {**run.announcement(), "step": 0, "data_digest": "0"}
+        run_worker(_Told(missing))
+    other = {**run.worker_config(), "step": 0, "data_digest": "0"}
     with pytest.raises(DataError, match="rank 1: .* has changed"):
-        follow(_Told(other))
-    assert follow(_Told(None)) is None  # the run ended before it began
+        run_worker(_Told(other))
+    assert run_worker(_Told(None)) is None  # the run ended before it began
 
 
 # The pulse, in threads
@@ -126,46 +126,46 @@ def ring():
     """Makes the pulses of a ring of three."""
     made = []
 
-    def make(patience: float, on_lost=lambda _problem: None) -> list[Pulse]:
+    def make(heartbeat_timeout: float, on_lost=lambda _problem: None) -> list[Heartbeat]:
         pairs = [socket.socketpair() for _ in range(3)]
         for i in range(3):
             links = [(pairs[i][0], (i + 1) % 3), (pairs[i - 1][1], (i - 1) % 3)]
-            made.append(Pulse(i, links, patience, lambda i=i: {"load": i}, on_lost))
+            made.append(Heartbeat(i, links, heartbeat_timeout, lambda i=i: {"load": i}, on_lost))
         return made
 
     yield make
-    for pulse in made:
-        pulse.leave(orderly=True)
+    for heartbeat in made:
+        heartbeat.disconnect(graceful=True)
 
 
 def test_what_rank_0_says_reaches_all_once_and_in_order(ring):
     zero, *others = ring(5.0)
     for i in range(20):
-        zero.say({"number": i})
-    zero.say(None)
-    for pulse in others:
-        assert [pulse.hear() for _ in range(21)] == [*({"number": i} for i in range(20)), None]
+        zero.publish({"number": i})
+    zero.publish(None)
+    for heartbeat in others:
+        assert [heartbeat.next_message() for _ in range(21)] == [*({"number": i} for i in range(20)), None]
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not all(len(p.told) == 2 for p in (zero, *others)):
+    while time.monotonic() < deadline and not all(len(p.peer_status) == 2 for p in (zero, *others)):
         time.sleep(0.01)
-    assert zero.told == {1: {"load": 1}, 2: {"load": 2}}
-    assert others[0].told == {0: {"load": 0}, 2: {"load": 2}}
+    assert zero.peer_status == {1: {"load": 1}, 2: {"load": 2}}
+    assert others[0].peer_status == {0: {"load": 0}, 2: {"load": 2}}
 
 
 def test_an_end_in_order_is_no_loss(ring):
     zero, one, two = ring(1.5)
-    one.leave(orderly=True)
+    one.disconnect(graceful=True)
     assert zero.problem(wait=2.0) is None and two.problem() is None
 
 
 def test_all_learn_who_has_ended(ring):
     lost = []
     zero, one, two = ring(5.0, lost.append)
-    one.leave(orderly=False)
-    for pulse in (zero, two):
-        assert pulse.problem(wait=5) == "rank 1 has ended"
-    with pytest.raises(RankLost, match="rank 1 has ended"):
-        two.hear()
+    one.disconnect(graceful=False)
+    for heartbeat in (zero, two):
+        assert heartbeat.problem(wait=5) == "rank 1 has ended"
+    with pytest.raises(RankLostError, match="rank 1 has ended"):
+        two.next_message()
     assert set(lost) <= {"rank 1 has ended"}
 
 
@@ -173,19 +173,19 @@ def test_silence_is_a_loss():
     ours, theirs = socket.socketpair()
     seen = threading.Event()
     start = time.monotonic()
-    pulse = Pulse(0, [(ours, 4)], 0.3, dict, lambda _problem: seen.set())
-    assert pulse.problem(wait=5) == "rank 4 has not been heard of for 0.3 seconds"
+    heartbeat = Heartbeat(0, [(ours, 4)], 0.3, dict, lambda _problem: seen.set())
+    assert heartbeat.problem(wait=5) == "rank 4 has not been heard of for 0.3 seconds"
     assert 0.25 < time.monotonic() - start < 5 and seen.wait(5)
-    pulse.leave(orderly=False)
+    heartbeat.disconnect(graceful=False)
     theirs.close()
 
 
 def test_a_pulse_that_fails_is_a_loss():
     ours, theirs = socket.socketpair()
-    pulse = Pulse(2, [(ours, 0)], 5.0, lambda: {"facts": {1, 2}}, lambda _problem: None)
-    with pytest.raises(RankLost, match="rank 2 can't watch the others .TypeError"):
-        pulse.hear()
-    pulse.leave(orderly=False)
+    heartbeat = Heartbeat(2, [(ours, 0)], 5.0, lambda: {"facts": {1, 2}}, lambda _problem: None)
+    with pytest.raises(RankLostError, match="rank 2 can't watch the others .TypeError"):
+        heartbeat.next_message()
+    heartbeat.disconnect(graceful=False)
     theirs.close()
 
 
@@ -198,11 +198,11 @@ def test_a_pulse_of_a_process_with_many_open_files():
         pytest.skip("this machine allows fewer open files")
     finally:
         os.close(moved)
-    pulse = Pulse(0, [(socket.socket(fileno=high), 1)], 5.0, dict, lambda _problem: None)
-    assert pulse.problem(wait=0.1) is None
+    heartbeat = Heartbeat(0, [(socket.socket(fileno=high), 1)], 5.0, dict, lambda _problem: None)
+    assert heartbeat.problem(wait=0.1) is None
     theirs.close()
-    assert pulse.problem(wait=5) == "rank 1 has ended"
-    pulse.leave(orderly=False)
+    assert heartbeat.problem(wait=5) == "rank 1 has ended"
+    heartbeat.disconnect(graceful=False)
 
 
 def drip(connection: socket.socket) -> None:
@@ -215,7 +215,7 @@ def drip(connection: socket.socket) -> None:
 
 @needs_sockets
 def test_strangers_are_turned_away():
-    secret = pulses.token()
+    secret = pulses.make_secret()
     with pulses.listen("127.0.0.1", 1) as server:
         address = server.getsockname()
         with socket.create_connection(address) as stranger:
@@ -227,20 +227,20 @@ def test_strangers_are_turned_away():
                 assert stranger.recv(1) == b""
         friend.close()
         link.close()
-        with pytest.raises(RankLost, match="1 processes of the run did not connect"):
+        with pytest.raises(RankLostError, match="1 processes of the run did not connect"):
             pulses.accept(server, secret, 1, 0.05)
         with socket.create_connection(address) as slow:
             threading.Thread(target=drip, args=[slow], daemon=True).start()
             begun = time.monotonic()
-            with pytest.raises(RankLost, match="did not connect within 0.2 seconds"):
+            with pytest.raises(RankLostError, match="did not connect within 0.2 seconds"):
                 pulses.accept(server, secret, 1, 0.2)
             assert time.monotonic() - begun < 1.5  # it drips for 2
         twice = [pulses.connect(address, secret, 2, 5.0) for _ in range(2)]
-        with pytest.raises(RankLost, match="1 processes of the run did not connect"):
+        with pytest.raises(RankLostError, match="1 processes of the run did not connect"):
             pulses.accept(server, secret, 2, 1.0)
         for connection in twice:
             connection.close()
-    with pytest.raises(RankLost, match="can't connect to 127.0.0.1"):
+    with pytest.raises(RankLostError, match="can't connect to 127.0.0.1"):
         pulses.connect(address, secret, 1, 1.0)
 
 
@@ -271,7 +271,7 @@ def test_collectives_and_a_rank_that_hangs(tmp_path, how):
     second = json.loads(processes[1].communicate(timeout=60)[0])
     assert first["rank"] == [0, 2, True] and second["rank"] == [1, 2, False]
     for found in (first, second):
-        assert found["summed"] == [[[3.0] * 4] * 3, [30.0, [3.0] * 50], 14]
+        assert found["all_reduce"] == [[[3.0] * 4] * 3, [30.0, [3.0] * 50], 14]
         assert found["dtypes"] == [f"mlx.core.{kind}" for kind in ("float32", "float32", "bfloat16", "int32")]
         bits = np.array([-0.0, np.nan, 1.0], np.float32).view(np.uint32).tolist()
         assert found["broadcast"] == [bits, 5, [1.0]]
@@ -353,8 +353,10 @@ def test_two_ranks_are_one_with_twice_the_accumulation(pretrain, new_run, tmp_pa
     assert out.strip() == str(tmp_path / "two"), err
     assert err.count("steps 1 to 12 of 256 tokens") == 1  # rank 0 alone speaks
     run = Run.open(tmp_path / "two")
-    assert run.settings.accumulate == 4 and [c.name for c in run.checkpoints()] == ["step-12"]
-    alone = new_run("one", steps=12, accumulate=4, batch_size=2, warmup_steps=3, eval_every=0, save_every=0)
+    assert run.settings.grad_accumulation_steps == 4 and [c.name for c in run.checkpoints()] == ["step-12"]
+    alone = new_run(
+        "one", steps=12, grad_accumulation_steps=4, batch_size=2, warmup_steps=3, eval_every=0, save_every=0
+    )
     finish(alone)
     two, one = losses(run.path), losses(alone.path)
     assert len(two) == 12 and one[0] - one[-1] > 0.1
@@ -377,10 +379,10 @@ def test_a_killed_rank_ends_the_run_which_one_process_can_go_on_with(pretrain, n
     alone = new_run(
         "alone",
         steps=100_000,
-        accumulate=2,
+        grad_accumulation_steps=2,
         batch_size=2,
         warmup_steps=3,
-        schedule="constant",
+        lr_schedule="constant",
         eval_every=0,
         save_every=0,
     )
