@@ -56,7 +56,7 @@ def speed(options: argparse.Namespace, folder: Path) -> None:
         "mlx_lm: first token": [sys.executable, "-c", MLX_LM_FIRST_TOKEN, str(source)],
         "mlxlm: convert": [*MLXLM, "convert", str(source), "--out", str(out), "--dtype", "float16", "--no-verify"],
         "mlx_lm: convert": [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(out), "--dtype", "float16"],
-        "mlxlm: quantize": [*MLXLM, "quantize", str(source), "--out", str(out), "--no-measure"],
+        "mlxlm: quantize": [*MLXLM, "quantize", str(source), "--out", str(out), "--no-evaluate"],
         "mlx_lm: quantize": [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(out), "-q", "--q-bits", "4"],
     }
     peaks: dict[str, list[int]] = {name: [] for name in commands}
@@ -129,7 +129,7 @@ def quality(options: argparse.Namespace, folder: Path) -> None:
     model = options.model or trained(folder)
     source = folder / "float16"
     timed_command([*MLXLM, "convert", str(model), "--out", str(source), "--dtype", "float16", "--no-verify"])
-    texts = [flag for flag, path in (("--text", options.text),) if path for flag in (flag, str(path))]
+    texts = [flag for flag, path in (("--calibration-text", options.text),) if path for flag in (flag, str(path))]
     held_out = ["--eval-text", str(options.eval_text)] if options.eval_text else []
     rows, result = [], {}
     for bits in (4, 3, 2):
@@ -140,7 +140,7 @@ def quality(options: argparse.Namespace, folder: Path) -> None:
             out = folder / f"{name}-{bits}"
             flags = [flag.format(bits=bits, bpw=bits_per_weight(theirs)) for flag in flags]
             calibrated = texts if name != "rtn" else []
-            command = [*MLXLM, "quantize", str(source), "--out", str(out), *flags, *calibrated, "--no-measure"]
+            command = [*MLXLM, "quantize", str(source), "--out", str(out), *flags, *calibrated, "--no-evaluate"]
             found[name] = (timed_command(command)[0], out)
         for name, (seconds, out) in found.items():
             said = compared(source, out, held_out, options.tokens)
@@ -161,7 +161,7 @@ METHODS = {
     "rtn": ["--bits", "{bits}"],
     "awq": ["--bits", "{bits}", "--method", "awq"],
     "gptq": ["--bits", "{bits}", "--method", "gptq"],
-    "gptq, bits searched": ["--bits-per-weight", "{bpw}", "--method", "gptq"],
+    "gptq, bits searched": ["--target-bpw", "{bpw}", "--method", "gptq"],
 }
 
 
@@ -178,7 +178,7 @@ def bits_per_weight(folder: Path) -> float:
 
 
 def compared(source: Path, out: Path, held_out: list[str], tokens: int) -> dict[str, float]:
-    text = ["--text", held_out[1]] if held_out else []
+    text = ["--calibration-text", held_out[1]] if held_out else []
     _, _, answer = timed_command([*MLXLM, "compare", str(source), str(out), *text, "--tokens", str(tokens), "--json"])
     return json.loads(answer)
 

@@ -1,6 +1,6 @@
 """Memory of one long text with a rotating cache beside a full one: sampled as it goes, flat or growing.
 
-    python benchmarks/long_text.py [--tokens 20000] [--kv-size 1024] [--kv-bits 8]
+    python benchmarks/long_text.py [--tokens 20000] [--max-kv-size 1024] [--kv-bits 8]
 
 Each runs in a fresh process on a small Llama with random weights. The table shows MLX's active memory and the
 process's resident memory after each tenth of the text, the JSON line the growth between the second tenth and the last.

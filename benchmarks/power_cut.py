@@ -109,8 +109,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
         subprocess.run([*COMMAND, *command], check=True, capture_output=True)
     begin = [
         "pretrain", str(prepared), "--config", str(config), "--steps", str(options.steps), "--batch-size", "2",
-        "--sequence-length", "32", "--save-every", "7", "--eval-every", "50", "--eval-tokens", "500",
-        "--dropout", "0.1", "--accumulate", "2",
+        "--max-seq-length", "32", "--save-every", "7", "--eval-every", "50", "--eval-tokens", "500",
+        "--dropout", "0.1", "--grad-accumulation-steps", "2",
     ]  # fmt: skip
     whole = folder / "whole"
     subprocess.run([*COMMAND, *begin, "--out", str(whole)], check=True, stdout=subprocess.DEVNULL)

@@ -11,12 +11,12 @@ that tokens see three quarters of a window.
 Found on two cores of an AMD EPYC, at 10 to 30 passes over the text:
 
     tinyshakespeare.txt --minutes 10                                                                  2.072
-    tinyshakespeare.txt --minutes 4 --preset 1m --vocab-size 1024 --batch-size 8 --sequence-length 256 \\
+    tinyshakespeare.txt --minutes 4 --preset 1m --vocab-size 1024 --batch-size 8 --max-seq-length 256 \\
         --weight-decay 1.0                                                                            2.069
-    tinyshakespeare.txt --minutes 10 --preset 1m --vocab-size 1024 --batch-size 8 --sequence-length 256 \\
+    tinyshakespeare.txt --minutes 10 --preset 1m --vocab-size 1024 --batch-size 8 --max-seq-length 256 \\
         --set hidden_size=192 --set num_hidden_layers=6 --set intermediate_size=512 \\
         --set num_attention_heads=6 --set num_key_value_heads=6 \\
-        --weight-decay 1.2 --dropout 0.1 --final-learning-rate 0.02                                   2.026
+        --weight-decay 1.2 --dropout 0.1 --min-lr-ratio 0.02                                   2.026
     wikitext2-valid.txt --minutes 30, the same with 6.6M parameters (hidden_size=256, 8 layers, 4 heads of 64,
         intermediate_size=688)                                                                        1.888
 
@@ -86,7 +86,7 @@ def split(text: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def bits_per_byte(run: Path, text: Path, length: int, stride: int) -> float:
-    found = mlxlm("evaluate", run, text, "--context", length, "--stride", stride, "--json", capture=True)
+    found = mlxlm("evaluate", run, text, "--context-length", length, "--stride", stride, "--json", capture=True)
     return json.loads(found)["bits_per_byte"]
 
 

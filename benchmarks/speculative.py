@@ -1,10 +1,10 @@
 """Decoding tokens/s with and without speculation, in turn, by n-gram lookup and by a draft model.
 
-    python benchmarks/speculative.py MODEL [--draft MODEL] [--prose FILE] [--rounds 5] [--tokens 256]
+    python benchmarks/speculative.py MODEL [--draft-model MODEL] [--prose FILE] [--rounds 5] [--tokens 256]
 
 For lookup the words are given and the cost is MODEL's: its logits are raised where the wanted text goes on. `edit` is a
 source file written again with every fourth line changed, after a prompt with the file; `prose` is a passage that hardly
-repeats itself. With --draft, prose is also guessed by that model, made to be right about a given share of the words;
+repeats itself. With --draft-model, prose is also guessed by that model, made to be right about a given share of the words;
 and MODEL says what it wants itself, greedy and sampled. Every text is checked to be the same with and without. Each way
 has one warm-up, and keeps its Speculation, as a chat does.
 """
@@ -32,7 +32,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--draft", help="a smaller model with the same tokenizer")
+    parser.add_argument("--draft-model", help="a smaller model with the same tokenizer")
     parser.add_argument("--prose", type=Path, default=Path(__file__).parents[1] / "README.md", help="a text file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)

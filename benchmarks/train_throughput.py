@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps per round")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--max-seq-length", type=int, default=256)
     parser.add_argument("--profile", action="store_true", help="also time the parts of a step by themselves")
     parser.add_argument("--serve", nargs=2, metavar=("WAY", "MODEL"), help="train at each line read (for this program)")
     options = parser.parse_args()

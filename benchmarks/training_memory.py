@@ -5,7 +5,7 @@
 A model of 4 layers, hidden 256, 4 heads, one sequence a step, AdamW, float32, compiled. "plain" takes
 `mx.fast.scaled_dot_product_attention`, `mlx.nn.losses.cross_entropy` on whole logits, and keeps all activations;
 "default" is mlxlm's step: the loss in chunks, attention in blocks from 1,024 on; "recompute" also makes each layer's
-activations twice (`--recompute`). Each measurement has a process of its own, of at most four fifths of the machine's
+activations twice (`--grad-checkpoint`). Each measurement has a process of its own, of at most four fifths of the machine's
 memory, and is that of the second step. "peak" is MLX's count of the arrays alive at once, "resident" the process's
 largest size, with the buffers that MLX keeps for use again.
 """

@@ -57,7 +57,7 @@ class SFTEncoder:
         if chat_template is None and all(token in tokenizer.special_tokens for token in _OWN_TOKENS):
             return ChatTemplate(tokenizer, CHAT_TEMPLATE)
         fitting = [name for name, format in CHAT_FORMATS.items() if format.has_tokens(tokenizer)]
-        hint = "--template " + (" or ".join([*fitting, "FILE"])) + ", a jinja file with tokens that the model has"
+        hint = "--chat-template " + (" or ".join([*fitting, "FILE"])) + ", a jinja file with tokens that the model has"
         raise TokenizerError(f"{'plain text' if chat_template else 'this model'} has no turns to be learned", hint)
 
     def __call__(self, document: Document, room: int) -> Iterator[Chunk]:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 @click.option("--system-prompt", metavar="TEXT", help="The system prompt.")
 @click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit; - reads it from stdin.")
 @click.option("--session", metavar="FILE", help="Go on with the conversation in FILE, or begin it there.")
-@click.option("--cache", is_flag=True, help="With --session: keep what was computed as well, so that it opens at once.")
+@click.option(
+    "--save-kv-cache", is_flag=True, help="With --session: keep what was computed as well, so that it opens at once."
+)
 @click.option(
     "--continue", "continue_last", is_flag=True, help="Go on with the last conversation that has no file of its own."
 )
@@ -74,7 +76,7 @@ def chat(
     system_prompt: str | None,
     prompt: str | None,
     session: str | None,
-    cache: bool,
+    save_kv_cache: bool,
     continue_last: bool,
     private: bool,
     chat_template: str | None,
@@ -97,13 +99,13 @@ def chat(
     Conversations in a terminal are kept in a private folder, the last 50 of them: --continue goes on with the last
     one. With --session or --continue MODEL may be left out: it is the one of that conversation.
     """
-    if cache and session is None:
-        raise click.UsageError("--cache needs --session")
+    if save_kv_cache and session is None:
+        raise click.UsageError("--save-kv-cache needs --session")
     if sum([session is not None, continue_last, private]) > 1:
         raise click.UsageError("only one of --session, --continue and --private")
     typed = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if context_overflow == "ask" and not typed:
-        raise click.UsageError("--overflow is ask, and nobody is there to be asked (try: stop or drop)")
+        raise click.UsageError("--context-overflow is ask, and nobody is there to be asked (try: stop or drop)")
     if markdown and not sys.stdout.isatty():
         raise click.UsageError("--markdown needs a terminal (try: without it)")
     from mlxlm.chat.session import Chat
@@ -132,7 +134,7 @@ def chat(
     print_notes(chat)
     looks = "auto" if markdown is None else "on" if markdown else "off"
     ask_on_overflow = typed if context_overflow is None else context_overflow == "ask"
-    keeper = autosave.Autosave(path, named=session is not None, cached=cache, unnamed=typed and not private)
+    keeper = autosave.Autosave(path, named=session is not None, cached=save_kv_cache, unnamed=typed and not private)
     repl = Repl(chat, Settings(reasoning, looks, verbose, ask_on_overflow), keeper, load_model, given)
     if verbose:
         memory_bandwidth()

@@ -24,10 +24,10 @@ _BUILT_IN = "Python's language reference"
 @click.command()
 @click.argument("a", type=str)
 @click.argument("b", type=str)
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="To measure on.  [default: built in]")
+@click.option("--eval-text", type=click.Path(exists=True, path_type=Path), help="To measure on.  [default: built in]")
 @click.option("--tokens", type=click.IntRange(2), default=4096, show_default=True, help="Of the text, its first ones.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> None:
+def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) -> None:
     """Compare model B with model A: what they say about a text, their layers, their weights.
 
     A and B are folders, runs, hub ids, .gguf or .bin files with the same tokenizer. Layers are read one at a time, so
@@ -40,19 +40,19 @@ def compare(a: str, b: str, text: Path | None, tokens: int, as_json: bool) -> No
     from mlxlm.utils.errors import one_line
 
     first, second = open_checkpoint(a), open_checkpoint(b)
-    ids, text_bytes = tokenize_for_both(first, second, lambda: _documents(text), tokens)
+    ids, text_bytes = tokenize_for_both(first, second, lambda: _documents(eval_text), tokens)
     with render.counted_progress("comparing layers") as progress:
         said = run_compare(first, second, ids, text_bytes=text_bytes, progress=progress)
     with render.counted_progress("comparing weights") as progress:
         stored = tensor_diff(first, second, progress)
     if as_json:
-        names = {"a": a, "b": b, "eval_text": str(text or _BUILT_IN)}
+        names = {"a": a, "b": b, "eval_text": str(eval_text or _BUILT_IN)}
         render.emit_json({**names, **said.to_dict(), "weights": stored.to_dict()})
         return
     render.result(summarize(said, stored))
     render.print_result(render.table(_totals(said, stored), ("", "A", "B")))
     render.result(
-        f"measured on: {text or _BUILT_IN}, {said.tokens} tokens {render.windows(said.context_length, said.stride)}"
+        f"measured on: {eval_text or _BUILT_IN}, {said.tokens} tokens {render.windows(said.context_length, said.stride)}"
     )
     for title, errors in (("hidden states", said.layers), ("weights", stored.tensors)):
         worst_layers = sorted((name for name in errors if errors[name]), key=errors.get, reverse=True)[:_WORST]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of a folder's weights.  [default: SOURCE's]"
 )
 @click.option(
-    "--type", "outtype", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
+    "--outtype", "outtype", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
     help="Of a GGUF file's matrices.  [default: SOURCE's]",
 )  # fmt: skip
 @click.option("--no-verify", is_flag=True, help="Don't read the output again to compare it with SOURCE.")
@@ -47,7 +47,7 @@ def convert(source: str, out: str, dtype: str | None, outtype: str | None, no_ve
     if dtype and target != "huggingface":
         raise click.UsageError(f"--dtype would have no effect on {out}: " + _INSTEAD[target])
     if outtype and target != "gguf":
-        raise click.UsageError("--type would have no effect: it is for an --out that ends in .gguf")
+        raise click.UsageError("--outtype would have no effect: it is for an --out that ends in .gguf")
     with render.phases_progress() as progress:
         outtype = outtype.upper() if outtype else None
         report = run_convert(source, out, dtype=dtype, outtype=outtype, verify_output=not no_verify, progress=progress)
@@ -60,7 +60,7 @@ def convert(source: str, out: str, dtype: str | None, outtype: str | None, no_ve
         render.say(f"warning: {warning}", style="yellow")
 
 
-_INSTEAD = {"gguf": "--type chooses what a GGUF file holds", "llama2.c": "these files are float32"}
+_INSTEAD = {"gguf": "--outtype chooses what a GGUF file holds", "llama2.c": "these files are float32"}
 
 
 def report_lines(report: ConversionReport) -> Iterator[str]:

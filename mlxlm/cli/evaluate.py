@@ -18,29 +18,35 @@ from mlxlm.utils.formatting import human_seconds
 @click.command(epilog=SOURCES_HELP)
 @click.argument("model")
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
-@click.option("--context", type=click.IntRange(1), help="Tokens of a window (default: the model's, at most 2048).")
-@click.option("--stride", type=click.IntRange(1), help="Tokens a window moves on by (default: half of --context).")
+@click.option(
+    "--context-length", type=click.IntRange(1), help="Tokens of a window (default: the model's, at most 2048)."
+)
+@click.option(
+    "--stride", type=click.IntRange(1), help="Tokens a window moves on by (default: half of --context-length)."
+)
 @click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text]")
 @ON_BAD_INPUT
-@click.option("--choices", type=click.Path(path_type=Path), metavar="FILE", help="Questions with choices: JSON lines.")
+@click.option(
+    "--multiple-choice", type=click.Path(path_type=Path), metavar="FILE", help="Questions with choices: JSON lines."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="New file for what is chosen: a JSON line per question.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, as_json: bool, **options: Any) -> None:
-    """Measure MODEL on raw text: loss, perplexity, bits per byte and bits per character; or with --choices the share
+    """Measure MODEL on raw text: loss, perplexity, bits per byte and bits per character; or with --multiple-choice the share
     of questions that it answers rightly.
 
     Every token is predicted once, from a window that slides over the text: with context - stride tokens before it, or
     all there are. A smaller stride is slower, and the loss is mostly lower, since tokens have more text before them.
     compare and quantize use the default windows.
 
-    Lines of --choices are {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index begins at 0.
+    Lines of --multiple-choice are {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index begins at 0.
     """
     given = {f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None}
     if bool(texts) == bool(multiple_choice):
-        raise click.UsageError("give TEXT files, or - for stdin, or --choices FILE")
+        raise click.UsageError("give TEXT files, or - for stdin, or --multiple-choice FILE")
     idle = given - {"--out"} if multiple_choice else given & {"--out"}
     if idle:
-        reason = "with --choices no TEXT is read" if multiple_choice else "--choices is not given"
+        reason = "with --multiple-choice no TEXT is read" if multiple_choice else "--multiple-choice is not given"
         raise click.UsageError(f"{' and '.join(sorted(idle))} would have no effect: {reason}")
     if multiple_choice:
         _evaluate_multiple_choice(model, multiple_choice, options["out"], as_json)

@@ -84,7 +84,7 @@ def finetune(model, data, out, resume, moved_data, **options: Any) -> None:
     if run.config.max_position_embeddings <= _SHORT:
         render.say(
             f"a chat with it holds {run.config.max_position_embeddings} tokens, its context: "
-            "mlxlm chat --overflow drop goes on beyond them"
+            "mlxlm chat --context-overflow drop goes on beyond them"
         )
     render.result(str(run.path))
 

@@ -55,13 +55,13 @@ _memory = partial(option, "Memory and speed")
 @_output("--resume", metavar="OUT", help="With --jsonl: write to OUT, and skip what is done there.")
 @_output("-v", "--verbose", is_flag=True, help="Speed and memory on standard error, at the end.")
 @kv_options
-@_memory("--prompt-cache", metavar="FILE", help="Go on from what FILE holds of the prompt, and keep it there.")
+@_memory("--prompt-cache-file", metavar="FILE", help="Go on from what FILE holds of the prompt, and keep it there.")
 @speculation_options
 @_memory(
     "--batch-size",
     type=click.IntRange(1),
     metavar="N",
-    help="With --jsonl or --samples: how many texts grow side by side.  [default: 32]",
+    help="With --jsonl or --num-samples: how many texts grow side by side.  [default: 32]",
 )
 def generate(
     model: str,
@@ -94,14 +94,14 @@ def generate(
     if resume in ("", "-"):
         raise click.UsageError("--resume takes the name of a file")
     if prompt_cache_file == "":
-        raise click.UsageError("--prompt-cache takes the name of a file")
+        raise click.UsageError("--prompt-cache-file takes the name of a file")
     if ordered and resume is not None:
         raise click.UsageError("either --ordered or --resume: what an interrupted run has left open comes at the end")
     _need("--chat or --jsonl", chat or jsonl is not None, system_prompt=system_prompt, chat_template=chat_template)
-    _need("--jsonl or --samples", several, batch_size=batch_size)
-    _need("a single text, not --jsonl or --samples", not several, prompt_cache_file=prompt_cache_file)
+    _need("--jsonl or --num-samples", several, batch_size=batch_size)
+    _need("a single text, not --jsonl or --num-samples", not several, prompt_cache_file=prompt_cache_file)
     if speculation is not None and several:
-        raise click.UsageError("--draft or --lookup needs a single text, not --jsonl or --samples")
+        raise click.UsageError("--draft-model or --prompt-lookup needs a single text, not --jsonl or --num-samples")
     if options.logprobs is not None and not (as_json or jsonl is not None):
         raise click.UsageError("--logprobs needs --json or --jsonl")
     conversations = partial(_conversations, chat_template, chat or chat_template is not None)
@@ -169,7 +169,7 @@ def _conversations(chat_template: str | None, at_once: bool, lm: LoadedModel) ->
     def form() -> ChatEncoder:
         found = chat_encoder(lm, chat_template)
         if chat_template is None and found.name == PLAIN:
-            raise GenerationError(f"{lm.path} has no chat template", "a prompt to continue, or --template")
+            raise GenerationError(f"{lm.path} has no chat template", "a prompt to continue, or --chat-template")
         return found
 
     def encode(messages: Messages) -> EncodedPrompt:

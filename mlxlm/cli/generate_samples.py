@@ -1,4 +1,4 @@
-"""`mlxlm generate --samples`: several texts for one prompt, made at once and printed in order."""
+"""`mlxlm generate --num-samples`: several texts for one prompt, made at once and printed in order."""
 
 from __future__ import annotations
 

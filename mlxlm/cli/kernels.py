@@ -51,7 +51,7 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
 @kernels.command()
 @_MODEL
 @_DTYPE
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings per path.")
+@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timings per path.")
 @_JSON
 def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
     """Time all paths of the operations of MODEL on this machine; the fastest ones are taken from then on.

@@ -21,7 +21,10 @@ OPTIONS = (
         help="Hold at most N tokens of a text; the oldest are forgotten, so that memory is bounded.  [default: all]",
     ),
     _memory(
-        "--kv-keep", type=int, metavar="N", help="With --kv-size: first tokens that are never forgotten.  [default: 4]"
+        "--kv-keep",
+        type=int,
+        metavar="N",
+        help="With --max-kv-size: first tokens that are never forgotten.  [default: 4]",
     ),
     _memory(
         "--kv-bits",
@@ -37,7 +40,7 @@ def kv_options(command: Callable) -> Callable:
     @functools.wraps(command)
     def with_options(*, max_kv_size: int | None, kv_keep: int | None, kv_bits: str | None, **values: Any):
         if kv_keep is not None and max_kv_size is None:
-            raise click.UsageError("--kv-keep needs --kv-size")
+            raise click.UsageError("--kv-keep needs --max-kv-size")
         from mlxlm.cache import KVOptions
 
         try:

@@ -42,7 +42,9 @@ def make_hostfile(hosts: str | None, num_processes: int | None) -> dict[str, Any
     """
     if hosts is None:
         if num_processes > max(2, cores := platform.cpu_cores()):
-            raise ConfigError(f"{num_processes} processes for {cores} cores", f"--ranks {max(2, cores)} or fewer")
+            raise ConfigError(
+                f"{num_processes} processes for {cores} cores", f"--num-processes {max(2, cores)} or fewer"
+            )
         content: dict[str, Any] = {"hosts": [{"ssh": _LOCAL, "ips": [_LOCAL]}] * num_processes}
     elif hosts.endswith(".json") and not Path(hosts).exists():
         raise ConfigError(f"--hosts: there is no file {hosts}", "the path of a hostfile, or names, a,b,c")
@@ -52,7 +54,9 @@ def make_hostfile(hosts: str | None, num_processes: int | None) -> dict[str, Any
         content = {"hosts": [_host(name.strip()) for name in hosts.split(",")]}
     entries = content["hosts"]
     if len(entries) < 2:
-        raise ConfigError("one host is no reason to launch", "two or more, or the command without --hosts and --ranks")
+        raise ConfigError(
+            "one host is no reason to launch", "two or more, or the command without --hosts and --num-processes"
+        )
     content = {
         "backend": "ring",
         **content,

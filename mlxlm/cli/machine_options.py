@@ -16,7 +16,7 @@ _OPTIONS = (
                  help="On battery power: stand still, work half of the time, or go on."),
     click.option("--on-heat", type=_ANSWERS, default="ignore", show_default=True,
                  help="The same, while the machine is so hot that it slows down."),
-    click.option("--duty", type=click.FloatRange(1, 100), default=100, show_default=True, metavar="PERCENT",
+    click.option("--duty-cycle", type=click.FloatRange(1, 100), default=100, show_default=True, metavar="PERCENT",
                  help="Work this share of the time, with rests between the steps."),
     click.option("--tensorboard", is_flag=True, help="Write event files into RUN/tensorboard, too."),
     click.option("--wandb", metavar="PROJECT", help="Send events to this project of Weights & Biases, too."),

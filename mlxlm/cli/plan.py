@@ -28,13 +28,13 @@ _USE = ("bits", "group_size", "context_length", "num_sequences", "kv_bits")
 
 # The sizes of a model without a name, and the fields of ModelConfig that they are.
 _SIZES = (
-    ("--hidden", "hidden_size", "Width of the model (instead of MODEL)."),
-    ("--layers", "num_hidden_layers", "Number of layers."),
-    ("--heads", "num_attention_heads", "Attention heads."),
-    ("--kv-heads", "num_key_value_heads", "Key-value heads (default: as many as heads)."),
+    ("--hidden-size", "hidden_size", "Width of the model (instead of MODEL)."),
+    ("--num-layers", "num_hidden_layers", "Number of layers."),
+    ("--num-heads", "num_attention_heads", "Attention heads."),
+    ("--num-kv-heads", "num_key_value_heads", "Key-value heads (default: as many as heads)."),
     ("--head-dim", "head_dim", "Dimensions of a head (default: hidden / heads)."),
-    ("--intermediate", "intermediate_size", "Width of the feed-forward (default: 8/3 of hidden, in 64s)."),
-    ("--vocab", "vocab_size", "Vocabulary.  [default: 32000]"),
+    ("--intermediate-size", "intermediate_size", "Width of the feed-forward (default: 8/3 of hidden, in 64s)."),
+    ("--vocab-size", "vocab_size", "Vocabulary.  [default: 32000]"),
 )
 
 
@@ -47,31 +47,31 @@ def _size_options(command):
 @click.command()
 @click.argument("model", required=False)
 @_size_options
-@click.option("--tied", is_flag=True, help="Embedding and head are one matrix; with --hidden.")
+@click.option("--tie-word-embeddings", is_flag=True, help="Embedding and head are one matrix; with --hidden-size.")
 @override_option
 @setting_options(
     without=set(FLAGS) - set(_TRAINING),
     help_texts={"max_seq_length": "Tokens per sequence (default: the model's context, at most 512)."},
 )
 @click.option("--attention", type=click.Choice(["plain", "blockwise", "fused"]), help="In training.")
-@click.option("--loss-chunk", type=click.IntRange(min=0), help="To compare: rows of logits at a time; 0: all.")
+@click.option("--loss-chunk-size", type=click.IntRange(min=0), help="To compare: rows of logits at a time; 0: all.")
 @click.option("--tokens", type=float, help="To train on, such as 1.4e12 (default: 20 per parameter).")
 @click.option("--data", multiple=True, help="Text or prepared shards, to count passes over. Can be repeated.")
 @click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
 @click.option("--machine", help="here, a100, a100-sparse, h100, h200, m1 or m1-pro.  [default: here]")
 @click.option("--flops", type=float, help="A machine of so many operations per second, such as 312e12, instead.")
-@click.option("--utilisation", type=float, help="Share of its speed that training reaches.  [default: 0.4]")
-@click.option("--devices", type=click.IntRange(min=1), help="Such machines, each with its own batch.  [default: 1]")
+@click.option("--mfu", type=float, help="Share of its speed that training reaches.  [default: 0.4]")
+@click.option("--num-devices", type=click.IntRange(min=1), help="Such machines, each with its own batch.  [default: 1]")
 @click.option(
     "--bits", type=int, help="Of a weight in use: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: its own, or 16; on a CPU 32]"
 )
 @click.option("--group-size", type=int, help="Of quantized weights: 32, 64 or 128.  [default: its own, or 64]")
-@click.option("--context", type=int, help="Tokens of a text in use.  [default: 4096, or the model's positions]")
-@click.option("--texts", type=int, help="Texts side by side in use.  [default: 1]")
+@click.option("--context-length", type=int, help="Tokens of a text in use.  [default: 4096, or the model's positions]")
+@click.option("--num-sequences", type=int, help="Texts side by side in use.  [default: 1]")
 @click.option("--kv-bits", type=int, help="Of a cached number: 32, 16, 8 or 4.  [default: 16, on a CPU 32]")
 @click.option("--probe", "probed", is_flag=True, help="Try three steps here: predicted beside measured.")
 @click.option("--textbook", is_flag=True, help="Also what the literature's short formulas say of it.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw where the memory goes to this .png or .svg.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw where the memory goes to this .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def plan(model: str | None, probed: bool, textbook: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Count parameters, operations, memory, time and disk of MODEL: a preset, a published model, a folder, a run, a
@@ -121,7 +121,7 @@ def plan(model: str | None, probed: bool, textbook: bool, plot: Path | None, as_
 
 def _reject_unused_options(model: str | None, probed: bool, options: dict[str, Any]) -> None:
     """Raise a UsageError for options that would have no effect, and for a model that is not said, or said twice."""
-    sizes = [flag for flag, field, _ in _SIZES if options[field] is not None] + ["--tied"] * options[
+    sizes = [flag for flag, field, _ in _SIZES if options[field] is not None] + ["--tie-word-embeddings"] * options[
         "tie_word_embeddings"
     ]
     if model is not None and sizes:

@@ -33,7 +33,7 @@ def show(plan: Plan, formulas: bool = False) -> None:
         _table("by the textbook", list(_textbook(plan)))
     if plan.duration.mfu_source == "assumed" and plan.measured_duration is None:
         share = f"{100 * plan.duration.mfu:.0f} %"
-        render.say(f"a utilisation of {share} is assumed (try: --utilisation, or --probe on this machine)")
+        render.say(f"a utilisation of {share} is assumed (try: --mfu, or --probe on this machine)")
     machine, dtype = plan.duration.machine, plan.training.dtype
     if dtype != machine.dtype and machine.kind != "metal":  # Apple's GPUs are about as fast in either
         render.say(f"the time is by the speed of {machine.dtype} products: those of {dtype} have another")

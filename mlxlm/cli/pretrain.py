@@ -42,12 +42,12 @@ from mlxlm.cli.run_options import (
 @click.option("--tokens", type=float, help="in tokens (such as 2e7; default: 20 per parameter),")
 @click.option("--hours", type=float, help="in hours from now on until all is done, without --preset the best size too,")
 @click.option("--minutes", type=float, help="or in minutes of the same.")
-@click.option("--scaling", type=click.Path(path_type=Path), metavar="FOLDER", help="Choose by mlxlm scaling's law.")
+@click.option("--scaling-law", type=click.Path(path_type=Path), metavar="FOLDER", help="Choose by mlxlm scaling's law.")
 @setting_options()
 @machine_options
 @click.option("--hosts", metavar="A,B,...", help="Train on these machines, this one first; or MLX's hostfile of them.")
-@click.option("--ranks", type=click.IntRange(2), help="Train in this many processes on this machine.")
-def pretrain(data, out, resume, repeat, moved_data, hosts, ranks, **options: Any) -> None:
+@click.option("--num-processes", type=click.IntRange(2), help="Train in this many processes on this machine.")
+def pretrain(data, out, resume, repeat, moved_data, hosts, num_processes, **options: Any) -> None:
     """Train a model from scratch on DATA: text, .jsonl, .parquet and .arrow files, folders, - for stdin, or prepared
     shards.
 
@@ -60,8 +60,8 @@ def pretrain(data, out, resume, repeat, moved_data, hosts, ranks, **options: Any
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
     start_time = click.get_current_context().meta["mlxlm.start_time"]
-    if hosts is not None or ranks is not None:
-        raise click.exceptions.Exit(_launched(hosts, ranks))
+    if hosts is not None or num_processes is not None:
+        raise click.exceptions.Exit(_launched(hosts, num_processes))
     from mlxlm.cli.rank_process import join_ranks
     from mlxlm.cli.training import StopRequest
     from mlxlm.train import run_worker
@@ -74,17 +74,19 @@ def pretrain(data, out, resume, repeat, moved_data, hosts, ranks, **options: Any
                 run_worker(here, stop)
 
 
-def _launched(hosts: str | None, ranks: int | None) -> int:
+def _launched(hosts: str | None, num_processes: int | None) -> int:
     """Start this command on all hosts; returns the exit code."""
     from mlxlm.cli.launch import launch, make_hostfile, strip_options
 
-    if hosts is not None and ranks is not None:
-        raise click.UsageError("--ranks would have no effect: --hosts says what to start, localhost,localhost too")
-    return launch(make_hostfile(hosts, ranks), strip_options(sys.argv[1:], ("--hosts", "--ranks")))
+    if hosts is not None and num_processes is not None:
+        raise click.UsageError(
+            "--num-processes would have no effect: --hosts says what to start, localhost,localhost too"
+        )
+    return launch(make_hostfile(hosts, num_processes), strip_options(sys.argv[1:], ("--hosts", "--num-processes")))
 
 
 def _lead(
-    ranks,
+    process_group,
     data: tuple[str, ...],
     out: Path | None,
     resume: Path | None,
@@ -108,14 +110,19 @@ def _lead(
             raise click.UsageError("--repeat takes --out RUN, and the data and settings of the run that it repeats")
         run = repeat_run(out, Run.open(repeat))
     else:
-        run = _new_run(data, out, options, ranks.size, going["power"].duty_cycle, start_time)
-    ending = run_training(run, load(run.path), resume=resume is not None, ranks=ranks, **going)
+        run = _new_run(data, out, options, process_group.size, going["power"].duty_cycle, start_time)
+    ending = run_training(run, load(run.path), resume=resume is not None, process_group=process_group, **going)
     print_summary(ending, run)
     render.result(str(run.path))
 
 
 def _new_run(
-    data: tuple[str, ...], out: Path | None, options: dict[str, Any], ranks: int, duty_cycle: float, start_time: float
+    data: tuple[str, ...],
+    out: Path | None,
+    options: dict[str, Any],
+    num_processes: int,
+    duty_cycle: float,
+    start_time: float,
 ):
     from mlxlm.cli.training import phase
     from mlxlm.data import Manifest, parse_weighted_sources
@@ -127,7 +134,7 @@ def _new_run(
         raise click.UsageError("give DATA and --out RUN, or --resume RUN")
     data, weights = parse_weighted_sources(data)
     _reject_unused_options(options, data)
-    if ranks > 1 and "-" in data:
+    if num_processes > 1 and "-" in data:
         raise click.UsageError("several processes can't read stdin: give DATA as files")
     check_duration(hours=options["hours"])
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
@@ -135,7 +142,7 @@ def _new_run(
     if not _chooses(options):
         file, preset = options["config"], options["preset"] or "1m"
         config = load_config(file) if file else load_preset(preset)
-        reserved = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--sequence-length"}
+        reserved = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
         length = settings.get("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
         if minutes is None:  # else the time decides, too
             settings["max_seq_length"] = length
@@ -157,7 +164,7 @@ def _new_run(
         scaling_law=_law(options["scaling_law"]),
         tokens=options["tokens"],
         settings=settings,
-        ranks=ranks,
+        num_processes=num_processes,
         stdin=sys.stdin.buffer,
         phase=phase,
         **given,

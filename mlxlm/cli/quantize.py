@@ -52,8 +52,8 @@ class _Bytes(click.ParamType):
     help="affine has a scale and a bias per group; the others are floating-point, with bits and groups of their own.",
 )  # fmt: skip
 @click.option("--recipe", type=click.Choice(RECIPES), help="Mixed bits by a fixed rule, those of mlx_lm.")
-@click.option("--budget", type=_Bytes(), help="Choose bits per matrix so that the files take at most so much: 2.0GB.")
-@click.option("--bits-per-weight", type=float, help="The same for a mean over all weights: 4.5.")
+@click.option("--max-size", type=_Bytes(), help="Choose bits per matrix so that the files take at most so much: 2.0GB.")
+@click.option("--target-bpw", type=float, help="The same for a mean over all weights: 4.5.")
 @click.option("--max-kl", type=float, help="The same for the KL divergence from SOURCE, in nats per token: 0.02.")
 @click.option(
     "--method", type=click.Choice(METHODS), default="rtn", show_default=True,
@@ -61,16 +61,16 @@ class _Bytes(click.ParamType):
     " result is closer to SOURCE. awq takes two thirds of that and mostly comes out between the two.",
 )  # fmt: skip
 @click.option(
-    "--text", type=click.Path(exists=True, path_type=Path),
+    "--calibration-text", type=click.Path(exists=True, path_type=Path),
     help="To calibrate gptq, awq and searches with, ideally like what the model will read.  [default: a run's training"
     " data, else built in]",
 )  # fmt: skip
 @click.option(
     "--eval-text", type=click.Path(exists=True, path_type=Path),
-    help="To measure on, its first 8192 tokens.  [default: a run's validation data, a part of --text, else built in]",
+    help="To measure on, its first 8192 tokens.  [default: a run's validation data, a part of --calibration-text, else built in]",
 )  # fmt: skip
 @click.option("--no-verify", is_flag=True, help="Don't check what was written, nor ask mlx_lm to run it.")
-@click.option("--no-measure", is_flag=True, help="Don't compare the result with SOURCE.")
+@click.option("--no-evaluate", is_flag=True, help="Don't compare the result with SOURCE.")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
 def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Write SOURCE with fewer bits per weight, for mlxlm and mlx_lm, and show what that costs.
@@ -105,11 +105,13 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
         if method == "gptq":
             raise click.UsageError(f"--method gptq is for --mode affine, not {mode}: awq is for both")
     if options["calibration_text"] and method == "rtn" and not searches:
-        raise click.UsageError("--text would have no effect on plain rounding: --method gptq, or --eval-text")
+        raise click.UsageError(
+            "--calibration-text would have no effect on plain rounding: --method gptq, or --eval-text"
+        )
     if options["no_evaluate"]:
         for name in ("eval_text", "max_kl"):
             if options[name] is not None:
-                raise click.UsageError(f"--no-measure excludes {_flag(name)}")
+                raise click.UsageError(f"--no-evaluate excludes {_flag(name)}")
     for name in ("target_bpw", "max_kl"):
         if options[name] is not None and not 0 < options[name] < float("inf"):
             raise click.UsageError(f"{_flag(name)} is a positive number")

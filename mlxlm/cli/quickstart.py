@@ -48,7 +48,7 @@ def quickstart(
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import load as load_tokenizer
     from mlxlm.train import start_run
-    from mlxlm.train.optimizers import DEFAULTS
+    from mlxlm.train.optimizers import OPTIMIZER_DEFAULTS
     from mlxlm.train.start import TooFewTokensError
 
     if on_bad_input and not data:
@@ -64,7 +64,7 @@ def quickstart(
         text = ", ".join(data) or "Python's language reference, as questions and answers"
         render.say(f"1. A tokenizer and a small model, from {text}")
         # The reference repeats itself, so that more decay harms it, see `default_weight_decay`.
-        own = {} if data else {"weight_decay": DEFAULTS["adamw"].weight_decay}
+        own = {} if data else {"weight_decay": OPTIMIZER_DEFAULTS["adamw"].weight_decay}
         try:
             run = start_run(
                 out, sources, config, minutes=minutes, on_bad_input=policy, settings={**SETTINGS, **own}, phase=phase

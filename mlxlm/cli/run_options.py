@@ -20,34 +20,34 @@ DEFAULT_MAX_SEQ_LENGTH = (
 # Options that are fields of TrainSettings, left to its defaults where not given.
 SETTINGS = (
     ("--batch-size", int, "Sequences per forward pass (default: 16, or by the time)."),
-    ("--sequence-length", int, "Tokens per sequence, and of chats (default: by the time, or the context up to 512)."),
-    ("--accumulate", int, "Forward passes per step, their gradients added."),
+    ("--max-seq-length", int, "Tokens per sequence, and of chats (default: by the time, or the context up to 512)."),
+    ("--grad-accumulation-steps", int, "Forward passes per step, their gradients added."),
     ("--packing", click.Choice(["concatenate", "best-fit"]), "Rows cut from the text, or of whole documents, padded."),
     ("--document-mask", bool, "Tokens see their own document only."),
     ("--optimizer", click.Choice(["adamw", "muon", "lion", "adafactor"]), "Muon moves matrices, AdamW the rest."),
     ("--learning-rate", float, "Peak learning rate (default: by model size and optimizer)."),
-    ("--schedule", click.Choice(["cosine", "linear", "wsd", "constant"]), "Learning rate after the warmup."),
+    ("--lr-schedule", click.Choice(["cosine", "linear", "wsd", "constant"]), "Learning rate after the warmup."),
     ("--warmup-steps", int, "Steps to the peak learning rate (default: 5%, at most 500)."),
-    ("--final-learning-rate", float, "At the end, as a fraction of the peak."),
+    ("--min-lr-ratio", float, "At the end, as a fraction of the peak."),
     ("--decay-fraction", float, "wsd: the share of steps that decay."),
     ("--weight-decay", float, "Decoupled, on matrices only (default: by optimizer; over 16 passes: 10 times that)."),
     ("--beta1", float, "The average of gradients (default: by optimizer); muon: AdamW's."),
     ("--beta2", float, "The average of squared gradients, or lion's momentum (default: by optimizer)."),
-    ("--clip", float, "Largest global norm of the gradient; 0: none."),
+    ("--grad-clip", float, "Largest global norm of the gradient; 0: none."),
     ("--dropout", float, "Dropout of embeddings and of each sublayer's output."),
-    ("--ema", float, "Decay of averaged weights, which are evaluated and saved as the model; 0: none."),
+    ("--ema-decay", float, "Decay of averaged weights, which are evaluated and saved as the model; 0: none."),
     ("--dtype", click.Choice(["float32", "bfloat16"]), "Of products (default: bfloat16; float32 on a CPU)."),
-    ("--recompute", bool, "Make activations twice instead of keeping them: less memory, more time."),
+    ("--grad-checkpoint", bool, "Make activations twice instead of keeping them: less memory, more time."),
     ("--seed", int, "Weights, order of the data, dropout."),
     ("--eval-every", int, "Steps between validations (default: 250, or by the time); 0: at the end only."),
     ("--eval-tokens", int, "Most tokens per validation."),
     ("--save-every", int, "Steps between checkpoints (default: 500; 0 where the time is given); 0: not by steps."),
     ("--save-minutes", float, "Minutes after a checkpoint until the next one is due (default: 10); 0: not by time."),
-    ("--keep", int, "How many of the last checkpoints stay (the best always does)."),
+    ("--save-total-limit", int, "How many of the last checkpoints stay (the best always does)."),
     ("--sample-every", int, "Steps between sample texts; 0: none."),
     ("--sample-prompt", str, "What samples begin with."),
     ("--sample-tokens", int, "Length of a sample."),
-    ("--spike", float, "Stop when the loss has risen by this many nats; 0: never."),
+    ("--spike-threshold", float, "Stop when the loss has risen by this many nats; 0: never."),
 )
 FLAGS = {flag.removeprefix("--").replace("-", "_"): flag for flag, _, _ in SETTINGS}  # by the setting's name
 
@@ -81,7 +81,7 @@ def data_options(vocab_size: str = "the preset's") -> Callable:
         click.option("--tokenizer", type=click.Path(path_type=Path), help="A trained tokenizer (default: train one)."),
         click.option("--vocab-size", type=int, help=f"Of the tokenizer to train (default: {vocab_size}, or less)."),
         click.option(
-            "--kind", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]"
+            "--tokenizer-type", type=click.Choice(["byte-level", "sentencepiece"]), help="Of it.  [default: byte-level]"
         ),
         click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]"),
         click.option(
@@ -166,8 +166,8 @@ def reject_unused_options(options: Mapping[str, Any], *rules: tuple[Any, Collect
     for idle, names, reason in (
         *rules,
         (not options.get("sample_every"), ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
-        (options["lr_schedule"] != "wsd", ["decay_fraction"], "--schedule wsd is not given"),
-        (options["lr_schedule"] == "constant", ["min_lr_ratio"], "--schedule constant stays at the peak"),
+        (options["lr_schedule"] != "wsd", ["decay_fraction"], "--lr-schedule wsd is not given"),
+        (options["lr_schedule"] == "constant", ["min_lr_ratio"], "--lr-schedule constant stays at the peak"),
     ):
         given = [f"--{name.replace('_', '-')}" for name in names if options.get(name) not in (None, ())]
         if idle and given:

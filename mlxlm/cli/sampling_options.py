@@ -23,7 +23,14 @@ _constrained = functools.partial(option, "Constrained output")
 OPTIONS = (
     _length("-n", "--max-tokens", type=int, help="Stop after so many tokens.  [default: 256]"),
     _length("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be given again."),
-    _sampling("-t", "--temperature", type=float, help="0 takes the likeliest token; more is freer.  [default: 0.7]"),
+    _sampling(
+        "-t",
+        "--temp",
+        "--temperature",
+        "temperature",
+        type=float,
+        help="0 takes the likeliest token; more is freer.  [default: 0.7]",
+    ),
     _sampling("--seed", type=int, help="Equal seeds give equal texts.  [default: drawn]"),
     _sampling("--top-k", type=int, help="Only the K likeliest tokens; 0 is off.  [default: 0]"),
     _sampling(
@@ -59,7 +66,8 @@ OPTIONS = (
     _repetition("--dry-allowed-length", type=int, help="DRY: tokens of a phrase from which it acts.  [default: 2]"),
     _repetition("--dry-penalty-last-n", type=int, help="DRY: tokens that it looks back on.  [default: 1024]"),
     _repetition(
-        "--dry-breakers",
+        "--dry-sequence-breaker",
+        "dry_sequence_breakers",
         multiple=True,
         metavar="TEXT",
         help='DRY: what ends a phrase, "" for nothing; may be given again.  [default: line ends and : " *]',

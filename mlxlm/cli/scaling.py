@@ -43,7 +43,9 @@ _WITHOUT = ("eval_every", "sample_every", "sample_prompt", "sample_tokens", "sav
 @data_options(vocab_size="by the sizes")
 @setting_options(_WITHOUT)
 @machine_options
-@click.option("--budget", metavar="C", help="The best model for so many operations, such as 1e15, or for 2h here.")
+@click.option(
+    "--compute-budget", metavar="C", help="The best model for so many operations, such as 1e15, or for 2h here."
+)
 @click.option("--predict", metavar="SIZE[:TOKENS]", help="The loss of a preset or size (default: 20 tokens each).")
 @click.option("--fit-only", is_flag=True, help="Train nothing: fit what is finished.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
@@ -55,7 +57,7 @@ def scaling(data, out, compute_budget, predict, fit_only, as_json, **options: An
     is in nats per token of this tokenizer.
 
     Each is an ordinary run in a folder of its own. Ctrl-C finishes the step and saves; the same command, or --out
-    alone, goes on with what is unfinished. pretrain --hours --scaling FOLDER chooses a model by the result.
+    alone, goes on with what is unfinished. pretrain --hours --scaling-law FOLDER chooses a model by the result.
     """
     _parse_compute_budget(compute_budget)  # before hours of training
     if predict:
@@ -255,5 +257,5 @@ def _parse_compute_budget(text: str | None) -> tuple[float, bool]:
         if not 0 < value < float("inf"):
             raise ValueError
     except (TypeError, ValueError):
-        raise click.UsageError(f"--budget {text!r} is neither operations (1e15) nor a time (2h)") from None
+        raise click.UsageError(f"--compute-budget {text!r} is neither operations (1e15) nor a time (2h)") from None
     return value, found[2] is not None

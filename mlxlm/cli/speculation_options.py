@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 _memory = functools.partial(option, "Memory and speed")
 
 OPTIONS = (
-    _memory("--draft", metavar="MODEL", help="A small model that proposes tokens: the same text, sooner."),
-    _memory("--lookup", is_flag=True, help="Propose what followed the same words earlier: the same text, sooner."),
+    _memory("--draft-model", metavar="MODEL", help="A small model that proposes tokens: the same text, sooner."),
+    _memory(
+        "--prompt-lookup", is_flag=True, help="Propose what followed the same words earlier: the same text, sooner."
+    ),
 )
 
 
@@ -32,7 +34,7 @@ def speculation_options(command: Callable) -> Callable:
     @functools.wraps(command)
     def with_options(*, draft_model: str | None, prompt_lookup: bool, **values: Any):
         if draft_model is not None and prompt_lookup:
-            raise click.UsageError("either --draft or --lookup")
+            raise click.UsageError("either --draft-model or --prompt-lookup")
 
         def make() -> SpeculativeDecoder:
             from mlxlm.generation.drafters import DraftModel, PromptLookup

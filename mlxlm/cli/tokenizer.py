@@ -36,7 +36,11 @@ def tokenizer() -> None:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--vocab-size", type=click.IntRange(min=1), required=True, help="Tokens, special ones included.")
 @click.option(
-    "--kind", type=click.Choice(TOKENIZER_TYPES), default=TOKENIZER_TYPES[0], show_default=True, help="Kind of BPE."
+    "--tokenizer-type",
+    type=click.Choice(TOKENIZER_TYPES),
+    default=TOKENIZER_TYPES[0],
+    show_default=True,
+    help="Kind of BPE.",
 )
 @click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
 @ON_BAD_INPUT
@@ -72,13 +76,17 @@ def train_command(
 @click.argument("path")
 @click.option("--text", help="Text to encode.  [default: stdin]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--special/--no-special", default=True, help="Add BOS and the like, as for a model.  [default: yes]")
-def encode(path: str, text: str | None, as_json: bool, special: bool) -> None:
+@click.option(
+    "--add-special-tokens/--no-add-special-tokens",
+    default=True,
+    help="Add BOS and the like, as for a model.  [default: yes]",
+)
+def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool) -> None:
     """Print the token ids of a text."""
     loaded = load(path)
     if text is None:
         text = decode_utf8(_stdin().read(), "stdin", TokenizerError, "text as UTF-8")
-    ids = loaded.encode(text, add_special_tokens=special)
+    ids = loaded.encode(text, add_special_tokens=add_special_tokens)
     if as_json:
         render.emit_json({"ids": ids, "count": len(ids)})
     else:

@@ -91,7 +91,7 @@ def run_training(
     was asked for, which may have been too late for this run."""
     print_forecast(run)
     ending: Finished | Stopped | None = None
-    ranks = options["ranks"].size if "ranks" in options else 1
+    ranks = options["process_group"].size if "process_group" in options else 1
     with (stop or StopRequest()).catch_signals() as stop, _shown(ranks) as show:
         for event in train(run, tokenizer, resume=resume, should_stop=stop, **options):
             show(event)
@@ -132,7 +132,7 @@ def _learned(found: dict[str, Any]) -> str:
         told += f"; {found['cut']:,} are cut inside of an answer or its question, which goes on in the next row"
     told += "; each pass has every answer to its end"
     if found["cut"] and (suggested_seq_length := found.get("suggested_seq_length")) is not None:
-        told += f" (try: --sequence-length {printable(str(suggested_seq_length))})"
+        told += f" (try: --max-seq-length {printable(str(suggested_seq_length))})"
     return told
 
 

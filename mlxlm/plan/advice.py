@@ -111,7 +111,7 @@ def suggest_change(config: ModelConfig, training: Training, memory: int, preset:
     if training.loss_chunk_size is not None:  # only plans have it
         training = replace(training, loss_chunk_size=None)
         if needed([]) <= there:
-            return Change("--loss-chunk left out, as in training,", "nothing", training, config, needed([]))
+            return Change("--loss-chunk-size left out, as in training,", "nothing", training, config, needed([]))
     steps = _steps(config, training)
     alone = next(([step] for step in steps if needed([step]) <= there), None)
     together = alone or _fewest(steps, lambda changes: needed(changes) <= there)
@@ -172,18 +172,23 @@ def _steps(config: ModelConfig, training: Training) -> list[_Step]:
     steps: list[_Step] = []
     for batch in _halves(training.batch_size):
         times = training.grad_accumulation_steps * -(-training.batch_size // batch)
-        text = f"--batch-size {batch} --accumulate {times}"
+        text = f"--batch-size {batch} --grad-accumulation-steps {times}"
         steps.append(_Step("batch", text, "the same step in parts", _smaller_batch(batch, times)))
     if training.path(config) == "plain" and training.max_seq_length >= 512:
         change = partial(replace, attention="blockwise")
         steps.append(_Step("attention", _KERNELS, "scores are computed twice", change))
     if not training.grad_checkpoint:
         steps.append(
-            _Step("grad_checkpoint", "--recompute", "a third more operations", partial(replace, grad_checkpoint=True))
+            _Step(
+                "grad_checkpoint",
+                "--grad-checkpoint",
+                "a third more operations",
+                partial(replace, grad_checkpoint=True),
+            )
         )
     if training.ema_decay:
         cost = "the last weights instead of their average"
-        steps.append(_Step("ema_decay", "--ema 0", cost, partial(replace, ema_decay=0.0)))
+        steps.append(_Step("ema_decay", "--ema-decay 0", cost, partial(replace, ema_decay=0.0)))
     if training.optimizer in ("adamw", "muon"):
         steps.append(_optimizer("lion", "other learning rates"))
     if training.optimizer != "adafactor":

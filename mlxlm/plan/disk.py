@@ -10,7 +10,7 @@ from mlxlm.plan.training import Training
 
 CHECKPOINTS_KEPT = (
     2 + 1
-)  # checkpoints: the last ones that `pretrain --keep` leaves, and the best (a spike may keep one more)
+)  # checkpoints: the last ones that `pretrain --save-total-limit` leaves, and the best (a spike may keep one more)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class QuantizationJob:
         try:
             tokenizer = self.source.load_tokenizer()
         except TokenizerError as error:
-            hint = f"{error.hint}; plain rounding without measuring (--no-measure) needs none"
+            hint = f"{error.hint}; plain rounding without measuring (--no-evaluate) needs none"
             raise TokenizerError(error.message, hint) from error
         if self.calibrates:
             self.calibration_text = text.calibration_text(

@@ -87,6 +87,8 @@ def _check_name(out: Path) -> None:
     """Raises ConfigError for the name of a file: other programs would look for one."""
     suffix = out.suffix.lower()
     if suffix == ".gguf":
-        raise ConfigError(f"quantize writes a folder, not {out.name}", f"mlxlm convert SOURCE --out {out} --type q4_0")
+        raise ConfigError(
+            f"quantize writes a folder, not {out.name}", f"mlxlm convert SOURCE --out {out} --outtype q4_0"
+        )
     if suffix in (".bin", ".safetensors", ".npz", ".pt", ".pth", ".json"):
         raise ConfigError(f"quantize writes a folder, not {out.name}", f"{out.with_suffix('')}, for a folder")

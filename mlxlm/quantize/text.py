@@ -144,7 +144,7 @@ def _of_run(root: Path, split: str, tokens: int) -> tuple[np.ndarray, int]:
         run.check_data()
         data = TokenDataset.open(run.data, split)
     except MlxlmError as error:
-        option = "--text" if split == "train" else "--eval-text"
+        option = "--calibration-text" if split == "train" else "--eval-text"
         raise type(error)(error.message, f"{option} FILE instead of the run's own data") from error
     count = min(tokens, len(data))
     size = round(data.bytes * max(0, count - 1) / len(data))

@@ -158,7 +158,7 @@ def start_finetune(
     provisional = TrainSettings.provisional(values)
     if provisional.max_seq_length > config.max_position_embeddings:
         problem = f"sequences of {provisional.max_seq_length} tokens are longer than the model's context"
-        raise ConfigError(problem, f"--sequence-length {config.max_position_embeddings} or less")
+        raise ConfigError(problem, f"--max-seq-length {config.max_position_embeddings} or less")
     check_memory(config, provisional, preset="")
     workspace = working_folder(out)
     try:

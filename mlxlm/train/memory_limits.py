@@ -16,7 +16,7 @@ _AT_FIRST = 1 << 30  # bytes that MLX keeps free on a CPU until a step has shown
 def memory_limits() -> Iterator[None]:
     """Limits for a run, put back afterwards: on a CPU of what MLX keeps free, on Metal of what it takes in all.
 
-    On Metal it takes no more than macOS recommends (shared by processes that `--ranks` starts), which stays in memory.
+    On Metal it takes no more than macOS recommends (shared by processes that `--num-processes` starts), which stays in memory.
     MLX's own limit there is 1.5 times that: it would keep freed buffers until the machine pages, and only then give
     them back. Nobody has measured this yet.
     """

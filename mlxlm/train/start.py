@@ -328,7 +328,7 @@ def _check_data(manifest: Manifest, tokenizer: Tokenizer, length: int, data: Pat
     check_tokenizer(manifest, tokenizer, data)
     if manifest.train.tokens < length + 1:
         there = manifest.train.tokens
-        hint = f"--sequence-length {there - 1}, or more text" if there > 2 else "more text"
+        hint = f"--max-seq-length {there - 1}, or more text" if there > 2 else "more text"
         raise TooFewTokensError(f"the text has {there} tokens, less than one sequence of {length}", hint)
     if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
         raise DataError("nothing is held out for validation", "more documents, or mlxlm pretrain --validation FILE")

@@ -126,7 +126,11 @@ def _check_time(
     if tokens < _LEAST_STEPS * step:
         problem = f"{time} would make {human_count(tokens / step)} steps of {step:,} tokens here, too few to learn from"
         accumulates = provisional.grad_accumulation_steps > num_processes
-        large = {"--batch-size": rows > 1, "--sequence-length": length > _SHORT, "--accumulate": accumulates}
+        large = {
+            "--batch-size": rows > 1,
+            "--max-seq-length": length > _SHORT,
+            "--grad-accumulation-steps": accumulates,
+        }
         remedies = [f"a smaller {flag}" for flag, is_large in large.items() if is_large]
         remedies.append(f"--minutes {math.ceil(2 * _LEAST_STEPS * step * token_seconds / 60):,}")
         raise ConfigError(problem, ", or ".join(remedies))

@@ -167,7 +167,7 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path):
     chat = terminal("-n", "9")
     say(chat, "Hello!", "cut off")
     saved = tmp_path / "a chat.jsonl"
-    say(chat, f"/save {saved} --cache", "saved to")
+    say(chat, f"/save {saved} --save-kv-cache", "saved to")
     assert kept(tmp_path) == []  # it has a name now
     say(chat, "More", "cut off")
     assert [m["content"] for m in messages_in(saved)][2] == "More"  # and is kept up to date
@@ -538,7 +538,7 @@ def test_one_question(model_folder, environment, tmp_path):
     system = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!", "--system-prompt", "Be brief.")
     assert system.stdout != once.stdout
     cached = tmp_path / "c.jsonl"
-    piped(model_folder, environment, b"Hello!\n/exit\n", "-n", "9", "--session", str(cached), "--cache")
+    piped(model_folder, environment, b"Hello!\n/exit\n", "-n", "9", "--session", str(cached), "--save-kv-cache")
     assert cached.with_name("c.jsonl.cache.safetensors").exists()
     session = tmp_path / "s.jsonl"
     for question in ("Hello!", "And?"):
@@ -558,7 +558,7 @@ def test_one_question_with_what_is_piped_in(model_folder, environment, tmp_path)
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--cache",), ("--continue", "--private"), ("--draft", "x", "--lookup"), ("--kv-keep", "3"),
+        ("--save-kv-cache",), ("--continue", "--private"), ("--draft-model", "x", "--prompt-lookup"), ("--kv-keep", "3"),
         ("--context-overflow", "ask"), ("-p", "x", "--context-overflow", "ask"), ("-p", "x", "--markdown"), ("-n", "0"),
     ],
 )  # fmt: skip

@@ -201,7 +201,7 @@ def test_models_without_a_form_of_conversation(tokens):
     with pytest.raises(TokenizerError, match="plain text has no turns"):
         SFTEncoder(tokens, frozenset(), "plain")
     chat = with_tokens(tokens, CHAT_FORMATS["chatml"].tokens)
-    with pytest.raises(TokenizerError, match="this model has no turns to be learned .*--template chatml or FILE"):
+    with pytest.raises(TokenizerError, match="this model has no turns to be learned .*--chat-template chatml or FILE"):
         SFTEncoder(chat, frozenset())
 
 

@@ -16,7 +16,7 @@ import pytest
 from mlxlm.cli.main import COMMANDS, _run
 from tests.paths import ROOT
 
-QUICK = ["--steps", "6", "--batch-size", "4", "--sequence-length", "32", "--vocab-size", "300"]
+QUICK = ["--steps", "6", "--batch-size", "4", "--max-seq-length", "32", "--vocab-size", "300"]
 
 
 def command(*args, **kwargs):
@@ -290,7 +290,7 @@ def test_a_model_is_read_with_standard_input_closed(run_folder):
 
 
 def test_a_warmup_needs_no_steps(text_file, tmp_path):
-    few = ["--tokens", "400", "--batch-size", "2", "--sequence-length", "32", "--vocab-size", "300"]
+    few = ["--tokens", "400", "--batch-size", "2", "--max-seq-length", "32", "--vocab-size", "300"]
     out = str(tmp_path / "run")
     assert _run(["pretrain", str(text_file), "--preset", "0.3m", "--out", out, *few, "--warmup-steps", "3"]) == 0
     too_many = ["--out", f"{out}2", *few, "--warmup-steps", "9"]
@@ -372,7 +372,7 @@ def test_quickstart_on_too_little_text(text, said, tmp_path, capsys):
 def test_the_vocabulary_of_a_preset_adapts_to_the_text(tmp_path, capsys):
     text, out = tmp_path / "simple.txt", tmp_path / "run"
     text.write_text("The cat sat on the mat.\n" * 200)
-    short = [text, "--preset", "0.3m", "--steps", "1", "--batch-size", "1", "--sequence-length", "16"]
+    short = [text, "--preset", "0.3m", "--steps", "1", "--batch-size", "1", "--max-seq-length", "16"]
     assert _run(["pretrain", *map(str, short), "--out", str(out)]) == 0
     assert json.loads((out / "config.json").read_text())["vocab_size"] < 300
     capsys.readouterr()

@@ -47,7 +47,7 @@ def test_convert_says_what_it_wrote_and_verified(model, tmp_path, capsys):
     first, *checks = out.splitlines()
     assert first.startswith(f"{tmp_path / 'out'}: ") and "parameters at 16.00 bits each (float16)" in first
     assert checks[0] == "tensors: equal, to the bit" and len(checks) == 5
-    code, out, _ = run(capsys, "convert", model, "--out", tmp_path / "out.gguf", "--type", "q8_0", "--json")
+    code, out, _ = run(capsys, "convert", model, "--out", tmp_path / "out.gguf", "--outtype", "q8_0", "--json")
     report = json.loads(out)
     assert code == 0 and report["dtype"] == "Q8_0" and report["checks"][0]["result"] == "within rounding"
     code, out, _ = run(capsys, "convert", model, "--out", tmp_path / "quick", "--no-verify", "--dtype", "bfloat16")
@@ -56,7 +56,7 @@ def test_convert_says_what_it_wrote_and_verified(model, tmp_path, capsys):
 
 def test_options_without_an_effect_are_wrong_usage(model, tmp_path, capsys):
     for out, options in (
-        ("out", ["--type", "f16"]), ("out.bin", ["--type", "f16"]), ("out.gguf", ["--dtype", "float16"]),
+        ("out", ["--outtype", "f16"]), ("out.bin", ["--outtype", "f16"]), ("out.gguf", ["--dtype", "float16"]),
         ("out.bin", ["--dtype", "float16"]),
     ):  # fmt: skip
         code, _, err = run(capsys, "convert", model, "--out", tmp_path / out, *options)
@@ -98,20 +98,20 @@ def test_inspect_says_why_mlx_lm_runs_a_model(model, capsys):
 
 
 def test_compare(model, tmp_path, capsys):
-    assert run(capsys, "convert", model, "--out", tmp_path / "q4.gguf", "--type", "q4_0")[0] == 0
+    assert run(capsys, "convert", model, "--out", tmp_path / "q4.gguf", "--outtype", "q4_0")[0] == 0
     code, out, _ = run(capsys, "compare", model, tmp_path / "q4.gguf", "--tokens", "200")
     assert code == 0
     assert out.startswith("KL ") and "top-1 agreement" in out and "worst layers model." in out
     assert "bits per weight" in out and "largest errors, weights" in out
     (tmp_path / "text.txt").write_text("the cat sat on a mat " * 20)
-    code, out, _ = run(capsys, "compare", model, model, "--json", "--text", tmp_path / "text.txt")
+    code, out, _ = run(capsys, "compare", model, model, "--json", "--eval-text", tmp_path / "text.txt")
     found = json.loads(out)
     assert code == 0 and found["identical"] and found["kl"] == 0 and found["weights"]["only_a"] == []
-    code, out, _ = run(capsys, "compare", model, model, "--text", tmp_path / "text.txt")
+    code, out, _ = run(capsys, "compare", model, model, "--eval-text", tmp_path / "text.txt")
     assert out.startswith("identical: ")
     messages = [{"role": "user", "content": "the cat sat on"}, {"role": "assistant", "content": "a mat " * 20}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
-    code, out, _ = run(capsys, "compare", model, model, "--text", tmp_path / "chat.jsonl")
+    code, out, _ = run(capsys, "compare", model, model, "--eval-text", tmp_path / "chat.jsonl")
     assert code == 0 and out.startswith("identical: ")
 
 
@@ -122,7 +122,7 @@ def test_a_text_has_one_figure_in_all_commands(model, tmp_path, make_text, capsy
     text.write_text("".join(json.dumps({"text": part}) + "\n" for part in (content, "the cat")) if rows else content)
     _, out, _ = run(capsys, "evaluate", model, text, "--json")
     evaluated = json.loads(out)
-    _, out, _ = run(capsys, "compare", model, model, "--text", text, "--json")
+    _, out, _ = run(capsys, "compare", model, model, "--eval-text", text, "--json")
     compared = json.loads(out)
     settings = ("--group-size", "32", "--eval-text", text, "--no-verify", "--json")
     _, out, _ = run(capsys, "quantize", model, "--out", tmp_path / "out", *settings)

@@ -291,15 +291,15 @@ def test_constraints(run, requests, tiny_tokenizer):
         (["--jsonl", "."], 1, "error: . is a folder (try: a file with one request per line)"),
         (["--jsonl", "-", "-p", "x"], 2, "--jsonl has its own prompts"),
         (["--jsonl", "-", "--json"], 2, "no --prompt, no --json"),
-        (["--jsonl", "-", "--lookup"], 2, "--lookup needs a single text"),
-        (["--jsonl", "-", "--prompt-cache", "x"], 2, "--prompt-cache needs a single text"),
+        (["--jsonl", "-", "--prompt-lookup"], 2, "--prompt-lookup needs a single text"),
+        (["--jsonl", "-", "--prompt-cache-file", "x"], 2, "--prompt-cache-file needs a single text"),
         (["--jsonl", "-", "--num-samples", "0"], 2, "0 is not in the range"),
         (["--jsonl", "-", "--resume", ""], 2, "--resume takes the name of a file"),
         (["--jsonl", "-", "--resume", "-"], 2, "--resume takes the name of a file"),
         (["--jsonl", "-", "--resume", "x", "--ordered"], 2, "either --ordered or --resume"),
         (["-p", "x", "--ordered"], 2, "--ordered needs --jsonl"),
         (["-p", "x", "--resume", "y"], 2, "--resume needs --jsonl"),
-        (["-p", "x", "--batch-size", "3"], 2, "--batch-size needs --jsonl or --samples"),
+        (["-p", "x", "--batch-size", "3"], 2, "--batch-size needs --jsonl or --num-samples"),
     ],
 )
 def test_bad_usage(run, arguments, code, message):

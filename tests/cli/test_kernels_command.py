@@ -34,7 +34,7 @@ def test_list_names_a_path_and_a_reason_for_each_operation(tiny_model, capsys):
 
 
 def test_bench_measures_keeps_and_is_used(tiny_model, capsys):
-    found = run_json(capsys, "kernels", "bench", tiny_model, "--rounds", "2")
+    found = run_json(capsys, "kernels", "bench", tiny_model, "--repeats", "2")
     for case in found["cases"]:
         assert case["fastest"] in case["paths"]
         for timing in case["paths"].values():

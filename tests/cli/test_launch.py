@@ -1,4 +1,4 @@
-"""The hostfile that `--hosts` and `--ranks` mean, and the command line for the hosts."""
+"""The hostfile that `--hosts` and `--num-processes` mean, and the command line for the hosts."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def network(monkeypatch):
 
 def test_processes_on_this_machine(network, monkeypatch):
     monkeypatch.setattr(module.platform, "cpu_cores", lambda: 4)
-    with pytest.raises(ConfigError, match="5 processes for 4 cores.*--ranks 4"):
+    with pytest.raises(ConfigError, match="5 processes for 4 cores.*--num-processes 4"):
         make_hostfile(None, 5)
     assert make_hostfile(None, 3) == {"backend": "ring", "hosts": [HERE] * 3}
     assert make_hostfile("localhost,127.0.0.1", None) == {"backend": "ring", "hosts": [HERE] * 2}
@@ -113,8 +113,19 @@ def test_processes_share_the_cores_of_a_machine(monkeypatch, cores, num_processe
 
 
 def test_the_hosts_get_the_command_line_without_the_hosts():
-    flags = ("--hosts", "--ranks")
-    given = ["pretrain", "data", "--hosts", "a,b", "--out", "x", "--ranks=2", "--hosts=a", "--ranks", "2"]
+    flags = ("--hosts", "--num-processes")
+    given = [
+        "pretrain",
+        "data",
+        "--hosts",
+        "a,b",
+        "--out",
+        "x",
+        "--num-processes=2",
+        "--hosts=a",
+        "--num-processes",
+        "2",
+    ]
     assert strip_options(given, flags) == ["pretrain", "data", "--out", "x"]
 
 

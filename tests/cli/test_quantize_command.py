@@ -62,7 +62,16 @@ def test_a_report_for_people(model, tmp_path, capsys, text_file):
 
 
 def test_one_json_object(model, tmp_path, capsys, text_file):
-    arguments = ["quantize", str(model), "--out", str(tmp_path / "out"), "--method", "gptq", "--text", str(text_file)]
+    arguments = [
+        "quantize",
+        str(model),
+        "--out",
+        str(tmp_path / "out"),
+        "--method",
+        "gptq",
+        "--calibration-text",
+        str(text_file),
+    ]
     assert _run([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["method"] == "gptq" and report["metrics"]["kl"] > 0 and len(report["worst_layers"]) == 5
@@ -70,8 +79,16 @@ def test_one_json_object(model, tmp_path, capsys, text_file):
 
 
 def test_a_search_by_size(model, tmp_path, capsys, text_file):
-    arguments = ["quantize", str(model), "--out", str(tmp_path / "out"), "--text", str(text_file), "--no-measure"]
-    assert _run([*arguments, "--budget", "0.042 MB"]) == 0
+    arguments = [
+        "quantize",
+        str(model),
+        "--out",
+        str(tmp_path / "out"),
+        "--calibration-text",
+        str(text_file),
+        "--no-evaluate",
+    ]
+    assert _run([*arguments, "--max-size", "0.042 MB"]) == 0
     size = sum(file.stat().st_size for file in (tmp_path / "out").iterdir() if "quantization" not in file.name)
     assert size <= 42_000 and "matrices in" in capsys.readouterr().out
 
@@ -80,16 +97,16 @@ def test_a_search_by_size(model, tmp_path, capsys, text_file):
     "options, message",
     [
         (["--bits", "4", "--recipe", "mixed_3_4"], "--bits and --recipe both decide"),
-        (["--budget", "1GB", "--max-kl", "0.1"], "--budget and --max-kl both decide"),
+        (["--max-size", "1GB", "--max-kl", "0.1"], "--max-size and --max-kl both decide"),
         (["--mode", "mxfp4", "--bits", "4"], "--bits would have no effect"),
         (["--mode", "mxfp4", "--group-size", "32"], "--group-size would have no effect"),
         (["--mode", "nvfp4", "--method", "gptq"], "for --mode affine"),
-        (["--text", __file__], "--text would have no effect"),
-        (["--no-measure", "--eval-text", __file__], "--no-measure excludes --eval-text"),
-        (["--no-measure", "--max-kl", "0.1"], "--no-measure excludes --max-kl"),
-        (["--budget", "many"], "'many' is not a size"),
-        (["--budget", "0GB"], "'0GB' is not a size"),
-        (["--bits-per-weight", "-1"], "--bits-per-weight is a positive number"),
+        (["--calibration-text", __file__], "--calibration-text would have no effect"),
+        (["--no-evaluate", "--eval-text", __file__], "--no-evaluate excludes --eval-text"),
+        (["--no-evaluate", "--max-kl", "0.1"], "--no-evaluate excludes --max-kl"),
+        (["--max-size", "many"], "'many' is not a size"),
+        (["--max-size", "0GB"], "'0GB' is not a size"),
+        (["--target-bpw", "-1"], "--target-bpw is a positive number"),
         (["--bits", "7"], "'7' is not one of"),
     ],
 )

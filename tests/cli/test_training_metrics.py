@@ -78,13 +78,16 @@ def test_pauses_and_put_off_checkpoints_end():
 
 def test_options_of_the_machine_may_stand_beside_resume(tmp_path, text_file, capsys):
     run = tmp_path / "run"
-    quick = ["--preset", "0.3m", "--batch-size", "2", "--sequence-length", "16", "--vocab-size", "300", "--steps", "1"]
-    assert _run(["pretrain", str(text_file), "--out", str(run), *quick, "--duty", "90"]) == 0
+    quick = ["--preset", "0.3m", "--batch-size", "2", "--max-seq-length", "16", "--vocab-size", "300", "--steps", "1"]
+    assert _run(["pretrain", str(text_file), "--out", str(run), *quick, "--duty-cycle", "90"]) == 0
     said = capsys.readouterr().err  # a run of one step has a result, if no speed
     assert "best validation" in said and "nothing was left to do" not in said and "0 tokens/s" not in said
-    assert _run(["pretrain", "--resume", str(run), "--duty", "50", "--on-battery", "slow", "--on-heat", "pause"]) == 0
+    assert (
+        _run(["pretrain", "--resume", str(run), "--duty-cycle", "50", "--on-battery", "slow", "--on-heat", "pause"])
+        == 0
+    )
     said = capsys.readouterr().err.splitlines()
     assert "nothing was left to do" in said[-1] and not any("steps 3 to 2" in line for line in said)
     assert (run / "report.html").exists()
-    assert _run(["pretrain", "--resume", str(run), "--duty", "0"]) == 2
+    assert _run(["pretrain", "--resume", str(run), "--duty-cycle", "0"]) == 2
     assert _run(["pretrain", "--resume", str(run), "--on-heat", "sweat"]) == 2

@@ -156,7 +156,9 @@ def mlxlm(*arguments, stdin=b""):
 
 def test_the_command(folder, tmp_path):
     (tmp_path / "a.txt").write_text("How are you?\n" * 9)
-    done = mlxlm(folder, tmp_path / "a.txt", "-", "--json", "--context", 32, "--stride", 8, stdin="Grüße!".encode())
+    done = mlxlm(
+        folder, tmp_path / "a.txt", "-", "--json", "--context-length", 32, "--stride", 8, stdin="Grüße!".encode()
+    )
     assert done.returncode == 0
     found = json.loads(done.stdout)
     parts = found["texts"]
@@ -165,13 +167,13 @@ def test_the_command(folder, tmp_path):
     assert found["loss"] == pytest.approx(sum(part["nats"] for part in parts.values()) / found["tokens"])
     lines = [{"question": "How are", "choices": ["you", "fox", "世"], "answer": i % 3} for i in range(6)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = mlxlm(folder, "--choices", tmp_path / "q.jsonl", "--json", "--out", tmp_path / "out.jsonl")
+    done = mlxlm(folder, "--multiple-choice", tmp_path / "q.jsonl", "--json", "--out", tmp_path / "out.jsonl")
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert found["questions"] == 6 and found["accuracy"] == pytest.approx(1 / 3)
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert written == found["results"] and [row["line"] for row in written] == list(range(1, 7))
-    assert mlxlm(folder, "--choices", tmp_path / "q.jsonl").stdout.startswith(b"6 questions")
+    assert mlxlm(folder, "--multiple-choice", tmp_path / "q.jsonl").stdout.startswith(b"6 questions")
 
 
 def test_usage(folder):
@@ -181,9 +183,12 @@ def test_usage(folder):
 
     for arguments, message in (
         ([], "give TEXT files"),
-        (["a.txt", "--choices", "q.jsonl"], "give TEXT files"),
+        (["a.txt", "--multiple-choice", "q.jsonl"], "give TEXT files"),
         (["a.txt", "--out", "x"], "--out would have no effect"),
-        (["--choices", "q.jsonl", "--stride", "3", "--context", "4"], "--context and --stride would have no effect"),
+        (
+            ["--multiple-choice", "q.jsonl", "--stride", "3", "--context-length", "4"],
+            "--context-length and --stride would have no effect",
+        ),
     ):
         found = CliRunner().invoke(evaluate, [str(folder), *arguments])
         assert found.exit_code == 2 and message in found.output

@@ -20,7 +20,7 @@ from tests.train.training_runs import contents, finish, read_log
 SETTINGS = {"steps": 6, "batch_size": 4, "max_seq_length": 16, "eval_every": 3, "save_every": 2}
 VARIANTS = [Variant.read(text) for text in ("rope", "post: norm_placement=post, positions=sinusoidal, dropout=0.1")]
 TINY = [
-    "--preset", "0.3m", "--vocab-size", "300", "--steps", "4", "--batch-size", "2", "--sequence-length", "16",
+    "--preset", "0.3m", "--vocab-size", "300", "--steps", "4", "--batch-size", "2", "--max-seq-length", "16",
     "--eval-tokens", "200",
 ]  # fmt: skip
 

@@ -202,7 +202,7 @@ def test_given_settings_are_kept(steady):
 
 def test_pretrain_by_the_clock_chooses_a_model(tmp_path, text_file, tokenizer_folder, capfd, monkeypatch):
     monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, start_time: 1.0)  # however slow the machine is
-    out, options = tmp_path / "run", ["--eval-tokens", "200", "--sequence-length", "32"]
+    out, options = tmp_path / "run", ["--eval-tokens", "200", "--max-seq-length", "32"]
     assert _run(["pretrain", str(text_file), "--out", str(out), "--hours", "0.0008", "--tokenizer",
                  str(tokenizer_folder), *options]) == 0  # fmt: skip
     run = Run.open(out)
@@ -226,7 +226,7 @@ def test_a_spoilt_grid_is_named_and_nothing_predicted_from_none(start, capfd):
             Grid.open(grid.path)
     path.write_text(text)
     command = ["scaling", "--out", str(grid.path), "--fit-only", "--json"]
-    assert _run([*command, "--predict", "1m", "--budget", "1e12"]) == 0
+    assert _run([*command, "--predict", "1m", "--compute-budget", "1e12"]) == 0
     assert "without a joint fit nothing can be predicted" in json.loads(capfd.readouterr().out)["notes"]
 
 
@@ -241,7 +241,7 @@ def test_a_prediction_of_no_tokens_is_refused_before_training(tmp_path, text_fil
     [
         (["--hours", "nan"], "hours is nan, it must be a positive number"),
         (["--hours", "1", "--minutes", "2"], "--hours would have no effect: --minutes says how long"),
-        (["--steps", "3", "--scaling", "x"], "--scaling would have no effect: the model's size is chosen only"),
+        (["--steps", "3", "--scaling-law", "x"], "--scaling-law would have no effect: the model's size is chosen only"),
         (["--hours", "1", "--set", "positions=alibi"], "--set would have no effect: the model is chosen"),
     ],
 )
@@ -261,7 +261,7 @@ def test_the_command_fits_what_is_finished(start, capfd):
     command = ["scaling", "--out", str(grid.path), "--fit-only"]
     if not is_finished(grid.run(grid.cells[0])):
         pytest.fail("a finished run is known by its last checkpoint")
-    assert _run([*command, "--json", "--predict", "1m:1e4", "--budget", "2h"]) == 0
+    assert _run([*command, "--json", "--predict", "1m:1e4", "--compute-budget", "2h"]) == 0
     said = json.loads(capfd.readouterr().out)
     assert said["joint"]["alpha"] == pytest.approx(0.4, abs=0.02)
     assert said["held_out"]["predicted"] == pytest.approx(said["held_out"]["run"]["loss"], rel=1e-3)
@@ -270,5 +270,5 @@ def test_the_command_fits_what_is_finished(start, capfd):
     assert any("a guess more than a prediction" in note for note in said["notes"])
     picture = matplotlib.image.imread(grid.path / "scaling.png")
     assert picture.shape[1] > 1000 and np.std(picture) > 0.05
-    assert _run([*command, "--sizes", "1m"]) == 2 and _run([*command, "--budget", "soon"]) == 2
+    assert _run([*command, "--sizes", "1m"]) == 2 and _run([*command, "--compute-budget", "soon"]) == 2
     assert Grid.open(grid.path) == grid

@@ -106,19 +106,19 @@ def test_statistics_on_standard_error(run, folder):
         (["-p", "x", "-t", "-1", "--top-p", "0"], 2, "temperature is -1.0 (0 for greedy, or 0.001 to 100); top_p"),
         (["-p", "x", "-n", "0"], 2, "max_tokens is 0"),
         (["-p", "x " * 200], 1, "the model's context of 128 has no room for more (try: a prompt of at most 127"),
-        (["-p", "x", "--chat"], 1, "has no chat template (try: a prompt to continue, or --template)"),
-        (["-p", "x", "--chat-template", "chatml"], 2, "--template needs --chat or --jsonl"),
+        (["-p", "x", "--chat"], 1, "has no chat template (try: a prompt to continue, or --chat-template)"),
+        (["-p", "x", "--chat-template", "chatml"], 2, "--chat-template needs --chat or --jsonl"),
         (["-p", "x", "--chat", "--chat-template", "chatml"], 1, "takes the tokens <|im_start|>, <|im_end|>"),
-        (["-p", "x", "--kv-keep", "3"], 2, "--kv-keep needs --kv-size"),
+        (["-p", "x", "--kv-keep", "3"], 2, "--kv-keep needs --max-kv-size"),
         (["-p", "x", "--kv-bits", "3"], 2, "(8, 4 or none)"),
         (["-p", "x", "--max-kv-size", "0"], 2, "size is 0"),
-        (["-p", "x", "--draft", ""], 1, "the name of the model is empty"),
-        (["-p", "x", "--draft", "", "--lookup"], 2, "either --draft or --lookup"),
-        (["-p", "x", "--chat-template", ""], 2, "--template needs --chat"),
-        (["-p", "x", "--draft", "y", "--lookup"], 2, "either --draft or --lookup"),
-        (["-p", "x", "--lookup", "--num-samples", "2"], 2, "--lookup needs a single text"),
+        (["-p", "x", "--draft-model", ""], 1, "the name of the model is empty"),
+        (["-p", "x", "--draft-model", "", "--prompt-lookup"], 2, "either --draft-model or --prompt-lookup"),
+        (["-p", "x", "--chat-template", ""], 2, "--chat-template needs --chat"),
+        (["-p", "x", "--draft-model", "y", "--prompt-lookup"], 2, "either --draft-model or --prompt-lookup"),
+        (["-p", "x", "--prompt-lookup", "--num-samples", "2"], 2, "--prompt-lookup needs a single text"),
         (["-p", "x", "--logprobs", "1"], 2, "--logprobs needs --json or --jsonl"),
-        (["-p", "x", "--system-prompt", "y"], 2, "--system needs --chat"),
+        (["-p", "x", "--system-prompt", "y"], 2, "--system-prompt needs --chat"),
         (["-p", "x", "-t", "warm"], 2, "not a valid float"),
     ],
 )
@@ -174,7 +174,7 @@ def test_the_cache_settings_reach_the_text(run, folder):
 def test_proposals_change_no_text(run, folder, temperature):
     arguments = ["-p", "The quick brown fox", "-n", "60", "-t", temperature, "--seed", "3"]
     plain = run(folder, *arguments)[1]
-    for proposing in (["--lookup"], ["--draft", folder]):
+    for proposing in (["--prompt-lookup"], ["--draft-model", folder]):
         code, out, err = run(folder, *arguments, *proposing, "-v")
         assert (code, out) == (0, plain) and "proposed tokens accepted" in err
         value = json.loads(run(folder, *arguments, *proposing, "--json")[1])
@@ -193,21 +193,21 @@ def test_a_prompt_cache(run, folder, tmp_path):
     long = "The quick brown fox jumps over the lazy dog."
     tokens = len(load(folder).tokenizer.encode(long))
     fresh = text(long)
-    assert fresh[2] == 0 and text(long, "--prompt-cache", cache) == fresh
+    assert fresh[2] == 0 and text(long, "--prompt-cache-file", cache) == fresh
     written = os.stat(cache).st_mtime_ns
-    assert text(long, "--prompt-cache", cache) == (0, fresh[1], tokens - 1)
+    assert text(long, "--prompt-cache-file", cache) == (0, fresh[1], tokens - 1)
     assert os.stat(cache).st_mtime_ns == written  # nothing was read that it doesn't hold
     other = long.replace("dog", "cat")
-    code, answer, cached = text(other, "--prompt-cache", cache)
+    code, answer, cached = text(other, "--prompt-cache-file", cache)
     assert answer == text(other)[1] and 0 < cached < tokens - 1
-    assert text(other, "--prompt-cache", cache)[2] == len(load(folder).tokenizer.encode(other)) - 1
+    assert text(other, "--prompt-cache-file", cache)[2] == len(load(folder).tokenizer.encode(other)) - 1
     assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
 
 
 def test_a_prompt_cache_is_of_the_prompt(run, folder, tmp_path):
     """A bounded cache has forgotten it by the end of the text."""
     cache = str(tmp_path / "cache.safetensors")
-    arguments = ["-n", "60", "--max-kv-size", "48", "--json", "--prompt-cache", cache]
+    arguments = ["-n", "60", "--max-kv-size", "48", "--json", "--prompt-cache-file", cache]
     first, second = "The quick brown fox jumps over the lazy dog", "The quick brown fox jumps over the lazy cat"
     assert json.loads(run(folder, "-p", first, *arguments)[1])["cached_tokens"] == 0
     assert json.loads(run(folder, "-p", second, *arguments)[1])["cached_tokens"] > 10
@@ -215,14 +215,14 @@ def test_a_prompt_cache_is_of_the_prompt(run, folder, tmp_path):
 
 def test_a_prompt_cache_that_can_not_be_written_is_refused_before_the_text(run, folder, tmp_path):
     (tmp_path / "notes.txt").touch()
-    code, out, err = run(folder, "-p", "The quick", "--prompt-cache", str(tmp_path / "notes.txt" / "x"))
+    code, out, err = run(folder, "-p", "The quick", "--prompt-cache-file", str(tmp_path / "notes.txt" / "x"))
     assert code == 1 and out.strip() == "" and err.startswith("error: cannot write ")
 
 
 def test_no_other_file_becomes_a_prompt_cache(run, folder, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes")
-    code, out, err = run(folder, "-p", "The", "--prompt-cache", str(notes))
+    code, out, err = run(folder, "-p", "The", "--prompt-cache-file", str(notes))
     assert (code, out) == (1, "") and err.startswith("error: ") and notes.read_text() == "my notes"
 
 
@@ -273,7 +273,7 @@ def test_the_help_has_sections(capsys, command):
     places = [text.find(heading) for heading in wanted]
     assert -1 not in places and places == sorted(places)
     assert text.index("Repetition:") < text.index("--dry-base") < text.index("Constrained output:")
-    assert text.count("--seed") == text.count("--kv-size N ") == text.count("--help") == 1
+    assert text.count("--seed") == text.count("--max-kv-size N ") == text.count("--help") == 1
 
 
 def test_the_help_tells_the_true_defaults(run):

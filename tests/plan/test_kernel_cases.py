@@ -90,7 +90,7 @@ def test_bench_and_list_of_a_device_that_trains_in_bfloat16(tmp_path, tiny_confi
     monkeypatch.setattr("mlxlm.train.start.DEVICE_DTYPE", "bfloat16")
     small = tiny_config.with_changes(hidden_size=16, max_position_embeddings=32)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(small)))
-    assert _run(["kernels", "bench", str(tmp_path), "--dtype", "float16", "--rounds", "1", "--json"]) == 0
+    assert _run(["kernels", "bench", str(tmp_path), "--dtype", "float16", "--repeats", "1", "--json"]) == 0
     measured = [found["case"] for found in json.loads(capsys.readouterr().out)["cases"]]
     training = training_cases(model_of(small, "bfloat16").train(), 1, 32, document_mask=False)
     generation = generation_cases(model_of(small, "float16").eval(), 32)

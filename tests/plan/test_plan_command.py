@@ -23,7 +23,7 @@ def run(capfdbinary):
 
 
 def test_tables(run):
-    each = ("--devices", 16000, "--batch-size", 1)
+    each = ("--num-devices", 16000, "--batch-size", 1)
     code, out, err = run("llama3-405b", "--machine", "h100", *each, "--tokens", "15.6e12", "--textbook")
     assert code == 0 and out.startswith("training does not fit into the 80 GB of h100")
     assert "no change makes this model fit" in out and "406B" in out
@@ -35,8 +35,8 @@ def test_tables(run):
 
 def test_json_of_sizes_without_a_name(run):
     code, out, _ = run(
-        "--hidden", 64, "--layers", 2, "--heads", 4, "--kv-heads", 2, "--intermediate", 128, "--vocab", 100,
-        "--tied", "--machine", "a100", "--set", "norm=layer", "--batch-size", 3, "--json",
+        "--hidden-size", 64, "--num-layers", 2, "--num-heads", 4, "--num-kv-heads", 2, "--intermediate-size", 128, "--vocab-size", 100,
+        "--tie-word-embeddings", "--machine", "a100", "--set", "norm=layer", "--batch-size", 3, "--json",
     )  # fmt: skip
     found = json.loads(out)
     assert code == 0 and found["training"]["batch_size"] == 3 and found["training"]["dtype"] == "bfloat16"
@@ -50,7 +50,7 @@ def test_a_probe_shows_predicted_beside_measured(run, monkeypatch):
 
     monkeypatch.setattr(train, "probe", lambda config, settings: train.Probe(9.0, 0.5, 0.0, 10**9))
     monkeypatch.setattr(machines, "measure_matmul", lambda **_: 100.0)
-    shape = ("0.3m", "--probe", "--batch-size", 2, "--sequence-length", 32)
+    shape = ("0.3m", "--probe", "--batch-size", 2, "--max-seq-length", 32)
     code, out, _ = run(*shape)
     steps = [line.split() for line in out.splitlines() if line.startswith("a step ")]
     _, predicted, measured = steps  # the first one is of operations
@@ -101,7 +101,7 @@ def test_advice_is_read_from_the_environment_that_it_asks_for(run):
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_a_picture(run, tmp_path, kind):
     path = tmp_path / f"plan.{kind}"
-    assert run("1m", "--machine", "a100", "--picture", path)[0] == 0
+    assert run("1m", "--machine", "a100", "--plot", path)[0] == 0
     start = path.read_bytes()[:200]
     assert start.startswith(b"\x89PNG") if kind == "png" else b"<svg" in start or b"<?xml" in start
 
@@ -109,9 +109,9 @@ def test_a_picture(run, tmp_path, kind):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["1m", "--hidden", "8"], "--hidden would have no effect"),
-        (["1m", "--tied"], "--tied would have no effect"),
-        (["--hidden", "8"], "--layers, --heads missing"),
+        (["1m", "--hidden-size", "8"], "--hidden-size would have no effect"),
+        (["1m", "--tie-word-embeddings"], "--tie-word-embeddings would have no effect"),
+        (["--hidden-size", "8"], "--num-layers, --num-heads missing"),
         (["1m", "--machine", "a100", "--flops", "1e12"], "give one"),
         (["1m", "--machine", "a100", "--probe"], "--probe measures this machine"),
         (["1m", "--machine", "a100", "--group-size", "32"], "--group-size would have no effect"),
@@ -128,12 +128,12 @@ def test_wrong_values(run, tmp_path):
     (tmp_path / "empty.txt").touch()
     for arguments, problem in (
         (["1m", "--machine", "abacus"], "there is no machine 'abacus'"),
-        (["1m", "--machine", "a100", "--picture", tmp_path / "plan.gif"], "no kind of picture"),
+        (["1m", "--machine", "a100", "--plot", tmp_path / "plan.gif"], "no kind of picture"),
         (["1m", "--flops", "0"], "can't be planned with"),
         (["1m", "--flops", "inf"], "can't be planned with"),
         (["1m", "--flops", "1e-300", "--json"], "can't be planned with"),
-        (["1m", "--machine", "a100", "--ema", "5"], "ema is 5.0"),
-        (["1m", "--machine", "a100", "--context", "99999999999999"], "from 1 to 1,099,511,627,775"),
+        (["1m", "--machine", "a100", "--ema-decay", "5"], "ema is 5.0"),
+        (["1m", "--machine", "a100", "--context-length", "99999999999999"], "from 1 to 1,099,511,627,775"),
         (["1m", "--machine", "a100", "--data", tmp_path / "empty.txt"], "empty.txt has no size"),
         (["1m", "--machine", "a100", "--tokens", "-5"], "tokens"),
     ):
@@ -178,7 +178,7 @@ def test_a_quantized_folder_has_its_own_bits(run, tmp_path, name):
             ["batch 0", " 0 tokens"],
         ),
         (
-            ["5m", "--machine", "h100", "--sequence-length", 16_000_000],
+            ["5m", "--machine", "h100", "--max-seq-length", 16_000_000],
             ["tokens a sequence at batch 16"],
             ["batch 0", "preset -"],
         ),
@@ -201,7 +201,7 @@ def test_the_bits_that_are_named_fit():
 
 
 def test_textbook_formulas_as_json(run):
-    shape = ("1m", "--machine", "a100", "--batch-size", 2, "--sequence-length", 64, "--tokens", 1000)
+    shape = ("1m", "--machine", "a100", "--batch-size", 2, "--max-seq-length", 64, "--tokens", 1000)
     found = json.loads(run(*shape, "--textbook", "--json")[1])
     count = found["parameters"]["total"]
     assert found["textbook"] == {

@@ -118,12 +118,12 @@ def test_the_cheapest_change_that_fits():
     training = Training(batch_size=16, max_seq_length=512)
     assert suggest_change(config, training, 1 << 40) is None
     change = suggest_change(config, training, 2 * 10**9)
-    assert change.text == "--batch-size 8 --accumulate 2"
+    assert change.text == "--batch-size 8 --grad-accumulation-steps 2"
     assert change.needed == training_memory(config, change.training).total <= 0.9 * 2 * 10**9
     alone = replace(training, batch_size=1)
-    assert suggest_change(config, alone, 200 * 10**6).text == "--recompute"
+    assert suggest_change(config, alone, 200 * 10**6).text == "--grad-checkpoint"
     together = suggest_change(config, alone, 140 * 10**6)
-    assert together.text == "--recompute --optimizer adafactor"
+    assert together.text == "--grad-checkpoint --optimizer adafactor"
     assert (together.training.grad_checkpoint, together.training.optimizer) == (True, "adafactor")
     assert (
         suggest_change(config, replace(alone, grad_checkpoint=True, optimizer="adafactor"), 60 * 10**6).text

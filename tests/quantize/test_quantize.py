@@ -272,7 +272,7 @@ def test_texts_that_are_given_free_a_run_from_its_data(model, tmp_path, texts):
     (tmp_path / "run" / "model.safetensors").rename(step / "model.safetensors")
     report = quantize(tmp_path / "run", tmp_path / "out", eval_text=texts[1])
     assert report.metrics.text.endswith("evaluation.txt")
-    with pytest.raises(MlxlmError, match="--text FILE"):
+    with pytest.raises(MlxlmError, match="--calibration-text FILE"):
         quantize(tmp_path / "run", tmp_path / "gptq", method="gptq", eval_text=texts[1])
     with pytest.raises(MlxlmError, match="--eval-text FILE"):
         quantize(tmp_path / "run", tmp_path / "measured")

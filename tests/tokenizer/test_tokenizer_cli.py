@@ -33,7 +33,7 @@ def test_encode_options(folder, trained):
     ids = trained.encode("one <|user|>")
     shown = mlxlm("tokenizer", "encode", folder, "--text", "one <|user|>", "--json")
     assert json.loads(shown.stdout) == {"ids": ids, "count": len(ids)}
-    shown = mlxlm("tokenizer", "encode", folder, "--text", "one <|user|>", "--no-special")
+    shown = mlxlm("tokenizer", "encode", folder, "--text", "one <|user|>", "--no-add-special-tokens")
     assert [int(word) for word in shown.stdout.split()] == ids[1:]
 
 
@@ -66,7 +66,17 @@ def test_train_where_nothing_can_be_written_fails_before_reading(tmp_path):
 
 
 def test_train_from_stdin(tmp_path):
-    arguments = ("tokenizer", "train", "-", "--vocab-size", "900", "--kind", "sentencepiece", "--out", tmp_path / "t")
+    arguments = (
+        "tokenizer",
+        "train",
+        "-",
+        "--vocab-size",
+        "900",
+        "--tokenizer-type",
+        "sentencepiece",
+        "--out",
+        tmp_path / "t",
+    )
     done = mlxlm(*arguments, stdin=b"water wine water wine waters\n" * 50)
     assert done.returncode == 1 and done.stderr.count(b"\n") == 1
     assert b"larger than this text supports" in done.stderr

@@ -197,7 +197,7 @@ def test_what_can_not_work(new_run, tmp_path, base, talks, monkeypatch):
         new_run("other", epochs=2.0)
     with pytest.raises(ConfigError, match="epochs is -1"):
         new_run("other", steps=None, epochs=-1.0)
-    with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --sequence-length 128"):
+    with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --max-seq-length 128"):
         new_run("other", max_seq_length=200)
     with monkeypatch.context() as patch:
         patch.setattr("mlxlm.backend.device.device_memory", lambda: 1000)
@@ -291,7 +291,7 @@ def test_every_answer_is_learned_to_its_end(new_run, tmp_path):
     assert told == (
         "16 conversations: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are cut inside "
         "of an answer or its question, which goes on in the next row; each pass has every answer to its end "
-        "(try: --sequence-length 128)"
+        "(try: --max-seq-length 128)"
     )
     run = new_run("short", sources=[held] * 5)
     assert describe(run) == ["5 conversations, each whole in a row of 48 tokens"]
@@ -352,10 +352,10 @@ def command(capsys):
 def test_the_command(tmp_path, base, talks, command):
     """From a model to a chat; continued by --resume, which takes nothing else."""
     out = tmp_path / "tuned"
-    options = ["--steps", "4", "--batch-size", "2", "--sequence-length", "48"]
+    options = ["--steps", "4", "--batch-size", "2", "--max-seq-length", "48"]
     code, printed, told = command(base, talks, "--out", out, *options)
     assert code == 0 and printed == f"{out}\n" and "step 0: validation" in told
-    assert "a chat with it holds 128 tokens, its context: mlxlm chat --overflow drop" in told
+    assert "a chat with it holds 128 tokens, its context: mlxlm chat --context-overflow drop" in told
     chat = Chat(load(out), max_tokens=5, temperature=0.0)
     "".join(part.text for part in chat.ask("the cat"))
     assert chat.messages[-1].role == "assistant" and len(chat.messages[-1].ids) <= 5

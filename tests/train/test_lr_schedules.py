@@ -59,9 +59,9 @@ def test_up_to_the_peak_then_never_up_again(steps, share, min_lr_ratio, decay, l
 
 
 def test_a_rate_that_is_never_reached_is_refused(tmp_path, capsys):
-    options = ["--out", str(tmp_path / "run"), "--schedule", "constant", "--final-learning-rate", "0.1"]
+    options = ["--out", str(tmp_path / "run"), "--lr-schedule", "constant", "--min-lr-ratio", "0.1"]
     assert _run(["pretrain", str(tmp_path), *options]) == 2
-    why = "--final-learning-rate would have no effect: --schedule constant stays at the peak"
+    why = "--min-lr-ratio would have no effect: --lr-schedule constant stays at the peak"
     assert why in capsys.readouterr().err
 
 

@@ -183,7 +183,7 @@ def test_an_existing_run_is_refused(new_run, tmp_path):
 
 def test_a_text_shorter_than_a_sequence(tmp_path, tiny_config, tokenizer_folder):
     (tmp_path / "short.txt").write_text("the cat sat on a mat. " * 8)
-    with pytest.raises(DataError, match="less than one sequence of 64 .*--sequence-length"):
+    with pytest.raises(DataError, match="less than one sequence of 64 .*--max-seq-length"):
         start_run(
             tmp_path / "run", [tmp_path / "short.txt"], tiny_config, tokenizer=tokenizer_folder,
             settings={**QUICK, "max_seq_length": 64},

@@ -161,12 +161,12 @@ def _model(repl: Repl, name: str) -> None:
 
 def _save(repl: Repl, text: str) -> None:
     """The file is the chat's from now on: every answer is added to it."""
-    name = text.removesuffix("--cache").strip()
+    name = text.removesuffix("--save-kv-cache").strip()
     if not name and not repl.autosave.named:
         raise GenerationError("there is no file yet to save to", "/save FILE")
     path = Path(_expanded(name)) if name else repl.autosave.path
-    repl.autosave.save(repl.chat, path, cache=text.endswith("--cache"))
-    repl.autosave.name(path, cached=text.endswith("--cache"))
+    repl.autosave.save(repl.chat, path, cache=text.endswith("--save-kv-cache"))
+    repl.autosave.name(path, cached=text.endswith("--save-kv-cache"))
     print_status(f"saved to {path}; what is said from now on is added to it")
 
 
@@ -288,7 +288,7 @@ _ALL = (
     Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
     Command("/model [MODEL]", "go on with another model", _model, _models),
     Command(
-        "/save [FILE] [--cache]",
+        "/save [FILE] [--save-kv-cache]",
         "keep the conversation in a file (and what was computed)",
         _save,
         _words(COMPLETE_PATHS),

@@ -284,7 +284,7 @@ def test_collectives_and_a_rank_that_hangs(tmp_path, how):
         assert mx.load(str(saved))["weights"].shape == (100, 100)
 
 
-SETTINGS = ["--batch-size", "2", "--sequence-length", "32", "--learning-rate", "3e-3", "--warmup-steps", "3"]
+SETTINGS = ["--batch-size", "2", "--max-seq-length", "32", "--learning-rate", "3e-3", "--warmup-steps", "3"]
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def test_two_ranks_are_one_with_twice_the_accumulation(pretrain, new_run, tmp_pa
         port = server.getsockname()[1]
     program = Path(sys.executable).with_name("mlx.launch")
     line = (program, "-n", "2", "--backend", "ring", "--starting-port", str(min(port, 60_000)), "--")
-    process = pretrain(tmp_path / "two", "--steps", "12", "--accumulate", "2", before=line)
+    process = pretrain(tmp_path / "two", "--steps", "12", "--grad-accumulation-steps", "2", before=line)
     out, err = process.communicate(timeout=120)
     assert out.strip() == str(tmp_path / "two"), err
     assert err.count("steps 1 to 12 of 256 tokens") == 1  # rank 0 alone speaks
@@ -366,7 +366,9 @@ def test_two_ranks_are_one_with_twice_the_accumulation(pretrain, new_run, tmp_pa
 @needs_sockets
 def test_a_killed_rank_ends_the_run_which_one_process_can_go_on_with(pretrain, new_run, tmp_path):
     path = tmp_path / "killed"
-    process = pretrain(path, "--steps", "100000", "--schedule", "constant", "--save-every", "5", "--ranks", "2")
+    process = pretrain(
+        path, "--steps", "100000", "--lr-schedule", "constant", "--save-every", "5", "--num-processes", "2"
+    )
     wait_for_checkpoint(path)
     rank_process(process, 1).send_signal(signal.SIGKILL)
     _, err = process.communicate(timeout=60)
@@ -402,7 +404,7 @@ def test_rank_1_saves_for_a_killed_rank_0_and_after_a_resume_ctrl_c_stops_both(p
     assert process.returncode == 1
     step = int(re.search(r"rank 1: error: rank 0 has ended; step (\d+) is saved", err)[1])
     assert Run.open(path).checkpoints()[-1].name == f"step-{step}"
-    process = pretrain(path, "--ranks", "2", resume=True)
+    process = pretrain(path, "--num-processes", "2", resume=True)
     wait_for_steps(path, step + 5)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -417,7 +419,7 @@ def test_rank_1_saves_for_a_killed_rank_0_and_after_a_resume_ctrl_c_stops_both(p
 @needs_sockets
 def test_a_killed_launcher_ends_the_run_in_order(pretrain, tmp_path):
     path = tmp_path / "run"
-    process = pretrain(path, "--steps", "100000", "--save-every", "0", "--ranks", "2")
+    process = pretrain(path, "--steps", "100000", "--save-every", "0", "--num-processes", "2")
     wait_for_steps(path, 5)
     others = psutil.Process(process.pid).children(recursive=True)
     if hasattr(os, "sched_getaffinity"):
