@@ -113,6 +113,15 @@ def _streams() -> list[mx.Stream]:
 _own = threading.local()
 
 __all__ = [
-    "ON_CPU", "async_eval_arrays", "eval_arrays", "eval_in_parallel", "mx", "nn", "optim", "limit_buffer_cache", "tree_flatten", "tree_map",
+    "ON_CPU",
+    "async_eval_arrays",
+    "eval_arrays",
+    "eval_in_parallel",
+    "mx",
+    "nn",
+    "optim",
+    "limit_buffer_cache",
+    "tree_flatten",
+    "tree_map",
     "tree_unflatten",
-]  # fmt: skip
+]

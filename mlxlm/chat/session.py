@@ -279,9 +279,16 @@ class Chat:
         self._settle()
         weights, tokenizer = session_files.model_fingerprints(self.lm)
         session = Session(
-            str(self.lm.path), weights, tokenizer, self._chat_model.requested_chat_template, self._system, self._overflow,
-            non_default_fields(self._options, self.defaults), self.kv, self._branches,
-        )  # fmt: skip
+            str(self.lm.path),
+            weights,
+            tokenizer,
+            self._chat_model.requested_chat_template,
+            self._system,
+            self._overflow,
+            non_default_fields(self._options, self.defaults),
+            self.kv,
+            self._branches,
+        )
         self._files.write(Path(path), session, self._chat_model.context if cache else None, self.lm)
 
     @classmethod

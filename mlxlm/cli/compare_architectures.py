@@ -95,9 +95,17 @@ def _comparison(
     names = ("tokenizer_type", "validation_fraction", "on_bad_input")
     given = {name: options[name] for name in names if options[name] is not None}
     comparison = start_comparison(
-        out, data, config, [Variant.read(text) for text in variants], weights=weights, settings=settings, duty_cycle=duty_cycle,
-        phase=phase, **{name: options[name] for name in same}, **given,
-    )  # fmt: skip
+        out,
+        data,
+        config,
+        [Variant.read(text) for text in variants],
+        weights=weights,
+        settings=settings,
+        duty_cycle=duty_cycle,
+        phase=phase,
+        **{name: options[name] for name in same},
+        **given,
+    )
     print_skipped(Manifest.read(comparison.data).skipped)
     return comparison
 

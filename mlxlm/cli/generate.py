@@ -109,9 +109,19 @@ def generate(
         from mlxlm.cli.jsonl import run
 
         run(
-            jsonl, partial(load_model, model), conversations, options, kv, chat=chat, system_prompt=system_prompt, num_samples=num_samples,
-            batch_size=batch_size, ordered=ordered, resume=resume, verbose=verbose,
-        )  # fmt: skip
+            jsonl,
+            partial(load_model, model),
+            conversations,
+            options,
+            kv,
+            chat=chat,
+            system_prompt=system_prompt,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            ordered=ordered,
+            resume=resume,
+            verbose=verbose,
+        )
         return
     from mlxlm.generation.stream_generate import encode_prompt
 

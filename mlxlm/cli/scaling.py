@@ -113,8 +113,9 @@ def _train(grid: Grid, how: dict[str, Any]) -> list[str]:
     if most > 1.2 * FULL_VALUE_EPOCHS:
         render.say(
             f"the text is short: the longest runs see it {most:.1f} times, and after {FULL_VALUE_EPOCHS:g} passes it teaches "
-            "less than new text would, which bends the law", style="yellow",
-        )  # fmt: skip
+            "less than new text would, which bends the law",
+            style="yellow",
+        )
     runs = []
     for cell in grid.cells:
         name = f"{human_count(cell.parameters)} parameters, {human_count(cell.tokens)} tokens"

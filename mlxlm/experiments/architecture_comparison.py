@@ -227,11 +227,20 @@ def start_comparison(
     config = config.with_changes(max_position_embeddings=shared.max_seq_length)  # which some parts go by
     configs = [_configured(config, variant) for variant in variants]
     question = saved_args(
-        sources, weights=weights and list(weights), text_column=text_column, tokenizer=tokenizer, tokenizer_type=tokenizer_type,
-        vocab_size=vocab_size, validation=validation, validation_fraction=validation_fraction, minutes=minutes,
-        tokens=tokens, settings=settings, config=config_to_hf(config),
+        sources,
+        weights=weights and list(weights),
+        text_column=text_column,
+        tokenizer=tokenizer,
+        tokenizer_type=tokenizer_type,
+        vocab_size=vocab_size,
+        validation=validation,
+        validation_fraction=validation_fraction,
+        minutes=minutes,
+        tokens=tokens,
+        settings=settings,
+        config=config_to_hf(config),
         variants=[asdict(variant) for variant in variants],
-    )  # fmt: skip
+    )
     if (out / FILE).is_file():
         there = Comparison.open(out)
         check_saved_args(out, there.saved_args, question, "comparison", "mlxlm compare-architectures")

@@ -206,10 +206,20 @@ def start_grid(
             vocab_size = guess_vocab_size(15 * minutes, sources, text_column, on_bad_input)
     with atomic_new_folder(out) as folder:
         loaded_tokenizer, data = prepare_shared_data(
-            folder, sources, vocab_size, exact=exact, tokenizer=tokenizer, tokenizer_type=tokenizer_type, text_column=text_column,
-            weights=None, validation=validation, validation_fraction=validation_fraction, on_bad_input=on_bad_input,
-            seed=values.get("seed", 0), phase=phase,
-        )  # fmt: skip
+            folder,
+            sources,
+            vocab_size,
+            exact=exact,
+            tokenizer=tokenizer,
+            tokenizer_type=tokenizer_type,
+            text_column=text_column,
+            weights=None,
+            validation=validation,
+            validation_fraction=validation_fraction,
+            on_bad_input=on_bad_input,
+            seed=values.get("seed", 0),
+            phase=phase,
+        )
         unique_tokens = Manifest.read(data).train.tokens
         members = (
             nearest_models(list(sizes), loaded_tokenizer.vocab_size)

@@ -20,7 +20,24 @@ from mlxlm.generation.score import Score, score
 from mlxlm.generation.stream_generate import TextStream, generate, stream
 
 __all__ = [
-    "GenerationChunk", "Context", "FinishReason", "GenerationOptions", "LoadedModel", "Request", "GenerationResult", "Sampler",
-    "SamplingOptions", "Score", "TextStream", "Timings", "batch", "filter_logits", "generate", "load", "run_batch",
-    "score", "stream", "tokens",
-]  # fmt: skip
+    "GenerationChunk",
+    "Context",
+    "FinishReason",
+    "GenerationOptions",
+    "LoadedModel",
+    "Request",
+    "GenerationResult",
+    "Sampler",
+    "SamplingOptions",
+    "Score",
+    "TextStream",
+    "Timings",
+    "batch",
+    "filter_logits",
+    "generate",
+    "load",
+    "run_batch",
+    "score",
+    "stream",
+    "tokens",
+]

@@ -20,10 +20,23 @@ from mlxlm.utils.errors import GenerationError
 
 # The options that decide what happens to a row's logits: rows with the same ones are drawn together.
 _SHAPING = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "repetition_penalty",
-    "repetition_context_size", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
-    "dry_penalty_last_n", "dry_sequence_breakers",
-)  # fmt: skip
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "repetition_penalty",
+    "repetition_context_size",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+)
 
 
 class Sampler:

@@ -22,10 +22,29 @@ from mlxlm.plan.planner import Plan, plan
 from mlxlm.plan.training import Training
 
 __all__ = [
-    "MACHINES", "Change", "Duration", "Fits", "Flops", "InferenceMemory", "Machine", "Plan", "Serving", "Training",
-    "TrainingMemory", "FlopsByLength", "bits_that_fit", "suggest_change", "find_config", "fits", "count_training_flops", "inference_memory",
-    "plan", "reference_names", "training_memory", "flops_by_length",
-]  # fmt: skip
+    "MACHINES",
+    "Change",
+    "Duration",
+    "Fits",
+    "Flops",
+    "InferenceMemory",
+    "Machine",
+    "Plan",
+    "Serving",
+    "Training",
+    "TrainingMemory",
+    "FlopsByLength",
+    "bits_that_fit",
+    "suggest_change",
+    "find_config",
+    "fits",
+    "count_training_flops",
+    "inference_memory",
+    "plan",
+    "reference_names",
+    "training_memory",
+    "flops_by_length",
+]
 
 
 class _Callable(ModuleType):

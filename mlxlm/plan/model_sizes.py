@@ -18,10 +18,14 @@ def model_of_width(hidden_size: int, vocab_size: int) -> ModelConfig:
     (of 32 or 16 where the model is narrow), embedding and head tied."""
     head = 64 if hidden_size >= 256 and hidden_size % 64 == 0 else 32 if hidden_size % 32 == 0 else 16
     return ModelConfig(
-        hidden_size=hidden_size, num_hidden_layers=int(hidden_size / _WIDTH_PER_LAYER + 0.5), num_attention_heads=hidden_size // head,
-        intermediate_size=-(-8 * hidden_size // 3 // 16) * 16, vocab_size=vocab_size, max_position_embeddings=2048,
+        hidden_size=hidden_size,
+        num_hidden_layers=int(hidden_size / _WIDTH_PER_LAYER + 0.5),
+        num_attention_heads=hidden_size // head,
+        intermediate_size=-(-8 * hidden_size // 3 // 16) * 16,
+        vocab_size=vocab_size,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
 
 
 def model_family(vocab_size: int) -> list[ModelConfig]:

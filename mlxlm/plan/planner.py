@@ -86,13 +86,19 @@ class Plan:
             "parameters": {**self.parameters, "total": self.parameter_count},
             "training": self.training.to_dict(),
             "flops": {
-                **asdict(flops), "forward_total": flops.forward_total, "attention": flops.attention,
-                "backward": flops.backward, "per_token": flops.per_token, "per_step": flops.per_step,
+                **asdict(flops),
+                "forward_total": flops.forward_total,
+                "attention": flops.attention,
+                "backward": flops.backward,
+                "per_token": flops.per_token,
+                "per_step": flops.per_step,
                 "total": flops.per_token * self.tokens,
             },
             "flops_by_length": [
                 {"length": length, "flops": total, "shares": shares}
-                for length, total, shares in zip(self.flops_by_length.lengths, self.flops_by_length.total, self.flops_by_length.shares, strict=True)
+                for length, total, shares in zip(
+                    self.flops_by_length.lengths, self.flops_by_length.total, self.flops_by_length.shares, strict=True
+                )
             ],
             "memory": {**asdict(memory), "backward": memory.backward, "update": memory.update, "total": memory.total},
             "measured_memory": self.measured,
@@ -105,10 +111,13 @@ class Plan:
             "measured_duration": None if self.measured_duration is None else _duration(self.measured_duration),
             "disk": {**asdict(self.disk), "total": self.disk.total},
             "fits": None if self.fits is None else asdict(self.fits),
-            "change": self.change and {
-                "text": self.change.text, "cost": self.change.cost, "needed": self.change.needed,
+            "change": self.change
+            and {
+                "text": self.change.text,
+                "cost": self.change.cost,
+                "needed": self.change.needed,
             },
-        }  # fmt: skip
+        }
 
 
 def _duration(duration: Duration) -> dict[str, Any]:

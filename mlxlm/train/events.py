@@ -196,6 +196,21 @@ class Finished:
 
 
 Event = (
-    ModelSizeChosen | Forecast | Conversations | Started | Step | StepsChanged | Validation | Sample | CheckpointSaved | CheckpointNotSaved | Paused
-    | Throttled | Resumed | TrainingWarning | Stopped | Failed | Finished
-)  # fmt: skip
+    ModelSizeChosen
+    | Forecast
+    | Conversations
+    | Started
+    | Step
+    | StepsChanged
+    | Validation
+    | Sample
+    | CheckpointSaved
+    | CheckpointNotSaved
+    | Paused
+    | Throttled
+    | Resumed
+    | TrainingWarning
+    | Stopped
+    | Failed
+    | Finished
+)

@@ -79,8 +79,11 @@ class TrainStep:
     def environment(self) -> dict[str, Any]:
         """What decides here how sums are rounded, beside settings and data: JSON's types."""
         return {
-            "chip": platform.chip(), "blas": load_blas().name, "num_processes": self.process_group.size, "parts": self._parts,
-        }  # fmt: skip
+            "chip": platform.chip(),
+            "blas": load_blas().name,
+            "num_processes": self.process_group.size,
+            "parts": self._parts,
+        }
 
     def match_environment(self, environment: Any) -> str | None:
         """Cut batches as a step whose `environment` this is, where nothing else differs, however many cores there are now.

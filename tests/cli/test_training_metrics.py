@@ -11,10 +11,16 @@ from mlxlm.train import CheckpointNotSaved, CheckpointSaved, Paused, Resumed, St
 
 def started(steps=1000):
     return Started(
-        step=0, steps=steps, parameters=1000, tokens_per_step=4096, epochs=1.0, flops_per_token=10**7, epochs_by_source={},
+        step=0,
+        steps=steps,
+        parameters=1000,
+        tokens_per_step=4096,
+        epochs=1.0,
+        flops_per_token=10**7,
+        epochs_by_source={},
         dropped_fraction=0.0,
         padding=0.0,
-    )  # fmt: skip
+    )
 
 
 def step(n, loss=3.0, speed=50_000.0):

@@ -218,9 +218,15 @@ def test_a_spoilt_grid_is_named_and_nothing_predicted_from_none(start, capfd):
     text = path.read_text()
     cell = json.loads(text)["cells"][0]
     for spoilt in (
-        {"cells": []}, {"unique_tokens": 0}, {"cells": [[1]]}, {"settings": 3}, {"saved_args": None}, {"vocab_size": "x"},
-        {"cells": [{**cell, "seconds": math.nan}]}, {"cells": [{**cell, "seconds": None}]},
-    ):  # fmt: skip
+        {"cells": []},
+        {"unique_tokens": 0},
+        {"cells": [[1]]},
+        {"settings": 3},
+        {"saved_args": None},
+        {"vocab_size": "x"},
+        {"cells": [{**cell, "seconds": math.nan}]},
+        {"cells": [{**cell, "seconds": None}]},
+    ):
         path.write_text(json.dumps({**json.loads(text), **spoilt}))
         with pytest.raises(ConfigError, match=r"grid.json lacks or spoils"):
             Grid.open(grid.path)

@@ -162,9 +162,18 @@ SETTINGS = [
     {"temperature": 1.3, "top_k": 7, "typical_p": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
     {"temperature": 0, "repetition_penalty": 1.4, "dry_multiplier": 0.9, "dry_sequence_breakers": ()},
-    {"temperature": 0.9, "repetition_penalty": 1.4, "repetition_context_size": 5, "presence_penalty": 0.4,
-     "frequency_penalty": 0.2, "dry_multiplier": 0.9, "dry_sequence_breakers": (), "logit_bias": {3: 1.0}, "logprobs": 0},
-]  # fmt: skip
+    {
+        "temperature": 0.9,
+        "repetition_penalty": 1.4,
+        "repetition_context_size": 5,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "dry_multiplier": 0.9,
+        "dry_sequence_breakers": (),
+        "logit_bias": {3: 1.0},
+        "logprobs": 0,
+    },
+]
 
 
 @settings(max_examples=25)

@@ -16,11 +16,26 @@ from mlxlm.utils.errors import GenerationError
 
 def test_all_problems_are_named_at_once_with_values_that_work():
     wrong = {
-        "temperature": -1, "top_k": -2, "top_p": 0, "min_p": 2, "typical_p": 0, "xtc_probability": 2,
-        "xtc_threshold": 0, "repetition_penalty": 0, "repetition_context_size": 0, "presence_penalty": 1e9,
-        "frequency_penalty": "1", "dry_multiplier": -1, "dry_base": 0, "dry_allowed_length": 0, "dry_penalty_last_n": 2**40,
-        "seed": -1, "logprobs": -1, "max_tokens": 0, "regex": "",
-    }  # fmt: skip
+        "temperature": -1,
+        "top_k": -2,
+        "top_p": 0,
+        "min_p": 2,
+        "typical_p": 0,
+        "xtc_probability": 2,
+        "xtc_threshold": 0,
+        "repetition_penalty": 0,
+        "repetition_context_size": 0,
+        "presence_penalty": 1e9,
+        "frequency_penalty": "1",
+        "dry_multiplier": -1,
+        "dry_base": 0,
+        "dry_allowed_length": 0,
+        "dry_penalty_last_n": 2**40,
+        "seed": -1,
+        "logprobs": -1,
+        "max_tokens": 0,
+        "regex": "",
+    }
     with pytest.raises(GenerationError) as caught:
         GenerationOptions(**wrong)
     for name in wrong:
@@ -144,12 +159,28 @@ def test_every_option_of_the_shell_reaches_its_setting(shell, tmp_path):
     schema = tmp_path / "schema.json"
     schema.write_text('\ufeff{"type": "null"}', encoding="utf-8")
     given = {
-        "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "xtc_probability": 0.3,
-        "xtc_threshold": 0.2, "repetition_penalty": 1.2, "repetition_context_size": 9, "presence_penalty": 0.3,
-        "frequency_penalty": 0.4, "dry_multiplier": 0.7, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 99,
-        "dry_sequence_breakers": ("\n", ";"), "logit_bias": {3: -1.0, 4: 2.0}, "logprobs": 2, "seed": 8, "max_tokens": 5,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "typical_p": 0.9,
+        "xtc_probability": 0.3,
+        "xtc_threshold": 0.2,
+        "repetition_penalty": 1.2,
+        "repetition_context_size": 9,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "dry_multiplier": 0.7,
+        "dry_base": 1.5,
+        "dry_allowed_length": 3,
+        "dry_penalty_last_n": 99,
+        "dry_sequence_breakers": ("\n", ";"),
+        "logit_bias": {3: -1.0, 4: 2.0},
+        "logprobs": 2,
+        "seed": 8,
+        "max_tokens": 5,
         "stop": ("a", "b"),
-    }  # fmt: skip
+    }
     texts = {"logit_bias": ["3=-1", "4=2"]}
     arguments = []
     for name, value in given.items():

@@ -35,9 +35,27 @@ def test_tables(run):
 
 def test_json_of_sizes_without_a_name(run):
     code, out, _ = run(
-        "--hidden-size", 64, "--num-layers", 2, "--num-heads", 4, "--num-kv-heads", 2, "--intermediate-size", 128, "--vocab-size", 100,
-        "--tie-word-embeddings", "--machine", "a100", "--set", "norm=layer", "--batch-size", 3, "--json",
-    )  # fmt: skip
+        "--hidden-size",
+        64,
+        "--num-layers",
+        2,
+        "--num-heads",
+        4,
+        "--num-kv-heads",
+        2,
+        "--intermediate-size",
+        128,
+        "--vocab-size",
+        100,
+        "--tie-word-embeddings",
+        "--machine",
+        "a100",
+        "--set",
+        "norm=layer",
+        "--batch-size",
+        3,
+        "--json",
+    )
     found = json.loads(out)
     assert code == 0 and found["training"]["batch_size"] == 3 and found["training"]["dtype"] == "bfloat16"
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128

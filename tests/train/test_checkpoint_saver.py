@@ -79,8 +79,14 @@ def test_without_room_training_goes_on_and_saves_when_there_is_some(new_run, dis
 
     events = disk.drive(run, at)
     # Put off at step 10, tried again no sooner than after a minute, which is 6 steps.
-    assert of_kind(events, CheckpointSaved, CheckpointNotSaved) == [(CheckpointSaved, 5), (CheckpointNotSaved, 10), (CheckpointSaved, 15), (CheckpointSaved, 20), (CheckpointSaved, 25),
-                                                (CheckpointSaved, 30)]  # fmt: skip
+    assert of_kind(events, CheckpointSaved, CheckpointNotSaved) == [
+        (CheckpointSaved, 5),
+        (CheckpointNotSaved, 10),
+        (CheckpointSaved, 15),
+        (CheckpointSaved, 20),
+        (CheckpointSaved, 25),
+        (CheckpointSaved, 30),
+    ]
     [event] = [e for e in events if isinstance(e, CheckpointNotSaved)]
     assert "a checkpoint needs 17" in event.reason and "1 kB of the disk are free" in event.reason
     assert event.hint.startswith("free 17") and str(run.path) in event.hint

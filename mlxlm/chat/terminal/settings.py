@@ -17,8 +17,11 @@ from mlxlm.utils.errors import GenerationError
 OverflowPolicy = Literal["ask", "stop", "drop"]
 Markdown = Literal["auto", "on", "off"]
 CHAT_SETTINGS = {
-    "reasoning": get_args(ReasoningDisplay), "markdown": get_args(Markdown), "stats": ("on", "off"), "context_overflow": get_args(OverflowPolicy),
-}  # fmt: skip
+    "reasoning": get_args(ReasoningDisplay),
+    "markdown": get_args(Markdown),
+    "stats": ("on", "off"),
+    "context_overflow": get_args(OverflowPolicy),
+}
 _FIELDS = {field.name: field for field in fields(GenerationOptions) if field.name != "logprobs"}  # none are shown
 NAMES = (*CHAT_SETTINGS, *_FIELDS)
 
