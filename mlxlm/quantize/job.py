@@ -50,12 +50,12 @@ class BitTarget:
     format: Format
     recipe: str | None = None
     max_size: int | None = None
-    bits_per_weight: float | None = None
+    target_bpw: float | None = None
     max_kl: float | None = None
 
     @property
     def searches(self) -> bool:
-        return (self.max_size, self.bits_per_weight, self.max_kl) != (None, None, None)
+        return (self.max_size, self.target_bpw, self.max_kl) != (None, None, None)
 
     def check(self) -> None:
         """Raises ConfigError for goals that exclude each other, and for impossible numbers."""
@@ -170,12 +170,12 @@ class QuantizationJob:
         matrices = {f"{module}.weight" for m in self.plan.matrices for module in m.modules}
         others = sum(t.nbytes for name, t in self.cast_to_16bit.tensors.items() if name not in matrices)
         smallest = bit_search.steps(self.plan, found)[0]
-        if self.goal.bits_per_weight is not None:
-            limit = math.floor(self.goal.bits_per_weight * self.parameters / 8) - others
+        if self.goal.target_bpw is not None:
+            limit = math.floor(self.goal.target_bpw * self.parameters / 8) - others
             if limit < smallest.nbytes():
                 least = math.ceil(800 * (smallest.nbytes() + others) / self.parameters) / 100
                 raise ConfigError(
-                    f"{self.goal.bits_per_weight:g} bits per weight can't be reached",
+                    f"{self.goal.target_bpw:g} bits per weight can't be reached",
                     f"{least} or more, or larger groups",
                 )
             return bit_search.fit_to_size(self.plan, found, limit)

@@ -331,7 +331,7 @@ def hasty(tmp_path, monkeypatch):
     for least in ("_LEAST_TOKENS", "_LEAST_STEPS"):
         monkeypatch.setattr(f"mlxlm.train.time_budget.{least}", 0)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)  # of measuring speed
-    monkeypatch.setattr("mlxlm.quantize.check_expansion._SLOW", 0)  # no waiting for mlx_lm
+    monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)  # no waiting for mlx_lm
     monkeypatch.chdir(tmp_path)
 
 

@@ -57,7 +57,7 @@ def results(report) -> dict[str, str]:
 
 def quiet_peers(monkeypatch):
     """Other programs take seconds to start: they are asked in tests of their own."""
-    monkeypatch.setattr(module, "_PEERS", dict.fromkeys(module._PEERS, ()))
+    monkeypatch.setattr(module, "_BACKENDS", dict.fromkeys(module._BACKENDS, ()))
     monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
 
 

@@ -119,7 +119,7 @@ def test_the_documented_command(folder, task):
     command = [
         sys.executable,
         "-m",
-        "mlxlm.eval_caches.lm_eval",
+        "mlxlm.evaluate.lm_eval",
         "run",
         "--model",
         "mlxlm",

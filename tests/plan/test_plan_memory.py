@@ -150,7 +150,7 @@ def test_a_preset_is_advised_as_it_is_asked_for(monkeypatch):
 def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     """By a plan and by training; where nobody knows how much it is, by neither."""
     from mlxlm.train import TrainSettings
-    from mlxlm.train.auto_size import choose
+    from mlxlm.train.auto_size import auto_size
     from mlxlm.train.start import check_memory
 
     config, settings = load_preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
@@ -165,7 +165,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
         check_memory(config, settings)
     found[info] = 1000
     with pytest.raises(ConfigError, match="no model fits the memory"):
-        choose(60.0, 1000, 300, {})
+        auto_size(60.0, 1000, 300, {})
     found.clear()
     assert this_machine(measure=False).memory is None
     check_memory(config, settings)
@@ -242,7 +242,7 @@ def test_blocks_of_a_window_are_those_that_are_kept(monkeypatch):
     monkeypatch.setattr(module, "ON_CPU", True)
     monkeypatch.setattr(module, "_attend", lambda rows, keys, values, mask: (kept.append(mask.size), [rows])[1])
     heads = mx.zeros((1, 4, 300, 8))
-    module.plain_attention(heads, heads, heads, 1.0, window=20)
+    module.mlx_attention(heads, heads, heads, 1.0, window=20)
     config = ModelConfig(32, 1, 4, 8, 8, sliding_window=20)
     training = Training(max_seq_length=300, device="cpu", attention="plain")
     assert sum(kept) == round(300 * training.keys_computed(config))

@@ -225,7 +225,7 @@ def test_a_plan_that_changes_in_a_pause_is_saved_with_its_step(new_run, monkeypa
             yield from self.save(done, None)
             paused.append(self.deadline.steps)
 
-    monkeypatch.setattr("mlxlm.train.loop._Loop.flush", rest)
+    monkeypatch.setattr("mlxlm.train.loop._Loop.rest", rest)
     monkeypatch.setattr(Deadline, "_fitting", lambda self, done, left: 9 if done >= 3 else 40)
     finish(run, now=Ticking(), stop_at=3)
     state = json.loads((run.checkpoints()[-1] / "state.json").read_text())
