@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
-from mlxlm.config.rope_scaling import SCALINGS
-from mlxlm.model.positions import attention_factor, wavelengths
+from mlxlm.config.rope_scaling import SCALINGS, attention_factor, scaled_wavelengths, unscaled_wavelengths
 from mlxlm.utils.errors import CheckpointError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -174,12 +173,11 @@ def _wavelengths(rope: Mapping[str, Any], base: float, dims: int) -> list[float]
     kind = rope["rope_type"]
     if kind == "dynamic" and rope.get("alpha"):  # HunYuan's: its alpha alone, whatever the length of the text
         base, kind = base * rope["alpha"] ** (dims / (dims - 2)), "default"
-    plain = [base ** (i / dims) for i in range(0, dims, 2)]
     if kind == "default":
-        return plain
+        return unscaled_wavelengths(base, dims)
     if kind not in SCALINGS or kind == "dynamic" or any(name not in rope for name in _NEEDED.get(kind, SCALINGS[kind])):
         return None
-    return wavelengths(plain, base, rope)
+    return scaled_wavelengths(base, dims, rope)
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:

@@ -1,7 +1,8 @@
-"""RoPE scaling: the fields of each `rope_type`, and the validation of rotary positions."""
+"""RoPE scaling: the fields and the formula of each `rope_type`, and the validation of rotary positions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,3 +76,80 @@ def _factor_problems(scaling: Mapping[str, Any], dims: int) -> Iterator[str]:
 
 def _is_ratio(value: Any) -> bool:
     return is_positive(value) and _LEAST <= value <= _MOST
+
+
+def unscaled_wavelengths(base: float, dims: int) -> list[float]:
+    """Wavelength of each pair of dimensions, divided by 2π, without a scaling: base^(2i/dims)."""
+    return [base ** (i / dims) for i in range(0, dims, 2)]
+
+
+def scaled_wavelengths(base: float, dims: int, scaling: Mapping[str, Any], long: bool = False) -> list[float] | None:
+    """Wavelength of each pair of dimensions, divided by 2π, with a scaling.
+
+    Formulas: transformers, modeling_rope_utils.py.
+
+    Args:
+        base: `rope_theta`.
+        dims: Number of dimensions that are rotated.
+        scaling: `rope_type` and its fields (see `SCALINGS`).
+        long: Use "longrope"'s factors for texts beyond its original length.
+
+    Returns:
+        `dims / 2` wavelengths, or None for the types that use those of a base ("default", "dynamic").
+    """
+    unscaled, rope_type = unscaled_wavelengths(base, dims), scaling["rope_type"]
+    if rope_type == "linear":
+        return [wavelength * scaling["factor"] for wavelength in unscaled]
+    if rope_type == "llama3":
+        return [_llama3_wavelength(wavelength, scaling) for wavelength in unscaled]
+    if rope_type == "yarn":
+        return _yarn_wavelengths(unscaled, base, scaling)
+    if rope_type == "longrope":
+        factors = scaling["long_factor" if long else "short_factor"]
+        return [wavelength * factor for wavelength, factor in zip(unscaled, factors, strict=True)]
+    return None
+
+
+def _llama3_wavelength(wavelength: float, scaling: Mapping[str, Any]) -> float:
+    """Multiply long wavelengths by `factor`, keep short ones, interpolate between (Llama Team 2024, 3.4.2)."""
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi * wavelength)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    weight = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return wavelength / ((1 - weight) / scaling["factor"] + weight)
+
+
+def _yarn_wavelengths(unscaled: list[float], base: float, scaling: Mapping[str, Any]) -> list[float]:
+    """As for Llama 3, with a ramp over dimensions instead of frequencies (Peng et al. 2023, 3.2)."""
+    dims = 2 * len(unscaled)
+
+    def dimension(turns: float) -> float:
+        original = scaling["original_max_position_embeddings"]
+        return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(scaling.get("beta_fast", 32)), dimension(scaling.get("beta_slow", 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    width = high - low or 0.001
+    ramp = [min(1.0, max(0.0, (i - low) / width)) for i in range(len(unscaled))]
+    return [w / (weight / scaling["factor"] + (1 - weight)) for w, weight in zip(unscaled, ramp, strict=True)]
+
+
+def attention_factor(scaling: Mapping[str, Any], max_position_embeddings: int) -> float:
+    """Factor on rotated queries and keys (Peng et al. 2023, 3.4; Ding et al. 2024, "LongRoPE"); 1.0 for other types."""
+    rope_type = scaling["rope_type"]
+    if rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    if rope_type == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        factor = scaling.get("factor", max_position_embeddings / original)
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+    def temperature(weight: float) -> float:
+        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
+
+    if "mscale" in scaling and "mscale_all_dim" in scaling:
+        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
+    return temperature(1.0)

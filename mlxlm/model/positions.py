@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
+from mlxlm.config.rope_scaling import attention_factor, scaled_wavelengths
 from mlxlm.utils.errors import GenerationError
 
 
@@ -16,7 +13,7 @@ class RotaryEmbedding:
 
     A scaling changes the wavelength of each pair of dimensions, and for "yarn" and "longrope" also multiplies the
     rotated dimensions of queries and keys by a factor; its square on the queries alone gives the same scores.
-    Formulas are those of transformers' modeling_rope_utils.py, computed in float64.
+    Formulas: `mlxlm.config.rope_scaling`, computed in float64.
 
     "longrope" has other wavelengths, for all positions, where a text is longer than `config.longrope_original_length`. Keys
     in a cache can't change theirs, so that the length that the text will reach decides: see `KVCache.expected_length`.
@@ -28,11 +25,10 @@ class RotaryEmbedding:
         scaling = config.rope_scaling or {"rope_type": "default"}
         self.rope_type, self.scaling_factor = scaling["rope_type"], scaling.get("factor")
         self.longrope_threshold = config.longrope_original_length
-        plain = [self.base ** (i / self.dims) for i in range(0, self.dims, 2)]
-        self.wavelengths = _array(wavelengths(plain, self.base, scaling))  # None: those of the base
-        self.long_wavelengths = (
-            _array(_stretched(plain, scaling["long_factor"])) if self.rope_type == "longrope" else None
-        )
+        self.wavelengths = _array(scaled_wavelengths(self.base, self.dims, scaling))  # None: those of the base
+        self.long_wavelengths = None
+        if self.rope_type == "longrope":
+            self.long_wavelengths = _array(scaled_wavelengths(self.base, self.dims, scaling, long=True))
         self.varies = self.rope_type in ("dynamic", "longrope")
         self._fixed = (self.base, None) if self.wavelengths is None else (None, self.wavelengths)
         factor = attention_factor(scaling, self.longest)
@@ -96,67 +92,6 @@ class RotaryEmbedding:
 
 def _array(values: list[float] | None) -> mx.array | None:
     return None if values is None else mx.array(values)
-
-
-def _stretched(plain: list[float], factors: list[float]) -> list[float]:
-    return [wavelength * factor for wavelength, factor in zip(plain, factors, strict=True)]
-
-
-def wavelengths(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[float] | None:
-    """The wavelength of each pair of dimensions, over 2π; None where the base alone decides."""
-    rope_type = scaling["rope_type"]
-    if rope_type == "linear":
-        return _stretched(plain, [scaling["factor"]] * len(plain))
-    if rope_type == "llama3":
-        return [_llama3(wavelength, scaling) for wavelength in plain]
-    if rope_type == "yarn":
-        return _yarn(plain, base, scaling)
-    return _stretched(plain, scaling["short_factor"]) if rope_type == "longrope" else None
-
-
-def _llama3(wavelength: float, scaling: Mapping[str, Any]) -> float:
-    """Long waves are stretched by `factor`, short ones kept, those between interpolated (Llama Team 2024, 3.4.2)."""
-    turns = scaling["original_max_position_embeddings"] / (2 * math.pi * wavelength)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = min(1.0, max(0.0, (turns - low) / (high - low)))
-    return wavelength / ((1 - kept) / scaling["factor"] + kept)
-
-
-def _yarn(plain: list[float], base: float, scaling: Mapping[str, Any]) -> list[float]:
-    """As for Llama 3, with a ramp over dimensions instead of frequencies (Peng et al. 2023, 3.2)."""
-    dims = 2 * len(plain)
-
-    def dimension(turns: float) -> float:
-        original = scaling["original_max_position_embeddings"]
-        return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = dimension(scaling.get("beta_fast", 32)), dimension(scaling.get("beta_slow", 1))
-    if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
-    width = high - low or 0.001
-    shares = [min(1.0, max(0.0, (i - low) / width)) for i in range(len(plain))]
-    return [w / (share / scaling["factor"] + (1 - share)) for w, share in zip(plain, shares, strict=True)]
-
-
-def attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
-    """How much longer rotated queries and keys become (Peng et al. 2023, 3.4; Ding et al. 2024, "LongRoPE")."""
-    rope_type = scaling["rope_type"]
-    if rope_type not in ("yarn", "longrope"):
-        return 1.0
-    if "attention_factor" in scaling:
-        return scaling["attention_factor"]
-    if rope_type == "longrope":
-        original = scaling["original_max_position_embeddings"]
-        factor = scaling.get("factor", longest / original)
-        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-    def temper(weight: float) -> float:
-        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
-
-    if "mscale" in scaling and "mscale_all_dim" in scaling:
-        return temper(scaling["mscale"]) / temper(scaling["mscale_all_dim"])
-    return temper(1.0)
 
 
 def alibi_slopes(heads: int) -> mx.array:

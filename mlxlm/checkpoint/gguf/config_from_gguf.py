@@ -9,8 +9,9 @@ import numpy as np
 
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
 from mlxlm.checkpoint.gguf.reader import Array, Header
-from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_scaling, longrope_attention_factor
+from mlxlm.checkpoint.gguf.rope import FACTORS, LONG, SHORT, llama3_scaling
 from mlxlm.checkpoint.gguf.tensors import read_tensor
+from mlxlm.config.rope_scaling import attention_factor
 from mlxlm.families import FAMILIES
 from mlxlm.utils.errors import CheckpointError
 
@@ -203,7 +204,7 @@ def _longrope(keys: MetadataReader) -> dict[str, Any]:
         "original_max_position_embeddings": original,
     }
     attention = keys.number("rope.scaling.attn_factor", 1.0)
-    if original > 1 and abs(attention - longrope_attention_factor(original, keys.count("context_length"))) > 1e-6:
+    if original > 1 and abs(attention - attention_factor(scaling, keys.count("context_length"))) > 1e-6:
         scaling["attention_factor"] = attention
     return scaling
 

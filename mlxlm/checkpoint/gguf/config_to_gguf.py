@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
-from mlxlm.checkpoint.gguf.rope import longrope_attention_factor
 from mlxlm.config import ModelConfig
+from mlxlm.config.rope_scaling import attention_factor
 from mlxlm.config.validation import SLIDING
 from mlxlm.utils.errors import CheckpointError
 
@@ -143,8 +143,7 @@ def _rope(config: ModelConfig) -> dict[str, tuple[int, Any]]:
     if kind in ("yarn", "llama3", "longrope"):
         values["rope.scaling.original_context_length"] = (INT, int(scaling["original_max_position_embeddings"]))
     if kind == "longrope":
-        usual = longrope_attention_factor(scaling["original_max_position_embeddings"], config.max_position_embeddings)
-        values["rope.scaling.attn_factor"] = (FLOAT, scaling.get("attention_factor", usual))
+        values["rope.scaling.attn_factor"] = (FLOAT, attention_factor(scaling, config.max_position_embeddings))
     for name in ("beta_fast", "beta_slow"):
         if kind == "yarn" and name in scaling:
             values[f"rope.scaling.yarn_{name}"] = (FLOAT, scaling[name])

@@ -8,19 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from mlxlm.config.rope_scaling import scaled_wavelengths, unscaled_wavelengths
+
 FACTORS = "rope_freqs.weight"  # Llama 3's scaling, one divisor per frequency
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # Phi-3's "longrope"
 TABLES = (FACTORS, LONG, SHORT)
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, dims: int) -> np.ndarray:
-    """What each of the `dims` / 2 frequencies is divided by (Llama 3.1's rule: wavelengths up to
-    original / high_freq_factor stay, those from original / low_freq_factor on are divided by `factor`)."""
-    original = scaling["original_max_position_embeddings"]
-    turns = original / _wavelengths(theta, dims)  # of a dimension, over the original context
-    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    """The divisor of each of the `dims` / 2 frequencies, float32 (Llama 3.1's rule)."""
+    scaled = scaled_wavelengths(theta, dims, scaling)
+    return (np.array(scaled) / unscaled_wavelengths(theta, dims)).astype(np.float32)
 
 
 def llama3_scaling(factors: np.ndarray, theta: float, originals: list[int]) -> dict[str, Any] | None:
@@ -32,7 +30,8 @@ def llama3_scaling(factors: np.ndarray, theta: float, originals: list[int]) -> d
     dims, factor = 2 * len(factors), float(factors.max())
     if not (np.isfinite(factors).all() and factor > 1 and factors.min() >= 1):
         return None
-    low, high = _bounds(factors.astype(np.float64), factor, 1 / _wavelengths(theta, dims))
+    turns = 1 / (2 * math.pi * np.array(unscaled_wavelengths(theta, dims)))  # per position
+    low, high = _bounds(factors.astype(np.float64), factor, turns)
     for original in [*originals, *([round(1 / low)] if low > 0 else [])]:
         fitted = (float(f"{low * original:.4g}"), float(f"{high * original:.4g}"))
         for low_factor, high_factor in (fitted, (1.0, 4.0)):
@@ -58,14 +57,3 @@ def _bounds(factors: np.ndarray, factor: float, turns: np.ndarray) -> tuple[floa
         return low, 4 * low
     slope, start = np.polyfit(turns, smooth, 1)
     return -start / slope, (1 - start) / slope
-
-
-def longrope_attention_factor(original: int, longest: int) -> float:
-    """What "longrope" multiplies rotated queries and keys with where a configuration doesn't say
-    (transformers, modeling_rope_utils.py)."""
-    grown = longest / original
-    return math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
-
-
-def _wavelengths(theta: float, dims: int) -> np.ndarray:
-    return 2 * math.pi * theta ** (np.arange(0, dims, 2) / dims)
