@@ -6,10 +6,10 @@
     print(mlxlm.generate(loaded, "Once upon a time", max_tokens=50).text)
     for chunk in mlxlm.stream(loaded, "Once upon a time"):
         print(chunk.text, end="")
-    for result in mlxlm.batch(loaded, ["Once upon a time", "In a dark wood"], samples=2):
+    for result in mlxlm.batch(loaded, ["Once upon a time", "In a dark wood"], num_samples=2):
         print(result.text)
     print(mlxlm.score(loaded, "Once upon a time").bits_per_byte)
-    print(mlxlm.plan("15m", batch_size=16, sequence_length=512).memory.total)
+    print(mlxlm.plan("15m", batch_size=16, max_seq_length=512).memory.total)
 
 Importing this doesn't import MLX, which comes with the first call; on Linux it loads the BLAS that MLX is to use.
 """

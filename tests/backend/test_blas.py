@@ -43,7 +43,7 @@ from contextlib import nullcontext
 from mlxlm.backend.mlx import mx
 from mlxlm.backend.blas import load_blas
 random = np.random.default_rng(0)
-for place in (nullcontext, load_blas().one_thread):
+for place in (nullcontext, load_blas().single_threaded):
     for m, n, k in ((1, 40, 30), (7, 40, 30), (8, 8, 5), (64, 3, 9), (130, 70, 50)):
         for turned in (False, True):
             a, b = random.random((m, k), np.float32), random.random((n, k) if turned else (k, n), np.float32)
@@ -138,7 +138,7 @@ def test_mkl_stays_alone_where_openblas_would_not_use_avx512():
 def test_the_last_to_leave_puts_the_threads_back():
     code = (
         "from mlxlm.backend.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
-        "one, other = blas.one_thread(), blas.one_thread()\none.__enter__()\nother.__enter__()\n"
+        "one, other = blas.single_threaded(), blas.single_threaded()\none.__enter__()\nother.__enter__()\n"
         "one.__exit__(None, None, None)\nassert tells() == 1\nother.__exit__(None, None, None)\n"
         "assert tells() == before == 2\nprint('put back')"
     )
@@ -149,6 +149,6 @@ def test_the_last_to_leave_puts_the_threads_back():
 def test_threads_are_set_inside_and_put_back():
     code = (
         "from mlxlm.backend.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
-        "with blas.one_thread():\n    assert tells() == 1\nassert tells() == before\nprint('put back')"
+        "with blas.single_threaded():\n    assert tells() == 1\nassert tells() == before\nprint('put back')"
     )
     assert python(code, MLXLM_BLAS="numpy").stdout == "put back\n"

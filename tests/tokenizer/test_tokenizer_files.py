@@ -25,7 +25,7 @@ def test_save_and_load(trained, saved, sample):
         loaded = load(path)
         assert loaded.fingerprint == trained.fingerprint
         assert loaded.special_tokens == trained.special_tokens
-        assert loaded.names == trained.names
+        assert loaded.special_token_names == trained.special_token_names
         assert (loaded.bos_id, loaded.eos_id, loaded.pad_id) == (trained.bos_id, trained.eos_id, trained.pad_id)
         assert loaded.encode(sample) == trained.encode(sample)
         assert loaded.chat_template is None
