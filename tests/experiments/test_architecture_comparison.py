@@ -199,7 +199,7 @@ def test_the_command(tmp_path, text_file, capsys):
 
 def test_a_variant_that_fails_leaves_the_others(tmp_path, text_file, capsys):
     command = ["compare-architectures", str(text_file), "--out", str(tmp_path / "out"), *TINY]
-    variants = ["--variant", "wild: learning_rate=1e9, clip=0, warmup_steps=0", "--variant", "base", "--json"]
+    variants = ["--variant", "wild: learning_rate=1e9, grad_clip=0, warmup_steps=0", "--variant", "base", "--json"]
     assert _run([*command, *variants]) == 1
     values = json.loads(capsys.readouterr().out)
     wild, base = values["variants"]

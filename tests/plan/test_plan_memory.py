@@ -157,6 +157,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     memory = round(training_memory(config, Training.of(settings)).total / 0.9)
     found = {info: memory + 9}
     monkeypatch.setattr(mlx, "ON_CPU", False)
+    monkeypatch.setattr(device, "ON_CPU", False)
     monkeypatch.setattr(mx, "device_info", lambda: found)
     assert this_machine(measure=False).memory == memory + 9
     check_memory(config, settings)
@@ -228,7 +229,7 @@ def test_keys_of_a_window_that_are_computed():
     assert training.keys_computed(config) == (128 + 3 * (128 + 64 - 1)) / 4
     assert training.keys_computed(config.with_changes(sliding_window=None)) == (128 + 256 + 384 + 512) / 4
     square = replace(training, device="cuda")
-    assert square.keys_computed(config) == 512 and count_training_flops(config, square).done == 8
+    assert square.keys_computed(config) == 512 and count_training_flops(config, square).computed_fraction == 8
     assert replace(training, attention="fused").keys_computed(config) == 64
     assert replace(training, attention="blockwise").keys_computed(config) == (64 + 7 * (64 + 64 - 1)) / 8
 
