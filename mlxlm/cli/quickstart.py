@@ -41,6 +41,7 @@ def quickstart(
     On DATA (text files), or on the language reference that every Python carries: no network is needed.
     """
     from mlxlm.cli.training import StopRequest, phase, print_summary, run_training
+    from mlxlm.config.optimizers import OPTIMIZERS
     from mlxlm.data import Manifest
     from mlxlm.data.builtin import write_python_reference
     from mlxlm.families import load_preset
@@ -48,7 +49,6 @@ def quickstart(
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import load as load_tokenizer
     from mlxlm.train import start_run
-    from mlxlm.train.optimizers import OPTIMIZER_DEFAULTS
     from mlxlm.train.start import TooFewTokensError
 
     if on_bad_input and not data:
@@ -64,7 +64,7 @@ def quickstart(
         text = ", ".join(data) or "Python's language reference, as questions and answers"
         render.say(f"1. A tokenizer and a small model, from {text}")
         # The reference repeats itself, so that more decay harms it, see `default_weight_decay`.
-        own = {} if data else {"weight_decay": OPTIMIZER_DEFAULTS["adamw"].weight_decay}
+        own = {} if data else {"weight_decay": OPTIMIZERS["adamw"].weight_decay}
         try:
             run = start_run(
                 out, sources, config, minutes=minutes, on_bad_input=policy, settings={**SETTINGS, **own}, phase=phase

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.config.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from mlxlm.train import Run
@@ -24,7 +25,7 @@ SETTINGS = (
     ("--grad-accumulation-steps", int, "Forward passes per step, their gradients added."),
     ("--packing", click.Choice(["concatenate", "best-fit"]), "Rows cut from the text, or of whole documents, padded."),
     ("--document-mask", bool, "Tokens see their own document only."),
-    ("--optimizer", click.Choice(["adamw", "muon", "lion", "adafactor"]), "Muon moves matrices, AdamW the rest."),
+    ("--optimizer", click.Choice(list(OPTIMIZERS)), "Muon moves matrices, AdamW the rest."),
     ("--learning-rate", float, "Peak learning rate (default: by model size and optimizer)."),
     ("--lr-schedule", click.Choice(["cosine", "linear", "wsd", "constant"]), "Learning rate after the warmup."),
     ("--warmup-steps", int, "Steps to the peak learning rate (default: 5%, at most 500)."),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig, counts
+from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.plan.training import DTYPES, Training
 
 # Fitted to MLX's peaks over the first four steps of a fresh process, over the presets from 0.3m to 50m and lengths from
@@ -19,8 +20,6 @@ _SCORES_AT_A_TIME = 4  # arrays of one block's scores
 # Where cores share a batch: their graphs are computed a piece at a time, so that gradients of activations, and those of
 # weights even more, come when others have gone. That logits count twice is fitted, not explained.
 _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE, _LOGITS_AT_ONCE = 0.6, 0.1, 2.0
-
-_STATES = {"adamw": 2, "muon": 1, "lion": 1}  # numbers beside each weight; adafactor's are sums over rows and columns
 
 
 @dataclass(frozen=True)
@@ -157,24 +156,5 @@ def logits_bytes(config: ModelConfig, training: Training) -> int:
 
 
 def optimizer_bytes(config: ModelConfig, optimizer: str) -> int:
-    """What an optimizer keeps, in float32: AdamW two averages, Lion one, Muon one for the layers' matrices and
-    AdamW's two for the rest; Adafactor one number for each row and column of a matrix, and one for each number that is
-    in none."""
-    found = counts.count_parameters(config)
-    count = sum(found.values())
-    matrices = sum(found[part] for part in counts.MATRICES)
-    if optimizer == "muon":
-        return 4 * (matrices + 2 * (count - matrices))
-    if optimizer == "adafactor":
-        return 4 * _factors(config, found)
-    return 4 * _STATES[optimizer] * count
-
-
-def _factors(config: ModelConfig, found: dict[str, int]) -> int:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    layer = 2 * (queries + hidden) + 2 * (keys + hidden) + (3 if config.mlp_gated else 2) * (inner + hidden)
-    tables = [found[part] // hidden for part in ("embedding", "positions", "head") if found[part]]
-    vectors = found["norms"] + found["biases"]
-    return config.num_hidden_layers * layer + sum(rows + hidden for rows in tables) + vectors
+    """Return the bytes of an optimizer's state, in float32."""
+    return 4 * OPTIMIZERS[optimizer].state_size(config)

@@ -10,6 +10,7 @@ from typing import Any
 from mlxlm.backend.cpu_cores import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig, counts
+from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.kernels import flash_attention
 from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
@@ -18,7 +19,6 @@ from mlxlm.kernels.dispatch import choose_path
 from mlxlm.kernels.mlx_attention import MIN_ROWS
 from mlxlm.utils.errors import ConfigError
 
-OPTIMIZERS = ("adamw", "muon", "lion", "adafactor")  # of mlxlm.train.optimizers
 DTYPES = {"float32": 4, "bfloat16": 2}  # bytes of a number
 ATTENTION = ("plain", "blockwise", "fused")
 DEVICES = ("cpu", "metal", "cuda")

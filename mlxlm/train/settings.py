@@ -1,111 +1,136 @@
-"""The settings of a run, validated as a whole, and the learning rate of each step."""
+"""The settings of a run, validated as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from mlxlm.config.optimizers import OPTIMIZERS, OptimizerSpec
 from mlxlm.data import PACKINGS
 from mlxlm.train import lr_schedules
 from mlxlm.train.lr_schedules import LR_SCHEDULES
-from mlxlm.train.optimizers import OPTIMIZER_DEFAULTS, OPTIMIZERS
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
-_LARGEST = 1e9  # of a number here: far from the end of float32, whose squares an optimizer takes
+_MAX_NUMBER = 1e9  # far below the largest float32, because optimizers square
+_POSITIVE_COUNTS = (
+    "steps", "batch_size", "max_seq_length", "grad_accumulation_steps", "eval_tokens", "save_total_limit",
+    "sample_tokens",
+)  # fmt: skip
+_COUNTS = ("warmup_steps", "eval_every", "save_every", "sample_every", "seed")
+_FLAGS = ("document_mask", "mask_prompt", "grad_checkpoint")
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How to train. One step sees `grad_accumulation_steps` x `batch_size` sequences of `max_seq_length` tokens."""
+    """How to train. One step sees `grad_accumulation_steps` x `batch_size` sequences of `max_seq_length` tokens.
+
+    Raises:
+        ConfigError: Naming every setting that can't work.
+    """
 
     steps: int
-    learning_rate: float
+    learning_rate: float  # peak
     batch_size: int = 16
     max_seq_length: int = 256
-    grad_accumulation_steps: int = 1
-    packing: str = "concatenate"  # without padding; "best-fit" keeps documents whole, and pads rows
+    grad_accumulation_steps: int = 1  # of all processes together
+    packing: str = "concatenate"  # no padding; "best-fit" keeps documents whole and pads rows
     document_mask: bool = False  # attention stays within a document: 2 to 5% more work for a CPU
-    mask_prompt: bool = False  # of conversations the assistant's words alone are learned: for tuning
+    mask_prompt: bool = False  # of conversations, learn the assistant's messages only: for fine-tuning
     optimizer: str = "adamw"
     lr_schedule: str = "cosine"
-    warmup_steps: int | None = None  # None: 5% of the steps that the run has at the time, at most 500
-    min_lr_ratio: float = 0.1  # as a fraction of learning_rate
-    time_limit: float | None = None  # seconds by the clock, to which the number of steps is fitted as the run goes
-    decay_fraction: float = 0.2  # the share of the steps that wsd spends decaying (Hu et al. 2024, MiniCPM)
-    weight_decay: float | None = None  # this and the betas: None takes the optimizer's, see `optimizers.DEFAULTS`
+    warmup_steps: int | None = None  # None: 5% of the current number of steps, at most 500
+    min_lr_ratio: float = 0.1  # final learning rate, as a fraction of learning_rate
+    time_limit: float | None = None  # seconds of wall-clock time, to which the number of steps is fitted
+    decay_fraction: float = 0.2  # fraction of the steps that wsd spends decaying (Hu et al. 2024, MiniCPM)
+    weight_decay: float | None = None  # None, here and for the betas: the optimizer's default
     beta1: float | None = None
     beta2: float | None = None
-    grad_clip: float = 1.0  # global norm of the gradient; 0 leaves it as it is
+    grad_clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
     dropout: float = 0.0
-    ema_decay: float = 0.0  # decay of the averaged weights, which are evaluated and saved as the model; 0: none
-    dtype: str = "float32"  # of products and activations; the weights are float32 in any case
-    grad_checkpoint: bool = (
-        False  # layers are computed again for the gradient instead of kept: 8 operations a weight, not 6
-    )
+    ema_decay: float = 0.0  # of the averaged weights, which are evaluated and saved as the model; 0: no average
+    dtype: str = "float32"  # of products and activations; the weights are always float32
+    grad_checkpoint: bool = False  # recompute layers for the gradient: 8 operations per weight and token, not 6
     seed: int = 0
     eval_every: int | None = 250  # None, with a time limit: up to 20 times, in at most 5% of the time
     eval_tokens: int = 131_072
     save_every: int = 500
-    save_minutes: float = 10.0  # also this long after the last checkpoint, by the clock; 0: by steps alone
+    save_minutes: float = 10.0  # also save this long after the last checkpoint; 0: by steps only
     save_total_limit: int = 2
     sample_every: int = 0  # 0: none
     sample_prompt: str = ""
     sample_tokens: int = 64
-    spike_threshold: float = 1.0  # nats by which the mean of 10 losses may exceed its lowest value; 0: don't look
-    repeat_plan: dict[str, list] | None = (
-        None  # of a run with a time limit that this one repeats, see `mlxlm.train.repeat`
-    )
+    spike_threshold: float = 1.0  # nats by which the mean of 10 losses may exceed its lowest value; 0: no limit
+    repeat_plan: dict[str, list] | None = None  # made by `repeat_run` from a run with a time limit
 
     def __post_init__(self) -> None:
-        for name in ("weight_decay", "beta1", "beta2"):
-            if getattr(self, name) is None and self.optimizer in OPTIMIZERS:
-                object.__setattr__(self, name, getattr(OPTIMIZER_DEFAULTS[self.optimizer], name))
-        problems = list(_problems(self))
-        if problems:
-            raise ConfigError("these training settings can't work: " + "; ".join(problems))
+        if spec := self._optimizer_spec:
+            for name in ("weight_decay", "beta1", "beta2"):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, getattr(spec, name))
+        if problems := list(_problems(self)):
+            raise ConfigError("invalid training settings: " + "; ".join(problems))
+
+    @property
+    def _optimizer_spec(self) -> OptimizerSpec | None:
+        return OPTIMIZERS.get(self.optimizer) if isinstance(self.optimizer, str) else None
 
     @classmethod
     def provisional(cls, values: Mapping[str, Any]) -> TrainSettings:
-        """Of a run whose steps or learning rate are not known yet: with the fewest steps that its warmup leaves room
-        for. Raises ConfigError for what can't work at any length."""
+        """Return settings for a run whose steps or learning rate are not known yet.
+
+        Missing steps are the fewest that the warmup allows.
+
+        Raises:
+            ConfigError: For settings that can't work with any number of steps.
+        """
         warmup = values.get("warmup_steps")
-        least = 1 + max(0, warmup) if isinstance(warmup, int) else 1
-        return cls(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or least})
+        steps = 1 + max(0, warmup) if isinstance(warmup, int) else 1
+        return cls(**{"learning_rate": 1.0, **values, "steps": values.get("steps") or steps})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> TrainSettings:
-        """Read back what `to_dict` gave. Raises ConfigError naming `source`."""
+        """Read the result of `to_dict`. Raises ConfigError naming `source`."""
         try:
             return cls(**values)
         except TypeError:
             known = {f.name for f in fields(cls)}
             unknown = sorted(set(values) - known) if isinstance(values, Mapping) else []
-            what = f"unknown settings {', '.join(unknown)}" if unknown else "incomplete settings"
-            raise ConfigError(f"{source}: {what}", "the version of mlxlm that wrote it") from None
+            problem = f"unknown settings {', '.join(unknown)}" if unknown else "incomplete settings"
+            raise ConfigError(f"{source}: {problem}", "the version of mlxlm that wrote it") from None
         except ConfigError as error:
             raise ConfigError(f"{source}: {error.message}", error.hint) from None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all settings, as JSON values."""
         return asdict(self)
 
     @classmethod
     def defaults(cls, steps: int) -> dict[str, Any]:
-        """What the settings of a run of so many steps are where nothing is said; the learning rate, which goes by the
-        model, is left out."""
+        """Return the default settings of a run of `steps`, except the learning rate, which depends on the model."""
         values = cls(steps=steps, learning_rate=1.0).to_dict()
         return {name: value for name, value in values.items() if name not in ("steps", "learning_rate")}
 
+    def per_process(self, num_processes: int) -> TrainSettings:
+        """Return the share of one of `num_processes` processes: it computes as many times fewer batches of a step."""
+        return replace(self, grad_accumulation_steps=self.grad_accumulation_steps // num_processes)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences of a step, of all processes."""
+        return self.batch_size * self.grad_accumulation_steps
+
     @property
     def tokens_per_step(self) -> int:
-        return self.batch_size * self.max_seq_length * self.grad_accumulation_steps
+        """Tokens of a step, of all processes."""
+        return self.rows_per_step * self.max_seq_length
 
     def learning_rate_at(self, step: int, steps: int | None = None) -> float:
-        """The learning rate of step `step` (0-based) of `steps` (None: as set), see `schedules.learning_rate`."""
+        """Return the learning rate of step `step` (0-based) of `steps` (default: `self.steps`)."""
         steps = self.steps if steps is None else steps
         warmup = min(500, steps // 20) if self.warmup_steps is None else self.warmup_steps
-        if self.time_limit is not None or self.repeat_plan:  # there may be fewer steps than were planned at first
+        if self.time_limit is not None or self.repeat_plan:  # there may be fewer steps than first planned
             warmup = min(warmup, steps // 2)
         return lr_schedules.learning_rate(
             step, steps, self.learning_rate, lr_schedule=self.lr_schedule, warmup=warmup,
@@ -113,73 +138,59 @@ class TrainSettings:
         )  # fmt: skip
 
 
+def _is_count(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
+
+
 def _problems(s: TrainSettings) -> Iterator[str]:
-    """Every problem of the settings, each with a value that would work."""
-
-    def whole(value: Any, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**53
-
-    def number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-
-    for name in (
-        "steps",
-        "batch_size",
-        "max_seq_length",
-        "grad_accumulation_steps",
-        "eval_tokens",
-        "save_total_limit",
-        "sample_tokens",
-    ):
-        if not whole(getattr(s, name), 1):
-            yield f"{name} is {getattr(s, name)!r}, it must be a whole number from 1 up"
+    """Yield every problem of the settings, each with a value that would work."""
+    spec = s._optimizer_spec
     optional = {"warmup_steps"} | ({"eval_every"} if s.time_limit is not None or s.repeat_plan else set())
-    for name in ("warmup_steps", "eval_every", "save_every", "sample_every", "seed"):
-        if not (whole(getattr(s, name), 0) or name in optional and getattr(s, name) is None):
-            yield f"{name} is {getattr(s, name)!r}, it must be a whole number from 0 up"
-    for name, choices in (
-        ("packing", tuple(PACKINGS)), ("lr_schedule", LR_SCHEDULES), ("optimizer", OPTIMIZERS), ("dtype", DTYPES)
-    ):  # fmt: skip
-        if getattr(s, name) not in choices:
-            yield f"{name} is {getattr(s, name)!r}, it must be one of {', '.join(choices)}"
-    of_optimizer = ("weight_decay", "beta1", "beta2") if s.optimizer in OPTIMIZERS else ()
-    for name in ("learning_rate", *of_optimizer[:1], "grad_clip", "spike_threshold"):
-        value = getattr(s, name)
-        if not number(value) or value < 0 or (name == "learning_rate" and value == 0):
-            yield f"{name} is {value!r}, it must be a positive number"
-    if not number(s.save_minutes) or s.save_minutes < 0:
-        yield f"save_minutes is {s.save_minutes!r}, it must be a number from 0 up"
-    if s.time_limit is not None and (not number(s.time_limit) or s.time_limit <= 0):
-        yield f"time_limit is {s.time_limit!r}, it must be a positive number of seconds"
-    for name in ("min_lr_ratio", "decay_fraction"):
-        if not number(getattr(s, name)) or not 0 <= getattr(s, name) <= 1:
-            yield f"{name} is {getattr(s, name)!r}, it must be between 0 and 1"
-    if of_optimizer and OPTIMIZER_DEFAULTS[s.optimizer].beta2 is None:
-        of_optimizer = of_optimizer[:1]
+    has_betas = spec is not None and spec.beta2 is not None
+    decays = ("weight_decay",) if spec else ()
+
+    def check(names: tuple[str, ...], is_valid, requirement: str) -> Iterator[str]:
+        for name in names:
+            value = getattr(s, name)
+            if not is_valid(value) and not (value is None and name in optional):
+                yield f"{name} is {value!r}, it must be {requirement}"
+
+    yield from check(_POSITIVE_COUNTS, lambda x: _is_count(x, 1), "a whole number from 1 up")
+    yield from check(_COUNTS, lambda x: _is_count(x, 0), "a whole number from 0 up")
+    choices = {"packing": PACKINGS, "lr_schedule": LR_SCHEDULES, "optimizer": OPTIMIZERS, "dtype": DTYPES}
+    for name, allowed in choices.items():
+        yield from check((name,), lambda x, allowed=tuple(allowed): x in allowed, f"one of {', '.join(allowed)}")
+    yield from check(("learning_rate",), lambda x: _is_number(x) and x > 0, "a positive number")
+    non_negative = (*decays, "grad_clip", "spike_threshold", "save_minutes")
+    yield from check(non_negative, lambda x: _is_number(x) and x >= 0, "a number from 0 up")
+    if s.time_limit is not None:
+        yield from check(("time_limit",), lambda x: _is_number(x) and x > 0, "a positive number of seconds")
+    yield from check(("min_lr_ratio", "decay_fraction"), lambda x: _is_number(x) and 0 <= x <= 1, "between 0 and 1")
+    fractions = ("beta1", "beta2", "dropout", "ema_decay") if has_betas else ("dropout", "ema_decay")
+    yield from check(fractions, lambda x: _is_number(x) and 0 <= x < 1, "at least 0 and below 1")
+    if spec and not has_betas:
         for name in ("beta1", "beta2"):
-            if getattr(s, name) != getattr(OPTIMIZER_DEFAULTS[s.optimizer], name):
-                yield f"{name} is {getattr(s, name)!r}, but {s.optimizer} has no {name}: leave it out"
-    for name in (*of_optimizer[1:], "dropout", "ema_decay"):
-        if not number(getattr(s, name)) or not 0 <= getattr(s, name) < 1:
-            yield f"{name} is {getattr(s, name)!r}, it must be at least 0 and below 1"
-    if s.repeat_plan is not None and not _is_plan(s.repeat_plan, whole):
-        yield "plan isn't one: it needs replanned, pairs of steps, and validations, steps"
-    for name in ("document_mask", "mask_prompt", "grad_checkpoint"):
-        if not isinstance(getattr(s, name), bool):
-            yield f"{name} is {getattr(s, name)!r}, it must be true or false"
-    if not isinstance(s.sample_prompt, str):
-        yield f"sample_prompt is {s.sample_prompt!r}, it must be text"
-    if s.time_limit is None and whole(s.steps, 1) and whole(s.warmup_steps, 0) and s.warmup_steps >= s.steps:
-        yield f"warmup_steps {s.warmup_steps} leaves nothing of {s.steps} steps (at most {s.steps - 1})"
+            if getattr(s, name) != getattr(spec, name):
+                yield f"{name} is {getattr(s, name)!r}, but {s.optimizer} has no {name}: omit it"
+    if s.repeat_plan is not None and not _is_repeat_plan(s.repeat_plan):
+        yield "repeat_plan must have steps_changed, pairs of steps, and validations, a list of steps"
+    yield from check(_FLAGS, lambda x: isinstance(x, bool), "true or false")
+    yield from check(("sample_prompt",), lambda x: isinstance(x, str), "text")
+    if s.time_limit is None and _is_count(s.steps, 1) and _is_count(s.warmup_steps, 0) and s.warmup_steps >= s.steps:
+        yield f"warmup_steps is {s.warmup_steps}, it must be less than steps, which is {s.steps}"
 
 
-def _is_plan(repeat_plan: Any, whole: Callable[[Any, int], bool]) -> bool:
-    """Whether this is what `mlxlm.train.repeat` makes, as JSON has it."""
-    if not isinstance(repeat_plan, dict) or set(repeat_plan) != {"steps_changed", "validations"}:
+def _is_repeat_plan(plan: Any) -> bool:
+    """Whether `plan` has the form that `repeat_run` writes, read back from JSON."""
+    if not isinstance(plan, dict) or set(plan) != {"steps_changed", "validations"}:
         return False
-    steps_changed, validations = repeat_plan["steps_changed"], repeat_plan["validations"]
+    steps_changed, validations = plan["steps_changed"], plan["validations"]
     return (
         all(isinstance(values, list) for values in (steps_changed, validations, *steps_changed))
-        and all(len(pair) == 2 and all(whole(n, 1) for n in pair) for pair in steps_changed)
-        and all(whole(n, 1) for n in validations)
+        and all(len(pair) == 2 and all(_is_count(n, 1) for n in pair) for pair in steps_changed)
+        and all(_is_count(n, 1) for n in validations)
     )

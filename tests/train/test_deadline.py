@@ -258,7 +258,7 @@ def test_a_check_of_the_data_is_no_cost_of_a_checkpoint(new_run, monkeypatch):
     "repeat_plan", [{}, {"steps_changed": [[1]], "validations": []}, {"steps_changed": [], "validations": ["x"]}]
 )
 def test_a_damaged_plan_is_refused(repeat_plan):
-    with pytest.raises(ConfigError, match="plan isn't one"):
+    with pytest.raises(ConfigError, match="repeat_plan must have"):
         TrainSettings(steps=1, learning_rate=1.0, repeat_plan=repeat_plan)
 
 

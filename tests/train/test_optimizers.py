@@ -5,12 +5,11 @@ import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten, tree_unflatten
 from mlxlm.config import ModelConfig
+from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.data import Batch, Manifest
 from mlxlm.model import Decoder
 from mlxlm.train import ProcessGroup, TrainSettings, start_run
 from mlxlm.train.optimizers import (
-    OPTIMIZER_DEFAULTS,
-    OPTIMIZERS,
     default_learning_rate,
     default_weight_decay,
     learning_rate_by_size,
@@ -162,12 +161,12 @@ def test_the_default_rate_learns(optimizer, tiny_config):
 
 
 def test_defaults_are_taken_and_can_be_given():
-    for name, defaults in OPTIMIZER_DEFAULTS.items():
+    for name, defaults in OPTIMIZERS.items():
         s = TrainSettings(steps=9, learning_rate=RATE, optimizer=name)
         assert (s.weight_decay, s.beta1, s.beta2) == (defaults.weight_decay, defaults.beta1, defaults.beta2)
         assert TrainSettings.from_dict(s.to_dict(), "here") == s
     given = TrainSettings(steps=9, learning_rate=RATE, optimizer="lion", beta1=0.5, weight_decay=0.0)
-    assert (given.weight_decay, given.beta1, given.beta2) == (0.0, 0.5, OPTIMIZER_DEFAULTS["lion"].beta2)
+    assert (given.weight_decay, given.beta1, given.beta2) == (0.0, 0.5, OPTIMIZERS["lion"].beta2)
 
 
 def test_rates_by_size():
@@ -175,7 +174,7 @@ def test_rates_by_size():
     assert learning_rate_by_size(1) == 0.01
     assert learning_rate_by_size(10**6, "muon") == learning_rate_by_size(10**6)
     assert learning_rate_by_size(10**6, "lion") == pytest.approx(
-        learning_rate_by_size(10**6) * OPTIMIZER_DEFAULTS["lion"].rate
+        learning_rate_by_size(10**6) * OPTIMIZERS["lion"].lr_scale
     )
     assert learning_rate_by_size(10**9, "adafactor") == 0.01 < learning_rate_by_size(10**6, "adafactor")
 

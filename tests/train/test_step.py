@@ -220,15 +220,15 @@ def test_a_state_of_other_settings_is_refused(tiny_config):
     [
         ({"optimizer": "sgd"}, "optimizer is 'sgd', it must be one of adamw, muon, lion, adafactor$"),
         ({"dtype": "float16"}, "dtype is 'float16', it must be one of float32, bfloat16"),
-        ({"ema_decay": 1.0}, "ema is 1.0, it must be at least 0 and below 1"),
-        ({"grad_checkpoint": 1}, "recompute is 1, it must be true or false"),
+        ({"ema_decay": 1.0}, "ema_decay is 1.0, it must be at least 0 and below 1"),
+        ({"grad_checkpoint": 1}, "grad_checkpoint is 1, it must be true or false"),
         ({"optimizer": "adafactor", "beta1": 0.9}, "beta1 is 0.9, but adafactor has no beta1"),
         ({"optimizer": "adafactor", "beta2": 0.9}, "beta2 is 0.9, but adafactor has no beta2"),
         ({"optimizer": "lion", "beta2": 2}, "beta2 is 2, it must be at least 0 and below 1"),
-        ({"grad_clip": 10**400}, "clip is 10+, it must be a positive number"),
-        ({"spike_threshold": float("nan")}, "spike is nan, it must be a positive number"),
+        ({"grad_clip": 10**400}, "grad_clip is 10+, it must be a number from 0 up"),
+        ({"spike_threshold": float("nan")}, "spike_threshold is nan, it must be a number from 0 up"),
         ({"sample_prompt": 5}, "sample_prompt is 5, it must be text"),
-        ({"steps": 1, "warmup_steps": 5}, "warmup_steps 5 leaves nothing of 1 steps"),
+        ({"steps": 1, "warmup_steps": 5}, "warmup_steps is 5, it must be less than steps, which is 1"),
     ],
 )
 def test_impossible_settings_of_a_step(change, expected):

@@ -239,7 +239,7 @@ def test_schedules():
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"batch_size": 0, "dropout": 1.0}, "batch_size is 0.*dropout is 1.0"),
         ({"lr_schedule": "sine"}, "schedule is 'sine'.*cosine, linear, constant, wsd"),
-        ({"warmup_steps": 100}, "warmup_steps 100 leaves nothing of 50 steps"),
+        ({"warmup_steps": 100}, "warmup_steps is 100, it must be less than steps, which is 50"),
     ],
 )
 def test_impossible_settings(change, expected):
