@@ -149,7 +149,7 @@ def quality(options: argparse.Namespace, folder: Path) -> None:
             rows.append(
                 (
                     f"{bits} bits, {name}",
-                    f"{bits_each:.3f} bits/weight, KL {said['kl']:.5f}, top-1 {100 * said['top1']:.1f} %, "
+                    f"{bits_each:.3f} bits/weight, KL {said['kl']:.5f}, top-1 {100 * said['top1_agreement']:.1f} %, "
                     f"{change:+.4f} bits per byte, {seconds:.1f} s",
                 )
             )

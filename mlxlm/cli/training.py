@@ -106,7 +106,7 @@ def print_forecast(run: Run) -> None:
         passes = f"{found['epochs']:.1f} passes over the text"
         more = "; after 4 passes the same text teaches less and less: more of it would help" * (found["epochs"] > 4.5)
         render.say(
-            f"chosen by {printable(str(found.get('by')))}: {human_count(found['parameters'])} parameters, about "
+            f"chosen by {printable(str(found.get('law_name')))}: {human_count(found['parameters'])} parameters, about "
             f"{human_count(found['tokens'])} tokens, {passes}{more}"
         )
     found = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
@@ -121,7 +121,7 @@ def print_forecast(run: Run) -> None:
 
 def _learned(found: dict[str, Any]) -> str:
     """How the conversations of a tuning run fit its rows, and what would help."""
-    row = f"a row of {found['sequence_length']} tokens"
+    row = f"a row of {found['max_seq_length']} tokens"
     told = f"{found['conversations']:,} conversations"
     if not found["split"] and not found["cut"]:
         return f"{told}, each whole in {row}"
