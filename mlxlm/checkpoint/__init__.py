@@ -3,8 +3,8 @@
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint, load_float32_weights, load_model, load_submodule
 from mlxlm.checkpoint.locations import locate
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import load_weights, save_weights
-from mlxlm.checkpoint.source import open_checkpoint
 
 __all__ = [
     "Checkpoint",

@@ -14,20 +14,31 @@ from mlxlm.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a user named, whatever its format.
+    """A checkpoint whose headers were read; tensors and the tokenizer are read on demand.
 
-    `tensors` are the decoder's (`model.layers.0.self_attn.q_proj.weight`, ...); where `config.quantization` says so
-    a module has MLX's packed `.weight` with `.scales` and, in affine mode, `.biases`. `values` is Hugging Face's
-    configuration: the file's own, or made from another format's metadata.
-
-    `config` is None for an architecture that mlxlm leaves to mlx_lm; `unsupported_reason` says why, and `tensors` then have
-    the file's names.
+    Attributes:
+        path: The folder of the weights, or the file.
+        format: "safetensors", "pytorch", "gguf" or "llama2.c".
+        hf_config: Hugging Face's configuration: config.json, or the equivalent of another format's metadata.
+        config: None for an architecture that only mlx_lm implements.
+        tensors: The decoder's tensors (`model.layers.0.self_attn.q_proj.weight`, ...). With `config.quantization`, a
+            quantized module has MLX's packed `.weight`, `.scales` and in affine mode `.biases`. Where `config` is None,
+            the file's tensors under the file's names.
+        load_tokenizer: Raises TokenizerError if there is none or it can't be read.
+        unsupported_reason: Why `config` is None.
     """
 
     path: Path
-    format: str  # "safetensors", "pytorch", "gguf" or "llama2.c"
+    format: str
     hf_config: Mapping[str, Any]
     config: ModelConfig | None
     tensors: LazyTensors = field(repr=False)
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)
     unsupported_reason: str | None = None
+
+
+def token_id_list(value: Any) -> list[Any]:
+    """The items of a field that may be one id, a list of ids or null, such as `eos_token_id`."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]

@@ -12,9 +12,9 @@ from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
-from mlxlm.checkpoint.mlx_lm_fallback import MlxLmConfig, load_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm import MlxLmConfig, load_with_mlx_lm
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
-from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError

@@ -33,7 +33,7 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
     A and B are folders, runs, hub ids, .gguf or .bin files with the same tokenizer. Layers are read one at a time, so
     models larger than memory can be compared.
     """
-    from mlxlm.checkpoint.source import open_checkpoint
+    from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.compare import compare as run_compare
     from mlxlm.convert.compare import tokenize_for_both
     from mlxlm.convert.tensor_diff import tensor_diff

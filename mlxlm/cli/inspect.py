@@ -22,7 +22,7 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
 
     SOURCE is a folder, a run, a hub id, a .gguf or a .bin file. Only headers are read.
     """
-    from mlxlm.checkpoint.source import open_checkpoint
+    from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.inspect import describe
     from mlxlm.utils.errors import one_line
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
+from mlxlm.checkpoint.bits import fits_float16, max_abs
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.float_bits import fits_float16, max_abs
 from mlxlm.checkpoint.layer_names import group_by_value
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors, with_read_progress
-from mlxlm.checkpoint.mlx_lm_fallback import unconvertible_hint
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.mlx_lm import unconvertible_hint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.tokenizer_files import FOLDER_FORMATS, check_tokenizer, copy_tokenizer
 from mlxlm.config import ModelConfig
 from mlxlm.convert.metadata import Check

@@ -11,7 +11,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import fits_float32
-from mlxlm.checkpoint.mlx_lm_fallback import build_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
 from mlxlm.convert.tensor_diff import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config

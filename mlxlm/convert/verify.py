@@ -8,8 +8,8 @@ import psutil
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.bits import bitwise_equal
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.float_bits import bitwise_equal
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import Comparison, compare

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxlm import checkpoint, tokenizer
 from mlxlm.backend.mlx import nn
-from mlxlm.checkpoint.mlx_lm_fallback import MlxLmConfig
+from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.config import ModelConfig
 from mlxlm.utils.errors import CheckpointError
 

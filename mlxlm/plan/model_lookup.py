@@ -35,7 +35,7 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
     if (root / "config.json").is_file():
         return config_from_hf(read_json(root), source=str(root / "config.json"))
     from mlxlm.checkpoint import hub
-    from mlxlm.checkpoint.source import open_checkpoint
+    from mlxlm.checkpoint.open import open_checkpoint
 
     if not path.exists():
         if not hub.is_id(name):

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.checkpoint.bits import bits_of
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.float_bits import bits_of
 from mlxlm.convert.cross_check import cross_check, greedy_tokens
 from mlxlm.convert.metadata import Check, check_metadata
 from mlxlm.convert.tensor_diff import to_float32

@@ -19,7 +19,7 @@ from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors, with_read_progress
 from mlxlm.checkpoint.locations import locate
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
 from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.convert.compare import Comparison, compare

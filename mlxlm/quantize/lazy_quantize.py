@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.float_bits import max_abs
+from mlxlm.checkpoint.bits import max_abs
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.quantize.packed_matrix import PackedMatrix, quantize_rtn
 from mlxlm.quantize.quantization_plan import Format, QuantizationPlan

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from mlxlm.backend.mlx import limit_buffer_cache
-from mlxlm.checkpoint.mlx_lm_fallback import unconvertible_hint
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.mlx_lm import unconvertible_hint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.tokenizer_files import check_tokenizer
 from mlxlm.quantize.job import BitTarget, Progress, QuantizationJob
 from mlxlm.quantize.quantization_plan import Format

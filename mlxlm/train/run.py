@@ -26,8 +26,8 @@ from mlxlm.checkpoint.locations import (
     read_checkpoint_state,
     validation_loss,
 )
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import check_file, write_hashed
-from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import FILE as MANIFEST

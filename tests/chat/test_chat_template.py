@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxlm import tokenizer
 from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.chat.chat_template import ChatTemplate, Message, PlainTextEncoder, chat_encoder
-from mlxlm.checkpoint.mlx_lm_fallback import MlxLmConfig
+from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import TokenizerError

@@ -6,6 +6,7 @@ import io
 import json
 import selectors
 import shutil
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -240,21 +241,16 @@ def _llama2c(folder: Path, version: int) -> Sample:
     tensors = {name: lazy_tensor(value) for name, value in weights().items()}
     write(path, CONFIG, tensors, llama_tokenizer())
     if version:
-        _as_version(path, version)
+        _as_version_1(path)
     return Sample(folder, path, (path,))
 
 
-def _as_version(path: Path, version: int, group: int = 32) -> None:
-    """The file with a header of 256 bytes; the values stay as they come, cut or filled up to the length."""
-    import struct
-
-    numbers = path.read_bytes()[:28]
-    header = struct.pack("<Ii", 0x616B3432, version) + numbers + bytes([1])
-    header += struct.pack("<i", group) if version == 2 else b""
-    count = sum(value.size for value in weights().values() if value.ndim == 2)
-    norms = sum(value.size for value in weights().values() if value.ndim == 1)
-    size = 4 * norms + (4 * count if version == 1 else count + 4 * (count // group))
-    path.write_bytes(header.ljust(256, b"\0") + path.read_bytes()[28:].ljust(size, b"\0")[:size])
+def _as_version_1(path: Path) -> None:
+    """Give the file version 1's header of 256 bytes; values stay in version 0's order, padded to the length."""
+    content = path.read_bytes()
+    header = struct.pack("<Ii", 0x616B3432, 1) + content[:28] + bytes([1])
+    size = 4 * sum(value.size for value in weights().values())
+    path.write_bytes(header.ljust(256, b"\0") + content[28:].ljust(size, b"\0")[:size])
 
 
 def _llama2c_tokenizer(folder: Path) -> Sample:
@@ -271,7 +267,6 @@ KINDS = {
     "gguf-bpe": lambda folder: _gguf(folder, byte_level=True),
     "llama2c-0": lambda folder: _llama2c(folder, 0),
     "llama2c-1": lambda folder: _llama2c(folder, 1),
-    "llama2c-2": lambda folder: _llama2c(folder, 2),
     "llama2c-tokenizer": _llama2c_tokenizer,
     "tokenizer-json": _tokenizer_json,
     "tokenizer-json-llama": _tokenizer_json_llama,

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.float_bits import bitwise_equal, fits_float16, max_abs
+from mlxlm.checkpoint.bits import bitwise_equal, fits_float16, max_abs
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 

@@ -6,12 +6,13 @@ import sys
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import mlx_lm_fallback, save_weights
+from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.load import load_model
-from mlxlm.checkpoint.mlx_lm_config import to_mlx_lm_config
-from mlxlm.checkpoint.mlx_lm_fallback import build_with_mlx_lm
-from mlxlm.checkpoint.mlx_lm_model import build_model
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm import load as mlx_lm_load
+from mlxlm.checkpoint.mlx_lm.build import build_model
+from mlxlm.checkpoint.mlx_lm.config import to_mlx_lm_config
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.cli.main import _run
 from mlxlm.convert.inspect import describe
 from mlxlm.utils.errors import CheckpointError
@@ -61,7 +62,7 @@ def test_a_module_that_exits_is_an_error_with_its_own_advice(write, capsys):
         pytest.skip("the package that mlx_lm's olmo needs is installed")
     with pytest.raises(CheckpointError, match="olmo can't be imported: .*try: pip install ai2-olmo"):
         load_model(write(model_type="olmo", d_model=32))
-    with pytest.raises(CheckpointError, match="only for one with d_model"):
+    with pytest.raises(CheckpointError, match="needs a config.json with d_model"):
         load_model(write(model_type="olmo"))
     assert capsys.readouterr().out == ""
 
@@ -76,8 +77,8 @@ def test_a_module_that_exits_is_an_error_with_its_own_advice(write, capsys):
         ({"hidden_size": "wide"}, "hidden_size 'wide'"),
         ({"rope_parameters": 7}, "rope_parameters is 7, it must be an object"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta is 'x'"),
-        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "asks for rope_type 'spiral'"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "asks for rope_type 'linear'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "has rope_type 'spiral'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "has rope_type 'linear'"),
         ({"quantization": "4 bits"}, "quantization is '4 bits', it must be an object"),
         ({"quantization": {"bits": 4}}, "group_size is None"),
         ({"model_type": 3}, "model_type is 3, it must be a name"),
@@ -187,8 +188,8 @@ def test_sizes_that_the_file_leaves_to_the_architecture(tmp_path):
     del text["vocab_size"], text["layer_types"]
     values = {"model_type": "gemma3", "text_config": text}
     model, _ = build_model(values)
-    assert mlx_lm_fallback._count(text, model, "vocab_size") == 262_208
-    assert mlx_lm_fallback._count(text, model, "max_position_embeddings") == 131_072
+    assert mlx_lm_load._count(text, model, "vocab_size") == 262_208
+    assert mlx_lm_load._count(text, model, "max_position_embeddings") == 131_072
 
 
 def test_llama4_with_an_empty_list_of_layers_without_positions():

@@ -24,7 +24,7 @@ def stages(path: str):
     """What a user does with a checkpoint, each stage a function without arguments."""
     from mlxlm.backend.mlx import mx
     from mlxlm.checkpoint.load import load_checkpoint
-    from mlxlm.checkpoint.source import open_checkpoint
+    from mlxlm.checkpoint.open import open_checkpoint
 
     opened = []
 

@@ -7,7 +7,7 @@ from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert import compare as module
 from mlxlm.convert.compare import compare
 from mlxlm.convert.tensor_diff import tensor_diff

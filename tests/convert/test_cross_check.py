@@ -11,7 +11,7 @@ from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert import convert, cross_check, reference_backends
 from mlxlm.convert.verify import verify
 from mlxlm.families import config_to_hf

@@ -10,7 +10,7 @@ from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert.metadata import check_metadata
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, train

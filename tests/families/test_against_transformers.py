@@ -10,7 +10,7 @@ from mlxlm.cache import make_cache
 from mlxlm.checkpoint.huggingface import write
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, parse_overrides

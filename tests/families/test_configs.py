@@ -334,7 +334,7 @@ def test_a_head_of_odd_size_has_no_family_but_ours():
     ("changes", "said"),
     [
         ({}, None),
-        ({"hidden_act": "gelu"}, "mlx_lm opens .* its llama has silu for the activation, this model has gelu"),
+        ({"hidden_act": "gelu"}, "mlx_lm opens .* its llama computes silu, this model uses gelu"),
         ({"norm": "layer", "mlp_gated": False, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}, None),
         (
             {"positions": "none", "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 500},

@@ -230,7 +230,7 @@ REFUSED = {
     "smollm3": ({"hidden_act": "relu"}, "hidden_act is 'relu', mlx_lm's smollm3 computes silu"),
     "granite": (
         {"rope_parameters": {**BASE["rope_parameters"], "partial_rotary_factor": 0.5}},
-        "rotates whole heads, not partial_rotary_factor 0.5",
+        "partial_rotary_factor is 0.5, .* rotates whole heads",
     ),
     "cohere": ({"tie_word_embeddings": False}, "lm_head.weight is not part of mlx_lm's model"),
     "cohere2": ({"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types"),

@@ -10,7 +10,7 @@ import pytest
 import mlxlm
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_weights, save_weights
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.tokenizer_files import copy_tokenizer as carry
 from mlxlm.convert import convert
 from mlxlm.convert.compare import compare

@@ -6,8 +6,8 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_weights
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import write_shards
-from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.quantize.lazy_quantize import cast_to_16bit, output_dtype, quantized
 from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
 from mlxlm.quantize.quantization_plan import Format, uniform

@@ -11,8 +11,8 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface
 from mlxlm.checkpoint.gguf.config_to_gguf import architecture_for
 from mlxlm.checkpoint.gguf.rope import llama3_factors, llama3_scaling
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import load_weights
-from mlxlm.checkpoint.source import open_checkpoint
 from mlxlm.families import config_from_hf, config_to_hf
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.gguf.gguf_models import MODELS, random_model, tensors_of

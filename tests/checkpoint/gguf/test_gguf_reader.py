@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.reader import Array, read_header
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.utils.errors import CheckpointError, ConfigError
 from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
 

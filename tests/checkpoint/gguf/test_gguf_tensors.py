@@ -12,7 +12,7 @@ from mlxlm.checkpoint.gguf.ggml_types import GGML_TYPES
 from mlxlm.checkpoint.gguf.reader import read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, read_tensor
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
 

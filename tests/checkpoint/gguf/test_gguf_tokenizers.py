@@ -15,7 +15,7 @@ from mlxlm.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokeni
 from mlxlm.checkpoint.gguf.reader import read_header
 from mlxlm.checkpoint.gguf.tokenizer_from_gguf import read_tokenizer
 from mlxlm.checkpoint.gguf.tokenizer_to_gguf import tokenizer_metadata
-from mlxlm.checkpoint.source import open_checkpoint
+from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, load, train

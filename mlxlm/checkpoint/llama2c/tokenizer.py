@@ -2,8 +2,8 @@
 
 Format (tokenizer.py and run.c of https://github.com/karpathy/llama2.c): the length of the longest piece, uint32,
 then for each id a float32 score, a uint32 length and UTF-8 bytes. The number of ids is in the model's header only.
-Spaces are written as themselves, and line ends are put around the texts of ids 1 and 2. run.c always puts a space
-in front of a text, takes ids 0, 1, 2 for unknown, begin and end, and ids from 3 for the 256 bytes.
+Spaces are stored as spaces, and the texts of ids 1 and 2 are between line breaks. run.c always puts a space in front
+of a text, takes ids 0, 1, 2 for unknown, begin and end, and ids from 3 for the 256 bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.tokenizer.sentencepiece import SPACE
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError, os_errors_as
 
-_LARGEST = 1_000_000  # ids; the largest vocabularies in use have about 260,000
+_MAX_TOKENS = 1_000_000  # the largest vocabularies in use have about 260,000
 _SPECIAL = ("<unk>", "<s>", "</s>")
-_FIXED = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]  # what run.c takes the first ids for
-# run.c merges pieces with a score above this one, so that no text becomes a piece that has it.
-_NEVER = -1e10
+_FIRST_TOKENS = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]  # what run.c expects
+# run.c only merges pieces with a score above this one.
+_NEVER_MERGED = -1e10
 
 
 def find_tokenizer(model: Path, vocab_size: int) -> Path:
-    """The tokenizer of a llama2.c model, in its folder: `NAME.tokenizer.bin`, `tok4096.bin` (as llama2.c calls
-    those it trains, by vocabulary size) or `tokenizer.bin`. Raises TokenizerError if there is none."""
+    """Find the tokenizer file beside a llama2.c model.
+
+    Tries `NAME.tokenizer.bin`, `tok4096.bin` (llama2.c's name for tokenizers that it trains, by vocabulary size) and
+    `tokenizer.bin`, in this order.
+
+    Raises:
+        MissingTokenizerError: There is none.
+    """
     names = (f"{model.stem}.tokenizer.bin", f"tok{vocab_size}.bin", "tokenizer.bin")
     for name in names:
         if model.with_name(name).is_file():
@@ -36,20 +42,21 @@ def find_tokenizer(model: Path, vocab_size: int) -> Path:
 
 
 def read_tokenizer(path: Path | str, vocab_size: int) -> Tokenizer:
-    """The tokenizer in a llama2.c file, with the ids of SentencePiece's own encoder (see `sentencepiece.convert`).
+    """Read a llama2.c tokenizer file; encoding gives the ids of SentencePiece (see `sentencepiece.convert`).
 
-    Raises TokenizerError naming the file and the piece that is wrong.
+    Raises:
+        TokenizerError: Names the file and the piece that is wrong.
     """
     path = Path(path)
-    if vocab_size > _LARGEST:
-        raise TokenizerError(f"the model of {path} has {vocab_size} tokens", f"a vocabulary of at most {_LARGEST}")
+    if vocab_size > _MAX_TOKENS:
+        raise TokenizerError(f"the model of {path} has {vocab_size} tokens", f"a vocabulary of at most {_MAX_TOKENS}")
     with os_errors_as(TokenizerError, "read", path):
         size = path.stat().st_size
         if size > 4 + vocab_size * (8 + 4 * sentencepiece.MAX_PIECE_LENGTH):
             raise TokenizerError(f"{path} has {size} bytes, too many for the {vocab_size} tokens of the model")
         data = path.read_bytes()
     pieces = _pieces(data, path, vocab_size)
-    _check_fixed([text for text, _ in pieces], str(path), "a tokenizer of llama2.c")
+    _check_first_tokens([text for text, _ in pieces], str(path), "a tokenizer of llama2.c")
     proto = _proto(pieces).SerializeToString()
     model = sentencepiece.parse(proto, str(path))
     runtime = sentencepiece.convert(model)
@@ -57,35 +64,35 @@ def read_tokenizer(path: Path | str, vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_bytes(tokenizer: Tokenizer, vocab_size: int) -> bytes:
-    """The content of `tokenizer.bin` for a model with `vocab_size` rows; ids without a token get one that no text
-    becomes.
+    """Return the content of `tokenizer.bin` for a model with `vocab_size` rows.
 
-    Raises TokenizerError if run.c would encode text in another way than `tokenizer`.
+    Ids without a token get an unused one, which encoding never produces.
+
+    Raises:
+        TokenizerError: run.c would encode text differently than `tokenizer`.
     """
-    hint = "GGUF, or a folder as output"
+    hint = "a GGUF file or a folder as output"
     if tokenizer.sentencepiece_model is None:
-        what = (
-            "has no tokenizer.model"
-            if tokenizer.tokenizer_type == "sentencepiece"
-            else f"is {tokenizer.tokenizer_type}"
-        )
-        raise TokenizerError(f"llama2.c has SentencePiece tokenizers as Llama 2's, this one {what}", hint)
+        is_sentencepiece = tokenizer.tokenizer_type == "sentencepiece"
+        problem = "has no tokenizer.model" if is_sentencepiece else f"is {tokenizer.tokenizer_type}"
+        raise TokenizerError(f"llama2.c needs a SentencePiece tokenizer like Llama 2's, this one {problem}", hint)
     model = sentencepiece.parse(tokenizer.sentencepiece_model, "tokenizer.model")
-    _check_fixed([piece.piece for piece in model.pieces], "this tokenizer", hint)
+    _check_first_tokens([piece.piece for piece in model.pieces], "this tokenizer", hint)
     rules = model.normalizer_spec
     if not rules.add_dummy_prefix or rules.remove_extra_whitespaces:
-        what = "removes spaces, run.c keeps them" if rules.add_dummy_prefix else "puts no space first, run.c does"
-        raise TokenizerError(f"this tokenizer {what}", hint)
+        if rules.add_dummy_prefix:
+            raise TokenizerError("this tokenizer removes repeated spaces, run.c keeps them", hint)
+        raise TokenizerError("this tokenizer doesn't put a space in front of a text, run.c does", hint)
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
     added = {token["id"]: token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"]}
     entries = []
     for i in range(vocab_size):
         piece = model.pieces[i] if i < len(model.pieces) else None
-        if piece is not None and (i < len(_FIXED) or piece.type == sentencepiece.NORMAL):
+        if piece is not None and (i < len(_FIRST_TOKENS) or piece.type == sentencepiece.NORMAL):
             text, score = piece.piece, piece.score
         else:
-            text, score = added.get(i, f"<unused{i}>"), _NEVER
+            text, score = added.get(i, f"<unused{i}>"), _NEVER_MERGED
         text = f"\n{text}\n" if i in (1, 2) else text.replace(SPACE, " ")
         entries.append((score, text.encode("utf-8")))
     parts = [struct.pack("<I", max(len(text) for _, text in entries))]
@@ -94,7 +101,7 @@ def tokenizer_bytes(tokenizer: Tokenizer, vocab_size: int) -> bytes:
 
 
 def _pieces(data: bytes, path: Path, vocab_size: int) -> list[tuple[str, float]]:
-    """Texts and scores, as SentencePiece has them."""
+    """Parse the file into texts (in SentencePiece's form) and scores."""
     if len(data) < 4:
         raise TokenizerError(f"{path} is truncated: it ends before max_token_length")
     (longest,) = struct.unpack_from("<I", data)
@@ -122,28 +129,28 @@ def _pieces(data: bytes, path: Path, vocab_size: int) -> list[tuple[str, float]]
             text = text.removeprefix("\n").removesuffix("\n")
         pieces.append((text.replace(" ", SPACE), score))
     if offset != len(data):
-        raise TokenizerError(f"{path} goes on after token {vocab_size - 1}, the last of the model", hint)
+        raise TokenizerError(f"{path} has data after token {vocab_size - 1}, the last one of the model", hint)
     return pieces
 
 
-def _check_fixed(texts: list[str], name: str, hint: str) -> None:
-    for i, text in enumerate(_FIXED):
+def _check_first_tokens(texts: list[str], name: str, hint: str) -> None:
+    for i, text in enumerate(_FIRST_TOKENS):
         if i >= len(texts) or texts[i] != text:
-            found = repr(texts[i]) if i < len(texts) else "missing"
-            raise TokenizerError(f"{name}: token {i} is {found}, run.c takes it for {text!r}", hint)
+            actual = repr(texts[i]) if i < len(texts) else "missing"
+            raise TokenizerError(f"{name}: token {i} is {actual}, run.c needs {text!r}", hint)
 
 
 def _proto(pieces: list[tuple[str, float]]) -> Any:
-    """SentencePiece's own form, with the settings that run.c takes for granted."""
+    """Build a SentencePiece model with the settings that run.c assumes."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()
     for i, (text, score) in enumerate(pieces):
         if i == 0:
             kind = sentencepiece.UNKNOWN
-        elif len(_SPECIAL) <= i < len(_FIXED):
+        elif len(_SPECIAL) <= i < len(_FIRST_TOKENS):
             kind = sentencepiece.BYTE
-        elif i < len(_SPECIAL) or score <= _NEVER:
+        elif i < len(_SPECIAL) or score <= _NEVER_MERGED:
             kind = sentencepiece.CONTROL
         else:
             kind = sentencepiece.NORMAL

@@ -1,4 +1,4 @@
-"""Names and layouts of tensors that mlx_lm's models don't read, made into those that they do."""
+"""Convert tensors of transformers 5 to the names and layouts that mlx_lm's models read."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ Weights = dict[str, mx.array]
 
 
 def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool) -> type[nn.Module]:
-    """mlx_lm's model `name`, reading the tensors that transformers 5 saves.
+    """Return a subclass of mlx_lm's model `name` whose `sanitize` accepts the tensors that transformers 5 saves.
 
-    text_only: the files are those of a language model alone, and mlx_lm's is the one with pictures.
+    Args:
+        name: Module in `mlx_lm.models`.
+        model_class: Its model.
+        text_only: Whether the checkpoint is a language model alone and mlx_lm's model is multimodal.
     """
 
-    class Adapted(model_class):
+    class PatchedModel(model_class):
+        """mlx_lm's model with another `sanitize`."""
+
         def sanitize(self, weights: Weights) -> Weights:
+            """Rename and reshape tensors before mlx_lm's own `sanitize`."""
             if text_only:
                 weights = {_with_prefix(name): value for name, value in weights.items()}
-            if name in _ADAPT:
-                weights = _ADAPT[name](weights)
+            if name in _CONVERT:
+                weights = _CONVERT[name](weights)
             return super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
 
-    return Adapted
+    return PatchedModel
 
 
 def _with_prefix(name: str) -> str:
@@ -32,15 +38,15 @@ def _with_prefix(name: str) -> str:
 
 
 def _ernie4_5_moe(weights: Weights) -> Weights:
-    """mlx_lm leaves the correction of the router out."""
+    """mlx_lm has no router correction bias."""
     for name, value in weights.items():
         if name.endswith("e_score_correction_bias") and mx.any(value != 0).item():
-            raise CheckpointError(f"{name} isn't zero, and mlx_lm's ernie4_5_moe leaves it out")
+            raise CheckpointError(f"{name} isn't zero, which mlx_lm's ernie4_5_moe doesn't implement")
     return weights
 
 
 def _gpt_oss(weights: Weights) -> Weights:
-    """Experts in 16 or 32 bits: matrices are `[experts, in, out]`, gate and up projection take turns in `out`."""
+    """Unquantized experts: matrices are `[experts, in, out]`, gate and up projection alternate in `out`."""
     result = {}
     for name, value in weights.items():
         stem, _, last = name.rpartition(".")
@@ -56,4 +62,4 @@ def _gpt_oss(weights: Weights) -> Weights:
     return result
 
 
-_ADAPT: dict[str, Callable[[Weights], Weights]] = {"ernie4_5_moe": _ernie4_5_moe, "gpt_oss": _gpt_oss}
+_CONVERT: dict[str, Callable[[Weights], Weights]] = {"ernie4_5_moe": _ernie4_5_moe, "gpt_oss": _gpt_oss}

@@ -1,7 +1,7 @@
-"""Hugging Face's configurations in the names that mlx_lm's models read.
+"""Rename the fields of Hugging Face's configurations to those that mlx_lm's models read.
 
 transformers 5 saves the rotary embedding as one object, `rope_parameters`, and has renamed some fields. Most of
-mlx_lm's models look for the older names, and take a default of their own where they are missing.
+mlx_lm's models read the older names, and use a default where they are missing.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlxlm.checkpoint.mlx_lm_rope import FULL, SLIDING, is_known, rope_parameters, unsupported
+from mlxlm.checkpoint.mlx_lm.rope import FULL, SLIDING, is_known, rope_parameters, unsupported_rope_type
 from mlxlm.config.validation import is_count
 from mlxlm.utils.errors import CheckpointError
 
-# mlx_lm's name of a field -> Hugging Face's other names for the same.
+# mlx_lm's name of a field -> Hugging Face's other names for it.
 _OTHER_NAMES = {
     "num_experts": ("num_local_experts",),
     "num_local_experts": ("num_experts",),
@@ -25,44 +25,45 @@ _ROPE_NAMES = {
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
     "original_max_position_embeddings": ("original_max_position_embeddings",),
 }
-_OF_SOME = ("proportional", "telechat3-yarn")  # rope_types that some of mlx_lm's models implement on their own
-# Models of mlx_lm that read fields of their own for the rotary embedding of each layer.
-OWN_ROPE = ("deepseek_v41", "gear", "mimo_v2_flash", "muse_glimmer", "plamo3", "step3p5", "talkie")
+_MLX_LM_ROPE_TYPES = ("proportional", "telechat3-yarn")  # rope_types that only some of mlx_lm's models implement
+# Models of mlx_lm that read other fields for the rotary embedding of each layer.
+MODEL_SPECIFIC_ROPE = ("deepseek_v41", "gear", "mimo_v2_flash", "muse_glimmer", "plamo3", "step3p5", "talkie")
 
 
 def to_mlx_lm_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same configuration in the names that mlx_lm's model of this `model_type` reads.
+    """Return the configuration with the names that mlx_lm's model of this `model_type` reads.
 
-    Raises CheckpointError for fields that can't be said in them.
+    Raises:
+        CheckpointError: mlx_lm's names can't express a field.
     """
     values = {name: _number(value) for name, value in values.items()}
     if isinstance(values.get("text_config"), Mapping):
         values["text_config"] = to_mlx_lm_config(values["text_config"])
         if values.get("vocab_size") is None and "vocab_size" in values["text_config"]:
-            values["vocab_size"] = values["text_config"]["vocab_size"]  # some of mlx_lm's models look here alone
-    if values.get("model_type") not in OWN_ROPE:
+            values["vocab_size"] = values["text_config"]["vocab_size"]  # some models only look outside
+    if values.get("model_type") not in MODEL_SPECIFIC_ROPE:
         values |= _rope_fields(values)
     for name, others in _OTHER_NAMES.items():
-        given = next((values[other] for other in others if values.get(other) is not None), None)
-        if values.get(name) is None and given is not None:
-            values[name] = given
-    width, heads = values.get("hidden_size"), values.get("num_attention_heads")
-    if values.get("head_dim") is None and is_count(width) and is_count(heads):
-        values["head_dim"] = 256 if str(values.get("model_type")).startswith("gemma") else width // heads
+        value = next((values[other] for other in others if values.get(other) is not None), None)
+        if values.get(name) is None and value is not None:
+            values[name] = value
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if values.get("head_dim") is None and is_count(hidden) and is_count(heads):
+        values["head_dim"] = 256 if str(values.get("model_type")).startswith("gemma") else hidden // heads
     derive = _DERIVED.get(values.get("model_type"))
     return values | derive(values) if derive else values
 
 
 def needs_multimodal_model(values: Mapping[str, Any]) -> bool:
-    """Whether this is a language model alone that mlx_lm only has as a part of the model with pictures."""
-    kind = values.get("model_type")
-    if kind == "llama4_text":  # mlx_lm has a model for the dense ones with a tied head
+    """Whether this is a language model that mlx_lm only implements as a part of a multimodal model."""
+    model_type = values.get("model_type")
+    if model_type == "llama4_text":  # mlx_lm's own model has no experts and a tied head
         return not values.get("tie_word_embeddings") or bool(values.get("moe_layers"))
-    return kind in ("qwen3_5_text", "qwen3_5_moe_text")
+    return model_type in ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _number(value: Any) -> Any:
-    """transformers 5 writes infinity, which JSON lacks, as an object."""
+    """Convert the object that transformers 5 writes for infinity, which JSON lacks."""
     if isinstance(value, list):
         return [_number(item) for item in value]
     if isinstance(value, Mapping) and value.keys() == {"__float__"}:
@@ -71,34 +72,38 @@ def _number(value: Any) -> Any:
 
 
 def _rope_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers 5 keeps in `rope_parameters`, each field on its own. `install_rope` does the scaling, so that
-    only models which use it elsewhere see it: in the scale of attention (multi-head latent attention)."""
+    """Return the fields of `rope_parameters` as separate fields.
+
+    `install_rope` does the scaling; only models that also use it in the scale of attention (multi-head latent
+    attention) get `rope_scaling`.
+    """
     rope = rope_parameters(values)
-    kind = rope["rope_type"]
-    if not is_known(kind) and kind not in _OF_SOME:
-        raise unsupported(values, kind)
+    rope_type = rope["rope_type"]
+    if not is_known(rope_type) and rope_type not in _MLX_LM_ROPE_TYPES:
+        raise unsupported_rope_type(values, rope_type)
     fields = {name: rope[key] for key, names in _ROPE_NAMES.items() if key in rope for name in names}
-    elsewhere = kind == "yarn" and "qk_rope_head_dim" in values
-    fields["rope_scaling"] = {**rope, "type": kind} if elsewhere or rope.get("alpha") or not is_known(kind) else None
+    scales_attention = rope_type == "yarn" and "qk_rope_head_dim" in values
+    needs_scaling = scales_attention or rope.get("alpha") or not is_known(rope_type)
+    fields["rope_scaling"] = {**rope, "type": rope_type} if needs_scaling else None
     if isinstance(local := (values.get("rope_parameters") or {}).get(SLIDING), Mapping) and "rope_theta" in local:
         fields["rope_local_base_freq"] = local["rope_theta"]
     return fields
 
 
 def _pattern(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`sliding_window_pattern`: every how many layers one has full attention."""
+    """Return `sliding_window_pattern`: one layer in so many has full attention."""
     types = values.get("layer_types")
     if not isinstance(types, list):
         return {}
     pattern = types.index(FULL) + 1 if FULL in types else 0
     if not pattern or types != [SLIDING if (i + 1) % pattern else FULL for i in range(len(types))]:
-        raise CheckpointError("layer_types has an order of layers that mlx_lm's model of this architecture lacks")
+        raise CheckpointError("layer_types has an order of layers that mlx_lm's model doesn't support")
     return {"sliding_window_pattern": pattern}
 
 
 def _gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
-    longest = values.get("max_position_embeddings") or 131_072  # transformers' default, which the larger ones rely on
-    return {**_pattern(values), "max_position_embeddings": longest}
+    context = values.get("max_position_embeddings") or 131_072  # transformers' default, which larger models rely on
+    return {**_pattern(values), "max_position_embeddings": context}
 
 
 def _exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,45 +112,45 @@ def _exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if values.get("sliding_window") is None:
         return {"sliding_window_pattern": None}
-    _check_both(types)
-    return {"sliding_window_pattern": "".join("L" if kind == SLIDING else "G" for kind in types)}
+    _check_both_layer_types(types)
+    return {"sliding_window_pattern": "".join("L" if layer_type == SLIDING else "G" for layer_type in types)}
 
 
 def _exaone_moe(values: Mapping[str, Any]) -> dict[str, Any]:
-    _check_both(values["layer_types"])
+    _check_both_layer_types(values["layer_types"])
     types = values.get("mlp_layer_types")
-    return {} if types is None else {"is_moe_layer": [kind == "sparse" for kind in types]}
+    return {} if types is None else {"is_moe_layer": [layer_type == "sparse" for layer_type in types]}
 
 
-def _check_both(types: list[str]) -> None:
+def _check_both_layer_types(types: list[str]) -> None:
     if not {FULL, SLIDING} <= set(types):
-        raise CheckpointError(f"layer_types has no layer with {FULL} or none with {SLIDING}; mlx_lm's model needs both")
+        raise CheckpointError(f"layer_types must have both {FULL} and {SLIDING} for mlx_lm's model")
 
 
 def _llama4(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that every fourth layer has full attention and no rotary embedding; find which layers have experts."""
+    """Check that every fourth layer has full attention and no RoPE; return which layers have experts."""
     layers = range(values["num_hidden_layers"])
     step = values.get("interleave_moe_layer_step") or len(layers) + 1
     if values.get("moe_layers") == []:
         step = len(layers) + 1
-    rotary = [int((i + 1) % 4 != 0) for i in layers]
+    uses_rope = [int((i + 1) % 4 != 0) for i in layers]
     expected = {
         "moe_layers": [i for i in layers if i % step == step - 1],
-        "no_rope_layers": rotary,
-        "layer_types": ["chunked_attention" if rotates else FULL for rotates in rotary],
+        "no_rope_layers": uses_rope,
+        "layer_types": ["chunked_attention" if rope else FULL for rope in uses_rope],
     }
     for name, order in expected.items():
         if values.get(name) not in (None, order) and (name, values[name]) != ("no_rope_layers", []):
-            raise CheckpointError(f"{name} has an order of layers that mlx_lm's model of this architecture lacks")
+            raise CheckpointError(f"{name} has an order of layers that mlx_lm's model doesn't support")
     return {"interleave_moe_layer_step": step}
 
 
 def _identity_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """For models of mlx_lm that can't do without a scaling: one that changes nothing."""
+    """Return a scaling that changes nothing, for models of mlx_lm that require one."""
     if values.get("rope_scaling") is not None:
         return {}
-    longest = values.get("max_position_embeddings")
-    return {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": longest}}
+    context = values.get("max_position_embeddings")
+    return {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": context}}
 
 
 def _minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,17 +161,17 @@ def _minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _granite_hybrid(values: Mapping[str, Any]) -> dict[str, Any]:
     names = {"linear_attention": "mamba", FULL: "attention"}
-    types = [names.get(kind, kind) for kind in values.get("layer_types") or ()]
-    rotary = values.get("position_embedding_type") == "rope"
-    return {"layer_types": types, "position_embedding_type": "rope" if rotary else "nope"}
+    types = [names.get(layer_type, layer_type) for layer_type in values.get("layer_types") or ()]
+    uses_rope = values.get("position_embedding_type") == "rope"
+    return {"layer_types": types, "position_embedding_type": "rope" if uses_rope else "nope"}
 
 
 def _minimax(values: Mapping[str, Any]) -> dict[str, Any]:
-    share = values.get("partial_rotary_factor", 1)
-    return {"shared_intermediate_size": 0, "rotary_dim": int(values["head_dim"] * share)} | values
+    factor = values.get("partial_rotary_factor", 1)
+    return {"shared_intermediate_size": 0, "rotary_dim": int(values["head_dim"] * factor)} | values
 
 
-# What else a model of mlx_lm reads, from what Hugging Face's configuration of that model_type says.
+# Further fields that mlx_lm's model of a model_type reads, derived from Hugging Face's.
 _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "apertus": lambda values: {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "cohere2": _pattern,

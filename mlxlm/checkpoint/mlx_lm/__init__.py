@@ -1,0 +1,9 @@
+"""Architectures that mlxlm doesn't implement, loaded through mlx_lm.
+
+Either the logits are those of the model that config.json describes, or loading fails with the field that mlx_lm
+doesn't implement. Code inside a checkpoint's folder is never run.
+"""
+
+from mlxlm.checkpoint.mlx_lm.load import MlxLmConfig, build_with_mlx_lm, load_with_mlx_lm, unconvertible_hint
+
+__all__ = ["MlxLmConfig", "build_with_mlx_lm", "load_with_mlx_lm", "unconvertible_hint"]

@@ -1,0 +1,248 @@
+"""llama2.c files against a Llama in NumPy that rotates neighbouring pairs as run.c does."""
+
+import struct
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.llama2c import open_llama2c, write
+from mlxlm.checkpoint.llama2c.tokenizer import tokenizer_bytes
+from mlxlm.config import ModelConfig
+from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError, ConfigError
+
+DIM, INNER, LAYERS, HEADS, KV, VOCAB, LENGTH = 32, 48, 2, 4, 2, 300, 16
+TOKENS = [[1, 7, 42, 250, 3, 3, 99]]
+
+
+def config(**changes) -> ModelConfig:
+    values = {
+        "hidden_size": DIM, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV, "vocab_size": VOCAB, "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    return ModelConfig(**{**values, **changes})
+
+
+def model_tensors(**changes):
+    model = Decoder(config(**changes))
+    model.init_weights(3)
+    return {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
+
+
+@pytest.fixture
+def weights() -> dict[str, np.ndarray]:
+    """A model's arrays under llama2.c's own names, layers stacked."""
+    rng = np.random.default_rng(0)
+    kv = DIM // HEADS * KV
+    shapes = {
+        "tok": (VOCAB, DIM), "rms_att": (LAYERS, DIM), "wq": (LAYERS, DIM, DIM), "wk": (LAYERS, kv, DIM),
+        "wv": (LAYERS, kv, DIM), "wo": (LAYERS, DIM, DIM), "rms_ffn": (LAYERS, DIM), "w1": (LAYERS, INNER, DIM),
+        "w2": (LAYERS, DIM, INNER), "w3": (LAYERS, INNER, DIM), "rms_final": (DIM,), "wcls": (VOCAB, DIM),
+    }  # fmt: skip
+    return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+V0 = ["tok", "rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3", "rms_final", "rope", "wcls"]
+V1 = ["rms_att", "rms_ffn", "rms_final", "tok", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "wcls"]
+
+
+def file_bytes(weights, version: int, tied: bool) -> bytes:
+    """A file as export.py writes it."""
+    sign = -1 if version == 0 and not tied else 1
+    numbers = struct.pack("<7i", DIM, INNER, LAYERS, HEADS, KV, sign * VOCAB, LENGTH)
+    if version:
+        numbers = (struct.pack("<Ii", 0x616B3432, version) + numbers + bytes([tied])).ljust(256, b"\0")
+    parts = [numbers]
+    for name in V1 if version else V0:
+        if name == "rope":
+            parts.append(bytes(4 * LENGTH * DIM // HEADS))
+        elif name == "wcls" and tied:
+            continue
+        else:
+            parts.append(weights[name].tobytes())
+    return b"".join(parts)
+
+
+def numpy_logits(w: dict[str, np.ndarray], tokens: list[int], tied: bool) -> np.ndarray:
+    """Llama in float64 from llama2.c's arrays, after the equations of run.c's `forward`."""
+    w = {name: value.astype(np.float64) for name, value in w.items()}
+    head = DIM // HEADS
+
+    def norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+
+    def rotate(x):  # [T, H, D], neighbours are a pair
+        angle = np.arange(len(x))[:, None, None] * 10000.0 ** (-np.arange(0, head, 2) / head)
+        pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
+        return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
+
+    x = w["tok"][tokens]
+    seen = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    for i in range(LAYERS):
+        h = norm(x, w["rms_att"][i])
+        q = rotate((h @ w["wq"][i].T).reshape(-1, HEADS, head))
+        k = rotate((h @ w["wk"][i].T).reshape(-1, KV, head)).repeat(HEADS // KV, 1)
+        v = (h @ w["wv"][i].T).reshape(-1, KV, head).repeat(HEADS // KV, 1)
+        scores = np.where(seen, np.einsum("thd,shd->hts", q, k) / np.sqrt(head), -np.inf)
+        share = np.exp(scores - scores.max(-1, keepdims=True))
+        share /= share.sum(-1, keepdims=True)
+        x = x + np.einsum("hts,shd->thd", share, v).reshape(-1, DIM) @ w["wo"][i].T
+        h = norm(x, w["rms_ffn"][i])
+        gate = h @ w["w1"][i].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["w3"][i].T)) @ w["w2"][i].T
+    return norm(x, w["rms_final"]) @ w["tok" if tied else "wcls"].T
+
+
+def decoder(checkpoint) -> Decoder:
+    model = Decoder(checkpoint.config)
+    model.load_weights([(name, tensor.read()) for name, tensor in checkpoint.tensors.items()])
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("version", [0, 1])
+def test_logits_equal_those_of_run_c(tmp_path, weights, version, tied):
+    path = tmp_path / "model.bin"
+    path.write_bytes(file_bytes(weights, version, tied))
+    checkpoint = open_llama2c(path)
+    assert checkpoint.format == "llama2.c" and checkpoint.config == config(tie_word_embeddings=tied)
+    assert checkpoint.hf_config["num_key_value_heads"] == KV
+    for tensor in checkpoint.tensors.values():
+        value = tensor.read()
+        assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype)
+    logits = np.array(decoder(checkpoint)(mx.array(TOKENS)))
+    np.testing.assert_allclose(logits[0], numpy_logits(weights, TOKENS[0], tied), atol=2e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_write_then_open_is_bit_equal(tmp_path, tokenizer, tied):
+    tensors = model_tensors(tie_word_embeddings=tied)
+    path = tmp_path / "out/model.bin"
+    write(path, config(tie_word_embeddings=tied), tensors, tokenizer)
+    checkpoint = open_llama2c(path)
+    assert checkpoint.tensors.keys() == tensors.keys()
+    assert all(mx.array_equal(checkpoint.tensors[name].read(), tensors[name].read()) for name in tensors)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["model.bin", "tokenizer.bin"]
+    text = "the cat, a naïve 猫\n\n  sat \t <s>"
+    assert checkpoint.load_tokenizer().encode(text) == tokenizer.encode(text)
+    again = tmp_path / "again.bin"
+    write(again, checkpoint.config, checkpoint.tensors, checkpoint.load_tokenizer())
+    assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rope_theta": 5e5}, "rope_theta"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"head_dim": 16}, "head_dim"),
+        ({"eos_token_id": [2, 5]}, "eos_token_id"),
+        ({"quantization": {"bits": 4, "group_size": 32}}, "quantization"),
+    ],
+)
+def test_unrepresentable_fields_are_errors(tmp_path, tokenizer, changes, field):
+    with pytest.raises(ConfigError, match=f"^{field} is .* but llama2.c always uses"):
+        write(tmp_path / "model.bin", config(**changes), {}, tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_write_leaves_nothing(tmp_path, tokenizer):
+    tensors = model_tensors()
+    path = tmp_path / "model.bin"
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken = {**tensors, name: lazy_tensor(tensors[name].read() * float("nan"))}
+    with pytest.raises(CheckpointError, match=f"{name} has values that are not finite"):
+        write(path, config(), broken, tokenizer)
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        write(path, config(), {n: t for n, t in tensors.items() if n != name}, tokenizer)
+    with pytest.raises(CheckpointError, match=rf"{name} is \[2\], the configuration says \[48, 32\]"):
+        write(path, config(), {**tensors, name: lazy_tensor(mx.zeros(2))}, tokenizer)
+    with pytest.raises(CheckpointError, match="model.layers.0.mlp.up_proj.bias has no place"):
+        write(path, config(), {**tensors, "model.layers.0.mlp.up_proj.bias": lazy_tensor(mx.zeros(48))}, tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_write_overwrites_nothing(tmp_path, tokenizer):
+    tensors = model_tensors()
+    path, beside = tmp_path / "model.bin", tmp_path / "tokenizer.bin"
+    beside.write_bytes(b"another")
+    with pytest.raises(CheckpointError, match="tokenizer.bin already exists and belongs to another model"):
+        write(path, config(), tensors, tokenizer)
+    assert beside.read_bytes() == b"another" and not path.exists()
+    beside.write_bytes(tokenizer_bytes(tokenizer, VOCAB))
+    write(path, config(), tensors, tokenizer)
+    with pytest.raises(CheckpointError, match="model.bin already exists"):
+        write(path, config(), tensors, tokenizer)
+    with pytest.raises(CheckpointError, match="name of the tokenizer file"):
+        write(beside, config(), tensors, tokenizer)
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_wrong_file_sizes_are_errors(tmp_path, weights, version):
+    content = file_bytes(weights, version, tied=False)
+    path = tmp_path / "model.bin"
+    for size in (0, 4, 27, 30, 255, 256, 5000, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match="model.bin is truncated"):
+            open_llama2c(path)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(CheckpointError, match="its header says"):
+        open_llama2c(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "expected"),
+    [
+        (0, 3, "not a multiple of n_heads"),
+        (0, -32, "dim is -32"),
+        (4, 2**31 - 1, "is truncated|parameters"),
+        (8, 1_000_000, "n_layers is 1000000, more than"),
+        (8, 0, "n_layers is 0"),
+        (12, 3, "dim 32 is not a multiple of n_heads 3"),
+        (16, 3, "num_key_value_heads 3 does not divide"),
+        (20, -(2**31), "work: vocab_size"),
+        (24, 2**31 - 1, "rotary table ends"),
+    ],
+)
+def test_impossible_header_numbers_are_errors(tmp_path, weights, at, value, expected):
+    content = bytearray(file_bytes(weights, 0, tied=True))
+    struct.pack_into("<i", content, at, value)
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"model.bin.*({expected})"):
+        open_llama2c(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "expected"),
+    [(4, 2, "version is 2, it must be 0 or 1"), (4, 3, "version is 3"), (36, 2, "shared_classifier is 2")],
+)
+def test_impossible_header_flags_are_errors(tmp_path, weights, at, value, expected):
+    content = bytearray(file_bytes(weights, 1, tied=True))
+    content[at] = value
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=expected):
+        open_llama2c(tmp_path / "model.bin")
+
+
+def test_file_truncated_after_opening(tmp_path, weights):
+    path = tmp_path / "model.bin"
+    path.write_bytes(file_bytes(weights, 0, tied=True))
+    tensors = open_llama2c(path).tensors
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="model.norm.weight can't be read"):
+        tensors["model.norm.weight"].read()
+
+
+def test_rotary_tables_hold_cosines_and_sines(tmp_path, tokenizer):
+    write(tmp_path / "model.bin", config(), model_tensors(), tokenizer)
+    head_dim = DIM // HEADS
+    angles = np.arange(LENGTH)[:, None] * 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
+    expected = np.concatenate([np.cos(angles).ravel(), np.sin(angles).ravel()])
+    stored = np.fromfile(tmp_path / "model.bin", np.float32)[-expected.size :]
+    np.testing.assert_allclose(stored, expected, atol=1e-6)
