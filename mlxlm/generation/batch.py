@@ -92,7 +92,7 @@ def batch(
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise GenerationError("prompts are no list of texts", '["Once upon a time", "The end"]')
     if not is_int_at_least(num_samples, 1):
-        raise GenerationError(f"samples is {num_samples!r}", "a positive whole number, such as 4")
+        raise GenerationError(f"num_samples is {num_samples!r}", "a positive whole number, such as 4")
     context = Context(lm.model, kv)
     settings = GenerationOptions.of(("num_samples", "kv", "batch_size"), **options)
     settings = settings if settings.seed is not None else replace(settings, seed=random_seed())

@@ -211,7 +211,7 @@ def _checked_id(value: Any) -> Id:
 
 def _checked_num_samples(value: Any) -> int:
     if not is_int_at_least(value, 1) or value > 100_000:
-        raise GenerationError(f"samples is {value!r}", "a whole number from 1 to 100000")
+        raise GenerationError(f"num_samples is {value!r}", "a whole number from 1 to 100000")
     return value
 
 

@@ -152,7 +152,7 @@ class SamplingOptions:
             yield f"dry_multiplier is {self.dry_multiplier!r} (0 for off, or a bit more, such as 0.8)"
         if not _within(self.dry_base, 1, 100):
             yield f"dry_base is {self.dry_base!r} (1 to 100, such as 1.75)"
-        yield from _text_problems("a text of dry_breakers", self.dry_sequence_breakers)
+        yield from _text_problems("a dry_sequence_breakers entry", self.dry_sequence_breakers)
         if not isinstance(self.logit_bias, Mapping):
             yield f"logit_bias is {self.logit_bias!r} (ids and numbers, such as {{42: -100}})"
             return

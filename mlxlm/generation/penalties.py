@@ -176,7 +176,7 @@ def dry_breaker_mask(options: SamplingOptions, tokenizer: Tokenizer | None) -> m
     if not options.dry_multiplier or not options.dry_sequence_breakers:
         return None
     if tokenizer is None:
-        raise GenerationError("dry_breakers are texts, and there is no tokenizer", "dry_breakers=()")
+        raise GenerationError("dry_sequence_breakers need a tokenizer", "dry_sequence_breakers=()")
     made = _breakers.setdefault(tokenizer, {})
     if options.dry_sequence_breakers not in made:
         texts = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
@@ -187,7 +187,7 @@ def dry_breaker_mask(options: SamplingOptions, tokenizer: Tokenizer | None) -> m
             sought = breaker.encode("utf-8", "surrogatepass")
             found = [id for id, text in enumerate(texts) if sought in text]
             if not found and len(breaker) > 1:
-                raise GenerationError(f"dry_breakers: no token has {breaker!r} in it", "one character, such as ':'")
+                raise GenerationError(f"dry_sequence_breakers: no token contains {breaker!r}", "one character, such as ':'")
             for id in found:
                 table[id] = True
         made[options.dry_sequence_breakers] = mx.array(table)

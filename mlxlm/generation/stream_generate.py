@@ -49,7 +49,7 @@ class TextStream(Iterator[GenerationChunk]):
         self._sequence = TokenSequence(lm, prompt, options, self._context.kv, eos_token_ids)
         if speculation is not None:
             if not hasattr(speculation, "check"):
-                raise GenerationError(f"speculation is {speculation!r}", "Speculation(NgramLookup())")
+                raise GenerationError(f"speculation is {speculation!r}", "SpeculativeDecoder(PromptLookup())")
             speculation.check(lm)
         self._speculation, self._stats = speculation, None
         self._tokens = tokens if speculation is None else speculation.tokens

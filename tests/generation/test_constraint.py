@@ -49,7 +49,7 @@ def takes_a_space_off(trained):
     runtime.normalizer = library.normalizers.Prepend(" ")
     decoders = library.decoders
     runtime.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return tokenizers.Tokenizer(runtime, trained.names)
+    return tokenizers.Tokenizer(runtime, trained.special_token_names)
 
 
 def compiled(options, tokenizer, padding=5):

@@ -280,7 +280,8 @@ def test_the_help_tells_the_true_defaults(run):
     help_text = " ".join(run("--help")[1].split())
     for field in fields(GenerationOptions):
         shown = field.default if isinstance(field.default, int | float) else {"seed": "drawn"}.get(field.name)
-        assert f"--{field.name.replace('_', '-')} " in help_text
+        name = "dry-sequence-breaker" if field.name == "dry_sequence_breakers" else field.name.replace("_", "-")
+        assert f"--{name} " in help_text
         assert shown is None or f"[default: {shown}]" in help_text
 
 

@@ -82,8 +82,8 @@ def test_breakers_are_the_tokens_with_their_text(lm):
 
 def test_breakers_that_can_never_act_are_refused(lm):
     for options, tokenizer, problem in (
-        ({"dry_sequence_breakers": ("no such text",)}, lm.tokenizer, "no token has 'no such text' in it"),
-        ({}, None, "there is no tokenizer"),
+        ({"dry_sequence_breakers": ("no such text",)}, lm.tokenizer, "no token contains 'no such text'"),
+        ({}, None, "need a tokenizer"),
     ):
         with pytest.raises(GenerationError, match=problem):
             Sampler(SamplingOptions(dry_multiplier=1.0, **options), [1], 0, tokenizer=tokenizer)

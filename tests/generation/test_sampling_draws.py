@@ -337,7 +337,7 @@ def test_logprobs_of_no_others_sort_nothing(monkeypatch, n):
     sampler = Sampler(SamplingOptions(temperature=0, logprobs=n), [1], 0)
     token = sampler(mx.array(LOGITS)[None]).item()
     told = sampler.pop_logprobs()
-    assert told.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(told.top) == n
+    assert told.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(told.top_logprobs) == n
     assert bool(sorts) == (n > 0)
 
 

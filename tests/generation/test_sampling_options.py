@@ -61,7 +61,7 @@ def test_all_problems_are_named_at_once_with_values_that_work():
     ],
 )  # fmt: skip
 def test_impossible_settings(setting):
-    with pytest.raises(GenerationError, match=next(iter(setting)).removesuffix("_breakers")) as caught:
+    with pytest.raises(GenerationError, match=next(iter(setting))) as caught:
         SamplingOptions(**setting)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000
 
@@ -76,7 +76,7 @@ def test_impossible_settings(setting):
         ({"choice": ("a", "\udcff")}, "a choice is '.udcff' .characters that UTF-8 has"),
         ({"regex": "\udcff"}, "regex is '.udcff' "),
         ({"choice": (1, 2)}, r"a choice is 1 \(a text\)"),
-        ({"dry_sequence_breakers": None}, r"a text of dry_breakers is None \(a text\)"),
+        ({"dry_sequence_breakers": None}, r"a dry_sequence_breakers entry is None \(a text\)"),
         ({"logit_bias": None}, "logit_bias is None"),
         ({"logit_bias": ["5=1", "6=1", "5=-100"]}, "logit_bias has the token 5 twice"),
         ({"json_schema": [1]}, r"not a JSON schema: it is \[1\]"),
@@ -136,6 +136,9 @@ def test_there_is_no_other_setting():
         GenerationOptions.of(temprature=1)
 
 
+OPTION_NAMES = {"dry_sequence_breakers": "--dry-sequence-breaker"}
+
+
 @pytest.fixture
 def shell():
     """`shell(*arguments)`: the GenerationOptions that a command gets, or the error."""
@@ -185,7 +188,7 @@ def test_every_option_of_the_shell_reaches_its_setting(shell, tmp_path):
     arguments = []
     for name, value in given.items():
         for one in texts.get(name, value if isinstance(value, tuple) else [value]):
-            arguments += ["--" + name.replace("_", "-"), str(one)]
+            arguments += [OPTION_NAMES.get(name, "--" + name.replace("_", "-")), str(one)]
     assert shell(*arguments) == GenerationOptions(**given)
     assert shell("--json-schema", str(schema)) == GenerationOptions(json_schema='{"type": "null"}')
     assert shell("--json-schema", ' {"a": 1}').json_schema == ' {"a": 1}'

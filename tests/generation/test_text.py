@@ -164,7 +164,7 @@ def tokenizer_of(kind):
         runtime = tokenizers.Tokenizer.from_str(tokens.to_json())
         decoders = tokenizers.decoders
         runtime.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-        tokens = Tokenizer(runtime, tokens.names)
+        tokens = Tokenizer(runtime, tokens.special_token_names)
     return tokens
 
 

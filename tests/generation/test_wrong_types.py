@@ -22,7 +22,7 @@ def test_integers_of_numpy_are_ids(lm):
     ("arguments", "message"),
     [
         ({"kv": "8"}, r"kv is '8' \(try: mlxlm.cache.KVOptions"),
-        ({"speculation": "lookup"}, r"speculation is 'lookup' \(try: Speculation\(NgramLookup\(\)\)"),
+        ({"speculation": "lookup"}, r"speculation is 'lookup' \(try: SpeculativeDecoder\(PromptLookup\(\)\)"),
         ({"lookup": True}, r"there is no setting lookup \(try: one of context, kv, speculation, temperature"),
     ],
 )
