@@ -144,7 +144,7 @@ def worker(peer: str, path: str, context: str, prompt: str, tokens: str, seconds
 def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     import mlxlm
     from mlxlm.backend.mlx import mx
-    from mlxlm.generation import Context, tokens
+    from mlxlm.generation import Context, generate_tokens
 
     model = mlxlm.load(path).model
 
@@ -154,7 +154,7 @@ def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
             with context.transaction() as read:
                 fill(context.caches, model, path, held)
                 read.extend(range(held))  # whatever they are, the prompt begins with them
-        return tokens(context, [*range(held), *ids], lambda logits: mx.argmax(logits, axis=-1), n)
+        return generate_tokens(context, [*range(held), *ids], lambda logits: mx.argmax(logits, axis=-1), n)
 
     return generate
 

@@ -204,7 +204,7 @@ class Chat:
         """Answer a message. Closing the generator stops the answer: what was said stays in the conversation.
 
         A message whose answer is stopped before its first token is forgotten. `on_prefill` is that of
-        `engine.tokens`. Raises, before anything is computed, GenerationError for an empty message, ContextFull for
+        `generate_tokens`. Raises, before anything is computed, GenerationError for an empty message, ContextFull for
         a conversation that has outgrown the model's context; TokenizerError if the template refuses it.
         """
         self._settle()

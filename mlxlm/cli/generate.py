@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
     from mlxlm.chat.chat_template import ChatEncoder
     from mlxlm.generation import Context, GenerationOptions, GenerationResult, LoadedModel, TextStream
-    from mlxlm.generation.jsonl_requests import EncodedPrompt, Messages
+    from mlxlm.generation.jsonl.requests import EncodedPrompt, Messages
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b
@@ -241,7 +241,7 @@ def _print_text(stream: TextStream, beginning: str) -> None:
 
 def _print_json(stream: TextStream, lm: LoadedModel) -> None:
     from mlxlm.cli import render
-    from mlxlm.generation.jsonl_results import full_result_fields
+    from mlxlm.generation.jsonl.results import full_result_fields
 
     for _ in stream:
         pass

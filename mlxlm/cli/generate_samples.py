@@ -12,9 +12,9 @@ from mlxlm.cli import render
 from mlxlm.cli.sampling_options import CONSTRAINT_HINTS
 from mlxlm.cli.spinner import spinner
 from mlxlm.generation import LoadedModel, Request, run_batch
-from mlxlm.generation.batch import BATCH_SIZE, ordered_results
+from mlxlm.generation.batching import BATCH_SIZE, ordered_results
 from mlxlm.generation.gumbel_noise import random_seed
-from mlxlm.generation.jsonl_results import full_result_fields
+from mlxlm.generation.jsonl.results import full_result_fields
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
 

@@ -16,9 +16,9 @@ from mlxlm.cli import render
 from mlxlm.cli.job_progress import JobProgress, progress
 from mlxlm.cli.line_reader import LineReader
 from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
-from mlxlm.generation.batch import BATCH_SIZE
-from mlxlm.generation.jsonl_requests import MAX_LINE_BYTES, BadRequest, RequestReader, Sample
-from mlxlm.generation.jsonl_results import ResultFile, bad_request_fields, has_failed, sample_fields
+from mlxlm.generation.batching import BATCH_SIZE
+from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, RequestReader, Sample
+from mlxlm.generation.jsonl.results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.files import json_line
 

@@ -17,7 +17,7 @@ from mlxlm.convert import reference_backends
 from mlxlm.convert.metadata import SAMPLE_TEXT, Check
 from mlxlm.convert.tensor_diff import to_float32
 from mlxlm.families import MLXLM_MODEL_TYPE, compatibility_warning, mlx_lm_activation_mismatch, resolve_model_type
-from mlxlm.generation.engine import Context, tokens
+from mlxlm.generation import Context, generate_tokens
 from mlxlm.model.norms import add_norm
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
@@ -161,7 +161,7 @@ def greedy_tokens(
     """The `count` most likely tokens after `ids`, each told when it is there."""
     model, _ = load_checkpoint(checkpoint)
     found = []
-    for token in tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), count):
+    for token in generate_tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), count):
         found.append(token)
         on_progress(len(found))
     return found

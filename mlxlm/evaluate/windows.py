@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from mlxlm.data import Document
-from mlxlm.generation.score import first_token_bytes
+from mlxlm.generation.scoring import first_token_bytes
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import ConfigError, DataError
 

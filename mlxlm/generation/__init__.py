@@ -8,15 +8,15 @@ for result in batch(loaded, ["Once", "Twice"], samples=4):
     print(result.text)
 """
 
-from mlxlm.generation.batch import Request, batch, run_batch
+from mlxlm.generation.batching import Request, batch, run_batch
 from mlxlm.generation.context import Context
-from mlxlm.generation.engine import tokens
+from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.loaded_model import LoadedModel, load
 from mlxlm.generation.logit_filters import filter_logits
 from mlxlm.generation.options import GenerationOptions, SamplingOptions
 from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
 from mlxlm.generation.sampling import Sampler
-from mlxlm.generation.score import Score, score
+from mlxlm.generation.scoring import Score, score
 from mlxlm.generation.stream_generate import TextStream, generate, stream
 
 __all__ = [
@@ -39,5 +39,5 @@ __all__ = [
     "run_batch",
     "score",
     "stream",
-    "tokens",
+    "generate_tokens",
 ]

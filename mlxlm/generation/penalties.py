@@ -187,7 +187,9 @@ def dry_breaker_mask(options: SamplingOptions, tokenizer: Tokenizer | None) -> m
             sought = breaker.encode("utf-8", "surrogatepass")
             found = [id for id, text in enumerate(texts) if sought in text]
             if not found and len(breaker) > 1:
-                raise GenerationError(f"dry_sequence_breakers: no token contains {breaker!r}", "one character, such as ':'")
+                raise GenerationError(
+                    f"dry_sequence_breakers: no token contains {breaker!r}", "one character, such as ':'"
+                )
             for id in found:
                 table[id] = True
         made[options.dry_sequence_breakers] = mx.array(table)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.context import async_eval, clear_memory_cache
-from mlxlm.generation.engine import CLEAR_CACHE_INTERVAL
+from mlxlm.generation.decoding import CLEAR_CACHE_INTERVAL
 from mlxlm.generation.sampling import sample_batch
 from mlxlm.generation.sequence import TokenSequence
 from mlxlm.utils.errors import MlxlmError
@@ -29,7 +29,7 @@ class BatchRow:
 class RunningBatch:
     """Texts in work, with their caches side by side.
 
-    As in `engine.tokens`, step t+1 is dispatched before the tokens of step t are read. A row that has ended stays,
+    As in `generate_tokens`, step t+1 is dispatched before the tokens of step t are read. A row that has ended stays,
     and what it computes is thrown away, until `remove_finished` takes it out: that copies the caches of all the others.
     """
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.context import PREFILL_STEP_SIZE, UNLIMITED, Context, async_eval, clear_memory_cache
+from mlxlm.generation.decoding import CLEAR_CACHE_INTERVAL, wired_limit
 from mlxlm.generation.draft_length import MEASURING, DraftLengthController
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
-from mlxlm.generation.engine import CLEAR_CACHE_INTERVAL, wired_limit
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
@@ -93,7 +93,7 @@ class SpeculativeDecoder:
         prefill_step_size: int = PREFILL_STEP_SIZE,
         on_prefill: Callable[[int], None] | None = None,
     ) -> Iterator[int]:
-        """The ids of `engine.tokens`, with its arguments and its promises; `sampler` is a Sampler."""
+        """The ids of `generate_tokens`, with its arguments and its promises; `sampler` is a Sampler."""
         self.stats = SpeculationStats()
         text = _Text(context, sampler, self._draft_length, self.stats)
         return text.tokens(self.drafter, prompt, max_tokens, prefill_step_size, on_prefill)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation.context import Context
-from mlxlm.generation.engine import tokens
+from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.result import GenerationChunk, GenerationResult
@@ -38,7 +38,7 @@ class TextStream(Iterator[GenerationChunk]):
         """Nothing is computed before the first chunk is asked for.
 
         `context` keeps its key-value cache for a later text; without one a fresh one is made, as `kv` says. `eos_token_ids`
-        replace the model's end tokens. `on_prefill` is that of `engine.tokens`. `speculation` proposes tokens, which
+        replace the model's end tokens. `on_prefill` is that of `generate_tokens`. `speculation` proposes tokens, which
         changes the speed and not the text.
         Raises GenerationError for an empty prompt, for one that leaves no room in the model's context, and for
         options that this model can't serve.
@@ -52,7 +52,7 @@ class TextStream(Iterator[GenerationChunk]):
                 raise GenerationError(f"speculation is {speculation!r}", "SpeculativeDecoder(PromptLookup())")
             speculation.check(lm)
         self._speculation, self._stats = speculation, None
-        self._tokens = tokens if speculation is None else speculation.tokens
+        self._tokens = generate_tokens if speculation is None else speculation.tokens
         self._on_prefill = on_prefill
         self._chunks = self._run()
 

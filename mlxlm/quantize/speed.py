@@ -10,7 +10,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.generation.engine import Context, tokens
+from mlxlm.generation import Context, generate_tokens
 
 _DECODED = 256  # tokens of one continuation
 _TURNS, SECONDS = 3, 1.0  # the first turn, before them, warms up; each lasts so long
@@ -41,7 +41,7 @@ def _rate(model: nn.Module, prompt: Sequence[int], count: int, seconds: float) -
     spent, found = 0.0, 0
     while True:
         begun = None
-        for _ in tokens(Context(model), prompt, lambda logits: mx.argmax(logits, axis=-1), count):
+        for _ in generate_tokens(Context(model), prompt, lambda logits: mx.argmax(logits, axis=-1), count):
             now = time.monotonic()
             if begun is not None:
                 spent, found = spent + now - begun, found + 1

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from mlxlm.backend import device
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.generation.engine import wired_limit
+from mlxlm.generation.decoding import wired_limit
 
 _AT_FIRST = 1 << 30  # bytes that MLX keeps free on a CPU until a step has shown what it needs
 

@@ -13,7 +13,7 @@ from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import module_quantization
 from mlxlm.families import config_to_hf
-from mlxlm.generation import engine
+from mlxlm.generation import Context, generate_tokens
 from mlxlm.model import Block, Decoder
 from mlxlm.utils.errors import CheckpointError, MlxlmError
 
@@ -177,7 +177,7 @@ def test_weights_without_room_in_float32_stay_in_16_bits(tmp_path, monkeypatch):
     assert {value.dtype for _, value in tree_flatten(kept.parameters())} == {mx.bfloat16}
     tokens = mx.array([[1, 2, 3]])
     np.testing.assert_allclose(np.array(kept(tokens).astype(mx.float32)), np.array(model(tokens)), atol=3e-2)
-    text = list(engine.tokens(engine.Context(kept), [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), 3))
+    text = list(generate_tokens(Context(kept), [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), 3))
     assert len(text) == 3
     memory(monkeypatch, stored)
     with pytest.raises(CheckpointError, match=r"weights take .* GB, this machine has .* GB .try: mlxlm quantize"):

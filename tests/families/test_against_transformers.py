@@ -15,7 +15,7 @@ from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, parse_overrides
 from mlxlm.families import FAMILIES, MLXLM_MODEL_TYPE, config_from_hf, config_to_hf, resolve_model_type, weight_mappings
-from mlxlm.generation.engine import Context, tokens
+from mlxlm.generation import Context, generate_tokens
 from mlxlm.model import Decoder
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
@@ -159,7 +159,7 @@ def test_greedy_tokens(case):
         expected = oracle.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
         )
-    found = tokens(Context(model), TOKENS[0, :18].tolist(), greedy, 16, prefill_step_size=5)
+    found = generate_tokens(Context(model), TOKENS[0, :18].tolist(), greedy, 16, prefill_step_size=5)
     assert list(found) == expected[0, 18:].tolist()
 
 
@@ -182,7 +182,7 @@ def test_longrope_in_pieces(prompt, new):
         return greedy(logits)
 
     text = TOKENS[0, :prompt].tolist()
-    text += tokens(Context(model), list(text), watched, new, prefill_step_size=5)
+    text += generate_tokens(Context(model), list(text), watched, new, prefill_step_size=5)
     whole = logits_of(oracle, np.array([text]))[0]  # of prompt + new tokens, as our positions are
     np.testing.assert_allclose(np.array(seen), whole[prompt - 1 : -1], atol=1e-4)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.generation import GenerationOptions, Request, TextStream, batch, generate, run_batch
-from mlxlm.generation.batch import ordered_results
+from mlxlm.generation.batching import ordered_results
 from mlxlm.generation.context import common_prefix_length
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, MlxlmError

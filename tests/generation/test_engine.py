@@ -3,9 +3,9 @@
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import Context, tokens
+from mlxlm.generation import Context, generate_tokens
 from mlxlm.generation import context as context_module
-from mlxlm.generation.engine import CLEAR_CACHE_INTERVAL
+from mlxlm.generation.decoding import CLEAR_CACHE_INTERVAL
 from tests.generation.plainest import PROMPT, greedy, naive
 
 
@@ -27,24 +27,24 @@ def offsets(context):
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 10, 11, 512])
 def test_any_prefill_chunk_gives_the_tokens_of_the_naive_loop(lm, chunk):
     context = Context(lm.model)
-    assert list(tokens(context, PROMPT, greedy, 20, prefill_step_size=chunk)) == naive(lm.model, PROMPT, 20)
+    assert list(generate_tokens(context, PROMPT, greedy, 20, prefill_step_size=chunk)) == naive(lm.model, PROMPT, 20)
 
 
 def test_a_prompt_of_one_token(lm):
-    assert list(tokens(Context(lm.model), [7], greedy, 5)) == naive(lm.model, [7], 5)
+    assert list(generate_tokens(Context(lm.model), [7], greedy, 5)) == naive(lm.model, [7], 5)
 
 
 def test_prefill_chunks_and_no_step_after_the_last_token(lm):
     model = Counting(lm.model)
     told = []
-    list(tokens(Context(model), PROMPT, greedy, 3, prefill_step_size=4, on_prefill=told.append))
+    list(generate_tokens(Context(model), PROMPT, greedy, 3, prefill_step_size=4, on_prefill=told.append))
     assert model.calls == [4, 4, 2] + [1, 1, 1]
     assert told == [4, 8, 10]
 
 
 def test_the_next_step_is_dispatched_before_a_token_is_read(lm):
     model = Counting(lm.model)
-    stream = tokens(Context(model), PROMPT, greedy, 10)
+    stream = generate_tokens(Context(model), PROMPT, greedy, 10)
     next(stream)
     assert model.calls == [len(PROMPT) - 1, 1, 1]
 
@@ -52,7 +52,7 @@ def test_the_next_step_is_dispatched_before_a_token_is_read(lm):
 @pytest.mark.parametrize("kept", [1, 2, 7])
 def test_closing_early_leaves_prompt_and_yielded_tokens(lm, kept):
     context = Context(lm.model)
-    stream = tokens(context, PROMPT, greedy, 50)
+    stream = generate_tokens(context, PROMPT, greedy, 50)
     taken = [next(stream) for _ in range(kept)]
     stream.close()
     assert context.ids == PROMPT + taken
@@ -61,7 +61,7 @@ def test_closing_early_leaves_prompt_and_yielded_tokens(lm, kept):
 
 def test_at_the_limit_the_last_token_is_not_in_the_cache(lm):
     context = Context(lm.model)
-    taken = list(tokens(context, PROMPT, greedy, 6))
+    taken = list(generate_tokens(context, PROMPT, greedy, 6))
     assert context.ids == PROMPT + taken[:-1]
     assert offsets(context) == {len(PROMPT) + 5}
 
@@ -69,30 +69,30 @@ def test_at_the_limit_the_last_token_is_not_in_the_cache(lm):
 def test_a_kept_context_reads_only_what_is_new_and_changes_no_token(lm):
     model = Counting(lm.model)
     context = Context(model)
-    stream = tokens(context, PROMPT, greedy, 50)
+    stream = generate_tokens(context, PROMPT, greedy, 50)
     answer = [next(stream) for _ in range(4)]
     stream.close()
     longer = PROMPT + answer[:3] + [50, 51, 52]  # departs from the cache at its last token
     model.calls.clear()
-    assert list(tokens(context, longer, greedy, 8)) == naive(lm.model, longer, 8)
+    assert list(generate_tokens(context, longer, greedy, 8)) == naive(lm.model, longer, 8)
     assert model.calls[:2] == [2, 1]
 
 
 def test_the_same_prompt_again_reads_its_last_token_only(lm):
     model = Counting(lm.model)
     context = Context(model)
-    first = list(tokens(context, PROMPT, greedy, 4))
+    first = list(generate_tokens(context, PROMPT, greedy, 4))
     model.calls.clear()
-    assert list(tokens(context, PROMPT, greedy, 4)) == first
+    assert list(generate_tokens(context, PROMPT, greedy, 4)) == first
     assert model.calls == [1] * 4
 
 
 def test_caches_that_cannot_be_shortened_are_emptied(lm):
     context = Context(lm.model)
-    list(tokens(context, PROMPT, greedy, 4))
+    list(generate_tokens(context, PROMPT, greedy, 4))
     for cache in context.caches:
         cache.is_trimmable = lambda: False
-    assert list(tokens(context, PROMPT[:6] + [3], greedy, 4)) == naive(lm.model, PROMPT[:6] + [3], 4)
+    assert list(generate_tokens(context, PROMPT[:6] + [3], greedy, 4)) == naive(lm.model, PROMPT[:6] + [3], 4)
 
 
 def test_an_exception_inside_a_step_empties_the_context(lm):
@@ -102,9 +102,9 @@ def test_an_exception_inside_a_step_empties_the_context(lm):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(tokens(context, PROMPT, interrupted, 4))
+        list(generate_tokens(context, PROMPT, interrupted, 4))
     assert context.ids == []
-    assert list(tokens(context, PROMPT, greedy, 4)) == naive(lm.model, PROMPT, 4)
+    assert list(generate_tokens(context, PROMPT, greedy, 4)) == naive(lm.model, PROMPT, 4)
 
 
 def test_an_exception_between_chunks_keeps_what_was_read(lm):
@@ -114,9 +114,9 @@ def test_an_exception_between_chunks_keeps_what_was_read(lm):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(tokens(context, PROMPT, greedy, 4, prefill_step_size=4, on_prefill=stop))
+        list(generate_tokens(context, PROMPT, greedy, 4, prefill_step_size=4, on_prefill=stop))
     assert context.ids == PROMPT[:4] and offsets(context) == {4}
-    assert list(tokens(context, PROMPT, greedy, 4)) == naive(lm.model, PROMPT, 4)
+    assert list(generate_tokens(context, PROMPT, greedy, 4)) == naive(lm.model, PROMPT, 4)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
@@ -132,21 +132,21 @@ def test_architectures_of_mlx_lm(kind):
     model = model_class(arguments.from_dict({"model_type": kind, **sizes, **heads, **window, **state}))
     wanted = naive(model, PROMPT, 12)
     context = Context(model)
-    assert list(tokens(context, PROMPT, greedy, 12, prefill_step_size=4)) == wanted
+    assert list(generate_tokens(context, PROMPT, greedy, 12, prefill_step_size=4)) == wanted
     longer = PROMPT + wanted[:5] + [50, 51]
-    assert list(tokens(context, longer, greedy, 8)) == naive(model, longer, 8)
+    assert list(generate_tokens(context, longer, greedy, 8)) == naive(model, longer, 8)
 
 
 def test_greedy_tokens_equal_those_of_mlx_lm(lm):
     generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), lm.model, max_tokens=30)]
-    assert list(tokens(Context(lm.model), PROMPT, greedy, 30)) == theirs
+    assert list(generate_tokens(Context(lm.model), PROMPT, greedy, 30)) == theirs
 
 
 def test_freed_buffers_do_not_pile_up(lm, monkeypatch):
     monkeypatch.setattr(context_module, "MAX_FREED_BYTES", 1 << 20)
     kept = []
-    for n, _ in enumerate(tokens(Context(lm.model), PROMPT, greedy, 768), 1):
+    for n, _ in enumerate(generate_tokens(Context(lm.model), PROMPT, greedy, 768), 1):
         if n % CLEAR_CACHE_INTERVAL == 0:
             kept.append(mx.get_cache_memory())
     assert max(kept) <= 2 << 20

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, save_prompt_cache
-from mlxlm.generation import Context, GenerationOptions, TextStream, generate, stream, tokens
+from mlxlm.generation import Context, GenerationOptions, TextStream, generate, generate_tokens, stream
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
@@ -34,9 +34,9 @@ def agrees(context):
     st.integers(1, 20),
 )
 def test_any_cache_any_chunk_gives_the_same_tokens(lm, kv, prompt, prefill_step_size, count):
-    wanted = list(tokens(Context(lm.model, kv), prompt, greedy, count, prefill_step_size=1))
+    wanted = list(generate_tokens(Context(lm.model, kv), prompt, greedy, count, prefill_step_size=1))
     context = Context(lm.model, kv)
-    assert list(tokens(context, prompt, greedy, count, prefill_step_size=prefill_step_size)) == wanted
+    assert list(generate_tokens(context, prompt, greedy, count, prefill_step_size=prefill_step_size)) == wanted
     assert agrees(context)
     if kv.size is None or kv.size > 100:
         assert wanted == naive(lm.model, prompt, count)
@@ -49,11 +49,11 @@ def test_a_context_departed_from_gives_the_tokens_of_a_fresh_one(lm, data, kv):
     for _ in range(4):
         kept = data.draw(st.integers(0, len(text)))
         text = text[:kept] + data.draw(st.lists(st.integers(1, 299), min_size=1, max_size=12))
-        ids = tokens(context, text, greedy, 9)
+        ids = generate_tokens(context, text, greedy, 9)
         taken = list(islice(ids, data.draw(st.integers(1, 9))))
         ids.close()
         assert agrees(context)
-        assert taken == list(islice(tokens(Context(lm.model, kv), text, greedy, 9), len(taken)))
+        assert taken == list(islice(generate_tokens(Context(lm.model, kv), text, greedy, 9), len(taken)))
         text = text + taken
 
 
@@ -64,7 +64,7 @@ def test_quantized_caches_bound_the_bytes_and_change_little(lm):
     sizes, texts = {}, {}
     for bits in (None, 8, 4):
         context = Context(model, KVOptions.of(bits=bits))
-        texts[bits] = list(tokens(context, PROMPT * 5, greedy, 10))
+        texts[bits] = list(generate_tokens(context, PROMPT * 5, greedy, 10))
         sizes[bits] = sum(cache.nbytes for cache in context.caches)
     assert sizes[8] < 0.35 * sizes[None] and sizes[4] < 0.65 * sizes[8]
     assert texts[8] == texts[None]
@@ -101,7 +101,7 @@ def test_a_sampler_that_blocks_observes_a_token_before_the_next_draw(lm):
             return lm.model(ids, cache=cache)
 
     sampler, context = Blocking(), Context(Counting())
-    ids = tokens(context, PROMPT, sampler, 12)
+    ids = generate_tokens(context, PROMPT, sampler, 12)
     taken = [next(ids), next(ids)]
     # The pass over the token is on its way all the same; its draw isn't.
     assert calls == [len(PROMPT) - 1, 1, 1, 1] and sampler.drawn == 2
@@ -140,16 +140,16 @@ def interrupted_at(count, run):
 @given(count=st.integers(1, 2500))
 def test_an_interrupt_at_any_line_leaves_a_context_that_agrees(lm, kv, count):
     context = Context(lm.model, kv)
-    list(tokens(context, PROMPT, greedy, 3))
+    list(generate_tokens(context, PROMPT, greedy, 3))
     other = PROMPT[:7] + [50, 51, 52, 53]
 
     def run():
-        list(tokens(context, other, greedy, 12, prefill_step_size=2))
+        list(generate_tokens(context, other, greedy, 12, prefill_step_size=2))
 
     interrupted_at(count, run)
     assert context.ids == [] or agrees(context)
-    wanted = list(tokens(Context(lm.model, kv), other, greedy, 6))
-    assert list(tokens(context, other, greedy, 6)) == wanted and agrees(context)
+    wanted = list(generate_tokens(Context(lm.model, kv), other, greedy, 6))
+    assert list(generate_tokens(context, other, greedy, 6)) == wanted and agrees(context)
 
 
 def test_memory_is_flat_with_a_rotating_cache(lm):
@@ -201,8 +201,8 @@ def test_a_context_has_its_own_cache_settings(lm):
 def test_two_texts_at_once_need_two_contexts(lm, kv):
     """In step, with prompts of the same length that begin alike: nothing but the changes tells them apart."""
     context, other = Context(lm.model, kv), [*PROMPT[:-1], 65]
-    alone = list(tokens(Context(lm.model, kv), other, greedy, 5))
-    first, second = tokens(context, PROMPT, greedy, 5), tokens(context, other, greedy, 5)
+    alone = list(generate_tokens(Context(lm.model, kv), other, greedy, 5))
+    first, second = generate_tokens(context, PROMPT, greedy, 5), generate_tokens(context, other, greedy, 5)
     next(first)
     found = [next(second)]
     with pytest.raises(GenerationError, match="another text meanwhile.*a context for each"):
@@ -219,7 +219,7 @@ def test_texts_that_speculate_need_two_contexts(lm):
     with pytest.raises(GenerationError, match="another text meanwhile"):
         next(first)
     list(second)
-    assert second.result.tokens == list(tokens(Context(lm.model), other, greedy, 5))
+    assert second.result.tokens == list(generate_tokens(Context(lm.model), other, greedy, 5))
 
 
 def test_a_text_keeps_its_own_statistics(lm):
@@ -246,11 +246,11 @@ def test_a_window_is_trimmed_by_an_answer_wherever_it_ends(lm):
 @pytest.mark.parametrize("kv", KINDS)
 def test_a_context_goes_on_from_a_file(lm, tmp_path, kv):
     context = Context(lm.model, kv)
-    said = list(tokens(context, PROMPT, greedy, 30))
+    said = list(generate_tokens(context, PROMPT, greedy, 30))
     path = tmp_path / "prompt.safetensors"
     context.save(path, lm)
     longer = [*PROMPT, *said, 50, 51]
-    wanted = list(tokens(context, longer, greedy, 9))
+    wanted = list(generate_tokens(context, longer, greedy, 9))
 
     read = []
 
@@ -264,13 +264,13 @@ def test_a_context_goes_on_from_a_file(lm, tmp_path, kv):
     again = Context(lm.model, kv)
     assert again.load(path, lm) == len(PROMPT) + 29
     again.model = Counting()
-    assert list(tokens(again, longer, greedy, 9)) == wanted
+    assert list(generate_tokens(again, longer, greedy, 9)) == wanted
     assert sum(read) == 1 + 2 + 8  # the last token said, the new ones, and what is generated
 
 
 def test_a_file_of_something_else_is_refused_and_changes_nothing(lm, tmp_path):
     context = Context(lm.model)
-    list(tokens(context, PROMPT, greedy, 3))
+    list(generate_tokens(context, PROMPT, greedy, 3))
     path = tmp_path / "cache.safetensors"
     context.save(path, lm)
     other = Decoder(lm.config)
@@ -281,7 +281,7 @@ def test_a_file_of_something_else_is_refused_and_changes_nothing(lm, tmp_path):
 
     fewer = replace(lm, tokenizer=train(["one two three four five six seven"], 265))
     held = Context(lm.model)
-    list(tokens(held, PROMPT[:3], greedy, 2))
+    list(generate_tokens(held, PROMPT[:3], greedy, 2))
     with pytest.raises(CheckpointError, match="another tokenizer"):
         held.load(path, fewer)
     assert len(held) == 4 and agrees(held)
@@ -314,6 +314,6 @@ def test_architectures_of_mlx_lm_with_these_caches(kv):
     model_class, arguments = utils._get_classes({"model_type": "helium"})
     model = model_class(arguments.from_dict({"model_type": "helium", **sizes, **heads, **rest}))
     context = Context(model, kv)
-    wanted = list(tokens(Context(model, kv), PROMPT * 4, greedy, 20))
-    assert list(tokens(context, PROMPT * 4, greedy, 20, prefill_step_size=5)) == wanted
+    wanted = list(generate_tokens(Context(model, kv), PROMPT * 4, greedy, 20))
+    assert list(generate_tokens(context, PROMPT * 4, greedy, 20, prefill_step_size=5)) == wanted
     assert max(cache.size() for cache in context.caches) <= (kv.size or 63)

@@ -32,7 +32,7 @@ def near(values):
 @given(st.text(alphabet="The quick, brown世", min_size=1, max_size=60), st.integers(1, 40))
 def test_every_token_behind_the_start_token_in_any_chunks(lm, text, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["mlxlm.generation.score"], "_CHUNK", chunk)
+        patch.setattr(sys.modules["mlxlm.generation.scoring"], "_CHUNK", chunk)
         found = score(lm, text)
     ids = lm.tokenizer.encode(text)
     assert found.tokens == ids[1:] and found.logprobs == near(plain(lm.model, ids))

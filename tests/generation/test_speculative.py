@@ -4,7 +4,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
-from mlxlm.generation import Context, LoadedModel, tokens
+from mlxlm.generation import Context, LoadedModel, generate_tokens
 from mlxlm.generation.drafters import DraftModel
 from mlxlm.utils.errors import GenerationError
 from tests.generation.fake_drafters import Oracle, always, exact
@@ -48,7 +48,7 @@ class Greedy:
 @pytest.mark.parametrize("count", [1, 8])
 def test_every_token_and_every_yield_is_that_of_the_plain_engine(lm, kind, wrong, count):
     plain, ours = Context(lm.model, CACHES[kind]), Context(lm.model, CACHES[kind])
-    wanted = list(tokens(plain, PROMPT, Greedy(), 56))
+    wanted = list(generate_tokens(plain, PROMPT, Greedy(), 56))
     speculation, sampler = always(Oracle(wanted, wrong), count), Greedy()
     found = []
     for token in speculation.tokens(ours, PROMPT, sampler, 56):
@@ -67,7 +67,7 @@ def test_every_token_and_every_yield_is_that_of_the_plain_engine(lm, kind, wrong
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_draft_model_that_is_the_model_is_always_right(lm, kind):
-    wanted = list(tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60))
+    wanted = list(generate_tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60))
     speculation = always(DraftModel(lm), 5)
     assert list(speculation.tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60)) == wanted
     stats = speculation.stats
@@ -76,41 +76,41 @@ def test_a_draft_model_that_is_the_model_is_always_right(lm, kind):
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 7, 20])
 def test_leaving_anywhere_is_exact_and_the_text_goes_on_from_there(lm, taken):
-    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 40))
+    wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context = Context(lm.model)
     stream = always(Oracle(wanted, 6), 5).tokens(context, PROMPT, Greedy(), 40)
     found = [next(stream) for _ in range(taken)]
     stream.close()
     assert context.ids == PROMPT + found and exact(context)
-    rest = tokens(context, PROMPT + found, Greedy(), 40 - taken)
+    rest = generate_tokens(context, PROMPT + found, Greedy(), 40 - taken)
     assert found + list(rest) == wanted
     assert context.ids == PROMPT + wanted[:-1]
 
 
 def test_a_text_whose_context_another_one_used_does_not_go_on(lm):
-    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 40))
+    wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context, speculation = Context(lm.model), always(Oracle(wanted), 5)
     left = speculation.tokens(context, PROMPT, Greedy(), 40)
     found = [next(left) for _ in range(9)]
-    again = list(tokens(context, PROMPT + found, Greedy(), 31))
+    again = list(generate_tokens(context, PROMPT + found, Greedy(), 31))
     with pytest.raises(GenerationError, match="another text"):
         next(left)
     assert found + again == wanted and context.ids == PROMPT + wanted[:-1] and exact(context)
 
 
 def test_a_text_left_behind_can_be_closed_late(lm):
-    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 40))
+    wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context = Context(lm.model)
     left = always(Oracle(wanted), 5).tokens(context, PROMPT, Greedy(), 40)
     found = [next(left) for _ in range(9)]
-    again = list(tokens(context, PROMPT + found, Greedy(), 31))
+    again = list(generate_tokens(context, PROMPT + found, Greedy(), 31))
     left.close()
     assert found + again == wanted and context.ids == PROMPT + wanted[:-1] and exact(context)
 
 
 @pytest.mark.parametrize("limit", range(1, 12))
 def test_no_pass_goes_beyond_the_limit(lm, limit):
-    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 20))
+    wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 20))
     context = Context(lm.model)
     speculation = always(Oracle(wanted), 8)
     assert list(speculation.tokens(context, PROMPT, Greedy(), limit)) == wanted[:limit]
@@ -143,7 +143,7 @@ class Failing(Greedy):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 9, 12])
 def test_an_interrupt_in_a_pass_leaves_empty_contexts_that_work_again(lm, n):
-    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 20))
+    wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 20))
     speculation, context = always(DraftModel(lm), 3), Context(lm.model)
     with pytest.raises(KeyboardInterrupt):
         list(speculation.tokens(context, PROMPT, Failing(n), 20))
@@ -169,13 +169,13 @@ def test_a_draft_reads_a_prompt_once_and_a_longer_one_from_where_it_departs(lm):
     calls.clear()
     longer = PROMPT + found + [8, 9]
     again = list(speculation.tokens(context, longer, Greedy(), 20))
-    assert again == list(tokens(Context(lm.model), longer, Greedy(), 20))
+    assert again == list(generate_tokens(Context(lm.model), longer, Greedy(), 20))
     assert sum(calls) <= 3 + 2 + 20
 
 
 def test_two_texts_of_one_speculation_at_once(lm):
     prompts = [PROMPT, PROMPT[:6] + [3, 4]]
-    wanted = [list(tokens(Context(lm.model), prompt, Greedy(), 25)) for prompt in prompts]
+    wanted = [list(generate_tokens(Context(lm.model), prompt, Greedy(), 25)) for prompt in prompts]
     speculation = always(DraftModel(lm), 4)
     streams = [speculation.tokens(Context(lm.model), prompt, Greedy(), 25) for prompt in prompts]
     assert [list(pair) for pair in zip(*zip(*streams, strict=True), strict=True)] == wanted
@@ -190,7 +190,7 @@ def test_close_draws_are_decided_by_a_plain_step(lm):
             drawn, gaps = super().verify_draft(logits, draft)
             return drawn, gaps * 0 + 1e-4
 
-    wanted = list(tokens(Context(lm.model), PROMPT, Greedy(), 30))
+    wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 30))
     speculation, context, sampler = always(Oracle(wanted), 4), Context(lm.model), Flat()
     found = []
     for token in speculation.tokens(context, PROMPT, sampler, 30):

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.cache.options import is_int_at_least
-from mlxlm.generation.batch import Request
+from mlxlm.generation.batching import Request
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.stream_generate import encode_prompt

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlxlm.backend.error_text import describe_error
-from mlxlm.generation.jsonl_requests import BadRequest, Id, Sample
+from mlxlm.generation.jsonl.requests import BadRequest, Id, Sample
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.generation.result import GenerationResult
 from mlxlm.tokenizer import Tokenizer

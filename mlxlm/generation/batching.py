@@ -10,7 +10,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.cache.options import is_int_at_least
 from mlxlm.generation.context import Context, common_prefix_length
-from mlxlm.generation.engine import wired_limit
+from mlxlm.generation.decoding import wired_limit
 from mlxlm.generation.gumbel_noise import derive_seed, random_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions

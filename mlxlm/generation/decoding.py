@@ -12,7 +12,7 @@ from mlxlm.generation.context import PREFILL_STEP_SIZE, Context, async_eval, cle
 CLEAR_CACHE_INTERVAL = 16 if ON_CPU else 256
 
 
-def tokens(
+def generate_tokens(
     context: Context,
     prompt: Sequence[int],
     sampler: Callable[[mx.array], mx.array],
