@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common import in_turn, median, report, spread, timed_command
 
-from mlxlm.data import documents, prepare
+from mlxlm.data import DataOptions, documents, prepare
 from mlxlm.tokenizer import Tokenizer, load, train
 
 
@@ -78,7 +78,7 @@ def measured(kind: str, tokenizer: Tokenizer, file: Path, folder: Path, options:
     def ours() -> float:
         shutil.rmtree(out, ignore_errors=True)
         start = time.perf_counter()
-        manifest = prepare([file], tokenizer, out, dedup=options.dedup)
+        manifest = prepare(DataOptions([file], dedup=options.dedup), tokenizer, out)
         tokens.append(manifest.train.tokens + manifest.validation.tokens)
         return tokens[-1] / (time.perf_counter() - start)
 

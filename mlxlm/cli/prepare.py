@@ -53,7 +53,7 @@ def prepare(
     Rows of .jsonl files and of tables are {"text": "..."}, or conversations {"messages": [{"role": "user", "content":
     "..."}, ...]}. Works in bounded memory; the folder appears complete or not at all.
     """
-    from mlxlm.data import parse_weighted_sources, total_bytes
+    from mlxlm.data import DataOptions, parse_weighted_sources, total_bytes
     from mlxlm.data import prepare as prepare_data
     from mlxlm.tokenizer import load
 
@@ -65,18 +65,20 @@ def prepare(
     started = time.perf_counter()
     with render.bytes_progress("Preparing", total_bytes([*sources, *validation])) as advance:
         manifest = prepare_data(
-            sources,
+            DataOptions(
+                sources,
+                weights=weights,
+                text_column=text_column,
+                dedup=dedup,
+                validation=validation,
+                validation_fraction=0.05 if validation_fraction is None else validation_fraction,
+                on_bad_input=on_bad_input or "stop",
+                stdin=sys.stdin.buffer,
+            ),
             tokenizer,
             out,
-            weights=weights,
-            text_column=text_column,
-            dedup=dedup,
-            validation_fraction=0.05 if validation_fraction is None else validation_fraction,
-            validation_paths=validation,
             seed=seed or 0,
-            on_bad_input=on_bad_input or "stop",
             progress=advance,
-            stdin=sys.stdin.buffer,
         )
     seconds = time.perf_counter() - started
     print_skipped(manifest.skipped)

@@ -4,6 +4,7 @@ from mlxlm.data.bad_input import BadInput
 from mlxlm.data.batches import PACKINGS, Batch, TrainBatches, validation_batches
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.manifest import Manifest, SplitInfo
+from mlxlm.data.options import DataOptions
 from mlxlm.data.prefetch import prefetch
 from mlxlm.data.prepare import prepare, training_texts
 from mlxlm.data.source_weights import parse_weighted_sources
@@ -18,6 +19,7 @@ __all__ = [
     "BadInput",
     "Batch",
     "Chunk",
+    "DataOptions",
     "Document",
     "Manifest",
     "SplitInfo",

@@ -30,10 +30,7 @@ class DuplicateFilter:
     """
 
     def __init__(self, threshold: float):
-        """threshold: the least Jaccard similarity that counts as a repetition. Raises DataError if it is not above 0
-        and at most 1."""
-        if not 0 < threshold <= 1:
-            raise DataError(f"a similarity of {threshold} can't be a threshold", "a number above 0, at most 1: 0.8")
+        """threshold: the Jaccard similarity from which on a document counts as a duplicate, above 0 and at most 1."""
         self.found = DedupStats(threshold)
         self._index = MinHashLSH(threshold)
 

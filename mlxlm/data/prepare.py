@@ -9,17 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 from mlxlm.data.bad_input import BadInput
 from mlxlm.data.dedup import DuplicateFilter
 from mlxlm.data.document_reader import DocumentReader
-from mlxlm.data.manifest import FILE, Manifest, WeightedPart, normalize_weights
+from mlxlm.data.manifest import FILE, Manifest, WeightedPart
+from mlxlm.data.options import DataOptions, source_name
 from mlxlm.data.shards import ShardWriter
-from mlxlm.data.sources import STDIN
-from mlxlm.data.split import ValidationSplit, check_fraction, min_documents_to_split, validation_draws
+from mlxlm.data.split import ValidationSplit, min_documents_to_split, validation_draws
 from mlxlm.data.text import Advance, Document
 from mlxlm.data.tokenize import Chunk, tokenize
 from mlxlm.tokenizer import Tokenizer
@@ -30,116 +29,84 @@ Encode = Callable[[Document], Iterable[Chunk]]
 
 
 def prepare(
-    paths: Sequence[str | Path],
+    data: DataOptions,
     tokenizer: Tokenizer,
     out: str | Path,
     *,
-    weights: Sequence[float] | None = None,
-    text_column: str | None = None,
-    dedup: float | None = None,
-    validation_fraction: float = 0.05,
-    validation_paths: Sequence[str | Path] = (),
     seed: int = 0,
-    on_bad_input: str = "stop",
     shard_tokens: int = 1 << 26,
-    progress: Callable[[int], None] | None = None,
-    stdin: IO[bytes] | None = None,
     encode: Encode | None = None,
-) -> Manifest:
-    """Tokenize `paths` (see `documents`; tokens as of `tokenize`) into the folder `out`, new or empty.
-
-    `out` gets, for each split ("train", "validation"), <split>-00000.bin (little-endian uint16 where the
-    vocabulary fits, else uint32; `shard_tokens` tokens each, the last one less) with <split>-00000.idx.npy
-    (int64 offsets of the documents that start in it), where it has conversations <split>-00000.mask.bin (uint8, which
-    tokens are to be learned), tokenizer/, and manifest.json. It appears complete or not at all: the work is done in a
-    hidden folder beside it. Memory: a few megabytes of text at a time, and the document offsets of one shard.
-
-    weights: for each of `paths` the share of training tokens to be drawn from it (their sum is taken as 1). Each then
-        becomes a part of the manifest, in shards of its own. None: one part, whose text is seen in equal measure.
-    text_column: see `documents`.
-    dedup: leave out documents that are as similar to an earlier one as this (Jaccard similarity, above 0 and at most
-        1), or the same; see `mlxlm.data.dedup`, which also states the memory that it takes.
-
-    Validation is `validation_paths` if given. Otherwise it is of each part what `ValidationSplit` holds out: one document out of
-    each 1/`validation_fraction`, drawn by `seed`; with too few documents for that (20, or 1/fraction) the last
-    `validation_fraction` of the text, from the start of a line. To decide that, the first few documents are read twice;
-    stdin and named pipes are copied to disk before.
-
-    on_bad_input: "stop" or "skip", see `BadInput`.
-    progress: called with the number of bytes read since the last call.
-    encode: makes the tokens of a whole document, instead of `tokenize`, as any number of documents of their own, which
-        stay in one split. None of them is cut then, so that of few the last one or more are held out. What it raises a
-        DataError for is bad input.
-
-    Raises DataError for unusable sources, sources without text, an `out` in use, and a disk that cannot be
-    written.
-    """
-    paths = list(paths)
-    check_fraction(validation_fraction)
-    groups = _groups(paths, weights)
-    fraction = None if validation_paths else validation_fraction
-    bad = BadInput(on_bad_input)
-    with atomic_new_folder(out, DataError) as folder, ExitStack() as stack:
-        reader = DocumentReader(stdin, text_column)
-        if fraction and encode is None:
-            groups = [(name, weight, reader.spool_streams(group, folder, stack)) for name, weight, group in groups]
-        builder = _Builder(tokenizer, folder, shard_tokens, stack, reader, bad, dedup, encode, progress)
-        for name, weight, group in groups:
-            builder.add_part(name, weight, group, fraction, seed)
-        if validation_paths:
-            builder.add(validation_paths, builder.validation)
-        tokenizer.save(folder / "tokenizer")
-        return builder.finish([_source_name(path) for path in (*paths, *validation_paths)])
-
-
-def training_texts(
-    paths: Sequence[str | Path],
-    *,
-    weights: Sequence[float] | None = None,
-    text_column: str | None = None,
-    validation_fraction: float = 0.05,
-    validation_paths: Sequence[str | Path] = (),
-    seed: int = 0,
-    on_bad_input: str = "stop",
     progress: Advance | None = None,
-) -> Iterator[str]:
-    """The text that `prepare` trains on with the same arguments, in pieces, without what it holds out; for training a
-    tokenizer. Sources are read twice, as far as `ValidationSplit` needs it: they can't be stdin or pipes."""
-    check_fraction(validation_fraction)
-    reader = DocumentReader(None, text_column)
-    fraction = 0 if validation_paths else validation_fraction
-    for _, _, group in _groups(list(paths), weights):
-        split = ValidationSplit(lambda group=group: reader(group, BadInput(on_bad_input)), fraction, seed)
-        for held_out, document in split(reader(group, BadInput(on_bad_input), progress)):
-            said = (content for _, content in document.messages or ())
-            for piece in itertools.chain(document.pieces, said):
+) -> Manifest:
+    """Tokenize text into the folder `out`, which must be new or empty.
+
+    `out` gets, for each split ("train", "validation"):
+
+    - <split>-00000.bin, ...: tokens, little-endian uint16 where the vocabulary fits, else uint32; `shard_tokens` in
+      each file but the last.
+    - <split>-00000.idx.npy: int64 offsets of the documents that start in the shard.
+    - <split>-00000.mask.bin: for conversations, the loss mask, uint8.
+
+    and tokenizer/ and manifest.json. It appears complete or not at all: the work is done in a hidden folder beside it.
+    Memory: a few megabytes of text at a time, the document offsets of one shard, and the index of `data.dedup`.
+
+    Validation is `data.validation`, or what `ValidationSplit` holds out of each source. To decide that, the first few
+    documents are read twice; stdin and named pipes are copied to disk first.
+
+    Args:
+        data: Sources and how to read them. With weights, each source is a part of the manifest with its own shards.
+        tokenizer: Encodes the text, see `tokenize`, and is saved with the tokens.
+        out: Folder to make.
+        seed: Draws the documents for validation.
+        shard_tokens: Tokens per file.
+        encode: Encodes a whole document, instead of `tokenize`, into any number of documents that stay in one split. A
+            DataError that it raises counts as bad input.
+        progress: Called with the number of bytes read since the last call.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DataError: A source is unusable or has no text, `out` is in use, or the disk can't be written.
+    """
+    fraction = None if data.validation else data.validation_fraction
+    with atomic_new_folder(out, DataError) as folder, ExitStack() as stack:
+        reader = DocumentReader(data.stdin, data.text_column)
+        parts = _parts(data)
+        if fraction and encode is None:
+            parts = [(name, weight, reader.spool_streams(paths, folder, stack)) for name, weight, paths in parts]
+        bad = BadInput(data.on_bad_input)
+        builder = _Builder(tokenizer, folder, shard_tokens, stack, reader, bad, data.dedup, encode, progress)
+        for name, weight, paths in parts:
+            builder.add_part(name, weight, paths, fraction, seed)
+        if data.validation:
+            builder.add(data.validation, builder.validation)
+        tokenizer.save(folder / "tokenizer")
+        return builder.finish([source_name(path) for path in (*data.sources, *data.validation)])
+
+
+def training_texts(data: DataOptions, *, seed: int = 0, progress: Advance | None = None) -> Iterator[str]:
+    """The text that `prepare` trains on with the same arguments, in pieces: for training a tokenizer.
+
+    Sources are read twice, as far as `ValidationSplit` needs it, so they can't be stdin or pipes.
+    """
+    reader = DocumentReader(None, data.text_column)
+    fraction = 0 if data.validation else data.validation_fraction
+    for _, _, paths in _parts(data):
+        split = ValidationSplit(lambda paths=paths: reader(paths, BadInput(data.on_bad_input)), fraction, seed)
+        for held_out, document in split(reader(paths, BadInput(data.on_bad_input), progress)):
+            contents = (content for _, content in document.messages or ())
+            for piece in itertools.chain(document.pieces, contents):
                 if not held_out:
                     yield piece
 
 
-def _groups(paths: list[str | Path], weights: Sequence[float] | None) -> list[tuple[str, float, list[str | Path]]]:
-    """Name, weight and paths of every part."""
-    return [("all", 1.0, paths)] if weights is None else _weighted_groups(paths, weights)
-
-
-def _weighted_groups(paths: list[str | Path], weights: Sequence[float]) -> list[tuple[str, float, list[str | Path]]]:
-    if len(weights) != len(paths):
-        raise DataError(f"{len(paths)} sources have {len(weights)} weights", "one weight for each source")
-    try:
-        weights = normalize_weights(list(weights))
-    except ValueError as error:
-        raise DataError(str(error), "weights such as 0.7 and 0.3") from None
-    names: list[str] = []
-    for path in paths:
-        name = _source_name(path)
-        numbered = (f"{name} ({number})" for number in itertools.count(2))
-        names.append(name if name not in names else next(other for other in numbered if other not in names))
-    return [(name, weight, [path]) for name, weight, path in zip(names, weights, paths, strict=True)]
-
-
-def _source_name(path: str | Path) -> str:
-    """Names, not absolute paths: a dataset may be published."""
-    return "stdin" if str(path) == STDIN else Path(path).name or str(path)
+def _parts(data: DataOptions) -> list[tuple[str, float, Sequence[str | Path]]]:
+    """Name, weight and paths of each part of the training text."""
+    if data.weights is None:
+        return [("all", 1.0, data.sources)]
+    named = zip(data.source_names(), data.weights, data.sources, strict=True)
+    return [(name, weight, [path]) for name, weight, path in named]
 
 
 class _Builder:

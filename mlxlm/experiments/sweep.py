@@ -12,7 +12,7 @@ from typing import Any
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 from mlxlm.config import ModelConfig
-from mlxlm.data import Manifest, prepare, total_bytes
+from mlxlm.data import DataOptions, Manifest, prepare, total_bytes
 from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.run import Run
@@ -60,16 +60,20 @@ def prepare_shared_data(
     """The tokenizer, and where the shards are: in `folder`/data, unless `sources` is prepared data. Arguments as of
     `start_run`; `exact`: see `mlxlm.tokenizer.train`."""
     prepared = prepared_source(sources)
-    reading = {
-        "weights": weights, "text_column": text_column, "validation_paths": validation,
-        "validation_fraction": validation_fraction, "seed": seed, "on_bad_input": on_bad_input,
-    }  # fmt: skip
-    loaded_tokenizer = get_tokenizer(prepared or sources, tokenizer, tokenizer_type, vocab_size, reading, phase, exact)
+    data = DataOptions(
+        sources,
+        weights=weights,
+        text_column=text_column,
+        validation=validation,
+        validation_fraction=validation_fraction,
+        on_bad_input=on_bad_input,
+    )
+    loaded_tokenizer = get_tokenizer(prepared or data, tokenizer, tokenizer_type, vocab_size, seed, phase, exact)
     if prepared:
         check_tokenizer(Manifest.read(prepared), loaded_tokenizer, prepared)
         return loaded_tokenizer, prepared.resolve()
     with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
-        prepare(sources, loaded_tokenizer, folder / "data", progress=advance, **reading)
+        prepare(data, loaded_tokenizer, folder / "data", seed=seed, progress=advance)
     return loaded_tokenizer, folder / "data"
 
 

@@ -16,7 +16,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.data import Chunk, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
+from mlxlm.data import Chunk, DataOptions, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.events import Conversations
@@ -166,9 +166,19 @@ def start_finetune(
         encoder, context = _Encoder(turns, provisional.max_seq_length), config.max_position_embeddings
         with phase("preparing conversations", total_bytes([*sources, *validation])) as advance:
             prepare(
-                sources, tokenizer, data, validation_paths=validation, validation_fraction=validation_fraction,
-                seed=provisional.seed, on_bad_input=on_bad_input, progress=advance, stdin=stdin, encode=encoder,
-            )  # fmt: skip
+                DataOptions(
+                    sources,
+                    validation=validation,
+                    validation_fraction=validation_fraction,
+                    on_bad_input=on_bad_input,
+                    stdin=stdin,
+                ),
+                tokenizer,
+                data,
+                seed=provisional.seed,
+                encode=encoder,
+                progress=advance,
+            )
         if not Manifest.read(data).validation.documents:
             hint = "more conversations, or --validation FILE" if validation_fraction else "--validation-fraction 0.05"
             raise DataError("no conversation is held out for validation", hint)

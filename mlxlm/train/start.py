@@ -15,7 +15,16 @@ from typing import IO, Any
 from mlxlm.backend import device, platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.config import ModelConfig
-from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, TrainBatches, prepare, total_bytes, training_texts
+from mlxlm.data import (
+    CHAT_TEMPLATE,
+    DataOptions,
+    Manifest,
+    TokenDataset,
+    TrainBatches,
+    prepare,
+    total_bytes,
+    training_texts,
+)
 from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import unseekable_source
 from mlxlm.plan import Training, suggest_change, training_memory
@@ -138,14 +147,20 @@ def start_run(
         vocab_size = guess_vocab_size(
             60 * minutes * duty_cycle / 100 * num_processes, sources, text_column, on_bad_input
         )
-    reading = {
-        "weights": weights, "text_column": text_column, "validation_paths": validation,
-        "validation_fraction": validation_fraction, "seed": provisional.seed, "on_bad_input": on_bad_input,
-    }  # fmt: skip
+    data_options = DataOptions(
+        sources,
+        weights=weights,
+        text_column=text_column,
+        validation=validation,
+        validation_fraction=validation_fraction,
+        on_bad_input=on_bad_input,
+        stdin=stdin,
+    )
+    seed = provisional.seed
     loaded_tokenizer = token_seconds = None
     if prepared or tokenizer is not None:
         loaded_tokenizer = get_tokenizer(
-            prepared or sources, tokenizer, tokenizer_type, vocab_size, reading, phase, exact
+            prepared or data_options, tokenizer, tokenizer_type, vocab_size, seed, phase, exact
         )
         vocab_size = loaded_tokenizer.vocab_size
     if config is not None and minutes is None:
@@ -157,7 +172,7 @@ def start_run(
             token_seconds = seconds_per_token(smallest, available, values, num_processes)
     if loaded_tokenizer is None:
         loaded_tokenizer = get_tokenizer(
-            prepared or sources, tokenizer, tokenizer_type, vocab_size, reading, phase, exact
+            prepared or data_options, tokenizer, tokenizer_type, vocab_size, seed, phase, exact
         )
     ids = {
         "bos_token_id": loaded_tokenizer.bos_id,
@@ -169,7 +184,7 @@ def start_run(
         data = prepared or workspace / "data"
         if not prepared:
             with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
-                prepare(sources, loaded_tokenizer, data, progress=advance, stdin=stdin, **reading)
+                prepare(data_options, loaded_tokenizer, data, seed=seed, progress=advance)
         manifest, choice = Manifest.read(data), None
         if minutes:
             worked, batch_given = time_left(minutes, start_time) * duty_cycle / 100, "batch_size" in values
@@ -273,22 +288,21 @@ def prepared_source(sources: Sequence[str | Path]) -> Path | None:
 
 
 def get_tokenizer(
-    sources: Path | Sequence[str | Path],
+    data: Path | DataOptions,
     path: str | Path | None,
     tokenizer_type: str,
     vocab_size: int | None,
-    reading: dict[str, Any],
+    seed: int,
     phase: Phase,
     exact: bool,
 ) -> Tokenizer:
-    """The one at `path`, that of prepared data, or one trained on what `prepare` trains on of texts; `reading`: the
-    arguments of `training_texts`, `exact`: see `mlxlm.tokenizer.train`."""
+    """The one at `path`, that of prepared data, or one trained on `training_texts`; `exact`: see `mlxlm.tokenizer.train`."""
     if path is not None:
         return load(path)
-    if isinstance(sources, Path):
-        return load(sources / "tokenizer")
-    with phase(f"training a {tokenizer_type} tokenizer of {vocab_size} tokens", total_bytes(sources)) as advance:
-        return train(training_texts(sources, progress=advance, **reading), vocab_size, tokenizer_type, exact=exact)
+    if isinstance(data, Path):
+        return load(data / "tokenizer")
+    with phase(f"training a {tokenizer_type} tokenizer of {vocab_size} tokens", total_bytes(data.sources)) as advance:
+        return train(training_texts(data, seed=seed, progress=advance), vocab_size, tokenizer_type, exact=exact)
 
 
 def _fitted(config: ModelConfig, settings: TrainSettings, changes: dict[str, Any]) -> ModelConfig:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mlxlm.data import prepare
+from mlxlm.data import DataOptions, prepare
 from mlxlm.tokenizer import load, train
 from tests.paths import SHARED
 
@@ -52,5 +52,5 @@ def tokenizer(request):
 def prepared(tmp_path, byte_level):
     """A folder of 20,000 words in small shards."""
     (tmp_path / "text.txt").write_text(make_text(20_000), encoding="utf-8")
-    prepare([tmp_path / "text.txt"], byte_level, tmp_path / "prepared", shard_tokens=5000)
+    prepare(DataOptions([tmp_path / "text.txt"]), byte_level, tmp_path / "prepared", shard_tokens=5000)
     return tmp_path / "prepared"

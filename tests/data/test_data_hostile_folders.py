@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mlxlm.data import documents, prepare, total_bytes
+from mlxlm.data import DataOptions, documents, prepare, total_bytes
 from mlxlm.data.dedup import DuplicateFilter
 from mlxlm.data.source_weights import parse_weighted_sources
 from mlxlm.data.text import Document
@@ -81,7 +81,7 @@ def test_repetitions_are_found_in_crowded_buckets():
 def test_a_source_that_repeats_another_is_said_to(tmp_path, byte_level):
     (tmp_path / "a.txt").write_text("one and the same text " * 50)
     with pytest.raises(DataError, match="repeat earlier ones"):
-        prepare([tmp_path / "a.txt"] * 2, byte_level, tmp_path / "out", weights=[0.5, 0.5], dedup=0.8)
+        prepare(DataOptions([tmp_path / "a.txt"] * 2, weights=[0.5, 0.5], dedup=0.8), byte_level, tmp_path / "out")
 
 
 def test_weights_that_rows_cannot_follow_are_refused(tmp_path):

@@ -10,7 +10,7 @@ import jinja2
 import numpy as np
 import pytest
 
-from mlxlm.data import CHAT_TEMPLATE, Manifest, TokenDataset, prepare, training_texts
+from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, prepare, training_texts
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.utils.errors import DataError, MlxlmError
 from tests.paths import SHARED
@@ -34,7 +34,7 @@ def whole(tokenizer, text):
 def test_one_long_text_keeps_its_tail_for_validation(tokenizer, text, tmp_path):
     content = text(30_000)
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    manifest = prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "out", validation_fraction=0.1)
+    manifest = prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0.1), tokenizer, tmp_path / "out")
     train, validation = tokens(tmp_path / "out", "train"), tokens(tmp_path / "out", "validation")
     # pieces are tokenized apart, and give what the whole text gives
     assert train + validation == whole(tokenizer, content)
@@ -50,7 +50,7 @@ def test_one_long_text_keeps_its_tail_for_validation(tokenizer, text, tmp_path):
 
 def test_tiny_texts_still_give_both_splits(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("river")
-    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")
+    manifest = prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "out")
     parts = [tokens(tmp_path / "out", name) for name in ("train", "validation")]
     assert [byte_level.decode(part) for part in parts] == ["rive", "r"]
     assert parts[0][0] == byte_level.bos_id and parts[1][-1] == byte_level.eos_id
@@ -60,7 +60,7 @@ def test_tiny_texts_still_give_both_splits(byte_level, tmp_path):
 def test_a_tail_of_several_documents(byte_level, text, tmp_path):
     contents = [text(300, seed) for seed in range(4)]
     path = jsonl(tmp_path / "a.jsonl", [{"text": content} for content in contents])
-    manifest = prepare([path], byte_level, tmp_path / "out", validation_fraction=0.4)
+    manifest = prepare(DataOptions([path], validation_fraction=0.4), byte_level, tmp_path / "out")
     joined = tokens(tmp_path / "out", "train") + tokens(tmp_path / "out", "validation")
     assert joined == sum((whole(byte_level, content) for content in contents), [])
     assert (manifest.train.documents, manifest.validation.documents) == (3, 2)
@@ -70,7 +70,7 @@ def test_a_tail_of_several_documents(byte_level, text, tmp_path):
 def test_many_documents_are_split_whole(byte_level, text, tmp_path, fraction):
     contents = [f"{i} {text(20, i)}" for i in range(200)]
     path = jsonl(tmp_path / "a.jsonl", [{"text": content} for content in contents])
-    manifest = prepare([path], byte_level, tmp_path / "out", validation_fraction=fraction)
+    manifest = prepare(DataOptions([path], validation_fraction=fraction), byte_level, tmp_path / "out")
     assert manifest.split == "document"
     assert manifest.validation.documents == pytest.approx(200 * fraction, abs=1)
     assert manifest.train.documents + manifest.validation.documents == 200
@@ -81,9 +81,9 @@ def test_many_documents_are_split_whole(byte_level, text, tmp_path, fraction):
         assert getattr(manifest, split).bytes == sum(len(d.encode()) for d in decoded)
         assert decoded == [c for c in contents if c in set(decoded)]
     assert sorted(found["train"] + found["validation"]) == sorted(whole(byte_level, c) for c in contents)
-    again = prepare([path], byte_level, tmp_path / "again", validation_fraction=fraction)
+    again = prepare(DataOptions([path], validation_fraction=fraction), byte_level, tmp_path / "again")
     assert again == manifest
-    other = prepare([path], byte_level, tmp_path / "other", validation_fraction=fraction, seed=1)
+    other = prepare(DataOptions([path], validation_fraction=fraction), byte_level, tmp_path / "other", seed=1)
     assert other.validation.shards[0].sha256 != manifest.validation.shards[0].sha256
 
 
@@ -104,7 +104,7 @@ def documents_of(folder, split):
 def test_no_split_is_empty_by_bad_luck(byte_level, tmp_path, n):
     path = jsonl(tmp_path / "a.jsonl", [{"text": f"river {i}"} for i in range(n)])
     for seed in range(5):
-        manifest = prepare([path], byte_level, tmp_path / f"out{seed}", seed=seed)
+        manifest = prepare(DataOptions([path]), byte_level, tmp_path / f"out{seed}", seed=seed)
         assert manifest.split == ("tail" if n < 20 else "document")
         assert manifest.validation.documents >= 1
 
@@ -117,16 +117,16 @@ def test_a_tokenizer_is_trained_on_what_a_model_is_trained_on(byte_level, text, 
         jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name}{i} {text(1500, i)}"} for i in range(texts)])
         for name in "ab"
     ]
-    options = {"weights": weights, "validation_fraction": 0.1, "seed": 3}
-    manifest = prepare(paths, byte_level, tmp_path / "out", **options)
+    options = DataOptions(paths, weights=weights, validation_fraction=0.1)
+    manifest = prepare(options, byte_level, tmp_path / "out", seed=3)
     assert manifest.split == ("document" if texts > 20 else "tail") and manifest.validation.documents
-    seen = "".join(training_texts(paths, **options))
+    seen = "".join(training_texts(options, seed=3))
     assert seen == byte_level.decode(tokens(tmp_path / "out", "train"))
     assert len(seen.encode()) == manifest.train.bytes
     assert manifest.validation.bytes == pytest.approx(0.1 * (manifest.train.bytes + manifest.validation.bytes), rel=0.3)
     held = [tmp_path / "held.txt"]
     held[0].write_text("stone")
-    given = "".join(training_texts(paths, weights=weights, validation_paths=held))
+    given = "".join(training_texts(DataOptions(paths, weights=weights, validation=held)))
     assert len(given.encode()) == manifest.train.bytes + manifest.validation.bytes
 
 
@@ -134,7 +134,7 @@ def test_the_end_of_a_text_that_is_a_single_line(byte_level, tmp_path):
     """Its tenth part would begin within a character of three bytes."""
     content = "漢字 river " * 8999
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out", validation_fraction=0.1)
+    manifest = prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0.1), byte_level, tmp_path / "out")
     assert (manifest.train.bytes, manifest.validation.bytes) == (13 * 8099, 13 * 900)
     parts = [byte_level.decode(tokens(tmp_path / "out", name)) for name in ("train", "validation")]
     assert "".join(parts) == content
@@ -144,7 +144,7 @@ def test_a_pipe_is_read_once(byte_level, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("river\n" * 1000,))
     writer.start()
-    manifest = prepare([tmp_path / "pipe"], byte_level, tmp_path / "out")
+    manifest = prepare(DataOptions([tmp_path / "pipe"]), byte_level, tmp_path / "out")
     writer.join()
     assert manifest.train.bytes + manifest.validation.bytes == 6000 and manifest.validation.bytes >= 300
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith("tmp")]
@@ -157,10 +157,10 @@ def test_bad_input_is_skipped_and_counted(byte_level, tmp_path):
     bad = [b'{"text": \n', b'{"text": "\xff"}\n', b'{"messages": [{"role": "robot", "content": "a"}]}\n', b"[]\n"]
     path.write_bytes(b"".join([*lines[:7], *bad, *lines[7:]]))
     with pytest.raises(DataError, match="a.jsonl, line 8 is not valid JSON.* or --on-bad-input skip"):
-        prepare([path], byte_level, tmp_path / "out")
-    manifest = prepare([path], byte_level, tmp_path / "out", on_bad_input="skip")
+        prepare(DataOptions([path]), byte_level, tmp_path / "out")
+    manifest = prepare(DataOptions([path], on_bad_input="skip"), byte_level, tmp_path / "out")
     assert manifest.skipped == 4 and Manifest.read(tmp_path / "out") == manifest
-    clean = prepare([jsonl(tmp_path / "a.jsonl", good)], byte_level, tmp_path / "clean")
+    clean = prepare(DataOptions([jsonl(tmp_path / "a.jsonl", good)]), byte_level, tmp_path / "clean")
     assert clean.skipped == 0 and clean.train == manifest.train and clean.validation == manifest.validation
     fields = json.loads((tmp_path / "clean/manifest.json").read_text())
     del fields["skipped"]  # as of earlier versions
@@ -168,21 +168,21 @@ def test_bad_input_is_skipped_and_counted(byte_level, tmp_path):
     assert Manifest.read(tmp_path / "clean").skipped == 0
     path.write_bytes(b"".join(bad))
     with pytest.raises(DataError, match="no text in the sources: all 4 lines were skipped as bad input"):
-        prepare([path], byte_level, tmp_path / "nothing", on_bad_input="skip")
+        prepare(DataOptions([path], on_bad_input="skip"), byte_level, tmp_path / "nothing")
     with pytest.raises(DataError, match="on_bad_input is 'ignore' .try: stop or skip"):
-        prepare([path], byte_level, tmp_path / "nothing", on_bad_input="ignore")
+        prepare(DataOptions([path], on_bad_input="ignore"), byte_level, tmp_path / "nothing")
 
 
 def test_no_validation(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("river water")
-    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out", validation_fraction=0)
+    manifest = prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0), byte_level, tmp_path / "out")
     assert manifest.validation.tokens == 0 and manifest.train.documents == 1
 
 
 def test_given_validation(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("river")
     (tmp_path / "b.txt").write_text("stone")
-    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out", validation_paths=[tmp_path / "b.txt"])
+    manifest = prepare(DataOptions([tmp_path / "a.txt"], validation=[tmp_path / "b.txt"]), byte_level, tmp_path / "out")
     assert manifest.split == "given" and manifest.sources == ["a.txt", "b.txt"]
     assert tokens(tmp_path / "out", "train") == whole(byte_level, "river")
     assert tokens(tmp_path / "out", "validation") == whole(byte_level, "stone")
@@ -198,7 +198,7 @@ CONVERSATIONS = [
 def test_conversations_are_what_the_chat_template_renders(kind, request, tmp_path):
     tokenizer = request.getfixturevalue(kind)
     path = jsonl(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
-    manifest = prepare([path], tokenizer, tmp_path / "out", validation_fraction=0)
+    manifest = prepare(DataOptions([path], validation_fraction=0), tokenizer, tmp_path / "out")
     assert manifest.num_conversations == 2
     assert manifest.train.bytes == sum(len(m["content"].encode()) for c in CONVERSATIONS for m in c)
     expected = []
@@ -211,7 +211,7 @@ def test_conversations_are_what_the_chat_template_renders(kind, request, tmp_pat
 
 def test_contents_cannot_forge_special_tokens(byte_level, tmp_path):
     rows = [{"messages": [{"role": "user", "content": "<|end|><|system|>"}]}, {"text": "<|end_of_text|>"}]
-    prepare([jsonl(tmp_path / "a.jsonl", rows)], byte_level, tmp_path / "out", validation_fraction=0)
+    prepare(DataOptions([jsonl(tmp_path / "a.jsonl", rows)], validation_fraction=0), byte_level, tmp_path / "out")
     ids = tokens(tmp_path / "out", "train")
     special = byte_level.special_tokens
     assert [ids.count(special[name]) for name in ("<|end|>", "<|system|>", "<|end_of_text|>")] == [1, 0, 2]
@@ -221,20 +221,20 @@ def test_contents_cannot_forge_special_tokens(byte_level, tmp_path):
 def test_unknown_roles(byte_level, tmp_path, role):
     path = jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": ""}]}])
     with pytest.raises(DataError, match=f"a.jsonl, line 1: role '{role}' is not known"):
-        prepare([path], byte_level, tmp_path / "out")
+        prepare(DataOptions([path]), byte_level, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_conversations_need_role_tokens(llama2, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"messages": CONVERSATIONS[0]}])
     with pytest.raises(DataError, match="line 1 is a conversation, but the tokenizer has no <|"):
-        prepare([path], llama2, tmp_path / "out")
+        prepare(DataOptions([path]), llama2, tmp_path / "out")
 
 
 def test_files_on_disk(byte_level, text, tmp_path):
     content = text(5000)
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    manifest = prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out", shard_tokens=1000)
+    manifest = prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "out", shard_tokens=1000)
     assert manifest.dtype == "uint16"
     assert [s.tokens for s in manifest.train.shards[:-1]] == [1000] * (len(manifest.train.shards) - 1)
     names = {"manifest.json", "tokenizer"}
@@ -253,7 +253,7 @@ def test_files_on_disk(byte_level, text, tmp_path):
 def test_large_vocabularies_take_four_bytes(byte_level, tmp_path):
     tokenizer = load_with_extra_token(byte_level, tmp_path)
     (tmp_path / "a.txt").write_text("river")
-    manifest = prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "out", validation_fraction=0)
+    manifest = prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0), tokenizer, tmp_path / "out")
     assert manifest.dtype == "uint32"
     assert tokens(tmp_path / "out", "train") == whole(tokenizer, "river")
 
@@ -269,7 +269,9 @@ def load_with_extra_token(tokenizer, tmp_path):
 
 def test_stdin_and_progress(byte_level, tmp_path):
     seen = []
-    manifest = prepare(["-"], byte_level, tmp_path / "out", stdin=io.BytesIO(b"river\n" * 1000), progress=seen.append)
+    manifest = prepare(
+        DataOptions(["-"], stdin=io.BytesIO(b"river\n" * 1000)), byte_level, tmp_path / "out", progress=seen.append
+    )
     assert sum(seen) == 6000 and manifest.sources == ["stdin"]
     assert manifest.train.bytes + manifest.validation.bytes == 6000
 
@@ -277,20 +279,20 @@ def test_stdin_and_progress(byte_level, tmp_path):
 def test_an_output_in_use_is_left_alone(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("river")
     (tmp_path / "out").mkdir()
-    prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")  # empty: fine
+    prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "out")  # empty: fine
     before = (tmp_path / "out" / "manifest.json").read_bytes()
     with pytest.raises(DataError, match="already exists .*another name"):
-        prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")
+        prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "out")
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
     with pytest.raises(DataError, match="already exists"):
-        prepare([tmp_path / "a.txt"], byte_level, tmp_path / "a.txt")
+        prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "a.txt")
 
 
 def test_a_failure_leaves_nothing_behind(byte_level, text, tmp_path):
     (tmp_path / "a.txt").write_text(text(20_000), encoding="utf-8")
     (tmp_path / "b.txt").write_bytes(b"binary\0")
     with pytest.raises(DataError, match="b.txt is not UTF-8"):
-        prepare([tmp_path / "a.txt", tmp_path / "b.txt"], byte_level, tmp_path / "out")
+        prepare(DataOptions([tmp_path / "a.txt", tmp_path / "b.txt"]), byte_level, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt"]
 
 
@@ -302,14 +304,14 @@ def test_a_full_disk(byte_level, text, tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(MlxlmError, match="cannot write .*out.*: No space left on device .*another disk"):
-        prepare([tmp_path / "a.txt"], byte_level, tmp_path / "out")
+        prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_an_output_that_cannot_be_made(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("river")
     with pytest.raises(DataError, match="cannot write .*a.txt/out"):
-        prepare([tmp_path / "a.txt"], byte_level, tmp_path / "a.txt" / "out")
+        prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "a.txt" / "out")
     assert (tmp_path / "a.txt").read_text() == "river"
 
 
@@ -317,15 +319,7 @@ def test_rows_without_any_text(byte_level, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"text": ""}])
     for options in ({}, {"validation_fraction": 0}):
         with pytest.raises(DataError, match="no text in the sources"):
-            prepare([path], byte_level, tmp_path / "out", **options)
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1, 2, 1e-300])
-def test_fractions_out_of_range(byte_level, tmp_path, fraction):
-    with pytest.raises(DataError, match="fraction"):
-        prepare([tmp_path], byte_level, tmp_path / "out", validation_fraction=fraction)
-    with pytest.raises(DataError, match="fraction"):
-        list(training_texts([tmp_path], validation_fraction=fraction))
+            prepare(DataOptions([path], **options), byte_level, tmp_path / "out")
 
 
 def test_memory_is_bounded(byte_level, text, tmp_path):
@@ -340,7 +334,7 @@ def test_memory_is_bounded(byte_level, text, tmp_path):
 
     tracemalloc.start()
     try:
-        manifest = prepare(["-"], byte_level, tmp_path / "out", stdin=Endless(), shard_tokens=1 << 20)
+        manifest = prepare(DataOptions(["-"], stdin=Endless()), byte_level, tmp_path / "out", shard_tokens=1 << 20)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -356,7 +350,7 @@ def test_cutting_a_long_text_into_pieces_changes_no_ids(name, tmp_path):
     real = load(folder / "tokenizers" / name)
     content = (folder / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:200_000]
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    prepare([tmp_path / "a.txt"], real, tmp_path / "out", validation_fraction=0)
+    prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0), real, tmp_path / "out")
     data = TokenDataset.open(tmp_path / "out", "train")
     bos = [] if real.bos_id == real.eos_id else [real.bos_id]
     expected = [*bos, *real.encode(content, add_special_tokens=False), real.eos_id]
@@ -367,4 +361,4 @@ def test_a_tokenizer_without_an_end_is_refused(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     mute = Tokenizer(byte_level._runtime, {})
     with pytest.raises(DataError, match="no token that begins or ends a text"):
-        prepare([tmp_path / "a.txt"], mute, tmp_path / "out")
+        prepare(DataOptions([tmp_path / "a.txt"]), mute, tmp_path / "out")

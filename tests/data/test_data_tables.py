@@ -10,7 +10,7 @@ import pytest
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow (pip install 'mlxlm[data]')")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from mlxlm.data import TokenDataset, documents, prepare, texts, total_bytes  # noqa: E402
+from mlxlm.data import DataOptions, TokenDataset, documents, prepare, texts, total_bytes  # noqa: E402
 from mlxlm.utils.errors import DataError  # noqa: E402
 
 TEXTS = [f"river {i}\n" + "stone 東京 " * (i % 7) for i in range(200)]
@@ -75,7 +75,7 @@ def test_conversations_and_other_columns(tmp_path):
 def test_prepared_like_json_lines(tmp_path, byte_level):
     write(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=64)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    one, other = (prepare([tmp_path / f"a.{k}"], byte_level, tmp_path / k) for k in ("parquet", "jsonl"))
+    one, other = (prepare(DataOptions([tmp_path / f"a.{k}"]), byte_level, tmp_path / k) for k in ("parquet", "jsonl"))
     assert (one.train, one.validation) == (other.train, other.validation)
     assert len(TokenDataset.open(tmp_path / "parquet", "train")) == one.train.tokens
 

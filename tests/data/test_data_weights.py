@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm.data import TokenDataset, parse_weighted_sources, prepare
+from mlxlm.data import DataOptions, TokenDataset, parse_weighted_sources, prepare
 from mlxlm.data.manifest import Manifest
 from mlxlm.utils.errors import DataError
 
@@ -46,7 +46,7 @@ def test_parts_have_shards_of_their_own(byte_level, text, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text(text(900, 5), encoding="utf-8")
     paths = [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "sub" / "a.txt"]
-    manifest = prepare(paths, byte_level, tmp_path / "out", weights=[2, 1, 1], shard_tokens=1000)
+    manifest = prepare(DataOptions(paths, weights=[2, 1, 1]), byte_level, tmp_path / "out", shard_tokens=1000)
     assert [(p.name, p.weight) for p in manifest.parts] == [("a.txt", 0.5), ("b.jsonl", 0.25), ("a.txt (2)", 0.25)]
     assert manifest.split == "mixed"  # two are few documents, one is many
     names = [shard.file for part in manifest.parts for shard in part.train.shards]
@@ -55,7 +55,7 @@ def test_parts_have_shards_of_their_own(byte_level, text, tmp_path):
     assert Manifest.read(tmp_path / "out") == manifest == data.manifest
     first = 0
     for path, part in zip(paths, manifest.parts, strict=True):
-        alone = prepare([path], byte_level, tmp_path / f"alone{first}", shard_tokens=1000)
+        alone = prepare(DataOptions([path]), byte_level, tmp_path / f"alone{first}", shard_tokens=1000)
         assert part.train.shards[-1].tokens < 1000
         assert [s.sha256 for s in part.train.shards] == [s.sha256 for s in alone.train.shards]
         assert (part.train.tokens, part.train.documents) == (alone.train.tokens, alone.train.documents)
@@ -68,22 +68,22 @@ def test_given_validation_and_weights(byte_level, tmp_path):
     for name in ("a", "b", "v"):
         (tmp_path / f"{name}.txt").write_text(f"river {name}")
     paths, held = [tmp_path / "a.txt", tmp_path / "b.txt"], [tmp_path / "v.txt"]
-    manifest = prepare(paths, byte_level, tmp_path / "out", weights=[1, 3], validation_paths=held)
+    manifest = prepare(DataOptions(paths, weights=[1, 3], validation=held), byte_level, tmp_path / "out")
     assert manifest.split == "given" and manifest.validation.documents == 1
     assert [part.train.documents for part in manifest.parts] == [1, 1]
     with pytest.raises(DataError, match="2 sources have 1 weights"):
-        prepare(paths, byte_level, tmp_path / "other", weights=[1])
+        prepare(DataOptions(paths, weights=[1]), byte_level, tmp_path / "other")
     with pytest.raises(DataError, match="a weight is 0"):
-        prepare(paths, byte_level, tmp_path / "other", weights=[1, 0])
+        prepare(DataOptions(paths, weights=[1, 0]), byte_level, tmp_path / "other")
     empty = jsonl(tmp_path / "c.jsonl", [{"text": ""}])
     with pytest.raises(DataError, match="no text in the sources"):
-        prepare([*paths, empty], byte_level, tmp_path / "other", weights=[1, 1, 1])
+        prepare(DataOptions([*paths, empty], weights=[1, 1, 1]), byte_level, tmp_path / "other")
 
 
 def test_weights_can_be_changed_in_the_manifest(byte_level, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"river {name}")
-    prepare([tmp_path / "a.txt", tmp_path / "b.txt"], byte_level, tmp_path / "out", weights=[1, 1])
+    prepare(DataOptions([tmp_path / "a.txt", tmp_path / "b.txt"], weights=[1, 1]), byte_level, tmp_path / "out")
     path = tmp_path / "out" / "manifest.json"
     content = json.loads(path.read_text())
     content["parts"][0]["weight"] = 1.5
@@ -115,7 +115,9 @@ def test_the_assistants_words_are_learned(byte_level, text, tmp_path, shard_toke
     """And every token of a plain text; conversations and texts come in any order, over any border of shards."""
     rows = [{"messages": CHAT} if i % 3 else {"text": text(9, i)} for i in range(documents)]
     path = jsonl(tmp_path / "a.jsonl", rows)
-    manifest = prepare([path], byte_level, tmp_path / "out", shard_tokens=shard_tokens, validation_fraction=0.3)
+    manifest = prepare(
+        DataOptions([path], validation_fraction=0.3), byte_level, tmp_path / "out", shard_tokens=shard_tokens
+    )
     found, ids = [], []
     for split in ("train", "validation"):
         for shard in getattr(manifest, split).shards:
@@ -142,14 +144,17 @@ def test_the_assistants_words_are_learned(byte_level, text, tmp_path, shard_toke
 
 def test_text_has_no_masks(byte_level, text, tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": text(9, i)} for i in range(30)])
-    manifest = prepare([tmp_path / "a.jsonl"], byte_level, tmp_path / "out", shard_tokens=50)
+    manifest = prepare(DataOptions([tmp_path / "a.jsonl"]), byte_level, tmp_path / "out", shard_tokens=50)
     assert all(shard.mask is None for shard in manifest.train.shards)
     assert not list((tmp_path / "out").glob("*.mask.bin"))
 
 
 def test_masks_are_in_the_manifest_with_their_digest(byte_level, tmp_path):
     manifest = prepare(
-        [jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 30)], byte_level, tmp_path / "out", shard_tokens=64
+        DataOptions([jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 30)]),
+        byte_level,
+        tmp_path / "out",
+        shard_tokens=64,
     )
     for shard in manifest.train.shards:
         content = (tmp_path / "out" / shard.mask_file).read_bytes()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.data import TokenDataset, TrainBatches, packing, prepare, validation_batches
+from mlxlm.data import DataOptions, TokenDataset, TrainBatches, packing, prepare, validation_batches
 from mlxlm.data.dataset import DocumentStarts, WeightedPart
 from mlxlm.data.mixture import BLOCK, Mixture
 from mlxlm.data.packing import BestFitPacking, first_fit_decreasing
@@ -298,7 +298,7 @@ def folder(tmp_path, byte_level):
         lines = [f'{{"text": "{words} {i} {"of " * (i % 7)}"}}\n' for i in range(30)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    prepare(paths, byte_level, tmp_path / "data", weights=[3, 1], shard_tokens=100)
+    prepare(DataOptions(paths, weights=[3, 1]), byte_level, tmp_path / "data", shard_tokens=100)
     return tmp_path / "data"
 
 
@@ -350,7 +350,7 @@ def test_a_mask_of_another_size(tmp_path, byte_level):
     (tmp_path / "talks.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "river?"}, {"role": "assistant", "content": "stone"}]}\n' * 30
     )
-    prepare([tmp_path / "talks.jsonl"], byte_level, tmp_path / "data")
+    prepare(DataOptions([tmp_path / "talks.jsonl"]), byte_level, tmp_path / "data")
     data = TokenDataset.open(tmp_path / "data", "train")
     tokens, _, weights = TrainBatches(data, 1, 20, 0, mask_prompt=True).batch(0)
     end, user = (byte_level.special_tokens[f"<|{name}|>"] for name in ("end", "user"))

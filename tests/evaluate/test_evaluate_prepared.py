@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.data import TokenDataset, prepare
+from mlxlm.data import DataOptions, TokenDataset, prepare
 from mlxlm.evaluate import evaluate
 from mlxlm.model import Decoder
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_loss_is_the_mean_over_every_token_once(tmp_path, text_file, tiny_config, tiny_tokenizer, batch_size):
-    prepare([text_file], tiny_tokenizer, tmp_path / "data")
+    prepare(DataOptions([text_file]), tiny_tokenizer, tmp_path / "data")
     data = TokenDataset.open(tmp_path / "data", "validation")
     model = Decoder(tiny_config)
     model.init_weights(0)
@@ -30,7 +30,7 @@ def test_loss_is_the_mean_over_every_token_once(tmp_path, text_file, tiny_config
 
 
 def test_a_part_is_spread_over_the_whole(tmp_path, text_file, tiny_config, tiny_tokenizer):
-    prepare([text_file], tiny_tokenizer, tmp_path / "data")
+    prepare(DataOptions([text_file]), tiny_tokenizer, tmp_path / "data")
     data = TokenDataset.open(tmp_path / "data", "train")
     model = Decoder(tiny_config)
     model.init_weights(0)

@@ -9,7 +9,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.cli.main import _run
-from mlxlm.data import TokenDataset, prepare
+from mlxlm.data import DataOptions, TokenDataset, prepare
 from mlxlm.experiments.architecture_comparison import Comparison, Variant, is_finished, start_comparison
 from mlxlm.tokenizer import load
 from mlxlm.train import Finished, Stopped
@@ -94,7 +94,10 @@ def test_what_is_no_variant(text, message):
         (["base", f"{'x' * 101}: norm=layer"], "can't be the name of a variant, .* .try: at most 100"),
         (["base", "a\x1bb: norm=layer"], r"'a.x1bb' can't be the name"),
         (["base", "x: dtype=bfloat16"], "variant x: .*bfloat16"),
-        (["base", "x: warmup_steps=10000"], "variant x: .* warmup_steps is 10000, it must be less than steps, which is 6"),
+        (
+            ["base", "x: warmup_steps=10000"],
+            "variant x: .* warmup_steps is 10000, it must be less than steps, which is 6",
+        ),
         (["base", "x: optimizer=adafactor, beta2=0.9"], "variant x: .* adafactor has no beta2"),
         (["base", "x: hidden_size=65536, num_hidden_layers=99"], "variant x: training this takes about"),
         (["base", "x: window=16"], "variant x: sliding_window 16 has no effect on 16 tokens"),
@@ -163,7 +166,7 @@ def test_budgets(start, tmp_path, text_file, tokenizer_folder):
     assert warm.run(warm.variants[0]).settings.warmup_steps == 3
     with pytest.raises(ConfigError, match="tokens and steps each say how long"):
         start("both", tokens=1000)
-    prepare([text_file], load(tokenizer_folder), tmp_path / "prepared")
+    prepare(DataOptions([text_file]), load(tokenizer_folder), tmp_path / "prepared")
     prepared = start_comparison(
         tmp_path / "own", [tmp_path / "prepared"], start("other").config, VARIANTS, settings=SETTINGS
     )

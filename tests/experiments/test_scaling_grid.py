@@ -105,10 +105,10 @@ def test_what_cant_be_trained_is_refused_before_anything_is(start, tmp_path):
 
 
 def test_prepared_data_needs_no_sizes_and_no_other_tokenizer(start, tmp_path, text_file, tokenizer_folder):
-    from mlxlm.data import prepare
+    from mlxlm.data import DataOptions, prepare
     from mlxlm.tokenizer import load, train
 
-    prepare([text_file], load(tokenizer_folder), tmp_path / "data")
+    prepare(DataOptions([text_file]), load(tokenizer_folder), tmp_path / "data")
     grid = start_grid(tmp_path / "other", [tmp_path / "data"], minutes=1e-3, settings=TINY)
     assert grid.vocab_size == load(tokenizer_folder).vocab_size
     train([text_file.read_text()], 270).save(tmp_path / "words")

@@ -433,10 +433,10 @@ def test_tokens_of_a_table_in_one_piece_are_those_of_the_table(tmp_path, make_te
 
 
 def test_prepared_data_without_tokens_is_refused(tmp_path, text_file):
-    from mlxlm.data import prepare
+    from mlxlm.data import DataOptions, prepare
     from mlxlm.tokenizer import train
 
-    prepare([text_file], train([text_file.read_text()], 270), tmp_path / "data")
+    prepare(DataOptions([text_file]), train([text_file.read_text()], 270), tmp_path / "data")
     manifest = json.loads((tmp_path / "data/manifest.json").read_text())
     manifest["parts"][0]["train"] |= {"tokens": 0, "shards": []}
     (tmp_path / "data/manifest.json").write_text(json.dumps(manifest))

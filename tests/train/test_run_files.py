@@ -10,7 +10,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.cli.main import main
-from mlxlm.data import prepare
+from mlxlm.data import DataOptions, prepare
 from mlxlm.data.verify import verify_shards
 from mlxlm.tokenizer import load
 from mlxlm.train import ProcessGroup, Run, Step, start_run, train
@@ -97,7 +97,7 @@ def test_a_shard_with_a_changed_byte_is_refused_before_anything_is_saved(stopped
 def test_a_mask_with_a_changed_byte_is_found(tmp_path, tiny_tokenizer):
     rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The cat."}]}] * 40
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    prepare([tmp_path / "chat.jsonl"], tiny_tokenizer, tmp_path / "out")
+    prepare(DataOptions([tmp_path / "chat.jsonl"]), tiny_tokenizer, tmp_path / "out")
     verify_shards(tmp_path / "out")
     flip(tmp_path / "out/train-00000.mask.bin")
     with pytest.raises(DataError, match=r"train-00000.mask.bin has changed"):

@@ -1,0 +1,73 @@
+"""What to train on: sources, weights, the validation split and filters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from mlxlm.data.bad_input import BadInput
+from mlxlm.data.manifest import normalize_weights
+from mlxlm.data.sources import STDIN
+from mlxlm.data.split import check_fraction
+from mlxlm.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Text to train on and how it is read, filtered and split.
+
+    Attributes:
+        sources: Paths to text, see `read_documents`; or, where training starts, one folder made by `prepare`.
+        weights: Share of the training tokens to draw from each source, in any unit: they are divided by their sum.
+            None draws from all text equally.
+        validation: Paths whose text is held out for validation, instead of a share of the sources.
+        validation_fraction: Share of the documents to hold out; 0 holds out none. See `ValidationSplit`.
+        text_column: Column (in JSON lines, key) that holds the text or the messages. None: "text" or "messages".
+        dedup: Leave out documents whose Jaccard similarity to an earlier one is at least this, above 0 and at most 1;
+            1 removes exact duplicates only. None keeps all. See `DuplicateFilter`.
+        on_bad_input: "stop" or "skip", see `BadInput`.
+        stdin: The stream that the source "-" stands for.
+
+    Raises:
+        DataError: An option has a value that can't work.
+    """
+
+    sources: Sequence[str | Path]
+    weights: Sequence[float] | None = None
+    validation: Sequence[str | Path] = ()
+    validation_fraction: float = 0.05
+    text_column: str | None = None
+    dedup: float | None = None
+    on_bad_input: str = "stop"
+    stdin: IO[bytes] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_fraction(self.validation_fraction)
+        BadInput(self.on_bad_input)
+        if self.dedup is not None and not 0 < self.dedup <= 1:
+            raise DataError(f"dedup is {self.dedup}", "a similarity above 0 and at most 1, such as 0.8")
+        if self.weights is None:
+            return
+        if len(self.weights) != len(self.sources):
+            raise DataError(f"{len(self.sources)} sources have {len(self.weights)} weights", "one weight per source")
+        try:
+            object.__setattr__(self, "weights", normalize_weights(self.weights))
+        except ValueError as error:
+            raise DataError(str(error), "weights such as 0.7 and 0.3") from None
+
+    def source_names(self) -> list[str]:
+        """Unique names of the sources: file names without their folder, since a dataset may be published."""
+        names: list[str] = []
+        for path in self.sources:
+            name = source_name(path)
+            numbered = (f"{name} ({number})" for number in itertools.count(2))
+            names.append(name if name not in names else next(other for other in numbered if other not in names))
+        return names
+
+
+def source_name(path: str | Path) -> str:
+    """The file name of a source, or "stdin"."""
+    return "stdin" if str(path) == STDIN else Path(path).name or str(path)
