@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Chat:
     """A conversation, its branches, and the cache of what the model has read of it.
 
-        chat = Chat(loaded, system="You are brief.")
+        chat = Chat(lm, system_prompt="You are brief.")
         for piece in chat.ask("Hello!"):
             print(piece.text, end="")
 

@@ -195,11 +195,11 @@ def test_without_a_generation_prompt(tokens):
 def with_tokens(tokens, *names):
     """The tokenizer with some of its own special tokens renamed."""
     runtime = json.loads(tokens.to_json())
-    added = [token for token in runtime["added_tokens"] if token["content"] not in tokens.names.values()]
+    added = [token for token in runtime["added_tokens"] if token["content"] not in tokens.special_token_names.values()]
     for token, name in zip(added, names, strict=False):
         runtime["model"]["vocab"][name] = runtime["model"]["vocab"].pop(token["content"])
         token["content"] = name
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(runtime)), tokens.names)
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(runtime)), tokens.special_token_names)
 
 
 WANTED = {
@@ -328,6 +328,6 @@ def test_long_conversations_are_rendered_as_without_limits(tokens, source, count
     )
     content = ("<think>a</think> word " * (size // 20 + 1))[:size]
     messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i in range(count)]
-    names = {f"{role}_token": name for role, name in tokens.names.items()}
+    names = {f"{role}_token": name for role, name in tokens.special_token_names.items()}
     wanted = plain.from_string(source).render(messages=messages, add_generation_prompt=True, **names)
     assert ChatTemplate(tokens, source).render([Message(**message) for message in messages]) == wanted

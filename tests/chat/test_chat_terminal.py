@@ -114,14 +114,14 @@ def test_settings_system_branches_and_edits(terminal):
     say(chat, "/system Be brief.", "system prompt: Be brief.")
     say(chat, "/set temperature 7000", "temperature is 7000.* to 100")
     say(chat, "/set top-k 3", r"top_k +3")
-    say(chat, "/set", r"think +dim", r"overflow +ask", r"top_k +3", r"max_tokens +5")
+    say(chat, "/set", r"reasoning +dim", r"context_overflow +ask", r"top_k +3", r"max_tokens +5")
     say(chat, "/set colour red", "there is no setting colour")
     say(chat, "One", "cut off")
     say(chat, "/branch other", "in a new branch, other")
     say(chat, "Two", "cut off")
     say(chat, "/branch", r"main: 1 turn\r", r"\* other: 2 turns")
     say(chat, "/branch main", "in branch main")
-    say(chat, "/show", "template +model", r"branch +main, of main, other")
+    say(chat, "/show", "chat_template +model", r"branch +main, of main, other")
     chat.send("/edit\r")
     chat.expect(PROMPT + ".*One")
     chat.send(" more\r")
@@ -195,12 +195,12 @@ def test_continue_goes_on_with_the_last_conversation_and_its_model(terminal, tmp
     chat = terminal("--continue")
     assert "Going on after 2 messages" in chat.before
     say(chat, "More", "cut off")
-    say(chat, "/set overflow drop")
+    say(chat, "/set context_overflow drop")
     leave(chat)
     (session,) = kept(tmp_path)
     assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "More"]
     chat = terminal("--continue")
-    say(chat, "/set overflow", r"overflow +drop")
+    say(chat, "/set context", r"context_overflow +drop")
     (tmp_path / "tiny").rename(tmp_path / "moved")
     say(chat, f"/model {tmp_path / 'moved'}", "goes on with this model")
     leave(chat)
@@ -245,9 +245,9 @@ def test_tab_completes_commands_arguments_and_paths(terminal, tmp_path):
     chat.send("/bra\t\r")
     chat.expect("main: 0 turns")
     chat.expect(PROMPT)
-    chat.send("/set thi\thi\t\r")
+    chat.send("/set rea\thi\t\r")
     chat.expect(PROMPT)
-    say(chat, "/set think", r"think +hide")
+    say(chat, "/set reas", r"reasoning +hide")
     chat.send("/set temper\t0.5\r")
     chat.expect(r"temperature +0\.5")
     chat.expect(PROMPT)
@@ -330,14 +330,14 @@ def test_ctrl_c_while_a_long_message_is_read(model_folder, environment):
     script = (
         "import os, signal\n"
         "from mlxlm.chat.session import Chat\n"
-        "from mlxlm.chat.terminal import turns\n"
+        "from mlxlm.chat.terminal import stream_answer\n"
         "from mlxlm.generation import load\n"
         f"chat = Chat(load({str(model_folder)!r}))\n"
-        "with turns.noted_interrupts() as stop:\n"
+        "with stream_answer.defer_interrupts() as stop:\n"
         "    def begin(on_prefill):\n"
         "        interrupt = lambda n: (os.kill(os.getpid(), signal.SIGINT), on_prefill(n))\n"
         "        return chat.ask('Hello! ' * 300, on_prefill=interrupt)\n"
-        "    assert turns.answer(chat, begin, 'dim', True, stop) is None\n"
+        "    assert stream_answer.answer(chat, begin, 'dim', True, stop) is None\n"
         "assert chat.messages == [] and chat.stats.answers == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
@@ -391,7 +391,7 @@ def test_a_full_context_is_cleared_when_asked(terminal):
     chat = terminal("-n", "5")
     fill(chat)
     chat.send("n\r")
-    chat.expect("error: the conversation would have .* /set overflow drop")
+    chat.expect("error: the conversation would have .* /set context_overflow drop")
     chat.expect(PROMPT)
     chat.send("\r")  # the message is still there
     chat.expect("Drop the oldest turns")
@@ -494,7 +494,7 @@ def test_over_a_pipe_an_error_is_the_exit_code(model_folder, environment):
     done = piped(model_folder, environment, b"Hello!\n\xff\xfe\n", "-n", "5")
     assert done.returncode == 1
     assert done.stderr.startswith(b"error: line 2 of standard input is not UTF-8: invalid start byte at byte 0 (try: ")
-    for line, problem in ((b"overflow ask", b"nobody is there to be asked"), (b"markdown on", b"no terminal")):
+    for line, problem in ((b"context_overflow ask", b"requires a terminal"), (b"markdown on", b"requires a terminal")):
         done = piped(model_folder, environment, b"/set " + line)
         assert done.returncode == 1 and problem in done.stderr
 

@@ -47,11 +47,11 @@ def with_template(tokens, chat_template):
 def with_tokens(tokens, names):
     """The tokenizer with some of its own special tokens renamed."""
     runtime = json.loads(tokens.to_json())
-    added = [token for token in runtime["added_tokens"] if token["content"] not in tokens.names.values()]
+    added = [token for token in runtime["added_tokens"] if token["content"] not in tokens.special_token_names.values()]
     for token, name in zip(added, names, strict=False):
         runtime["model"]["vocab"][name] = runtime["model"]["vocab"].pop(token["content"])
         token["content"] = name
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(runtime)), tokens.names)
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(runtime)), tokens.special_token_names)
 
 
 def test_a_conversation_token_by_token(tokens):

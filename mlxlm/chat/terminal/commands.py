@@ -93,9 +93,9 @@ def _set(repl: Repl, text: str) -> None:
     name, value = name and settings.named(name), value.strip()
     if value:
         if not repl.interactive and (name, value) == ("context_overflow", "ask"):
-            raise GenerationError("overflow is ask, and nobody is there to be asked", "stop or drop")
+            raise GenerationError("context_overflow ask requires a terminal", "stop or drop")
         if not sys.stdout.isatty() and (name, value) == ("markdown", "on"):
-            raise GenerationError("markdown is on, and there is no terminal to show it", "off or auto")
+            raise GenerationError("markdown on requires a terminal", "off or auto")
         settings.set_setting(repl.settings, repl.chat, name, value)
         if (name, value) == ("stats", "on"):
             memory_bandwidth()

@@ -33,7 +33,7 @@ _UNFINISHED: dict[FinishReason | None, str] = {
 }
 _FULL = {
     "ask": "(the context is full: with the next message you can drop the oldest turns)",
-    "stop": "(the context is full: /undo, /reset, or /set overflow drop)",
+    "stop": "(the context is full: /undo, /reset, or /set context_overflow drop)",
     "drop": "(the context is full: with the next message the oldest turns are dropped)",
 }
 _HUNG_UP = 128 + signal.SIGHUP
@@ -151,7 +151,7 @@ class Repl:
             raise
         except ContextFullError as full:
             if not self.interactive or self.settings.overflow_policy(self.chat) != "ask" or not self._may_drop(full):
-                raise ContextFullError(full.message, "/undo, /reset, or /set overflow drop") from None
+                raise ContextFullError(full.message, "/undo, /reset, or /set context_overflow drop") from None
             print_status(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
             self._answer(begin)
         if self.interactive:
