@@ -86,7 +86,7 @@ def _open_folder(path: Path) -> Checkpoint:
     def tokenizer() -> Tokenizer:
         return load_tokenizer(location.root)
 
-    reason = families.unsupported(values)
+    reason = families.unsupported_feature(values)
     if reason:
         return Checkpoint(location.weights, format, values, None, tensors, tokenizer, reason)
     config = config_from_hf(values, source=str(file))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "sigmoid")
 FULL, SLIDING = "full_attention", "sliding_attention"  # the values of `layer_types`
-MOST_LAYERS = 10_000  # no decoder is near it, and a list of so many names is cheap
+MAX_LAYERS = 10_000  # no decoder is near it, and a list of so many names is cheap
 _MOST_TOKENS = 1 << 24  # of a vocabulary: an id beyond is damage
 _COUNTS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -106,8 +106,8 @@ def _size_problems(c: ModelConfig, head_dim_given: bool) -> Iterator[str]:
     if c.hidden_size % heads and not head_dim_given:
         fits = heads * -(-c.hidden_size // heads)
         yield f"hidden_size {c.hidden_size} is no multiple of num_attention_heads {heads} ({fits} is), head_dim is null"
-    if c.num_hidden_layers > MOST_LAYERS:
-        yield f"num_hidden_layers is {c.num_hidden_layers}, at most {MOST_LAYERS} are possible"
+    if c.num_hidden_layers > MAX_LAYERS:
+        yield f"num_hidden_layers is {c.num_hidden_layers}, at most {MAX_LAYERS} are possible"
 
 
 def _combination_problems(c: ModelConfig) -> Iterator[str]:

@@ -1,82 +1,118 @@
-"""Hugging Face's configurations and ModelConfig, there and back, by the table of the family."""
+"""Conversion between `config.json` and ModelConfig, by the tables of the family."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.validation import ACTIVATIONS
-from mlxlm.families.activations import mlx_lm_activation_mismatch, normalize_activation
-from mlxlm.families.family import Family
-from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
+from mlxlm.config.validation import ACTIVATIONS, SLIDING, is_unused_id
+from mlxlm.families.activations import normalize_activation
+from mlxlm.families.family import Family, HFConfig
 from mlxlm.families.registry import FAMILIES, family_of
 from mlxlm.families.rope import read_rope, unsupported_rope, write_rope
-from mlxlm.families.tensor_names import modules_of, weight_mappings
+from mlxlm.families.weight_mapping import decoder_modules, weight_mappings
 from mlxlm.utils.errors import ConfigError
 
-_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_LONGEST = 60  # characters of a value in an error
-_PLAN = ("group_size", "bits", "mode")  # of `quantization` itself; every other key is a module
+_REQUIRED = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING)
+_MAX_REPR = 60  # characters of a value in an error message
+_QUANTIZATION_FIELDS = ("group_size", "bits", "mode")  # every other key of `quantization` is a module
 
 
-def unsupported(values: Mapping[str, Any]) -> str | None:
-    """One phrase for what the decoder lacks of what this configuration asks, or None if it has it all."""
-    kind = _model_type(values)
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+def config_from_hf(values: HFConfig, source: str = "config.json") -> ModelConfig:
+    """Convert a Hugging Face configuration. Fields that don't concern a decoder are ignored.
+
+    Args:
+        values: The parsed `config.json`.
+        source: Name of the file, for error messages.
+
+    Raises:
+        ConfigError: A required field is missing, a value can't work, or the decoder doesn't implement a feature
+            (see `unsupported_feature`).
+    """
+    arguments = _without_unused_ids(_model_config_arguments(values, source))
+    try:
+        return ModelConfig(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error.message}", error.hint) from None
+
+
+def unsupported_feature(values: HFConfig) -> str | None:
+    """Name a feature of a Hugging Face configuration that the decoder doesn't implement, or return None."""
+    model_type = _model_type(values)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        return f"model_type {kind!r}" if "model_type" in values or kind else None  # nobody could read one without
+        # Without any model_type it isn't unsupported but incomplete.
+        return f"model_type {model_type!r}" if "model_type" in values or model_type else None
     foreign = values.get("quantization_config")
     if not values.get("quantization") and isinstance(foreign, Mapping) and foreign.get("quant_method"):
         return f"quantization by {foreign['quant_method']!r}"
     types = values.get("layer_types")
-    if isinstance(types, list) and "sliding_attention" in types and not family.hf_names("sliding_window"):
-        return f"layer_types with sliding_attention in a {kind} model"
+    if isinstance(types, list) and SLIDING in types and not family.hf_names("sliding_window"):
+        return f"layer_types with {SLIDING} in a {model_type} model"
     activation = _activation(values, family)
     if isinstance(activation, str) and activation not in ACTIVATIONS:
         return f"{family.hf_names('hidden_act')[0]} {activation!r}"
-    return family.unsupported_reason(values) or unsupported_rope(values, family)
+    return family.find_unsupported(values) or unsupported_rope(values, family)
 
 
-def _model_type(values: Mapping[str, Any]) -> Any:
-    """What the file says, or else the family or the name of its class; None if it names neither."""
+def get_quantization_config(values: HFConfig) -> Any:
+    """MLX's quantization settings: `quantization`, or in some folders only `quantization_config`."""
+    quantization, hf_quantization = values.get("quantization"), values.get("quantization_config")
+    if quantization is None and isinstance(hf_quantization, Mapping) and "quant_method" not in hf_quantization:
+        return hf_quantization
+    return quantization
+
+
+def family_config(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of a configuration in the names of its own family, with every field.
+
+    Raises:
+        ConfigError: The family can't represent a field, such as ALiBi in OLMo 2.
+    """
+    values, lost = _write_with_losses(config)
+    if lost:
+        raise ConfigError(f"the configuration of a {config.model_type} model can't represent {', '.join(lost)}")
+    return values
+
+
+def unrepresentable_fields(config: ModelConfig) -> list[str]:
+    """The fields that the family of a configuration can't represent, such as "positions 'sinusoidal'"."""
+    return _write_with_losses(config)[1]
+
+
+def _model_type(values: HFConfig) -> Any:
+    """`model_type`, else the family of the class in `architectures` (or that class), else None."""
     if "model_type" in values:
         return values["model_type"]
     classes = values.get("architectures")
-    named = next((name for name in classes if isinstance(name, str)), None) if isinstance(classes, list) else None
-    return next((kind for kind, family in FAMILIES.items() if family.architecture == named), named)
+    name = next((name for name in classes if isinstance(name, str)), None) if isinstance(classes, list) else None
+    return next((family.model_type for family in FAMILIES.values() if family.architecture == name), name)
 
 
-def _activation(values: Mapping[str, Any], family: Family) -> Any:
-    """The activation in the decoder's words; None where the file doesn't say or the family has only one."""
-    given = (values[name] for name in family.hf_names("hidden_act") if values.get(name) is not None)
-    name = family.read(values).get("hidden_act", next(given, None))
+def _activation(values: HFConfig, family: Family) -> Any:
+    """The normalized activation; None if the file has none or the family has only one."""
+    in_file = next((values[name] for name in family.hf_names("hidden_act") if values.get(name) is not None), None)
+    name = family.read_extra(values).get("hidden_act", in_file)
     return normalize_activation(name) if isinstance(name, str) else name
 
 
-def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The keyword arguments of ModelConfig for Hugging Face's values, which ModelConfig then checks.
+def _model_config_arguments(values: HFConfig, source: str) -> dict[str, Any]:
+    """ModelConfig's arguments, not yet validated.
 
-    Raises ConfigError, naming `source`, for a missing field and for what the decoder lacks.
+    Raises:
+        ConfigError: A required field is missing, or the decoder doesn't implement a feature.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{source}: a configuration is a JSON object, not {type(values).__name__}")
-    if reason := unsupported(values):
+    if reason := unsupported_feature(values):
         raise ConfigError(f"{source}: this decoder has no {reason}")
     if _model_type(values) is None:
         raise ConfigError(f"{source}: missing model_type", f"one of {', '.join(FAMILIES)}")
     family = FAMILIES[_model_type(values)]
-    result = {"model_type": family.model_type, **family.defaults}
-    for name in family.fields:
-        present = [values[theirs] for theirs in family.hf_names(name) if theirs in values]
-        given = next((value for value in present if value is not None), None)
-        if given is not None:
-            result[name] = given
-        elif present:  # null: not even the default
-            result.pop(name, None)
-    result |= family.read(values)
+    result = {"model_type": family.model_type, **_table_fields(values, family), **family.read_extra(values)}
     if (activation := _activation(values, family)) is not None:
         result["hidden_act"] = activation
     result |= family.fixed_values
@@ -93,106 +129,81 @@ def canonical(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return result
 
 
-def get_quantization_config(values: Mapping[str, Any]) -> Any:
-    """MLX's plan lies under "quantization", in some folders under Hugging Face's name alone."""
-    own, theirs = values.get("quantization"), values.get("quantization_config")
-    if own is None and isinstance(theirs, Mapping) and "quant_method" not in theirs:
-        return theirs
-    return own
+def _table_fields(values: HFConfig, family: Family) -> dict[str, Any]:
+    """The fields in `family.fields`, or the family's defaults; null removes a default."""
+    result = dict(family.defaults)
+    for name in family.fields:
+        present = [values[hf_name] for hf_name in family.hf_names(name) if hf_name in values]
+        if present:
+            result.pop(name, None)
+        if (value := next((value for value in present if value is not None), None)) is not None:
+            result[name] = value
+    return result
 
 
-def huggingface(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of a ModelConfig in its family's names, complete, so that no reader needs a default of its own.
+def _without_unused_ids(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Drop BOS and EOS ids beyond the vocabulary, which no text contains.
 
-    Raises ConfigError for a field that the family has no word for: an OLMo 2 with ALiBi.
+    transformers saves GPT-2's 50256 for vocabularies of any size, and fine-tuned models may name a token for which
+    the embedding has no row.
     """
-    values, lost = _said(config)
-    if lost:
-        raise ConfigError(f"the configuration of a {config.model_type} model can't say {', '.join(lost)}")
-    return values
+    vocab_size, result = arguments.get("vocab_size"), dict(arguments)
+    for name in ("bos_token_id", "eos_token_id"):
+        value = arguments.get(name)
+        if is_unused_id(value, vocab_size):
+            result[name] = None
+        elif isinstance(value, list) and any(is_unused_id(id, vocab_size) for id in value):
+            result[name] = [id for id in value if not is_unused_id(id, vocab_size)] or None
+    return result
 
 
-def unrepresentable_fields(config: ModelConfig) -> list[str]:
-    """What the family of a ModelConfig has no word for, a phrase each: "positions 'sinusoidal'"."""
-    return _said(config)[1]
-
-
-def resolve_model_type(config: ModelConfig) -> ModelConfig:
-    """The same ModelConfig as a model of a family that can say all of it: its own if that can, else the first of
-    FAMILIES, and if none can `MLXLM_MODEL_TYPE`, which has our own words for everything."""
-    others = [kind for kind in FAMILIES if kind not in (config.model_type, MLXLM_MODEL_TYPE)]
-    if config.model_type != MLXLM_MODEL_TYPE and not unrepresentable_fields(config):
-        return config
-    for kind in others:
-        candidate = config.with_changes(model_type=kind)
-        with suppress(ConfigError):  # of a family that can't even be written so
-            if not unrepresentable_fields(candidate):
-                return candidate
-    return config.with_changes(model_type=MLXLM_MODEL_TYPE)
-
-
-def compatibility_warning(config: ModelConfig) -> str | None:
-    """What to know before other tools are given a ModelConfig's files: that none but mlxlm opens them, and for want of
-    which words, or that mlx_lm computes something else; None where all is well."""
-    config = resolve_model_type(config)
-    if config.model_type != MLXLM_MODEL_TYPE:
-        reason = mlx_lm_activation_mismatch(config)
-        return reason and f"mlx_lm opens this model and computes something else: {reason}"
-    unsupported_reason: dict[str, list[str]] = {}
-    for kind in FAMILIES:
-        with suppress(ConfigError):
-            unsupported_reason[kind] = unrepresentable_fields(config.with_changes(model_type=kind))
-    del unsupported_reason[MLXLM_MODEL_TYPE]
-    nearest = min(unsupported_reason, key=lambda kind: len(unsupported_reason[kind]))
-    return f"only mlxlm opens this model: the nearest family, {nearest}, has no {', no '.join(unsupported_reason[nearest])}"
-
-
-def _said(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
-    """The `config.json` of a ModelConfig, and what is lost in it."""
+def _write_with_losses(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    """The `config.json` of a configuration in its own family, and descriptions of the fields that it loses."""
     family = family_of(config)
     values = {"architectures": [family.architecture], "model_type": family.model_type}
     for name in family.fields:
         values[family.hf_names(name)[0]] = getattr(config, name)
     if config.positions == "rope":
         values |= write_rope(config)
-    values |= {**family.write(config), "torch_dtype": "float32"}
+    values |= {**family.write_extra(config), "torch_dtype": "float32"}
     if config.quantization is not None:
         # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".
         values["quantization"] = values["quantization_config"] = _write_quantization(config)
-    if unsupported(values):
-        return values, [f"{unsupported(values)}"]
-    read = canonical(values, "config.json")
-    with suppress(ConfigError):  # what is lost can leave what can't work: a head without ALiBi, but of odd size
-        read = vars(type(config)(**read))
+    if reason := unsupported_feature(values):
+        return values, [reason]
+    read = _model_config_arguments(values, "config.json")
+    with suppress(ConfigError):  # what remains may not be valid: without ALiBi, an odd head_dim
+        read = vars(ModelConfig(**read))
     lost = [f.name for f in fields(config) if read.get(f.name, f.default) != getattr(config, f.name)]
-    return values, [_phrase(name, getattr(config, name)) for name in lost]
+    return values, [_describe_field(name, getattr(config, name)) for name in lost]
 
 
-def _phrase(name: str, value: Any) -> str:
-    """A field and its value, unless that is long: a list for all layers."""
-    return f"{name} {value!r}" if len(repr(value)) <= _LONGEST else f"such {name}"
+def _describe_field(name: str, value: Any) -> str:
+    """A field and its value; long values, such as a list for all layers, are omitted."""
+    return f"{name} {value!r}" if len(repr(value)) <= _MAX_REPR else f"such {name}"
 
 
 def _read_quantization(quantization: Any, family: Family) -> Any:
-    """The same plan with the decoder's names of modules."""
+    """MLX's quantization settings with the decoder's module names."""
     if not isinstance(quantization, Mapping):
-        return quantization
-    plan = {name: quantization[name] for name in _PLAN if name in quantization}
-    for name, own in quantization.items():
-        if name not in _PLAN:
-            plan |= dict.fromkeys(modules_of(family, name), own)
-    return plan
+        return quantization  # reported by validation
+    result = {name: quantization[name] for name in _QUANTIZATION_FIELDS if name in quantization}
+    for name, settings in quantization.items():
+        if name not in _QUANTIZATION_FIELDS:
+            result |= dict.fromkeys(decoder_modules(family, name), settings)
+    return result
 
 
 def _write_quantization(config: ModelConfig) -> dict[str, Any]:
-    homes = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
-    plan = {}
-    for name, own in config.quantization.items():
-        stored = homes.get(name)
-        if stored is None:
-            plan[name] = own
+    """The inverse of `_read_quantization`."""
+    mappings = {module: mapping for mapping in weight_mappings(config, for_mlx=True) for module in mapping.modules}
+    result = {}
+    for name, settings in config.quantization.items():
+        mapping = mappings.get(name)
+        if mapping is None:
+            result[name] = settings
             continue
-        if any(config.quantization.get(module, True) != own for module in stored.modules):
-            raise ConfigError(f"{stored.name} joins {', '.join(stored.modules)}, which are quantized differently")
-        plan[stored.name] = own
-    return plan
+        if any(config.quantization.get(module, True) != settings for module in mapping.modules):
+            raise ConfigError(f"{mapping.name} fuses {', '.join(mapping.modules)}, which are quantized differently")
+        result[mapping.name] = settings
+    return result

@@ -1,4 +1,4 @@
-"""What a family of decoders is: a table between Hugging Face's names and the decoder's."""
+"""`Family`: how Hugging Face stores one architecture, as tables from its names to ours."""
 
 from __future__ import annotations
 
@@ -8,22 +8,34 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 
+HFConfig = Mapping[str, Any]  # a parsed config.json
+
 
 @dataclass(frozen=True)
 class Family:
-    """What Hugging Face calls the fields and the modules of a `model_type`.
+    """The configuration fields and module names of one `model_type`.
 
-    Configuration. `fields`: ModelConfig's name -> Hugging Face's, or several, of which the first is written.
-    `defaults`: ModelConfig's values where `config.json` is silent, as transformers has them. `fixed_values`: what each
-    model of the family has. `read` and `write` translate what no table can, Hugging Face's values -> ModelConfig's
-    and back. `unsupported_reason`: why a configuration asks for more than the decoder has, or None.
-
-    Files. `prefix` precedes all names but the head's; some files have one of `other_prefixes` instead. `top_modules` and
-    `layer` are tables of modules, the file's name -> the decoder's, after `prefix` and after the number of a layer;
-    several, separated by spaces, lie in one matrix. `extra_layer_modules` adds what depends on the configuration. `qkv_interleaved`:
-    parts of query, key and value lie together for each key head. `transposed`: modules of a layer whose weight is
-    `[in, out]`. `mlx_names`: prefixes of the file's names -> those of mlx_lm's modules, where they differ.
-    `ignored_suffixes`: ends of names that are no parameters.
+    Attributes:
+        model_type: Hugging Face's `model_type`.
+        architecture: Hugging Face's class, the entry of `architectures`.
+        fields: ModelConfig's field name -> Hugging Face's, or a tuple of names, of which the first is written.
+        defaults: ModelConfig values for fields that `config.json` omits, as in transformers.
+        fixed_values: ModelConfig values that every model of the family has.
+        read_extra: Fields that `fields` can't express: Hugging Face's values -> ModelConfig's.
+        write_extra: The inverse of `read_extra`.
+        find_unsupported: Names a feature of a `config.json` that the decoder doesn't implement, or returns None.
+        prefix: Prefix of all tensor names except the head's.
+        other_prefixes: Prefixes that some files have instead.
+        layers: Name of the list of layers, after `prefix`.
+        head: Name of the output head.
+        top_modules: Module in the file, after `prefix` -> module in the decoder, after "model.".
+        layer_modules: The same inside one layer. Several modules of the decoder, separated by spaces, are fused into
+            one matrix of the file. Modules with the same name on both sides may be omitted.
+        extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
+        qkv_interleaved: The fused query, key and value are interleaved by key-value head.
+        transposed: Modules of a layer whose weight is `[in, out]`.
+        mlx_lm_prefixes: Pairs of a prefix in the file and the prefix in mlx_lm, where they differ.
+        ignored_suffixes: Suffixes of tensors that aren't parameters.
     """
 
     model_type: str
@@ -31,48 +43,73 @@ class Family:
     fields: Mapping[str, str | tuple[str, ...]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed_values: Mapping[str, Any] = field(default_factory=dict)
-    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
-    write: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}
-    unsupported_reason: Callable[[Mapping[str, Any]], str | None] = lambda values: None
+    read_extra: Callable[[HFConfig], Mapping[str, Any]] = lambda values: {}
+    write_extra: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}
+    find_unsupported: Callable[[HFConfig], str | None] = lambda values: None
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ("",)
     layers: str = "layers"
     head: str = "lm_head"
-    top_modules: Mapping[str, str] = field(default_factory=lambda: {"embed_tokens": "embed_tokens", "norm": "norm"})
-    layer: Mapping[str, str] = field(default_factory=dict)
+    top_modules: Mapping[str, str] = field(default_factory=lambda: same_names("embed_tokens", "norm"))
+    layer_modules: Mapping[str, str] = field(default_factory=dict)
     extra_layer_modules: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     qkv_interleaved: bool = False
     transposed: frozenset[str] = frozenset()
-    mlx_names: tuple[tuple[str, str], ...] = ()
+    mlx_lm_prefixes: tuple[tuple[str, str], ...] = ()
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
     def hf_names(self, field: str) -> tuple[str, ...]:
-        """Hugging Face's names of a field of ModelConfig, the one to write first; none if the family lacks it."""
+        """Hugging Face's names of a ModelConfig field, the preferred one first; empty if the family lacks the field."""
         names = self.fields.get(field, ())
         return (names,) if isinstance(names, str) else names
 
 
 def same_names(*names: str) -> dict[str, str]:
-    """A table of names that are equal on both sides."""
+    """A table of names that are the same on both sides."""
     return {name: name for name in names}
 
 
-# Fields that nearly every family has under these names, and the three projections that many keep in one matrix.
-COMMON = same_names(
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
+# Fields with the same name in nearly every family.
+COMMON_FIELDS = same_names(
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+LLAMA_FIELDS = COMMON_FIELDS | same_names("num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta")
+
+# The three projections that many families fuse into one matrix.
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 
+# LayerNorm and a feed-forward without a gate, as in GPT-2 and its successors.
+GPT_VALUES = {"norm": "layer", "mlp_gated": False}
+MEGATRON_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
 
-def flag(values: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A switch of Hugging Face's configuration, null being its default."""
+
+def read_bool(values: HFConfig, name: str, default: bool) -> bool:
+    """A boolean field; missing and null mean `default`."""
     value = values.get(name)
     return default if value is None else bool(value)
 
 
-def first_unsupported(values: Mapping[str, Any], **expected: Any) -> str | None:
-    """The first field that is set to something else than the decoder can do."""
+def first_present(values: HFConfig, *names: str) -> Any:
+    """The first of several fields that is neither missing nor null."""
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def four_times(hidden_size: Any) -> Any:
+    """The usual feed-forward width. A value that isn't a number is returned as it is, for validation to report."""
+    return 4 * hidden_size if isinstance(hidden_size, int) else hidden_size
+
+
+def first_unexpected(values: HFConfig, **expected: Any) -> str | None:
+    """Describe the first field whose value is neither null nor the only one that the decoder implements."""
     for name, value in expected.items():
         if values.get(name, value) not in (value, None):
             return f"{name} {values[name]!r}"

@@ -1,20 +1,30 @@
-"""How a file keeps the decoder's modules: under other names, several in one matrix, transposed, interleaved."""
+"""How checkpoint files store the decoder's modules: renamed, fused, transposed or interleaved."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from mlxlm.config import ModelConfig
+from mlxlm.families.family import Family
+from mlxlm.families.registry import family_of
 
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One module of a file and the modules of the decoder whose rows it holds.
+    """One module of a file and the modules of the decoder whose rows it contains.
 
-    `name` and `modules` are without ".weight" or ".bias". `rows` are the output rows of each module. With
-    `groups` = 1 the modules lie one after another; with G groups each module is cut into G equal parts, and
-    the file has the first part of each module, then the second of each, and so on (BLOOM keeps query, key and
-    value of each head together: G = heads). `transposed`: the file's weight is `[in, out]`, unquantized files
-    only (GPT-2's Conv1D). `interleaved` = N heads: rotary pairs are neighbouring rows in the file, and a head's
-    two halves in the decoder (llama.cpp and llama2.c).
+    Attributes:
+        name: Module in the file, without ".weight" or ".bias".
+        modules: Modules of the decoder; more than one are fused.
+        rows: Output rows of each fused module.
+        groups: 1 if fused modules follow each other. With G groups, each module is cut into G equal parts, and the
+            file has the first part of each module, then the second of each, and so on (BLOOM interleaves query, key
+            and value by head: G = heads).
+        transposed: The weight is `[in, out]`; unquantized files only (GPT-2's Conv1D).
+        interleaved: With N heads, rotary pairs are neighboring rows in the file, but the two halves of a head in the
+            decoder (llama.cpp and llama2.c). 0: not interleaved.
     """
 
     name: str
@@ -26,5 +36,93 @@ class WeightMapping:
 
     @property
     def is_rename(self) -> bool:
-        """Whether the tensors are equal but for their names."""
+        """Whether only the names differ."""
         return len(self.modules) == 1 and not self.transposed and not self.interleaved
+
+
+def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMapping]:
+    """The modules that files of this configuration rename, fuse or transpose.
+
+    Args:
+        config: Configuration of the model.
+        for_mlx: Use mlx_lm's module names, as folders quantized by MLX do; there GPT-2's weights aren't transposed.
+            Families that mlx_lm lacks (OPT, Falcon, BLOOM) keep Hugging Face's names.
+    """
+    family = family_of(config)
+    mappings = [_mapping(family, config, family.head, ("lm_head",), for_mlx)]
+    for hf_name, module in family.top_modules.items():
+        mappings.append(_mapping(family, config, family.prefix + hf_name, (f"model.{module}",), for_mlx))
+    layer_modules = {**family.layer_modules, **family.extra_layer_modules(config)}
+    for i in range(config.num_hidden_layers):
+        for hf_name, fused in layer_modules.items():
+            modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
+            name = f"{family.prefix}{family.layers}.{i}.{hf_name}"
+            mappings.append(_mapping(family, config, name, modules, for_mlx, hf_name in family.transposed))
+    return [mapping for mapping in mappings if not mapping.is_rename or mapping.modules != (mapping.name,)]
+
+
+def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
+    """A tensor's name with the prefix that `weight_mappings` has.
+
+    None for tensors that aren't parameters: masks and rotary frequencies in old files, and the copy of a tied head.
+    """
+    family = family_of(config)
+    if name.endswith(family.ignored_suffixes):
+        return None
+    if family.head != "lm_head" and name.startswith("lm_head."):
+        name = family.head + name.removeprefix("lm_head")
+    if config.tie_word_embeddings and name.rpartition(".")[0] in (family.head, _mlx_lm_name(family, family.head)):
+        return None
+    for prefix in (prefix for prefix in family.other_prefixes if name.startswith(prefix)):
+        rest = name.removeprefix(prefix)
+        root = rest.partition(".")[0]
+        if root in family.top_modules or root == family.layers:
+            return family.prefix + rest
+    return name
+
+
+def is_mlx_layout(config: ModelConfig, names: Iterable[str]) -> bool:
+    """Whether tensor names are mlx_lm's rather than Hugging Face's: `weight_mappings(config, for_mlx=True)`."""
+    return bool(family_of(config).mlx_lm_prefixes) and any(name.startswith("model.") for name in names)
+
+
+def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
+    """The decoder's modules in a module of mlx_lm, such as ("model.layers.0.self_attn.q_proj", ...)."""
+    for hf_prefix, mlx_prefix in family.mlx_lm_prefixes:
+        if name.startswith(mlx_prefix):
+            name = hf_prefix + name.removeprefix(mlx_prefix)
+            break
+    if name == family.head:
+        return ("lm_head",)
+    rest = name.removeprefix(family.prefix)
+    if match := re.fullmatch(rf"{family.layers}\.(\d+)\.(.+)", rest):
+        fused = family.layer_modules.get(match[2], match[2])
+        return tuple(f"model.layers.{match[1]}.{module}" for module in fused.split())
+    return (f"model.{family.top_modules[rest]}",) if rest in family.top_modules else (name,)
+
+
+def _mapping(
+    family: Family, config: ModelConfig, name: str, modules: tuple[str, ...], for_mlx: bool, transposed: bool = False
+) -> WeightMapping:
+    fused = len(modules) > 1
+    return WeightMapping(
+        _mlx_lm_name(family, name) if for_mlx else name,
+        modules,
+        tuple(_output_rows(config, module) for module in modules) if fused else (),
+        config.num_key_value_heads if fused and family.qkv_interleaved else 1,
+        transposed and not for_mlx,
+    )
+
+
+def _output_rows(config: ModelConfig, module: str) -> int:
+    if ".mlp." in module:
+        return config.intermediate_size
+    heads = config.num_attention_heads if module.endswith(".q_proj") else config.num_key_value_heads
+    return heads * config.head_dim
+
+
+def _mlx_lm_name(family: Family, name: str) -> str:
+    for hf_prefix, mlx_prefix in family.mlx_lm_prefixes:
+        if name.startswith(hf_prefix):
+            return mlx_prefix + name.removeprefix(hf_prefix)
+    return name

@@ -15,8 +15,7 @@ from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.gguf.tokenizer_from_gguf import read_tokenizer
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.checkpoint.weight_mapping import to_decoder_weights
-from mlxlm.families import config_from_hf
-from mlxlm.families.config_conversion import huggingface
+from mlxlm.families import config_from_hf, family_config
 from mlxlm.utils.errors import CheckpointError
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -37,7 +36,7 @@ def open_gguf(path: Path | str) -> Checkpoint:
     if architecture.norm_offset:
         tensors = {name: _minus_one(t) if name.endswith("norm.weight") else t for name, t in tensors.items()}
     modules = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
-    return Checkpoint(header.path, "gguf", huggingface(config), config, modules, lambda: read_tokenizer(keys))
+    return Checkpoint(header.path, "gguf", family_config(config), config, modules, lambda: read_tokenizer(keys))
 
 
 def _minus_one(tensor: LazyTensor) -> LazyTensor:

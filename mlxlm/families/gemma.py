@@ -1,0 +1,75 @@
+"""Gemma (scaled embeddings, RMSNorm weights stored minus 1) and Gemma 2 (softcapping, alternating windows)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxlm.config import ModelConfig
+from mlxlm.families.family import LLAMA_FIELDS, Family, HFConfig, first_unexpected, same_names
+from mlxlm.families.sliding_window import read_sliding_window, write_sliding_window
+
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+}
+
+
+def _read_gemma(values: HFConfig) -> dict[str, Any]:
+    """Embeddings are multiplied by sqrt(hidden_size). "gelu" in Gemma's first files means the tanh approximation."""
+    size = values.get("hidden_size")
+    multiplier = {"embedding_multiplier": size**0.5} if isinstance(size, int) and 0 < size < 2**31 else {}
+    activation = values.get("hidden_activation") or values.get("hidden_act") or "gelu"
+    return multiplier | {"hidden_act": "gelu_pytorch_tanh" if activation == "gelu" else activation}
+
+
+def _write_gemma(config: ModelConfig) -> dict[str, Any]:
+    return {"hidden_act": config.hidden_act, "hidden_activation": config.hidden_act}
+
+
+def _read_gemma2(values: HFConfig) -> dict[str, Any]:
+    window = values.get("sliding_window", 4096)
+    return _read_gemma(values) | read_sliding_window(values, window, lambda layer: layer % 2 == 0)
+
+
+def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    """In transformers, `query_pre_attn_scalar` is an integer and never null."""
+    scalar = config.query_pre_attn_scalar or config.head_dim
+    scalar = int(scalar) if float(scalar).is_integer() else scalar
+    return {**_write_gemma(config), **write_sliding_window(config), "query_pre_attn_scalar": scalar}
+
+
+def _find_unsupported(values: HFConfig) -> str | None:
+    return first_unexpected(values, use_bidirectional_attention=False)
+
+
+GEMMA = Family(
+    "gemma",
+    "GemmaForCausalLM",
+    LLAMA_FIELDS | same_names("head_dim", "attention_bias"),
+    defaults={**_DEFAULTS, "num_key_value_heads": 16},
+    fixed_values={"norm_unit_offset": True},
+    read_extra=_read_gemma,
+    write_extra=_write_gemma,
+    find_unsupported=_find_unsupported,
+)
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    LLAMA_FIELDS
+    | same_names("head_dim", "sliding_window", "attention_bias")
+    | same_names("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    fixed_values={"norm_unit_offset": True, "norm_placement": "both"},
+    read_extra=_read_gemma2,
+    write_extra=_write_gemma2,
+    find_unsupported=_find_unsupported,
+)
