@@ -51,7 +51,7 @@ class SampledLogprobs:
     top_logprobs: mx.array  # [R, n]
 
     @classmethod
-    def of(cls, logits: mx.array, tokens: mx.array, n: int) -> SampledLogprobs:
+    def compute(cls, logits: mx.array, tokens: mx.array, n: int) -> SampledLogprobs:
         """Of tokens `[R]` drawn from logits `[R, V]`, with the n likeliest."""
         logprobs = log_softmax(logits)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]

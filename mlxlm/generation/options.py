@@ -1,46 +1,101 @@
-"""What a text is to be like: how its tokens are drawn, what it must match, where it ends."""
+"""Sampling and generation options, and their validation."""
 
 from __future__ import annotations
 
 import json
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mlxlm.cache.options import is_int_at_least
 from mlxlm.utils.errors import GenerationError
 
-MAX_LOGPROBS = 1000  # a token's likeliest alternatives
+MAX_LOGPROBS = 1000
 MAX_PENALTY_WINDOW = 1 << 14  # tokens that a penalty looks back on
-MAX_SCHEMA_CHARS = 1 << 20  # characters of a schema or a regular expression, and of all choices together
+MAX_SCHEMA_CHARS = 1 << 20  # of a schema, of a regular expression, and of all choices together
+
+
+def _real(low: float, high: float, *, above: bool = False, also: float | None = None) -> Callable[[Any], bool]:
+    """Check for a number from `low` (above it, if `above`) to `high`, or equal to `also`."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        return value == also or low <= value <= high and not (above and value == low)
+
+    return check
+
+
+def _integer(low: int, high: float = math.inf, *, none: bool = False) -> Callable[[Any], bool]:
+    """Check for an integer from `low` to `high`, or None if `none`."""
+    return lambda value: (none and value is None) or (is_int_at_least(value, low) and value <= high)
+
+
+_WINDOW = _integer(1, MAX_PENALTY_WINDOW), f"a whole number from 1 to {MAX_PENALTY_WINDOW}"
+_PENALTY = _real(-100, 100), "0 for off, or a bit more, such as 0.5"
+
+# Per option: whether a value is valid, and what would be.
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # Below 0.001 the scaled logits exceed float32, and sampling is greedy anyway.
+    "temperature": (_real(0.001, 100, also=0), "0 for greedy, or 0.001 to 100"),
+    "top_k": (_integer(0), "a positive whole number, or 0 for off"),
+    "top_p": (_real(0, 1, above=True), "above 0 and at most 1, such as 0.9"),
+    "min_p": (_real(0, 1), "0 to 1, such as 0.05"),
+    "typical_p": (_real(0, 1, above=True), "above 0 and at most 1, such as 0.9"),
+    "xtc_probability": (_real(0, 1), "0 to 1, such as 0.5"),
+    "xtc_threshold": (_real(0, 1, above=True), "above 0, such as 0.1; above 0.5 is off"),
+    "repetition_penalty": (_real(0.01, 100), "1 for off, or a bit more, such as 1.1"),
+    "repetition_context_size": _WINDOW,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "dry_multiplier": (_real(0, 100), "0 for off, or a bit more, such as 0.8"),
+    "dry_base": (_real(1, 100), "1 to 100, such as 1.75"),
+    "dry_allowed_length": _WINDOW,
+    "dry_penalty_last_n": _WINDOW,
+    "seed": (_integer(0, 2**64 - 1, none=True), "a whole number from 0 to 2^64 - 1"),
+    "logprobs": (
+        _integer(0, MAX_LOGPROBS, none=True),
+        f"0 for the chosen token's, or up to {MAX_LOGPROBS} of the likeliest",
+    ),
+    "max_tokens": (_integer(1, none=True), "a positive whole number, such as 256"),
+}
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a token is drawn. Raises GenerationError that names every setting that can't work. Numbers may be numpy's.
+    r"""How tokens are sampled. The steps of `Sampler` apply the options in the order below. NumPy numbers are accepted.
 
-    The settings apply in this order, which is also that of the steps of `Sampler`:
+    Attributes:
+        logit_bias: {token id: number added to its logit}; also as "id=number" strings.
+        repetition_penalty: Above 1, tokens of the last `repetition_context_size` are less likely; 1 is off.
+        repetition_context_size: How many tokens the repetition penalty looks back on, prompt included.
+        presence_penalty: Subtracted once from the logit of every token generated so far.
+        frequency_penalty: Subtracted for each time that a token was generated.
+        dry_multiplier: Above 0, a token that would extend a repetition of the last tokens to `length` loses
+            dry_multiplier * dry_base ** (length - dry_allowed_length), from `dry_allowed_length` on.
+        dry_base: Growth of DRY's penalty with the length of the repetition.
+        dry_allowed_length: Length of a repetition from which DRY acts.
+        dry_penalty_last_n: How many tokens DRY looks back on.
+        dry_sequence_breakers: A token that contains one of these strings ends a repetition; () or "" for none.
+        json_schema: JSON schema that the text must match, as text or dict; True for any JSON. At most one of
+            `json_schema`, `regex` and `choice` can be set.
+        regex: Regular expression that the whole text must match; \d is 0-9.
+        choice: Strings of which the text must be one.
+        temperature: 0 is greedy; 1 is the model's own distribution.
+        top_k: Sample from the k likeliest tokens; 0 is off.
+        typical_p: Sample from the tokens of most typical surprisal with this total probability; 1 is off.
+        top_p: Sample from the likeliest tokens with this total probability; 1 is off.
+        min_p: Sample from tokens with at least this fraction of the highest probability; 0 is off.
+        xtc_probability: How often all tokens of at least `xtc_threshold` probability but the least likely are removed.
+        xtc_threshold: See `xtc_probability`.
+        seed: Equal seeds give equal texts. None draws one, which the result reports.
+        logprobs: 0 reports the log-probability of every sampled token, n also the n likeliest tokens; None neither.
+            They are those of the model, before all of the above.
 
-    logit_bias: {token id: number added to its logit}; also as "id=number" strings.
-    repetition_penalty: above 1 makes tokens of the last `repetition_context_size` less likely; 1 is off.
-    presence_penalty, frequency_penalty: subtracted from the logit of every token generated so far, once and for
-        each time it was.
-    dry_multiplier: above 0, a token that would lengthen a repetition of the last `dry_penalty_last_n` tokens is made less
-        likely by dry_multiplier * dry_base ** (length - dry_allowed_length), from that length on. A token whose text
-        has one of `dry_sequence_breakers` in it ends a repetition; () or "" for none.
-    json_schema, regex, choice: what the text must match as a whole (at most one of them): a JSON schema, as text or
-        as a dict (or True, for any JSON); a regular expression, in which \\d is 0-9; one of these texts.
-    temperature: 0 takes the likeliest token (greedy); 1 the model's own distribution.
-    top_k: only the k likeliest tokens; 0 is off.
-    typical_p: only the tokens of most typical surprise that hold this much probability together; 1 is off.
-    top_p: only the likeliest tokens that hold this much probability together; 1 is off.
-    min_p: only tokens at least this fraction as likely as the likeliest; 0 is off.
-    xtc_probability: how often, of all tokens at least `xtc_threshold` likely, only the least likely stays.
-    seed: equal seeds give equal texts; None draws one, which the result reports.
-    logprobs: 0 reports the log-probability of every token drawn, n also the n likeliest tokens; None neither. They
-        are those of the model, before all of the above.
+    Raises:
+        GenerationError: Naming every option that is invalid.
     """
 
     temperature: float = 0.7
@@ -67,215 +122,191 @@ class SamplingOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            self._set(setting.name, _plain(getattr(self, setting.name)))
+        for option in fields(self):
+            self._set(option.name, _python_number(getattr(self, option.name)))
         for name in ("dry_sequence_breakers", "choice"):
-            self._set(name, _texts(getattr(self, name)))
+            self._set(name, _as_tuple(getattr(self, name)))
         if self.dry_sequence_breakers == ("",):
             self._set("dry_sequence_breakers", ())
-        self._set("logit_bias", _biases(self.logit_bias))
+        self._set("logit_bias", _parse_logit_bias(self.logit_bias))
         if isinstance(self.json_schema, Mapping | bool):
-            self._set("json_schema", _json_text(self.json_schema))
+            self._set("json_schema", _to_json(self.json_schema))
         problems = list(self._problems())
         if problems:
-            raise GenerationError("these settings can't work: " + "; ".join(problems))
+            raise GenerationError("invalid options: " + "; ".join(problems))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, beside: Sequence[str] = (), /, **settings: Any):
-        """The options from keyword arguments. Raises GenerationError for a name that is none of them; `beside` are
-        other names that the caller takes, for its hint."""
+    def of(cls, other_names: Sequence[str] = (), /, **options: Any):
+        """Options from keyword arguments.
+
+        Args:
+            other_names: Further arguments that the caller accepts, for the hint of the error.
+            options: The fields.
+
+        Raises:
+            GenerationError: For a name that isn't a field, and for invalid values.
+        """
         names = [f.name for f in fields(cls)]
-        unknown = sorted(set(settings) - set(names))
+        unknown = sorted(set(options) - set(names))
         if unknown:
-            raise GenerationError(f"there is no setting {', '.join(unknown)}", "one of " + ", ".join([*beside, *names]))
-        return cls(**settings)
+            hint = "one of " + ", ".join([*other_names, *names])
+            raise GenerationError(f"there is no option {', '.join(unknown)}", hint)
+        return cls(**options)
 
     @property
     def constraint(self) -> str | None:
-        """The name of the setting that the text must match as a whole, or None."""
+        """The name of the option that constrains the text (json_schema, regex or choice), or None."""
         return next(iter(self._constraints()), None)
 
-    def check_vocabulary(self, size: int) -> None:
-        """Raises GenerationError for what a model of so many tokens doesn't have."""
-        if beyond := [token for token in self.logit_bias if token >= size]:
-            raise GenerationError(f"logit_bias names the token {beyond[0]}", f"ids from 0 to {size - 1}")
-        if self.logprobs is not None and self.logprobs > size:
-            raise GenerationError(f"logprobs is {self.logprobs}, and the model has {size} tokens", "fewer")
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise GenerationError for a logit_bias or logprobs beyond a vocabulary of this size."""
+        if unknown := [token for token in self.logit_bias if token >= vocab_size]:
+            raise GenerationError(f"logit_bias names the token {unknown[0]}", f"ids from 0 to {vocab_size - 1}")
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise GenerationError(f"logprobs is {self.logprobs}, and the model has {vocab_size} tokens", "fewer")
 
     def _constraints(self) -> list[str]:
         return [name for name in ("json_schema", "regex", "choice") if getattr(self, name) not in (None, ())]
 
     def _problems(self) -> Iterator[str]:
-        # Below 0.001 the scaled logits leave float32, and the draw is greedy anyway.
-        if self.temperature != 0 and not _within(self.temperature, 0.001, 100):
-            yield f"temperature is {self.temperature!r} (0 for greedy, or 0.001 to 100)"
-        if not is_int_at_least(self.top_k, 0):
-            yield f"top_k is {self.top_k!r} (a positive whole number, or 0 for off)"
-        if not _within(self.top_p, 0, 1) or self.top_p == 0:
-            yield f"top_p is {self.top_p!r} (above 0 and at most 1, such as 0.9)"
-        if not _within(self.min_p, 0, 1):
-            yield f"min_p is {self.min_p!r} (0 to 1, such as 0.05)"
-        if not _within(self.typical_p, 0, 1) or self.typical_p == 0:
-            yield f"typical_p is {self.typical_p!r} (above 0 and at most 1, such as 0.9)"
-        if not _within(self.xtc_probability, 0, 1):
-            yield f"xtc_probability is {self.xtc_probability!r} (0 to 1, such as 0.5)"
-        if not _within(self.xtc_threshold, 0, 1) or self.xtc_threshold == 0:
-            yield f"xtc_threshold is {self.xtc_threshold!r} (above 0, such as 0.1; above 0.5 is off)"
+        for option in fields(self):
+            value = getattr(self, option.name)
+            valid, hint = _CHECKS.get(option.name, (None, ""))
+            if valid and not valid(value):
+                yield f"{option.name} is {value!r} ({hint})"
         if self.temperature == 0:
-            # Both can take the likeliest token away, and there would be no draw to choose another one by.
-            if self.typical_p != 1:
-                yield "typical_p needs a temperature above 0 (such as 0.7)"
-            if self.xtc_probability != 0:
-                yield "xtc_probability needs a temperature above 0 (such as 0.7)"
-        yield from self._penalty_problems()
+            # Both can remove the likeliest token, and greedy decoding has no randomness to choose another one by.
+            for name, off in (("typical_p", 1), ("xtc_probability", 0)):
+                if getattr(self, name) != off:
+                    yield f"{name} needs a temperature above 0 (such as 0.7)"
+        yield from _string_problems("a dry_sequence_breakers entry", self.dry_sequence_breakers)
+        yield from _logit_bias_problems(self.logit_bias)
         yield from self._constraint_problems()
-        if self.seed is not None and not (is_int_at_least(self.seed, 0) and self.seed < 2**64):
-            yield f"seed is {self.seed!r} (a whole number from 0 to 2^64 - 1)"
-        if self.logprobs is not None and not (is_int_at_least(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS):
-            yield f"logprobs is {self.logprobs!r} (0 for the chosen token's, or up to {MAX_LOGPROBS} of the likeliest)"
-
-    def _penalty_problems(self) -> Iterator[str]:
-        if not _within(self.repetition_penalty, 0.01, 100):
-            yield f"repetition_penalty is {self.repetition_penalty!r} (1 for off, or a bit more, such as 1.1)"
-        for name in ("repetition_context_size", "dry_penalty_last_n", "dry_allowed_length"):
-            value = getattr(self, name)
-            if not is_int_at_least(value, 1) or value > MAX_PENALTY_WINDOW:
-                yield f"{name} is {value!r} (a whole number from 1 to {MAX_PENALTY_WINDOW})"
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not _within(value, -100, 100):
-                yield f"{name} is {value!r} (0 for off, or a bit more, such as 0.5)"
-        if not _within(self.dry_multiplier, 0, 100):
-            yield f"dry_multiplier is {self.dry_multiplier!r} (0 for off, or a bit more, such as 0.8)"
-        if not _within(self.dry_base, 1, 100):
-            yield f"dry_base is {self.dry_base!r} (1 to 100, such as 1.75)"
-        yield from _text_problems("a dry_sequence_breakers entry", self.dry_sequence_breakers)
-        if not isinstance(self.logit_bias, Mapping):
-            yield f"logit_bias is {self.logit_bias!r} (ids and numbers, such as {{42: -100}})"
-            return
-        for token, bias in self.logit_bias.items():
-            if not is_int_at_least(token, 0) or token >= 2**31:
-                yield f"logit_bias has the token {token!r} (an id, such as 42)"
-            elif isinstance(bias, tuple):
-                yield f"logit_bias has the token {token} twice (one number for each)"
-            elif not _within(bias, -10_000, 10_000):
-                yield f"logit_bias of token {token} is {bias!r} (-10000 to 10000, such as -100)"
 
     def _constraint_problems(self) -> Iterator[str]:
-        if len(given := self._constraints()) > 1:
-            yield f"{' and '.join(given)} can't both hold (only one of them)"
+        names = self._constraints()
+        if len(names) > 1:
+            yield f"{' and '.join(names)} exclude each other (only one of them)"
         if self.json_schema is not None:
             yield from _schema_problems(self.json_schema)
         if self.regex is not None and not (isinstance(self.regex, str) and self.regex and _is_utf8(self.regex)):
             yield f"regex is {self.regex!r} (a regular expression, such as [0-9]+)"
-        problems = list(_text_problems("a choice", self.choice))
+        problems = list(_string_problems("a choice", self.choice))
         yield from problems
-        if not problems and any(_size(text) > MAX_SCHEMA_CHARS for text in (self.regex or "", "".join(self.choice))):
-            yield f"{given[0]} is too long (at most {MAX_SCHEMA_CHARS} characters)"
+        texts = [self.regex if isinstance(self.regex, str) else "", "" if problems else "".join(self.choice)]
+        if any(len(text) > MAX_SCHEMA_CHARS for text in texts):
+            yield f"{names[0]} is too long (at most {MAX_SCHEMA_CHARS} characters)"
 
 
 @dataclass(frozen=True)
 class GenerationOptions(SamplingOptions):
     """SamplingOptions, and where a text ends.
 
-    max_tokens: at most this many tokens; None for as many as the model's context has room for.
-    stop: strings that end the text and are not part of it. Beside a constraint, whichever ends the text first does.
+    Attributes:
+        max_tokens: The maximum number of tokens; None for as many as the model's context has room for.
+        stop: Strings that end the text and aren't part of it. With a constraint, whichever ends the text first does.
     """
 
     max_tokens: int | None = 256
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._set("stop", _texts(self.stop))
+        self._set("stop", _as_tuple(self.stop))
         super().__post_init__()
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        limit = self.max_tokens
-        if limit is not None and not is_int_at_least(limit, 1):
-            yield f"max_tokens is {limit!r} (a positive whole number, such as 256)"
-        yield from _text_problems("a stop string", self.stop)
+        yield from _string_problems("a stop string", self.stop)
 
 
-def _within(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-def _text_problems(what: str, texts: Sequence[Any]) -> Iterator[str]:
-    if wrong := [text for text in texts if not isinstance(text, str)]:
-        yield f"{what} is {wrong[0]!r} (a text)"
+def _string_problems(what: str, texts: Sequence[Any]) -> Iterator[str]:
+    if invalid := [text for text in texts if not isinstance(text, str)]:
+        yield f"{what} is {invalid[0]!r} (a string)"
     elif "" in texts:
         yield f"{what} is empty (one character or more)"
-    elif wrong := [text for text in texts if not _is_utf8(text)]:
-        yield f"{what} is {wrong[0]!r} (characters that UTF-8 has)"
+    elif invalid := [text for text in texts if not _is_utf8(text)]:
+        yield f"{what} is {invalid[0]!r} (characters that UTF-8 can encode)"
 
 
 def _is_utf8(text: str) -> bool:
-    """Bytes that a shell gives, and that are no UTF-8, are halves of surrogate pairs here."""
+    """False for the lone surrogates that a shell makes of bytes that aren't UTF-8."""
     return text.encode("utf-8", "ignore").decode() == text
 
 
-def _size(text: Any) -> int:
-    return len(text) if isinstance(text, str) else 0
-
-
-def _texts(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) or not isinstance(value, Sequence) else tuple(value)
 
 
-def _plain(value: Any) -> Any:
-    """Python's number for one of numpy's; anything else as it is."""
+def _python_number(value: Any) -> Any:
+    """Python's number for one of NumPy's; anything else unchanged."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def _biases(given: Any) -> Any:
-    """Ids and biases of a mapping (JSON has its ids as strings) or of "id=bias" texts; what is neither stays, to be
-    named as a problem, as do two biases of one id."""
-    if isinstance(given, Mapping):
-        pairs = given.items()
-    elif not isinstance(given, Sequence):
-        return given
+def _parse_logit_bias(value: Any) -> Any:
+    """{id: bias} from a mapping (JSON's keys are strings) or from "id=bias" strings.
+
+    Invalid entries are kept for `_logit_bias_problems`; two biases for one id as a tuple.
+    """
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, Sequence):
+        pairs = [
+            tuple(text.split("=", 1)) if isinstance(text, str) and "=" in text else (repr(text), None)
+            for text in _as_tuple(value)
+        ]
     else:
-        pairs = [tuple(text.split("=", 1)) if isinstance(text, str) and "=" in text else (repr(text), None)
-                 for text in _texts(given)]  # fmt: skip
-    found: dict[Any, Any] = {}
+        return value
+    biases: dict[Any, Any] = {}
     for token, bias in pairs:
         token, bias = _number(token, int), _number(bias, float)
-        found[token] = (found[token], bias) if token in found else bias
-    return found
+        biases[token] = (biases[token], bias) if token in biases else bias
+    return biases
 
 
 def _number(value: Any, kind: type) -> Any:
     try:
-        return kind(value) if isinstance(value, str) else _plain(value)
+        return kind(value) if isinstance(value, str) else _python_number(value)
     except ValueError:
         return value
 
 
-def _json_text(schema: Mapping[str, Any] | bool) -> Any:
+def _logit_bias_problems(logit_bias: Any) -> Iterator[str]:
+    if not isinstance(logit_bias, Mapping):
+        yield f"logit_bias is {logit_bias!r} (ids and numbers, such as {{42: -100}})"
+        return
+    for token, bias in logit_bias.items():
+        if not is_int_at_least(token, 0) or token >= 2**31:
+            yield f"logit_bias has the token {token!r} (an id, such as 42)"
+        elif isinstance(bias, tuple):
+            yield f"logit_bias has the token {token} twice (one number for each)"
+        elif not _real(-10_000, 10_000)(bias):
+            yield f"logit_bias of token {token} is {bias!r} (-10000 to 10000, such as -100)"
+
+
+def _to_json(schema: Mapping[str, Any] | bool) -> Any:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return schema  # named as a problem
+        return schema  # reported by `_schema_problems`
 
 
 def _schema_problems(schema: Any) -> Iterator[str]:
     try:
         if not isinstance(schema, str):
-            what = "it holds what JSON doesn't have" if isinstance(schema, Mapping) else f"it is {schema!r}"
-            raise ValueError(what)
+            not_json = isinstance(schema, Mapping)
+            raise ValueError("it has values that JSON can't represent" if not_json else f"it is {schema!r}")
         if len(schema) > MAX_SCHEMA_CHARS:
             raise ValueError(f"it has more than {MAX_SCHEMA_CHARS} characters")
-        # Python takes more for JSON than the library, whose errors point into another text than this one.
-        found = json.loads(schema, parse_constant=_finite, parse_float=_finite, parse_int=_finite)
-        if not isinstance(found, dict | bool):
-            raise ValueError("it is no object")
-        if not _is_utf8(json.dumps(found, ensure_ascii=False)):
+        # llguidance accepts less than Python, and its errors point into a text other than this one.
+        value = json.loads(schema, parse_constant=_finite, parse_float=_finite, parse_int=_finite)
+        if not isinstance(value, dict | bool):
+            raise ValueError("it is not an object")
+        if not _is_utf8(json.dumps(value, ensure_ascii=False)):
             raise ValueError("it has half of a surrogate pair")
     except (ValueError, RecursionError) as error:
         yield f'json_schema is not a JSON schema: {error} (such as {{"type": "object"}})'
@@ -283,5 +314,5 @@ def _schema_problems(schema: Any) -> Iterator[str]:
 
 def _finite(number: str) -> float:
     if not math.isfinite(value := float(number)):
-        raise ValueError(f"it has {number[:20]}, which is no number that can be had")
+        raise ValueError(f"it has {number[:20]}, which is not a finite number")
     return value

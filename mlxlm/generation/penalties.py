@@ -1,30 +1,26 @@
-"""What changes the logits before a draw: biases, and penalties for what was said already."""
+"""Logit bias and penalties for repeated tokens."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from mlxlm.backend.mlx import mx
+from mlxlm.generation.dry import apply_dry, initial_match_lengths, mask_breakers, update_match_lengths
 from mlxlm.generation.options import SamplingOptions
-from mlxlm.tokenizer import Tokenizer
-from mlxlm.utils.errors import GenerationError
-
-_HARDEST = 1e6  # a larger DRY penalty bans no more than this one, and an infinite one would leave no number
 
 
 @dataclass(frozen=True)
 class PenaltyState:
-    """What the penalties of some rows look back on; all of it on the device, each array's first axis the rows.
+    """The earlier tokens that penalties depend on, for R rows, on the device. None for a penalty that is off.
 
-    recent_tokens: int32 `[R, repetition_window]`, -1 before the first token; None without a repetition penalty.
-    token_counts: int32 `[R, V]`, how often each token was generated; None without a penalty for it.
-    dry_tokens: int32 `[R, dry_window]`, -1 before the first token and for every breaker; None without DRY.
-    dry_match_lengths: int32 `[R, dry_window]`: how many tokens that end there equal the last tokens of all. With a new token t,
-        matches[i] becomes matches[i - 1] + 1 where said[i] = t and 0 elsewhere, so that a token costs one step.
+    Attributes:
+        recent_tokens: int32 `[R, repetition_context_size]`, -1 before the first token.
+        token_counts: int32 `[R, V]`, how often each token was generated.
+        dry_tokens: int32 `[R, dry_penalty_last_n]`, -1 before the first token and for every sequence breaker.
+        dry_match_lengths: int32 `[R, dry_penalty_last_n]`, see `dry.update_match_lengths`.
     """
 
     recent_tokens: mx.array | None = None
@@ -33,164 +29,121 @@ class PenaltyState:
     dry_match_lengths: mx.array | None = None
 
     @classmethod
-    def of(cls, options: SamplingOptions, prompt: Sequence[int], size: int, breakers: mx.array | None) -> PenaltyState:
-        """One row, after `prompt`, for a vocabulary of `size`."""
+    def from_prompt(
+        cls, options: SamplingOptions, prompt: Sequence[int], vocab_size: int, breakers: mx.array | None
+    ) -> PenaltyState:
+        """The state of one row after its prompt. `breakers`: see `dry_breaker_mask`."""
         recent_tokens = token_counts = dry_tokens = dry_match_lengths = None
         if options.repetition_penalty != 1:
-            recent_tokens = mx.array(_last(prompt, options.repetition_context_size))[None]
+            recent_tokens = mx.array(_last_tokens(prompt, options.repetition_context_size))[None]
         if options.presence_penalty or options.frequency_penalty:
-            token_counts = mx.zeros((1, size), mx.int32)
+            token_counts = mx.zeros((1, vocab_size), mx.int32)
         if options.dry_multiplier:
-            tokens = _last(prompt, options.dry_penalty_last_n)
-            if breakers is not None:
-                tokens = np.array(_without_breakers(mx.array(tokens), breakers))
-            dry_tokens, dry_match_lengths = mx.array(tokens)[None], mx.array(_matches(tokens))[None]
+            tokens = np.array(mask_breakers(mx.array(_last_tokens(prompt, options.dry_penalty_last_n)), breakers))
+            dry_tokens, dry_match_lengths = mx.array(tokens)[None], mx.array(initial_match_lengths(tokens))[None]
         return cls(recent_tokens, token_counts, dry_tokens, dry_match_lengths)
 
     @classmethod
     def stack_rows(cls, rows: Sequence[tuple[PenaltyState, int]]) -> PenaltyState:
-        """The rows `history[i]` of every pair side by side; those of one history in its order as they are."""
+        """Stack row `rows[i][1]` of state `rows[i][0]`. All rows of one state, in order, are that state itself."""
         first = rows[0][0]
-        if all(history is first for history, _ in rows) and [row for _, row in rows] == list(range(first.rows)):
+        if all(state is first for state, _ in rows) and [row for _, row in rows] == list(range(first.num_rows)):
             return first
-        return cls(*(_joined([(getattr(h, f.name), row) for h, row in rows]) for f in fields(cls)))
+        return cls(*(_stack([(getattr(state, f.name), row) for state, row in rows]) for f in fields(cls)))
 
     @property
     def empty(self) -> bool:
-        """Whether no penalty looks back."""
-        return all(getattr(self, field.name) is None for field in fields(self))
+        """Whether all penalties are off."""
+        return all(array is None for array in self._arrays())
 
     @property
-    def rows(self) -> int:
-        return next((len(array) for field in fields(self) if (array := getattr(self, field.name)) is not None), 1)
+    def num_rows(self) -> int:
+        """R; 1 if all penalties are off."""
+        return next((len(array) for array in self._arrays() if array is not None), 1)
 
-    def with_token(self, tokens: mx.array, breakers: mx.array | None) -> PenaltyState:
-        """With one more token in each row, `[R]`."""
-        recent_tokens, token_counts, dry_tokens, dry_match_lengths = (
-            self.recent_tokens,
-            self.token_counts,
-            self.dry_tokens,
-            self.dry_match_lengths,
-        )
+    def with_tokens(self, tokens: mx.array, breakers: mx.array | None) -> PenaltyState:
+        """The state after one more token in each row, `tokens` `[R]`."""
+        recent_tokens, token_counts, dry_tokens, dry_match_lengths = self._arrays()
         tokens = tokens.astype(mx.int32)[:, None]
         if recent_tokens is not None:
             recent_tokens = mx.concatenate([recent_tokens[:, 1:], tokens], axis=1)
         if token_counts is not None:
             token_counts = token_counts.at[mx.arange(len(tokens))[:, None], tokens].add(1)
         if dry_tokens is not None:
-            tokens = tokens if breakers is None else _without_breakers(tokens, breakers)
+            tokens = mask_breakers(tokens, breakers)
             dry_tokens = mx.concatenate([dry_tokens[:, 1:], tokens], axis=1)
-            # The tokens have moved one to the left: what matched before a token lies at its place. Nothing reads the
-            # last entry, where the last token matches itself.
-            dry_match_lengths = mx.where((dry_tokens == tokens) & (tokens >= 0), dry_match_lengths + 1, 0)
+            dry_match_lengths = update_match_lengths(dry_match_lengths, dry_tokens, tokens)
         return PenaltyState(recent_tokens, token_counts, dry_tokens, dry_match_lengths)
+
+    def _arrays(self) -> tuple[mx.array | None, ...]:
+        return self.recent_tokens, self.token_counts, self.dry_tokens, self.dry_match_lengths
 
 
 def apply_penalties(
-    logits: mx.array, options: SamplingOptions, history: PenaltyState, biases: tuple[mx.array, mx.array] | None = None
+    logits: mx.array, options: SamplingOptions, state: PenaltyState, logit_bias: tuple[mx.array, mx.array] | None = None
 ) -> mx.array:
-    """The logits `[R, V]` as float32, after logit_bias and the penalties, in this order:
+    """Apply logit bias, repetition, presence and frequency penalties, and DRY, in this order.
 
-    1. logit_bias, added: `biases`, ids and float32 values;
-    2. repetition penalty, on every token of the last repetition_window, prompt included: positive logits divided by
-       it, negative ones multiplied (Keskar et al. 2019, 4.1);
-    3. presence penalty, subtracted once from every token generated, and frequency penalty, for each time it was
-       (as in OpenAI's interface);
-    4. DRY ("don't repeat yourself", p-e-w 2024): where the last n tokens, n >= dry_allowed_length, stood in the last
-       dry_window before, the token that followed them there loses dry_multiplier * dry_base^(n - dry_allowed_length),
-       for the largest n.
+    Args:
+        logits: `[R, V]`, any float dtype.
+        options: The settings of all rows.
+        state: The earlier tokens of each row.
+        logit_bias: Token ids, int32, and what to add to their logits, float32.
+
+    Returns:
+        float32 `[R, V]`.
     """
     logits = logits.astype(mx.float32)
-    if biases is not None:
-        ids, values = biases
-        logits = logits.at[:, ids].add(values)
-    if history.recent_tokens is not None:
-        ids = mx.maximum(history.recent_tokens, 0)
-        values = mx.take_along_axis(logits, ids, axis=-1)
-        penalty = options.repetition_penalty
-        ids = mx.where(history.recent_tokens >= 0, ids, logits.shape[-1])
-        values = mx.where(values < 0, values * penalty, values / penalty)
-        # One more column takes what stands for no token.
-        spare = mx.zeros((logits.shape[0], 1))
-        logits = mx.put_along_axis(mx.concatenate([logits, spare], axis=-1), ids, values, axis=-1)[:, :-1]
-    if history.token_counts is not None:
-        generated = (
-            history.token_counts > 0
-        ) * options.presence_penalty + history.token_counts * options.frequency_penalty
-        logits = logits - generated
-    if history.dry_tokens is not None:
-        logits = logits - _dry_penalties(logits.shape, options, history)
+    if logit_bias is not None:
+        logits = apply_logit_bias(logits, *logit_bias)
+    if state.recent_tokens is not None:
+        logits = apply_repetition_penalty(logits, state.recent_tokens, options.repetition_penalty)
+    if state.token_counts is not None:
+        logits = apply_count_penalties(logits, state.token_counts, options.presence_penalty, options.frequency_penalty)
+    if state.dry_tokens is not None:
+        logits = apply_dry(logits, options, state.dry_tokens, state.dry_match_lengths)
     return logits
 
 
-def _dry_penalties(shape: tuple[int, ...], options: SamplingOptions, history: PenaltyState) -> mx.array:
-    window = history.dry_tokens.shape[1]
-    lengths = mx.minimum(history.dry_match_lengths, mx.arange(1, window + 1))[:, :-1]  # no match goes beyond the window
-    following = history.dry_tokens[:, 1:]
-    penalty = options.dry_multiplier * mx.power(options.dry_base, lengths - options.dry_allowed_length)
-    applies = (lengths >= options.dry_allowed_length) & (following >= 0)
-    penalty = mx.where(applies, mx.minimum(penalty, _HARDEST), 0)
-    rows = mx.arange(shape[0])[:, None]
-    return mx.zeros(shape).at[rows, mx.maximum(following, 0)].maximum(penalty)
+def apply_logit_bias(logits: mx.array, ids: mx.array, values: mx.array) -> mx.array:
+    """Add `values` `[n]` to the logits of the tokens `ids` `[n]`."""
+    return logits.at[:, ids].add(values)
 
 
-def _last(prompt: Sequence[int], window: int) -> np.ndarray:
-    tokens = np.full(window, -1, np.int32)
-    given = prompt[-window:]
-    tokens[window - len(given) :] = given
+def apply_repetition_penalty(logits: mx.array, recent_tokens: mx.array, penalty: float) -> mx.array:
+    """Divide positive logits of `recent_tokens` by `penalty`, multiply negative ones (Keskar et al. 2019, 4.1).
+
+    Args:
+        logits: float32 `[R, V]`.
+        recent_tokens: int32 `[R, n]`, -1 for no token.
+        penalty: Above 1 makes the tokens less likely.
+    """
+    ids = mx.maximum(recent_tokens, 0)
+    values = mx.take_along_axis(logits, ids, axis=-1)
+    values = mx.where(values < 0, values * penalty, values / penalty)
+    # The value for "no token" is written to an extra column.
+    ids = mx.where(recent_tokens >= 0, ids, logits.shape[-1])
+    padded = mx.concatenate([logits, mx.zeros((logits.shape[0], 1))], axis=-1)
+    return mx.put_along_axis(padded, ids, values, axis=-1)[:, :-1]
+
+
+def apply_count_penalties(
+    logits: mx.array, token_counts: mx.array, presence_penalty: float, frequency_penalty: float
+) -> mx.array:
+    """Subtract the presence penalty once from every generated token, the frequency penalty for each occurrence.
+
+    As in OpenAI's API. `token_counts`: int32 `[R, V]`.
+    """
+    return logits - ((token_counts > 0) * presence_penalty + token_counts * frequency_penalty)
+
+
+def _last_tokens(prompt: Sequence[int], count: int) -> np.ndarray:
+    """The last `count` tokens, int32, padded with -1 at the front."""
+    tokens = np.full(count, -1, np.int32)
+    last = prompt[-count:]
+    tokens[count - len(last) :] = last
     return tokens
 
 
-def _matches(tokens: np.ndarray) -> np.ndarray:
-    """`PenaltyState.dry_match_lengths` after these tokens, `[W]`."""
-    size = len(tokens)
-    dry_match_lengths = np.zeros(size, np.int32)
-    alive = np.arange(size) < size - 1
-    for back in range(size):
-        wanted = tokens[size - 1 - back]
-        alive[back:] &= tokens[: size - back] == wanted
-        alive[:back] = False
-        if wanted < 0 or not alive.any():
-            break
-        dry_match_lengths += alive
-    return dry_match_lengths
-
-
-def _joined(rows: list[tuple[mx.array | None, int]]) -> mx.array | None:
+def _stack(rows: list[tuple[mx.array | None, int]]) -> mx.array | None:
     return None if rows[0][0] is None else mx.concatenate([array[row : row + 1] for array, row in rows])
-
-
-def _without_breakers(tokens: mx.array, breakers: mx.array) -> mx.array:
-    return mx.where(breakers[mx.clip(tokens, 0, len(breakers) - 1)], -1, tokens)
-
-
-_breakers: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], mx.array]] = weakref.WeakKeyDictionary()
-
-
-def dry_breaker_mask(options: SamplingOptions, tokenizer: Tokenizer | None) -> mx.array | None:
-    """Bool `[vocab_size + 1]`, the tokens whose text has one of `dry_sequence_breakers` in it (the last entry, for ids without a
-    token, is False); None where nothing needs it. Made once per tokenizer, in a second or less.
-
-    Raises GenerationError for a breaker of several characters that no token has in it: it could never act.
-    """
-    if not options.dry_multiplier or not options.dry_sequence_breakers:
-        return None
-    if tokenizer is None:
-        raise GenerationError("dry_sequence_breakers need a tokenizer", "dry_sequence_breakers=()")
-    made = _breakers.setdefault(tokenizer, {})
-    if options.dry_sequence_breakers not in made:
-        texts = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        for name, id in tokenizer.special_tokens.items():
-            texts[id] = name.encode("utf-8")
-        table = [False] * (len(texts) + 1)
-        for breaker in options.dry_sequence_breakers:
-            sought = breaker.encode("utf-8", "surrogatepass")
-            found = [id for id, text in enumerate(texts) if sought in text]
-            if not found and len(breaker) > 1:
-                raise GenerationError(
-                    f"dry_sequence_breakers: no token contains {breaker!r}", "one character, such as ':'"
-                )
-            for id in found:
-                table[id] = True
-        made[options.dry_sequence_breakers] = mx.array(table)
-    return made[options.dry_sequence_breakers]

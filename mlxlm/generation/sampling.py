@@ -1,58 +1,95 @@
-"""From logits to tokens: seeded draws, each row by its own settings and noise, all on the device."""
+"""Sampling: from logits to tokens, on the device, with a seed per text."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import fields
 
 import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.constraint import Grammar, apply_token_bitmask
+from mlxlm.generation.dry import dry_breaker_mask
 from mlxlm.generation.gumbel_noise import gumbel_noise, token_noise
 from mlxlm.generation.logit_filters import filter_logits
 from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
 from mlxlm.generation.options import SamplingOptions
-from mlxlm.generation.penalties import PenaltyState, apply_penalties, dry_breaker_mask
+from mlxlm.generation.penalties import PenaltyState, apply_penalties
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
-# The options that decide what happens to a row's logits: rows with the same ones are drawn together.
-_SHAPING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "xtc_probability",
-    "xtc_threshold",
-    "repetition_penalty",
-    "repetition_context_size",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-)
+# Options that don't change how the logits of a row are processed. logit_bias does, and is compared as bytes.
+_PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "logit_bias")
+_SHARED = tuple(field.name for field in fields(SamplingOptions) if field.name not in _PER_TEXT)
+
+
+class LogitsProcessor:
+    """From a model's logits to the scores whose maximum is the drawn token, for all rows with the same settings.
+
+    Attributes:
+        options: The settings.
+        breakers: The mask of DRY's sequence breakers.
+        key: Equal for processors that do the same, so that their rows can be drawn together.
+    """
+
+    def __init__(self, options: SamplingOptions, breakers: mx.array | None):
+        ids = np.array(list(options.logit_bias), np.int32)
+        values = np.array(list(options.logit_bias.values()), np.float32)
+        self.options, self.breakers = options, breakers
+        self._logit_bias = (mx.array(ids), mx.array(values)) if len(ids) else None
+        shared = (getattr(options, name) for name in _SHARED)
+        self.key: Hashable = (*shared, ids.tobytes(), values.tobytes(), id(breakers))
+
+    def __call__(
+        self,
+        logits: mx.array,
+        state: PenaltyState,
+        token_bitmasks: Sequence[np.ndarray] | None,
+        steps: Sequence[tuple[int, int]],
+    ) -> mx.array:
+        """Process logits `[R, V]`.
+
+        Args:
+            logits: `[R, V]`, any float dtype.
+            state: The earlier tokens of each row.
+            token_bitmasks: The tokens that each row's constraint allows; None without constraints.
+            steps: Each row's seed and the number of its token.
+
+        Returns:
+            `[R, V]`: the logits of the distribution plus Gumbel noise; without noise at temperature 0.
+        """
+        options = self.options
+        if self._logit_bias is not None or not state.empty:
+            logits = apply_penalties(logits, options, state, self._logit_bias)
+        if token_bitmasks is not None:
+            logits = apply_token_bitmask(logits, token_bitmasks)
+        if options.temperature == 0:  # no filter removes the likeliest token
+            return logits
+        noises = [token_noise(*step) for step in steps]
+        xtc_rows = [coin < options.xtc_probability for _, coin in noises]
+        filtered = filter_logits(logits, options, mx.array(xtc_rows) if any(xtc_rows) else None)
+        return filtered + gumbel_noise([key for key, _ in noises], logits.shape[-1])
 
 
 class Sampler:
-    """Draws the tokens of one text: `sampler(logits [1, V]) -> token [1]`, int32, without reading either. The token is
-    -1 where the highest logit isn't finite; `accept` raises for it.
+    """Draws the tokens of one text: `sampler(logits [1, V]) -> token [1]`, int32, without evaluating either.
 
-    The order: logit bias, repetition penalty, presence and frequency penalties, DRY, the constraint, temperature,
-    top-k, typical, top-p, min-p, XTC, and the draw: the token of the highest logit plus noise of Gumbel's
-    distribution, which follows the softmax of the logits (Gumbel 1954; Maddison et al. 2014, 2). With temperature 0
-    it is the highest logit after the constraint.
+    The order of the steps is that of `SamplingOptions`. The last is the draw: the highest logit plus Gumbel noise, which
+    follows the softmax of the logits (Gumbel 1954; Maddison et al. 2014, section 2). At temperature 0 it is the highest
+    logit. The token is -1 if the highest logit isn't finite; `accept` raises for it.
 
-    The noise of token t is a function of the seed and of t alone, so that a text depends neither on what else the
-    process draws nor on the rows that are drawn with it, and that a model whose logits are like another's mostly draws
-    the same tokens with the same seed.
+    The noise of token t depends on the seed and on t alone. So a text depends neither on what else the process draws
+    nor on the other rows of a batch, and two similar models mostly draw the same tokens with the same seed.
 
-    With a constraint `needs_last_token` is True: a draw needs to know every token before it, by `accept`.
+    Attributes:
+        options: The settings.
+        processor: What is done to the logits.
+        matcher: The state of the constraint, None without one.
+        seed: The seed of the text.
+        step: How many tokens were drawn.
+        num_logprobs: How many of the likeliest tokens to report for each token; None for no log-probabilities.
     """
 
     def __init__(
@@ -64,192 +101,189 @@ class Sampler:
         tokenizer: Tokenizer | None = None,
         grammar: Grammar | None = None,
     ):
-        """`prompt`: the ids before the text, which the repetition penalty and DRY look back on. `tokenizer`: needed
-        for DRY's breakers. `grammar`: what `options` constrain the text to, compiled.
+        """Prepare to draw the tokens that follow `prompt`.
 
-        Raises GenerationError for DRY's breakers without a tokenizer, or for those that it doesn't have.
+        Args:
+            options: The settings.
+            prompt: The ids before the text, for the repetition penalty and DRY.
+            seed: The seed of the noise.
+            tokenizer: Needed for DRY's sequence breakers.
+            grammar: The compiled constraint of `options`.
+
+        Raises:
+            GenerationError: For sequence breakers that this tokenizer can't have.
         """
-        self.options = options
+        self.options, self.seed, self.step = options, seed, 0
+        self.processor = LogitsProcessor(options, dry_breaker_mask(options, tokenizer))
+        self.matcher = grammar and grammar.matcher()
+        self.num_logprobs = options.logprobs
         self._prompt = prompt
-        self._seed = seed
-        self._step = 0
-        self._breakers = dry_breaker_mask(options, tokenizer)
-        biases = np.array(list(options.logit_bias), np.int32), np.array(list(options.logit_bias.values()), np.float32)
-        self._biases = tuple(map(mx.array, biases)) if options.logit_bias else None
-        self._logprobs = options.logprobs
-        self._matcher = grammar and grammar.matcher()
-        self._history: tuple[PenaltyState, int] | None = None  # a row of one that rows drawn together share
-        self._drawn: deque[tuple[SampledLogprobs, int]] = deque()
-        self._ahead: mx.array | None = None  # the logits of the last `verify_draft`
-        shaping = (getattr(options, name) for name in _SHAPING)
-        # Biases as bytes, which are hashed once and not at every draw.
-        self._shaping = *shaping, *(array.tobytes() for array in biases), id(self._breakers), self.needs_last_token
-
-    @property
-    def _kind(self) -> Hashable:
-        """What rows that are drawn together have in common."""
-        return self._shaping, self._logprobs
+        self._penalty_row: tuple[PenaltyState, int] | None = None  # a row of a state that a batch may share
+        self._logprobs: deque[tuple[SampledLogprobs, int]] = deque()
+        self._draft_logits: mx.array | None = None  # of the last `verify_draft`
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the next draw needs the value of the last token."""
-        return self._matcher is not None
+        """Whether the value of the last token must be known before the next draw, as with a constraint."""
+        return self.matcher is not None
 
     @property
     def finished(self) -> bool:
-        """Whether the text is all that a constraint asks for, and nothing can follow."""
-        return self._matcher is not None and self._matcher.finished
+        """Whether the text fulfills the constraint and nothing can follow."""
+        return self.matcher is not None and self.matcher.finished
 
     @property
     def error(self) -> str | None:
-        """Why a constraint can't go on: it must not be drawn from then. None if it can, or there is none."""
-        return None if self._matcher is None else self._matcher.error
+        """Why the constraint allows no further token; None if it does, or without a constraint."""
+        return None if self.matcher is None else self.matcher.error
 
     @property
     def constraint_error(self) -> str | None:
-        """Why the text, if it ends with the tokens observed, isn't what a constraint asks for; None if it is."""
-        return None if self._matcher is None else self._matcher.constraint_error
+        """Why the text so far doesn't fulfill the constraint; None if it does, or without a constraint."""
+        return None if self.matcher is None else self.matcher.constraint_error
 
     def constraint_error_of(self, text: str) -> str | None:
-        """`constraint_error`, of a text that a stop string has cut short."""
-        return None if self._matcher is None else self._matcher.constraint_error_of(text)
+        """`constraint_error` of a text that a stop string has cut short."""
+        return None if self.matcher is None else self.matcher.constraint_error_of(text)
 
     def accept(self, token: int) -> None:
-        """Tell the token that was drawn, in order; where the sampler `needs_last_token`, before the next draw.
+        """Advance the constraint by a drawn token; before the next draw if the sampler `needs_last_token`.
 
-        Raises GenerationError for -1: the model's logits weren't numbers.
+        Raises:
+            GenerationError: For -1: the model's logits were not finite.
         """
         if token < 0:
             raise GenerationError(
                 "the model's logits are not numbers", "a checkpoint without NaN; for float16, the model in float32"
             )
-        if self._matcher is not None:
-            self._matcher.consume(token)
+        if self.matcher is not None:
+            self.matcher.consume(token)
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Draw the next token `[1]` from logits `[1, V]`. Raises GenerationError for a logit_bias or logprobs beyond
-        the vocabulary."""
+        """Draw the next token, int32 `[1]`, from logits `[1, V]`.
+
+        Raises:
+            GenerationError: For logit_bias or logprobs beyond the vocabulary.
+        """
         return sample_batch([self], logits)
 
-    def verify_draft(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
-        """What is drawn at each of k + 1 places if the draft's tokens before it are, and by how much.
+    def penalty_row(self, vocab_size: int) -> tuple[PenaltyState, int]:
+        """The penalty state of this text: a state, and its row there."""
+        if self._penalty_row is None:
+            self.options.check_vocabulary(vocab_size)
+            state = PenaltyState.from_prompt(self.options, self._prompt, vocab_size, self.processor.breakers)
+            self._penalty_row = state, 0
+        return self._penalty_row
 
-        `logits` `[k + 1, V]`, `draft` `[k]`: tokens `[k + 1]`, and float32 `[k + 1]` the lead of each over the
-        runner-up, in units of the logits. A lead says nothing of a token at the very threshold of a filter, which
-        rounding may keep or drop. Nothing advances. Reads `draft` only with a constraint.
+    def advance(self, penalty_row: tuple[PenaltyState, int], count: int = 1) -> None:
+        """Note that `count` tokens were drawn, after which `penalty_row` is the penalty state."""
+        self._penalty_row = penalty_row
+        self.step += count
+
+    def verify_draft(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
+        """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.
+
+        The margin of a draw is its lead over the runner-up. It says nothing of a token at the very threshold of a
+        filter, which rounding may keep or drop. `draft` is read only with a constraint.
+
+        Args:
+            logits: `[k + 1, V]`.
+            draft: `[k]`.
+
+        Returns:
+            The tokens, int32 `[k + 1]`, and their margins in units of the logits, float32 `[k + 1]`.
         """
-        places = range(len(logits))
-        history, row = self._started(logits.shape[-1])
-        histories = [(history, row)]
-        for place in places[1:]:
-            if not history.empty:
-                history, row = self._after(history, row, draft[place - 1 : place])
-            histories.append((history, row))
-        token_bitmask = None if self._matcher is None else self._matcher.draft_token_bitmasks(draft.tolist())
-        steps = [(self._seed, self._step + place) for place in places]
-        scores = _scores(logits, self, PenaltyState.stack_rows(histories), token_bitmask, steps)
+        penalty_rows = self._penalty_rows(logits.shape[-1], draft)
+        bitmasks = None if self.matcher is None else self.matcher.draft_token_bitmasks(draft.tolist())
+        steps = [(self.seed, self.step + position) for position in range(len(logits))]
+        scores = self.processor(logits, PenaltyState.stack_rows(penalty_rows), bitmasks, steps)
         best = mx.sort(mx.topk(scores, min(2, scores.shape[-1]), axis=-1), axis=-1)
-        self._ahead = logits
-        return _winners(scores), (best[:, -1] - best[:, 0]) * (self.options.temperature or 1)
+        self._draft_logits = logits
+        return _argmax(scores), (best[:, -1] - best[:, 0]) * (self.options.temperature or 1)
 
     def accept_draft(self, tokens: mx.array) -> None:
-        """Take `tokens` `[n]` as drawn: the first n of what the last `verify_draft` returned, whose logits are theirs."""
-        history, row = self._started(self._ahead.shape[-1])
-        for place in range(len(tokens)):
-            if not history.empty:
-                history, row = self._after(history, row, tokens[place : place + 1])
-        self._history = history, row
-        self._step += len(tokens)
-        self._keep_logprobs([self], self._ahead[: len(tokens)], tokens)
-        self._ahead = None
+        """Take `tokens` `[n]`, the first n that the last `verify_draft` returned, as drawn."""
+        logits = self._draft_logits
+        self.advance(self._penalty_rows(logits.shape[-1], tokens)[-1], len(tokens))
+        self._draft_logits = None
+        record_logprobs([self], logits[: len(tokens)], tokens)
 
     def fork(self) -> Sampler:
-        """A sampler at the same place of the same text, with the same noise and its own future."""
+        """A sampler in the same state, with the same noise, that advances on its own. It records no logprobs."""
         other = copy.copy(self)
-        other._matcher = self._matcher and self._matcher.copy()
-        other._drawn = deque()
-        other._logprobs = None  # nobody reads them
+        other.matcher = self.matcher and self.matcher.copy()
+        other.num_logprobs, other._logprobs = None, deque()
         return other
 
+    def add_logprobs(self, sampled: SampledLogprobs, row: int) -> None:
+        """Keep row `row` of `sampled` for `pop_logprobs`."""
+        self._logprobs.append((sampled, row))
+
     def pop_logprobs(self) -> TokenLogprobs | None:
-        """Those of the oldest token drawn that weren't taken yet; None without the option. Reads the device."""
-        if not self._drawn:
+        """The log-probabilities of the oldest token not popped yet; None without the option. Waits for the device."""
+        if not self._logprobs:
             return None
-        drawn, row = self._drawn.popleft()
-        return drawn.read(row)
+        sampled, row = self._logprobs.popleft()
+        return sampled.read(row)
 
-    def _started(self, vocab_size: int) -> tuple[PenaltyState, int]:
-        if self._history is None:
-            self.options.check_vocabulary(vocab_size)
-            self._history = PenaltyState.of(self.options, self._prompt, vocab_size, self._breakers), 0
-        return self._history
-
-    def _after(self, history: PenaltyState, row: int, token: mx.array) -> tuple[PenaltyState, int]:
-        return PenaltyState.stack_rows([(history, row)]).with_token(token, self._breakers), 0
-
-    @staticmethod
-    def _keep_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.array) -> mx.array:
-        """`tokens`, which can't be evaluated without what is kept: no logits wait for someone to read a number."""
-        n = samplers[0]._logprobs
-        if n is None:
-            return tokens
-        drawn = SampledLogprobs.of(logits, tokens, n)
-        for row in range(len(tokens)):
-            samplers[row % len(samplers)]._drawn.append((drawn, row))
-        return mx.depends([tokens], drawn.arrays())[0]
+    def _penalty_rows(self, vocab_size: int, tokens: mx.array) -> list[tuple[PenaltyState, int]]:
+        """The penalty state now, and after each of `tokens` `[n]`: n + 1 entries."""
+        rows = [self.penalty_row(vocab_size)]
+        for position in range(len(tokens)):
+            state, row = rows[-1]
+            if not state.empty:
+                state = PenaltyState.stack_rows([(state, row)])
+                state, row = state.with_tokens(tokens[position : position + 1], self.processor.breakers), 0
+            rows.append((state, row))
+        return rows
 
 
 def sample_batch(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
-    """A token for each row of logits `[R, V]`, drawn by its own sampler: `[R]`, evaluating nothing.
+    """Draw a token for each row of logits `[R, V]` with its own sampler: int32 `[R]`, without evaluating anything.
 
-    Each row is what its sampler alone draws, bit for bit. Rows of equal settings are drawn together.
+    Each row is bit for bit what its sampler draws alone. Rows with equal settings are drawn together.
     """
     groups: dict[Hashable, list[int]] = {}
     for row, sampler in enumerate(samplers):
-        groups.setdefault(sampler._kind, []).append(row)
+        key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token
+        groups.setdefault(key, []).append(row)
     if len(groups) == 1:
-        return _draw(samplers, logits)
-    drawn = [_draw([samplers[row] for row in rows], logits[mx.array(rows)]) for rows in groups.values()]
-    places = np.argsort([row for rows in groups.values() for row in rows])
-    return mx.concatenate(drawn)[mx.array(places)]
+        return _sample_group(samplers, logits)
+    tokens = [_sample_group([samplers[row] for row in rows], logits[mx.array(rows)]) for rows in groups.values()]
+    order = np.argsort([row for rows in groups.values() for row in rows])
+    return mx.concatenate(tokens)[mx.array(order)]
 
 
-def _draw(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
-    first = samplers[0]
-    history = PenaltyState.stack_rows([sampler._started(logits.shape[-1]) for sampler in samplers])
-    token_bitmask = [sampler._matcher.token_bitmask() for sampler in samplers] if first.needs_last_token else None
-    steps = [(sampler._seed, sampler._step) for sampler in samplers]
-    tokens = _winners(_scores(logits, first, history, token_bitmask, steps))
-    history = history if history.empty else history.with_token(tokens, first._breakers)
+def _sample_group(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+    """`sample_batch` for samplers that share a processor key, the number of logprobs, and whether there is a matcher."""
+    processor = samplers[0].processor
+    state = PenaltyState.stack_rows([sampler.penalty_row(logits.shape[-1]) for sampler in samplers])
+    matchers = [sampler.matcher for sampler in samplers if sampler.matcher is not None]
+    bitmasks = [matcher.token_bitmask() for matcher in matchers] or None
+    tokens = _argmax(processor(logits, state, bitmasks, [(sampler.seed, sampler.step) for sampler in samplers]))
+    state = state if state.empty else state.with_tokens(tokens, processor.breakers)
     for row, sampler in enumerate(samplers):
-        sampler._history = history, row
-        sampler._step += 1
-    return Sampler._keep_logprobs(samplers, logits, tokens)
+        sampler.advance((state, row))
+    return record_logprobs(samplers, logits, tokens)
 
 
-def _scores(
-    logits: mx.array,
-    sampler: Sampler,
-    history: PenaltyState,
-    token_bitmask: Sequence[np.ndarray] | None,
-    steps: Sequence[tuple[int, int]],
-) -> mx.array:
-    """What the highest of is drawn: `[R, V]`. `sampler`: that of any row, for what they have in common. `steps`: seed
-    and number of the token of every row."""
-    options, biases = sampler.options, sampler._biases
-    if biases is not None or not history.empty:
-        logits = apply_penalties(logits, options, history, biases)
-    if token_bitmask is not None:
-        logits = apply_token_bitmask(logits, token_bitmask)
-    if options.temperature == 0:  # no filter takes the likeliest token away
-        return logits
-    noises = [token_noise(*step) for step in steps]
-    excluded = [coin < options.xtc_probability for _, coin in noises]
-    excluding = mx.array(excluded) if any(excluded) else None
-    return filter_logits(logits, options, excluding) + gumbel_noise([key for key, _ in noises], logits.shape[-1])
+def record_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.array) -> mx.array:
+    """Record the log-probabilities of `tokens` `[R]`, drawn from logits `[R, V]`, if asked for.
+
+    `samplers` has one sampler per row, or one for all rows.
+
+    Returns:
+        `tokens`, which now depend on the log-probabilities: evaluating them frees the logits.
+    """
+    num_logprobs = samplers[0].num_logprobs
+    if num_logprobs is None:
+        return tokens
+    sampled = SampledLogprobs.compute(logits, tokens, num_logprobs)
+    for row in range(len(tokens)):
+        samplers[row % len(samplers)].add_logprobs(sampled, row)
+    return mx.depends([tokens], sampled.arrays())[0]
 
 
-def _winners(scores: mx.array) -> mx.array:
-    """The place of the highest score of each row, int32 `[R]`; -1 where that isn't a finite number, and neither was
-    the highest logit."""
+def _argmax(scores: mx.array) -> mx.array:
+    """The index of the highest score of each row, int32 `[R]`; -1 if that score isn't finite."""
     return mx.where(mx.isfinite(scores.max(axis=-1)), mx.argmax(scores, axis=-1).astype(mx.int32), -1)

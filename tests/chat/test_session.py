@@ -228,7 +228,7 @@ def test_branches_read_only_what_they_do_not_share(lm):
         (lambda chat: chat.switch("x"), "no branch x .try: one of main, branch-2"),
         (lambda chat: chat.ask(""), "message is empty"),
         (lambda chat: Chat(chat.lm, context_overflow="ask"), "overflow is 'ask' .try: stop or drop"),
-        (lambda chat: Chat(chat.lm, temprature=1), "no setting temprature"),
+        (lambda chat: Chat(chat.lm, temprature=1), "no option temprature"),
         (lambda chat: Chat(chat.lm, kv=KVOptions(size=5000)), "more than the model's context"),
     ],
 )

@@ -233,7 +233,7 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
         ([{"role": "user"}], "line 1 doesn't say that this is a chat .try: a file that a chat was saved to"),
         ([{**HEADER, "mlxlm_chat": 2}], "line 1 is of a chat's version 2 .try: version 1"),
         ([{**HEADER, "mlxlm_chat": "1"}], "line 1 has the mlxlm_chat '1' .try: a whole number"),
-        ([{**HEADER, "options": {"seed": -1}}], "line 1: these settings can't work: seed is -1"),
+        ([{**HEADER, "options": {"seed": -1}}], "line 1: invalid options: seed is -1"),
         ([{**HEADER, "options": {"seed": 1, "cls": 1}}], "line 1 has cls in its options"),
         ([{**HEADER, "options": {"seed": 1, "temp": 1}}], "line 1 has temp in its options.*try: one of temperature"),
         ([{**HEADER, "options": {"seed": 1, "logit_bias": {"a": []}}}], "line 1: .*logit_bias"),

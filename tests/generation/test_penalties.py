@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import Sampler, SamplingOptions
-from mlxlm.generation.penalties import PenaltyState, apply_penalties, dry_breaker_mask
+from mlxlm.generation.dry import dry_breaker_mask
+from mlxlm.generation.penalties import PenaltyState, apply_penalties
 from mlxlm.utils.errors import GenerationError
 
 V = 12
@@ -16,9 +17,9 @@ V = 12
 
 def changed(options, prompt, generated, logits, breakers=None):
     """The logits before token number len(generated)."""
-    history = PenaltyState.of(options, prompt, len(logits), breakers)
+    history = PenaltyState.from_prompt(options, prompt, len(logits), breakers)
     for token in generated:
-        history = history.with_token(mx.array([token]), breakers)
+        history = history.with_tokens(mx.array([token]), breakers)
     bias = mx.array(list(options.logit_bias)), mx.array(list(options.logit_bias.values()), mx.float32)
     return np.array(apply_penalties(mx.array(logits)[None], options, history, bias if options.logit_bias else None))[0]
 

@@ -1,162 +1,366 @@
-"""The distribution that a token is drawn from: against a float64 reference, and against transformers."""
-
-from dataclasses import replace
+"""Draws: they follow the distribution, depend on their seed alone, and each row on itself alone."""
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import SamplingOptions, filter_logits
+from mlxlm.generation import LoadedModel, Sampler, SamplingOptions, generate
+from mlxlm.generation.drafters import DraftModel
+from mlxlm.generation.gumbel_noise import _exponential, derive_seed, gumbel_noise, token_noise
+from mlxlm.generation.sampling import sample_batch
+from mlxlm.utils.errors import GenerationError
+from tests.generation.fake_drafters import always
 
 V = 50
+LOGITS = np.random.default_rng(1).normal(scale=2, size=V).astype(np.float32)
 
 
-def reference(logits, options):
-    """Probabilities `[V]` in float64, token by token from the definitions."""
-    x = np.array(logits, np.float64) / options.temperature
-    p = normalised(np.exp(x - x.max()))
-    if options.top_k:
-        p[p < np.sort(p)[::-1][: options.top_k].min()] = 0
-        p = normalised(p)
-    if options.typical_p < 1:
-        surprise = np.array([-np.log(q) if q else np.inf for q in p])
-        entropy = sum(q * s for q, s in zip(p, surprise, strict=True) if q)
-        p = smallest_set(p, np.abs(surprise - entropy), options.typical_p)
-    if options.top_p < 1:
-        p = smallest_set(p, -p, options.top_p)
-    p[p < options.min_p * p.max()] = 0
-    return normalised(p)
+def drawn(options, n=4000, logits=LOGITS):
+    """How often each token is drawn as the first of n texts of different seeds."""
+    samplers = [Sampler(options, [3, 4, 4, 10], seed) for seed in range(n)]
+    tokens = sample_batch(samplers, mx.broadcast_to(mx.array(logits)[None], (n, len(logits))))
+    return np.bincount(np.array(tokens), minlength=len(logits))
 
 
-def smallest_set(p, order, mass):
-    sum_so_far, last = 0.0, None
-    for token in np.argsort(order, kind="stable"):
-        if sum_so_far >= mass:
-            break
-        sum_so_far, last = sum_so_far + p[token], order[token]
-    return normalised(np.where(order <= last, p, 0))
+def assert_follows(counts, p):
+    """Pearson's chi-square stays below its 99.99 % quantile (normal approximation)."""
+    expected = counts.sum() * p
+    assert not counts[expected == 0].any()
+    likely = expected >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    freedom = len(wanted) - 1
+    assert ((observed - wanted) ** 2 / wanted).sum() < freedom + 3.9 * (2 * freedom) ** 0.5 + 5
 
 
-def normalised(p):
+def softmax(x):
+    p = np.exp(x - x.max())
     return p / p.sum()
 
 
-def probabilities(logits, options, excluding=None):
-    return np.array(mx.softmax(filter_logits(mx.array(logits)[None], options, excluding), axis=-1))[0]
+def kept(p, which):
+    p = np.where(which, p, 0)
+    return p / p.sum()
 
 
-some_options = st.builds(
-    SamplingOptions,
-    temperature=st.floats(0.2, 3),
-    top_k=st.integers(0, 2 * V),
-    top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.9999)),  # nearer to 1, the rounding of masses decides
-    typical_p=st.one_of(st.just(1.0), st.floats(0.05, 0.9999)),
-    min_p=st.one_of(st.just(0.0), st.floats(0.01, 0.9)),
-)
+P = softmax(LOGITS.astype(np.float64))
+RANKS = (-P).argsort().argsort()
 
 
-@settings(max_examples=200)
-@given(some_options, st.integers(0, 2**32 - 1))
-def test_the_distribution_equals_the_reference(options, seed):
-    """Where two of the filters meet within 1e-5 of a threshold, a token may lie between float32 and float64."""
-    logits = np.random.default_rng(seed).normal(scale=3, size=V).astype(np.float32)
-    ours = probabilities(logits, options)
-    shifts = (0, -1e-5, 1e-5)
-    candidates = [reference(logits, shifted(options, a, b)) for a in shifts for b in shifts]
-    wanted = next((c for c in candidates if ((c > 0) == (ours > 0)).all()), None)
-    assert wanted is not None
-    np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=1e-7)
+def xtc_mixture():
+    """Top choices from 0.1 are excluded in 40 % of the draws, all but the least likely."""
+    top = P >= 0.1
+    assert top.sum() >= 2
+    without = kept(P, ~top | (P[top].min() == P))
+    return 0.4 * without + 0.6 * P
 
 
-def shifted(options, typical, others):
-    def moved(p, by):
-        return p if p == 1 else min(p + by, 1.0)
-
-    return replace(
-        options,
-        typical_p=moved(options.typical_p, typical),
-        top_p=moved(options.top_p, others),
-        min_p=options.min_p * (1 - others),
-    )
-
-
-def transformers_kept(logits, warper):
-    return np.isfinite(warper(None, torch.tensor(logits)[None]).numpy()[0])
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("size", [50, 5000])
-def test_each_filter_keeps_what_transformers_keeps(seed, size):
-    from transformers.generation import logits_process as theirs
-
-    logits = np.random.default_rng(seed).normal(scale=3, size=size).astype(np.float32)
-    for option, warper in (
-        ({"top_k": 13}, theirs.TopKLogitsWarper(13)),
-        ({"top_p": 0.7}, theirs.TopPLogitsWarper(0.7)),
-        ({"top_p": 0.99}, theirs.TopPLogitsWarper(0.99)),
-        ({"typical_p": 0.3}, theirs.TypicalLogitsWarper(0.3)),
-        ({"typical_p": 0.95}, theirs.TypicalLogitsWarper(0.95)),
-        ({"min_p": 0.05}, theirs.MinPLogitsWarper(0.05)),
-    ):
-        kept = probabilities(logits, SamplingOptions(temperature=1.0, **option)) > 0
-        assert (kept == transformers_kept(logits, warper)).all(), option
-
-
-def test_ties_with_the_last_kept_token_stay():
-    logits = np.log(np.array([0.4, 0.2, 0.2, 0.2], np.float32))
-    assert (probabilities(logits, SamplingOptions(temperature=1.0, top_k=2)) > 0).tolist() == [True] * 4
-    assert (probabilities(logits, SamplingOptions(temperature=1.0, top_p=0.5)) > 0).tolist() == [True] * 4
-    assert (probabilities(logits, SamplingOptions(temperature=1.0, top_p=0.3)) > 0).tolist() == [True] + [False] * 3
-
-
-def test_a_set_is_never_empty():
-    """However little probability is asked for; and however flat the distribution."""
-    for logits in (np.zeros(100_000, np.float32), np.linspace(-50, 50, V, dtype=np.float32)):
-        for option in ({"top_p": 1e-12}, {"typical_p": 1e-12}, {"top_p": 1 - 1e-12}, {"typical_p": 1 - 1e-12}):
-            p = probabilities(logits, SamplingOptions(temperature=1.0, **option))
-            assert np.isfinite(p).all() and p.sum() == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize("temperature", [0.001, 100])
-def test_extreme_temperatures_stay_finite(temperature):
-    logits = np.linspace(-1e4, 1e4, V, dtype=np.float32)
-    for option in ({}, {"top_p": 0.9}, {"typical_p": 0.9}):
-        p = probabilities(logits, SamplingOptions(temperature=temperature, **option))
-        assert np.isfinite(p).all() and p.argmax() == V - 1
+def repeated(penalty):
+    x = LOGITS.astype(np.float64)
+    for token in (3, 4, 10):
+        x[token] = x[token] * penalty if x[token] < 0 else x[token] / penalty
+    return softmax(x)
 
 
 @pytest.mark.parametrize(
-    ("likely", "threshold", "kept"),
+    ("options", "wanted"),
     [
-        ([0.5, 0.3, 0.15, 0.05], 0.1, [2, 3]),
-        ([0.5, 0.3, 0.15, 0.05], 0.2, [1, 2, 3]),
-        ([0.5, 0.3, 0.15, 0.05], 0.4, [0, 1, 2, 3]),  # a single top choice stays
-        ([0.5, 0.3, 0.15, 0.05], 0.6, [0, 1, 2, 3]),
-        ([0.3, 0.3, 0.3, 0.1], 0.2, [0, 1, 2, 3]),  # equally likely ones all are the least likely
-        ([0.05, 0.35, 0.25, 0.35], 0.01, [0]),
+        ({}, P),
+        ({"temperature": 2.0}, softmax(LOGITS.astype(np.float64) / 2)),
+        ({"top_k": 5}, kept(P, RANKS < 5)),
+        ({"min_p": 0.2}, kept(P, 0.2 * P.max() <= P)),
+        ({"xtc_probability": 0.4}, xtc_mixture()),
+        ({"repetition_penalty": 1.5}, repeated(1.5)),
+        ({"logit_bias": {7: 4.0, 8: -1.0}}, softmax(LOGITS + 4.0 * (np.arange(V) == 7) - 1.0 * (np.arange(V) == 8))),
     ],
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else "",
 )
-def test_xtc_leaves_the_least_likely_top_choice(likely, threshold, kept):
-    options = SamplingOptions(temperature=1.0, xtc_probability=0.5, xtc_threshold=threshold)
-    logits = mx.log(mx.array([likely, likely]))
-    both = filter_logits(logits, options, mx.array([True, False]))
-    assert np.flatnonzero(np.isfinite(np.array(both[0]))).tolist() == kept
-    assert np.isfinite(np.array(both[1])).all()
+def test_draws_follow_the_distribution(options, wanted):
+    assert_follows(drawn(SamplingOptions(**{"temperature": 1.0, **options})), wanted)
 
 
-def test_the_order_of_filters_is_the_stated_one():
-    """Each pair where the order shows: thresholds are of what the earlier filter has left."""
-    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    kept = lambda **o: np.flatnonzero(probabilities(logits, SamplingOptions(**{"temperature": 1.0, **o}))).tolist()  # noqa: E731
-    # top-k first: 0.4 and 0.3 become 0.57 and 0.43, so that 0.55 of them is the first alone.
-    assert kept(top_k=2, top_p=0.55) == [0]
-    # temperature first: at 4 the first two no longer hold 0.6.
-    assert kept(top_p=0.6) == [0, 1] and kept(temperature=4.0, top_p=0.6) == [0, 1, 2]
-    # typical before top-p: typical alone leaves the middle, of which top-p takes the likelier part.
-    assert kept(typical_p=0.5) == [1, 2] and kept(typical_p=0.5, top_p=0.55) == [1]
-    # XTC last, on renormalised probabilities: after top-k both of 0.57 and 0.43 are top choices from 0.42.
-    options = SamplingOptions(temperature=1.0, top_k=2, xtc_probability=1.0, xtc_threshold=0.42)
-    assert np.flatnonzero(probabilities(logits, options, mx.array([True]))).tolist() == [1]
+def test_the_tokens_of_one_text_are_independent():
+    """Pairs of draws that follow each other have the product of their distributions."""
+    p = np.array([0.5, 0.3, 0.2])
+    sampler = Sampler(SamplingOptions(temperature=1.0), [1], seed=0)
+    logits = mx.log(mx.array(p.astype(np.float32)))[None]
+    tokens = np.array(mx.concatenate([sampler(logits) for _ in range(4001)]))
+    assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
+
+
+def test_seeds_beside_each_other_are_independent():
+    p = np.array([0.5, 0.3, 0.2])
+    logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
+    tokens = np.array(
+        sample_batch([Sampler(SamplingOptions(temperature=1.0), [1], seed) for seed in range(4001)], logits)
+    )
+    assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
+
+
+def test_noise_is_fine_near_its_top():
+    """The 67 highest or so of 4M numbers all differ, and are as many as they should be.
+
+    -log(u) has few values there, and unlikely tokens of a large vocabulary would be short of draws.
+    """
+    keys = [token_noise(5, step)[0] for step in range(16)]
+    top = np.concatenate([noise[noise > 11] for noise in (np.array(gumbel_noise([key], 250_000)) for key in keys)])
+    expected = 4_000_000 * -np.expm1(-np.exp(-11))
+    assert abs(len(top) - expected) < 4 * expected**0.5
+    assert len(set(top.tolist())) == len(top)
+
+
+def test_noise_has_gumbels_distribution():
+    """Kolmogorov-Smirnov distance of 100,000 numbers to exp(-exp(-x)), below its 99.99 % quantile."""
+    noise = np.sort(np.array(gumbel_noise([token_noise(1, 1)[0]], 100_000))[0].astype(np.float64))
+    assert np.isfinite(noise).all()
+    distance = np.abs(np.exp(-np.exp(-noise)) - (np.arange(100_000) + 0.5) / 100_000).max()
+    assert distance < 2.23 / 100_000**0.5
+
+
+def test_exponentials_are_exact_at_both_ends():
+    u = np.concatenate([np.logspace(-9.9, -0.01, 2000), 1 - np.logspace(-7, -0.3, 1000)]).astype(np.float32)
+    u = u[u < 1]
+    np.testing.assert_allclose(np.array(_exponential(mx.array(u))), -np.log1p(-u.astype(np.float64)), rtol=4e-7)
+
+
+def test_padded_vocabularies_share_their_noise():
+    keys = [token_noise(1, step)[0] for step in range(3)]
+    small, large = gumbel_noise(keys, 151_936), gumbel_noise(keys, 152_064)
+    assert mx.array_equal(small, large[:, :151_936])
+
+
+def texts(options, seed, n=20):
+    sampler = Sampler(options, [1, 2, 3], seed)
+    logits = mx.random.normal((n, 1, V), key=mx.random.key(0)).astype(mx.bfloat16)
+    return [sampler(row).item() for row in logits]
+
+
+def test_a_text_depends_on_its_seed_alone():
+    options = SamplingOptions(temperature=1.0)
+    first = texts(options, seed=7)
+    mx.random.seed(123)  # whatever else the process draws
+    mx.random.normal((10,))
+    assert texts(options, seed=7) == first
+    assert texts(options, seed=8) != first
+    assert len({tuple(texts(options, seed)) for seed in (0, 1, 2**32, 2**63, 2**64 - 1)}) == 5
+
+
+def test_derived_seeds_differ_in_every_part():
+    ids = ("1", "2", "1\n2", "\u00e9")
+    seeds = {derive_seed(seed, id, sample) for seed in range(10) for id in ids for sample in range(10)}
+    assert len(seeds) == 400 and all(0 <= seed < 2**53 for seed in seeds)
+    assert derive_seed(1, "a", 2) == 2229106196240772  # for ever: results are made again from it
+
+
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 1.3, "top_k": 7, "typical_p": 0.8, "min_p": 0.05},
+    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    {"temperature": 0, "repetition_penalty": 1.4, "dry_multiplier": 0.9, "dry_sequence_breakers": ()},
+    {
+        "temperature": 0.9,
+        "repetition_penalty": 1.4,
+        "repetition_context_size": 5,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "dry_multiplier": 0.9,
+        "dry_sequence_breakers": (),
+        "logit_bias": {3: 1.0},
+        "logprobs": 0,
+    },
+]
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.sampled_from(range(len(SETTINGS))), st.integers(0, 99)), min_size=1, max_size=9),
+    st.sampled_from([V, 257]),
+    st.integers(0, 1000),
+    st.data(),
+)
+def test_each_row_is_its_row_alone(rows, size, seed, data):
+    """Bit for bit, with neighbours of any settings, and rows that leave on the way."""
+    made = lambda: [Sampler(SamplingOptions(**SETTINGS[which]), [1, 2, 1, 2], s) for which, s in rows]  # noqa: E731
+    together, alone = made(), made()
+    logits = mx.random.normal((6, len(rows), size), key=mx.random.key(seed)) * 2
+    live = list(range(len(rows)))
+    for step in logits:
+        tokens = sample_batch([together[row] for row in live], step[mx.array(live)]).tolist()
+        assert tokens == [alone[row](step[row : row + 1]).item() for row in live]
+        assert [together[row].pop_logprobs() for row in live] == [alone[row].pop_logprobs() for row in live]
+        if len(live) > 1 and data.draw(st.booleans()):
+            live.remove(data.draw(st.sampled_from(live)))
+
+
+@pytest.mark.parametrize("which", range(len(SETTINGS)))
+@pytest.mark.parametrize("seed", range(4))
+def test_ahead_draws_what_single_steps_draw(which, seed):
+    """Whatever part of it is taken; fork and the sampler it came from then go the same way."""
+    options = SamplingOptions(**SETTINGS[which])
+    plain, verify_draft = Sampler(options, [1, 2, 1], seed), Sampler(options, [1, 2, 1], seed)
+    logits = mx.random.normal((14, V), key=mx.random.key(seed)) * 2
+    wanted = [plain(row[None]).item() for row in logits]
+    done = 0
+    for taken in (1, 3, 5, 2):
+        rows = logits[done : done + taken]
+        tokens, gaps = verify_draft.verify_draft(rows, mx.array(wanted[done : done + taken - 1], mx.int32))
+        assert tokens.tolist() == wanted[done : done + taken]
+        assert (np.array(gaps) >= 0).all()
+        fork = verify_draft.fork()
+        assert [fork(row[None]).item() for row in rows] == wanted[done : done + taken]
+        verify_draft.accept_draft(tokens)
+        done += taken
+    assert [verify_draft(row[None]).item() for row in logits[done:]] == wanted[done:]
+    for _ in wanted:
+        assert plain.pop_logprobs() == verify_draft.pop_logprobs()
+
+
+def test_ahead_of_a_wrong_draft_still_draws_its_first_tokens():
+    options = SamplingOptions(temperature=1.0, dry_multiplier=1.0, dry_sequence_breakers=(), repetition_penalty=2.0)
+    logits = mx.random.normal((3, V), key=mx.random.key(1))
+    wanted = [Sampler(options, [1, 2], 0)(logits[:1]).item()]
+    sampler = Sampler(options, [1, 2], 0)
+    tokens, _ = sampler.verify_draft(logits, mx.array([(wanted[0] + 1) % V, 5]))
+    assert tokens[0].item() == wanted[0]
+    sampler.accept_draft(tokens[:1])
+    other = Sampler(options, [1, 2], 0)
+    other(logits[:1])
+    assert sampler(logits[1:2]).item() == other(logits[1:2]).item()
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0, 3.0])
+def test_gaps_are_leads_in_logits(temperature):
+    options = SamplingOptions(temperature=temperature, top_k=4)
+    logits = mx.random.normal((1, V), key=mx.random.key(2)) * 3
+    token, gap = Sampler(options, [1], 0).verify_draft(logits, mx.array([], mx.int32))
+    for by, same in ((0.99, True), (1.01, False)):
+        less = logits - by * gap[:, None] * (mx.arange(V) == token.item())
+        drawn = Sampler(options, [1], 0)(less).item()
+        assert (drawn == token.item()) is same
+
+
+def test_greedy_is_the_likeliest_whatever_filters_say():
+    logits = mx.array([[1.0, 3.0, 2.9, 0.0]])
+    options = SamplingOptions(temperature=0, top_k=2, top_p=0.1, min_p=0.9)
+    assert Sampler(options, [1], seed=0)(logits).item() == 1
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
+                                     {"typical_p": 0.9}, {"repetition_penalty": 1.2}, {"logprobs": 1}])  # fmt: skip
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [[3], range(V)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_logits_that_are_not_numbers_are_an_error(options, value, where, dtype):
+    """And rows beside them are drawn as ever."""
+    broken = LOGITS.copy()
+    broken[list(where)] = value
+    options = SamplingOptions(**options)
+    rows = [Sampler(options, [1, 2], seed) for seed in range(3)]
+    logits = mx.array(np.stack([LOGITS, broken, LOGITS])).astype(dtype)
+    tokens = sample_batch(rows, logits).tolist()
+    first, last = (Sampler(options, [1, 2], row)(logits[row : row + 1]).item() for row in (0, 2))
+    assert tokens == [first, -1, last]
+    for row, token in ((rows[0], tokens[0]), (rows[2], tokens[2])):
+        row.accept(token)
+    with pytest.raises(GenerationError, match="the model's logits are not numbers"):
+        rows[1].accept(-1)
+    verify_draft, gaps = Sampler(options, [1, 2], 0).verify_draft(logits[:2], mx.array(tokens[:1]))
+    assert verify_draft.tolist() == tokens[:2]
+
+
+@pytest.mark.parametrize("good", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"regex": "[a-z]{9,}"}, {"temperature": 0, "logprobs": 0}, {"draft": True, "regex": "[a-z]{9,}"},
+                {"draft": True}],
+)  # fmt: skip
+def test_a_model_whose_logits_are_no_numbers_is_an_error(lm, options, good):
+    """From the first pass on, or after some `good` ones; with guesses, too."""
+
+    class Broken:
+        layers, passes = lm.model.layers, 0
+
+        def __call__(self, ids, cache):
+            self.passes += 1
+            return lm.model(ids, cache=cache) * (1 if self.passes <= good else float("nan"))
+
+    broken = LoadedModel(Broken(), lm.tokenizer, lm.config, lm.path)
+    settings = {name: value for name, value in options.items() if name != "draft"}
+    speculation = always(DraftModel(lm), 3) if "draft" in options else None
+    with pytest.raises(GenerationError, match="not numbers"):
+        generate(broken, [5], max_tokens=20, speculation=speculation, **settings)
+
+
+@pytest.mark.parametrize("constraint", [{}, {"regex": "[a-z]{20}"}])
+def test_a_draft_model_without_numbers_changes_nothing(lm, constraint):
+    class Broken:
+        layers = lm.model.layers
+
+        def __call__(self, ids, cache):
+            return lm.model(ids, cache=cache) * float("nan")
+
+    broken = LoadedModel(Broken(), lm.tokenizer, lm.config, lm.path)
+    wanted = generate(lm, "x", max_tokens=20, temperature=0, **constraint)
+    found = generate(lm, "x", max_tokens=20, temperature=0, speculation=always(DraftModel(broken), 3), **constraint)
+    assert found.tokens == wanted.tokens
+
+
+def test_tokens_that_cannot_be_are_never_drawn():
+    logits = mx.where(mx.arange(V) < 3, 0.0, -mx.inf)[None]
+    for options in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 10, "top_p": 0.9}, {"typical_p": 0.9}):
+        sampler = Sampler(SamplingOptions(**options), [1], 0)
+        assert {sampler(logits).item() for _ in range(20)} <= {0, 1, 2}
+
+
+def test_a_vocabulary_of_one():
+    tokens, _ = Sampler(SamplingOptions(top_p=0.5), [0], 0).verify_draft(mx.zeros((2, 1)), mx.array([0]))
+    assert tokens.tolist() == [0, 0]
+
+
+def test_a_fork_computes_no_logprobs():
+    sampler = Sampler(SamplingOptions(logprobs=2), [1], 0)
+    fork = sampler.fork()
+    assert fork(mx.array(LOGITS)[None]).item() == sampler(mx.array(LOGITS)[None]).item()
+    assert fork.pop_logprobs() is None and sampler.pop_logprobs() is not None
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_logprobs_of_no_others_sort_nothing(monkeypatch, n):
+    sorts = []
+    for name in ("argsort", "argpartition"):
+        found = getattr(mx, name)
+        monkeypatch.setattr(mx, name, lambda *a, found=found, **k: sorts.append(1) or found(*a, **k))
+    sampler = Sampler(SamplingOptions(temperature=0, logprobs=n), [1], 0)
+    token = sampler(mx.array(LOGITS)[None]).item()
+    told = sampler.pop_logprobs()
+    assert told.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(told.top_logprobs) == n
+    assert bool(sorts) == (n > 0)
+
+
+def test_biases_are_made_once():
+    made = [SamplingOptions(temperature=0, logit_bias={id: -11.0 * id for id in range(V)}) for _ in range(3)]
+    samplers = [Sampler(options, [1], 0) for options in made]
+    assert len({sampler.processor.key for sampler in samplers}) == 1
+    assert (
+        Sampler(SamplingOptions(temperature=0, logit_bias={1: -11.0}), [1], 0).processor.key
+        != samplers[0].processor.key
+    )
+    for options in made:
+        options.logit_bias.clear()
+    assert sample_batch(samplers, mx.broadcast_to(10 * mx.arange(V), (3, V))).tolist() == [0, 0, 0]
+
+
+def test_nothing_is_evaluated(monkeypatch):
+    """A draw leaves everything to the device: step t + 1 can be dispatched before token t is read."""
+    options = SamplingOptions(**SETTINGS[-1])
+    sampler = Sampler(options, [1, 2], 0)
+    sampler(mx.zeros((1, V)))
+    for name in ("eval", "async_eval"):
+        monkeypatch.setattr(mx, name, lambda *_: pytest.fail("evaluated"))
+    monkeypatch.setattr(mx.array, "item", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(mx.array, "tolist", lambda *_: pytest.fail("read"))
+    sampler(mx.zeros((1, V)))

@@ -23,7 +23,7 @@ def test_integers_of_numpy_are_ids(lm):
     [
         ({"kv": "8"}, r"kv is '8' \(try: mlxlm.cache.KVOptions"),
         ({"speculation": "lookup"}, r"speculation is 'lookup' \(try: SpeculativeDecoder\(PromptLookup\(\)\)"),
-        ({"lookup": True}, r"there is no setting lookup \(try: one of context, kv, speculation, temperature"),
+        ({"lookup": True}, r"there is no option lookup \(try: one of context, kv, speculation, temperature"),
     ],
 )
 def test_settings(lm, arguments, message):

@@ -129,7 +129,7 @@ def test_equal_to_mlx_lm(lm):
         ([10**6], {}, "ids from 0 to"),
         ("x", {"max_tokens": 0}, "max_tokens is 0"),
         ("x", {"stop": ["a", ""]}, "stop string is empty"),
-        ("x", {"temprature": 1}, "no setting temprature.*temperature"),
+        ("x", {"temprature": 1}, "no option temprature.*temperature"),
     ],
 )
 def test_refused_before_anything_is_computed(lm, prompt, options, message):

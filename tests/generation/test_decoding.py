@@ -6,7 +6,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.generation import Context, generate_tokens
 from mlxlm.generation import context as context_module
 from mlxlm.generation.decoding import CLEAR_CACHE_INTERVAL
-from tests.generation.plainest import PROMPT, greedy, naive
+from tests.generation.reference_decoding import PROMPT, greedy, naive
 
 
 class Counting:

@@ -319,7 +319,7 @@ def test_an_interrupt_ends_a_batch_and_the_next_is_whole(lm):
         ({"prompts": ["one", [10**12]]}, "prompt 2: the prompt has ids that this model doesn't have"),
         ({"logit_bias": {300: 1}}, "prompt 1: logit_bias names the token 300"),
         ({"kv": "8"}, "kv is '8' .*KVOptions.of"),
-        ({"kv_bits": 8}, "no setting kv_bits .*one of num_samples, kv, batch_size, temperature"),
+        ({"kv_bits": 8}, "no option kv_bits .*one of num_samples, kv, batch_size, temperature"),
         ({"temperature": -1}, "temperature is -1"),
         ({"kv": KVOptions(size=129)}, "more than the model's context"),
     ],

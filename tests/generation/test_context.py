@@ -16,7 +16,7 @@ from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, GenerationError
-from tests.generation.plainest import PROMPT, greedy, naive
+from tests.generation.reference_decoding import PROMPT, greedy, naive
 
 KINDS = [KVOptions(), KVOptions.of(size=16, keep=2), KVOptions.of(size=1000)]
 

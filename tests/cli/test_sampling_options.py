@@ -1,0 +1,99 @@
+"""Command-line options of sampling reach GenerationOptions."""
+
+from dataclasses import fields
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mlxlm.cli.sampling_options import sampling_options
+from mlxlm.generation import GenerationOptions
+from mlxlm.utils.errors import GenerationError
+
+OPTION_NAMES = {"dry_sequence_breakers": "--dry-sequence-breaker"}
+
+
+@pytest.fixture
+def shell():
+    """`shell(*arguments)`: the GenerationOptions that a command gets, or the error."""
+    got = []
+
+    @click.command()
+    @sampling_options
+    def command(options):
+        got.append(options)
+
+    def shell(*arguments):
+        result = CliRunner().invoke(command, arguments)
+        if result.exception:
+            return result.exception if isinstance(result.exception, GenerationError) else result.output
+        return got[-1]
+
+    return shell
+
+
+def test_every_option_of_the_shell_reaches_its_setting(shell, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('\ufeff{"type": "null"}', encoding="utf-8")
+    given = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "typical_p": 0.9,
+        "xtc_probability": 0.3,
+        "xtc_threshold": 0.2,
+        "repetition_penalty": 1.2,
+        "repetition_context_size": 9,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "dry_multiplier": 0.7,
+        "dry_base": 1.5,
+        "dry_allowed_length": 3,
+        "dry_penalty_last_n": 99,
+        "dry_sequence_breakers": ("\n", ";"),
+        "logit_bias": {3: -1.0, 4: 2.0},
+        "logprobs": 2,
+        "seed": 8,
+        "max_tokens": 5,
+        "stop": ("a", "b"),
+    }
+    texts = {"logit_bias": ["3=-1", "4=2"]}
+    arguments = []
+    for name, value in given.items():
+        for one in texts.get(name, value if isinstance(value, tuple) else [value]):
+            arguments += [OPTION_NAMES.get(name, "--" + name.replace("_", "-")), str(one)]
+    assert shell(*arguments) == GenerationOptions(**given)
+    assert shell("--json-schema", str(schema)) == GenerationOptions(json_schema='{"type": "null"}')
+    assert shell("--json-schema", ' {"a": 1}').json_schema == ' {"a": 1}'
+    assert shell("--regex", "a+").regex == "a+"
+    assert shell("--choice", "a", "--choice", "{b").choice == ("a", "{b")
+    assert set(given) | {"json_schema", "regex", "choice"} == {f.name for f in fields(GenerationOptions)}
+    assert shell() == GenerationOptions()
+
+
+def test_schemas_that_cannot_be_read(shell, tmp_path):
+    latin, large = tmp_path / "latin", tmp_path / "large"
+    latin.write_bytes(b'{"title": "\xe9"}')
+    large.write_bytes(b" " * (2**20 + 1))
+    for given, said in (
+        (str(tmp_path / "none.json"), "cannot read"),
+        (str(tmp_path), "is not a regular file"),
+        (str(latin), "is not UTF-8"),
+        (str(large), "more than the 1048576 that are read"),
+        ('{"type": ', "json_schema is not a JSON schema"),
+    ):
+        assert said in str(shell("--json-schema", given))
+
+
+def test_a_command_may_leave_options_out():
+    got = []
+
+    @click.command()
+    @sampling_options(without=["logprobs", "json_schema"])
+    def command(options):
+        got.append(options)
+
+    assert CliRunner().invoke(command, ["--top-k", "4"]).exit_code == 0 and got == [GenerationOptions(top_k=4)]
+    assert CliRunner().invoke(command, ["--logprobs", "1"]).exit_code == 2
+    assert "--json-schema" not in CliRunner().invoke(command, ["--help"]).output
