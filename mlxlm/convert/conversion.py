@@ -170,7 +170,7 @@ def _write(
     if target == "gguf":
         written = gguf.write(path, config, tensors, tokenizer, outtype)
         kept = [
-            f"kept in {outtype}: {names} ({_WHY[outtype]})" for outtype, names in group_by_value(written.others).items()
+            f"kept in {outtype}: {names} ({_WHY[outtype]})" for outtype, names in group_by_value(written.other_types).items()
         ]
         return list(written.notes), kept, written.tokens_may_differ
     if target == "llama2.c":

@@ -1,132 +1,339 @@
-"""The decoders of llama.cpp that are also ours: how each names the modules, and what it can't do."""
+"""The architectures of llama.cpp that this decoder has: tensor names, metadata, and what llama.cpp doesn't support.
+
+Source: src/models/NAME.cpp and convert_hf_to_gguf.py of llama.cpp.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from mlxlm.checkpoint.gguf.metadata import MetadataReader
 from mlxlm.config import ModelConfig
+from mlxlm.config.validation import SLIDING
 from mlxlm.families import WeightMapping
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}
-_SEPARATE = {
-    "attn_q": ("self_attn.q_proj",),
-    "attn_k": ("self_attn.k_proj",),
-    "attn_v": ("self_attn.v_proj",),
-    "attn_output": ("self_attn.o_proj",),
-}
-_QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_norm",)}
-_FUSED = {"attn_qkv": _QKV, "attn_output": ("self_attn.o_proj",)}
-_PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
-_GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **_PLAIN_MLP}
-_AROUND = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROPE_TYPES = ("linear", "yarn")
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+_GELU = ("gelu", *_GELU_TANH)  # llama.cpp has the tanh form for all of them
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of llama.cpp's (src/models/NAME.cpp) with the families that it runs.
+    """An architecture of llama.cpp.
 
-    `families`: `model_type`s of Hugging Face. `layer`: names in `blk.N.` -> modules in `model.layers.N.`, several
-    where one tensor holds the rows of several; `top_modules`: names of the modules outside of the layers.
-    `interleaved`: the rows of queries and keys are rotary pairs. `norm_offset`: norms are stored plus one.
-    `biases`: which linear modules have one: "none", "qkv" (they may), "any" (each may) or "all". `activations`: what
-    llama.cpp computes, by all the names that it has. `free_head_dim`: heads · head_dim need not be the hidden size.
-    `ties_head`: a missing `output.weight` is the embedding, else there must be one. `windows`: it reads
-    `attention.sliding_window`.
+    Attributes:
+        name: The value of `general.architecture`.
+        families: Hugging Face's `model_type`s that it runs; the first is the default when reading.
+        layer: Names below `blk.N.` -> modules below `model.layers.N.`, several where one tensor holds their rows.
+        top_modules: Names -> modules outside of the layers.
+        extra_layer: Further entries of `layer` that depend on the configuration.
+        norm: "rms" or "layer".
+        norm_offset: Norm weights are stored plus one.
+        interleaved: Rows of queries and keys are rotary pairs.
+        biases: Which linear modules have one: "none", "qkv" (optional), "any" (optional) or "all".
+        activations: Values of `hidden_act` that it computes.
+        free_head_dim: heads · head_dim need not be the hidden size.
+        ties_head: A missing `output.weight` is the embedding; otherwise it is required.
+        sliding_window: Reads `attention.sliding_window`.
+        uses_rope: Has rotary positions.
+        rope_types: Values of `rope_type` that it computes.
+        partial_rotary: Reads `rope.dimension_count`.
+        read_fields: Further fields of Hugging Face's configuration, from the metadata of a file.
+        metadata: Further metadata, from a configuration; keys without the architecture's prefix.
+        problems: Further reasons why it can't run a configuration.
     """
 
     name: str
     families: tuple[str, ...]
     layer: Mapping[str, tuple[str, ...]]
-    top_modules: Mapping[str, str] = field(default_factory=lambda: _AROUND)
+    top_modules: Mapping[str, str] = field(default_factory=lambda: _TOP_MODULES)
+    extra_layer: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = lambda config: {}
     norm: str = "rms"
-    interleaved: bool = False
     norm_offset: bool = False
+    interleaved: bool = False
     biases: str = "qkv"
-    activations: tuple[str, ...] = ("silu", "swish")
+    activations: tuple[str, ...] = ("silu",)
     free_head_dim: bool = False
     ties_head: bool = True
-    windows: bool = False
+    sliding_window: bool = False
+    uses_rope: bool = True
+    rope_types: tuple[str, ...] = _ROPE_TYPES
+    partial_rotary: bool = False
+    read_fields: Callable[[MetadataReader], dict[str, Any]] = lambda keys: {}
+    metadata: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    problems: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
+
+    @property
+    def norm_eps_key(self) -> str:
+        """Key of the epsilon of its norms."""
+        return f"attention.layer_norm{'_rms' if self.norm == 'rms' else ''}_epsilon"
 
     def weight_mappings(self, config: ModelConfig) -> list[WeightMapping]:
-        """How a file of this architecture keeps the modules of `config`."""
+        """How a file of this architecture stores the modules of `config`."""
         q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         rows = {"attn_qkv": (q, kv, kv), "ffn_up": (config.intermediate_size,) * 2}
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        weight_mappings = [WeightMapping(name, (module,)) for name, module in self.top_modules.items()]
+        mappings = [WeightMapping(name, (module,)) for name, module in self.top_modules.items()]
         for i in range(config.num_hidden_layers):
-            for name, modules in self._layer(config).items():
-                full = tuple(f"model.layers.{i}.{module}" for module in modules)
+            for name, modules in {**self.layer, **self.extra_layer(config)}.items():
+                full_names = tuple(f"model.layers.{i}.{module}" for module in modules)
                 interleaved = heads.get(name, 0) if self.interleaved else 0
-                joined = rows[name] if len(modules) > 1 else ()
-                weight_mappings.append(WeightMapping(f"blk.{i}.{name}", full, joined, interleaved=interleaved))
-        return weight_mappings
-
-    def _layer(self, config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
-        if self.name != "falcon" or config.shared_norm:
-            return self.layer
-        # Falcon 40B has a norm for each of its parallel sublayers; the one that the 7B model hasn't is attention's.
-        return {**self.layer, "attn_norm": ("post_attention_layernorm",), "attn_norm_2": ("input_layernorm",)}
+                fused_rows = rows[name] if len(modules) > 1 else ()
+                mappings.append(WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, interleaved=interleaved))
+        return mappings
 
 
-_GELU = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # llama.cpp has the tanh form for all of them
+_NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}
+_SEPARATE_QKV = {
+    "attn_q": ("self_attn.q_proj",),
+    "attn_k": ("self_attn.k_proj",),
+    "attn_v": ("self_attn.v_proj",),
+    "attn_output": ("self_attn.o_proj",),
+}
+_FUSED_QKV = {
+    "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn_output": ("self_attn.o_proj",),
+}
+_QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_norm",)}
+_PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
+_GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **_PLAIN_MLP}
+_LLAMA_LAYER = {**_NORMS, **_SEPARATE_QKV, **_GATED_MLP}
+_GPT_LAYER = {**_NORMS, **_FUSED_QKV, **_PLAIN_MLP}
+
+
+def _read_biases(keys: MetadataReader) -> dict[str, Any]:
+    return {"attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+
+
+def _read_llama(keys: MetadataReader) -> dict[str, Any]:
+    """A sliding window means Mistral; without one, Mistral and Llama are the same model."""
+    window = keys.count("attention.sliding_window", 0)
+    if window:
+        return {"model_type": "mistral", "sliding_window": window}
+    return {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
+
+
+def _read_qwen2(keys: MetadataReader) -> dict[str, Any]:
+    window = keys.count("attention.sliding_window", 0)
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
+
+
+def _read_qwen3(keys: MetadataReader) -> dict[str, Any]:
+    return {**_read_qwen2(keys), **_read_biases(keys)}
+
+
+def _read_gemma(keys: MetadataReader) -> dict[str, Any]:
+    return {"hidden_activation": "gelu_pytorch_tanh", **_read_biases(keys)}
+
+
+def _gemma_problems(config: ModelConfig) -> Iterator[str]:
+    if not config.tie_word_embeddings:
+        yield "tie_word_embeddings is False"
+
+
+def _gemma2_attention_scalar(layers: int, hidden: int, heads: int, head_dim: int) -> int:
+    """llama.cpp recognizes the 27B model, which has another attention scale, by its number of layers."""
+    return hidden // heads if layers == 46 else head_dim
+
+
+def _read_gemma2(keys: MetadataReader) -> dict[str, Any]:
+    sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
+    return {
+        "query_pre_attn_scalar": _gemma2_attention_scalar(*map(keys.count, sizes)),
+        "sliding_window": keys.count("attention.sliding_window", 4096),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        **_read_gemma(keys),
+    }
+
+
+def _gemma2_metadata(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": float(config.attn_logit_softcapping),
+        "final_logit_softcapping": float(config.final_logit_softcapping),
+    }
+
+
+def _gemma2_problems(config: ModelConfig) -> Iterator[str]:
+    yield from _gemma_problems(config)
+    layers = config.num_hidden_layers
+    scalar = _gemma2_attention_scalar(layers, config.hidden_size, config.num_attention_heads, config.head_dim)
+    if config.query_pre_attn_scalar != scalar:
+        yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma2 has {scalar}"
+    if not (config.attn_logit_softcapping and config.final_logit_softcapping):
+        yield "attn_logit_softcapping and final_logit_softcapping must be set"
+    types = config.layer_types or ((SLIDING,) * layers if config.sliding_window else ())
+    if [layer_type == SLIDING for layer_type in types] != [i % 2 == 0 for i in range(layers)]:
+        yield "layer_types must alternate between sliding and full attention"
+
+
+def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
+    if keys.count("attention.sliding_window", 0):
+        raise keys.error("this is OLMo 3 (it has a sliding window), which this decoder doesn't support", "OLMo 2")
+    return _read_biases(keys)
+
+
+def _read_phi3(keys: MetadataReader) -> dict[str, Any]:
+    return {"sliding_window": keys.count("attention.sliding_window", 0) or None}
+
+
+def _phi3_metadata(config: ModelConfig) -> dict[str, Any]:
+    return {"attention.sliding_window": config.sliding_window or 0}  # llama.cpp recognizes Phi-4 by a window of 0
+
+
+def _read_gpt_neox(keys: MetadataReader) -> dict[str, Any]:
+    return {"use_parallel_residual": keys.flag("gptneox.use_parallel_residual", True)}
+
+
+def _gpt_neox_metadata(config: ModelConfig) -> dict[str, Any]:
+    return {"use_parallel_residual": config.parallel_residual}
+
+
+def _falcon_norms(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Falcon 40B has a norm for each parallel sublayer; attn_norm_2 is the one of attention."""
+    if config.shared_norm:
+        return {}
+    return {"attn_norm": ("post_attention_layernorm",), "attn_norm_2": ("input_layernorm",)}
+
+
+def _read_falcon(keys: MetadataReader) -> dict[str, Any]:
+    heads = keys.count("attention.head_count")
+    kv_heads = keys.count("attention.head_count_kv", heads)
+    two_norms = keys.has_tensor("blk.0.attn_norm_2.weight")
+    grouped = two_norms or kv_heads not in (1, heads)
+    return {
+        "new_decoder_architecture": grouped,
+        "num_ln_in_parallel_attn": 1 + two_norms if grouped else None,
+        "multi_query": kv_heads == 1,
+        "num_kv_heads": kv_heads,
+        "parallel_attn": True,
+        "alibi": False,
+        "bias": False,
+    }
+
+
+def _falcon_metadata(config: ModelConfig) -> dict[str, Any]:
+    return {"tensor_data_layout": "jploski"}  # queries, keys and values one after another
+
+
+def _falcon_problems(config: ModelConfig) -> Iterator[str]:
+    if config.positions != "rope" or not config.parallel_residual:
+        yield "its falcon needs rotary positions and parallel_attn"
+
 
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
         Architecture(
-            "llama", ("llama", "mistral"), {**_NORMS, **_SEPARATE, **_GATED_MLP},
-            interleaved=True, biases="any", free_head_dim=True,
+            "llama",
+            ("llama", "mistral"),
+            _LLAMA_LAYER,
+            interleaved=True,
+            biases="any",
+            free_head_dim=True,
+            rope_types=(*_ROPE_TYPES, "llama3"),
+            read_fields=_read_llama,
         ),
-        Architecture("qwen2", ("qwen2",), {**_NORMS, **_SEPARATE, **_GATED_MLP}),
-        Architecture("qwen3", ("qwen3",), {**_NORMS, **_SEPARATE, **_QK_NORMS, **_GATED_MLP}, free_head_dim=True),
+        Architecture("qwen2", ("qwen2",), _LLAMA_LAYER, read_fields=_read_qwen2),
+        Architecture("qwen3", ("qwen3",), {**_LLAMA_LAYER, **_QK_NORMS}, free_head_dim=True, read_fields=_read_qwen3),
         Architecture(
-            "gemma2", ("gemma2",),
+            "gemma2",
+            ("gemma2",),
             {
-                **_SEPARATE, **_GATED_MLP,
+                **_SEPARATE_QKV,
+                **_GATED_MLP,
                 "attn_norm": ("input_layernorm",),
                 "post_attention_norm": ("post_attention_layernorm",),
                 "ffn_norm": ("pre_feedforward_layernorm",),
                 "post_ffw_norm": ("post_feedforward_layernorm",),
             },
-            norm_offset=True, free_head_dim=True, windows=True, activations=_GELU[1:3],
+            norm_offset=True,
+            free_head_dim=True,
+            sliding_window=True,
+            activations=_GELU_TANH,
+            read_fields=_read_gemma2,
+            metadata=_gemma2_metadata,
+            problems=_gemma2_problems,
         ),
         Architecture(
-            "gemma", ("gemma",), {**_NORMS, **_SEPARATE, **_GATED_MLP},
-            norm_offset=True, free_head_dim=True, activations=_GELU[1:3],
+            "gemma",
+            ("gemma",),
+            _LLAMA_LAYER,
+            norm_offset=True,
+            free_head_dim=True,
+            activations=_GELU_TANH,
+            read_fields=_read_gemma,
+            problems=_gemma_problems,
         ),
         Architecture(
-            "olmo2", ("olmo2",),
+            "olmo2",
+            ("olmo2",),
             {
-                **_SEPARATE, **_QK_NORMS, **_GATED_MLP,
+                **_SEPARATE_QKV,
+                **_QK_NORMS,
+                **_GATED_MLP,
                 "post_attention_norm": ("post_attention_layernorm",),
                 "post_ffw_norm": ("post_feedforward_layernorm",),
             },
             ties_head=False,
+            read_fields=_read_olmo2,
         ),
         Architecture(
-            "phi3", ("phi3",),
-            {**_NORMS, **_FUSED, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
+            "phi3",
+            ("phi3",),
+            {**_NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
             biases="none",
+            rope_types=(*_ROPE_TYPES, "longrope"),
+            partial_rotary=True,
+            read_fields=_read_phi3,
+            metadata=_phi3_metadata,
         ),
         Architecture(
-            "gpt2", ("gpt2",), {**_NORMS, **_FUSED, **_PLAIN_MLP},
-            {**_AROUND, "position_embd": "model.embed_positions"},
-            norm="layer", biases="all", activations=_GELU,
+            "gpt2",
+            ("gpt2",),
+            _GPT_LAYER,
+            {**_TOP_MODULES, "position_embd": "model.embed_positions"},
+            norm="layer",
+            biases="all",
+            activations=_GELU,
+            uses_rope=False,
         ),
         Architecture(
-            "bloom", ("bloom",), {**_NORMS, **_FUSED, **_PLAIN_MLP},
-            {**_AROUND, "token_embd_norm": "model.embed_layernorm"},
-            norm="layer", biases="all", activations=_GELU,
+            "bloom",
+            ("bloom",),
+            _GPT_LAYER,
+            {**_TOP_MODULES, "token_embd_norm": "model.embed_layernorm"},
+            norm="layer",
+            biases="all",
+            activations=_GELU,
+            uses_rope=False,
         ),
         Architecture(
-            "gptneox", ("gpt_neox",), {**_NORMS, **_FUSED, **_PLAIN_MLP},
-            norm="layer", biases="all", activations=_GELU, ties_head=False,
+            "gptneox",
+            ("gpt_neox",),
+            _GPT_LAYER,
+            norm="layer",
+            biases="all",
+            activations=_GELU,
+            ties_head=False,
+            partial_rotary=True,
+            read_fields=_read_gpt_neox,
+            metadata=_gpt_neox_metadata,
         ),
         Architecture(
-            "falcon", ("falcon",), {"attn_norm": ("input_layernorm",), **_FUSED, **_PLAIN_MLP},
-            norm="layer", biases="none", activations=_GELU,
+            "falcon",
+            ("falcon",),
+            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **_PLAIN_MLP},
+            extra_layer=_falcon_norms,
+            norm="layer",
+            biases="none",
+            activations=_GELU,
+            read_fields=_read_falcon,
+            metadata=_falcon_metadata,
+            problems=_falcon_problems,
         ),
     )
-}  # fmt: skip
+}

@@ -1,8 +1,9 @@
-"""The header of a GGUF file: metadata and tensor table, every number in it checked before it is believed.
+"""Read the header of a GGUF file: metadata and the table of tensors, every number checked before it is used.
 
 Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: magic, version, tensor count,
 metadata count; metadata as key, type, value; for each tensor name, dimensions (fastest first), type and offset;
-then the data, each tensor at a multiple of `general.alignment`. Version 2 and 3 are alike but for byte order.
+then the data, each tensor at a multiple of `general.alignment`. Versions 2 and 3 differ in byte order only.
+The gguf package's reader has no bounds; this one is for untrusted files.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.checkpoint.gguf.ggml_types import GGML_TYPES, GGMLType
+from mlxlm.checkpoint.gguf.ggml_types import GGMLType, ggml_types
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 
-# Far above what models have: the largest vocabularies (260,000 tokens, 515,000 merges) make headers of 20 MB.
+# Far above those of models: the largest vocabularies (260,000 tokens, 515,000 merges) make headers of 20 MB.
 _MAX_HEADER = 64 << 20  # bytes
 _MAX_TENSORS = _MAX_KEYS = 1 << 15
-_MAX_STRINGS = 1 << 21  # in all arrays together; walking over them takes half a second
+_MAX_STRINGS = 1 << 21  # in all arrays together; skipping them takes half a second
 _MAX_STRING = 16 << 20  # bytes of one value, e.g. a chat template
-_MAX_NAME = 1024  # bytes; llama.cpp itself reads names of at most 63
-_MAX_DEPTH = 4  # of arrays within arrays
+_MAX_NAME = 1024  # bytes; llama.cpp reads names of at most 63
+_MAX_DEPTH = 4  # of nested arrays
 _MAX_ALIGNMENT = 1 << 20
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -38,36 +39,38 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Array:
-    """An array of the metadata that lies in the file until `read`."""
+    """An array of the metadata that stays in the file until `read`; `kind` is the number of its element type."""
 
     path: Path
-    kind: int  # the format's number for the type of its elements
+    kind: int
     count: int
     start: int
     end: int
 
     @property
     def holds_strings(self) -> bool:
+        """Whether its elements are strings."""
         return self.kind == _STRING
 
     @property
     def holds_numbers(self) -> bool:
+        """Whether its elements are numbers."""
         return self.kind in _NUMBERS
 
     def read(self) -> list[Any]:
-        """Its elements: numbers, strings, or lists. Bytes that aren't UTF-8 become U+FFFD."""
+        """Return its elements: numbers, strings or lists. Bytes that aren't UTF-8 become U+FFFD."""
         with os_errors_as(CheckpointError, "read", self.path), self.path.open("rb") as file:
             file.seek(self.start)
             content = file.read(self.end - self.start)
         if len(content) != self.end - self.start:
             raise CheckpointError(f"{self.path} has become shorter while it was read")
         cursor = _Cursor(self.path, content, len(content))
-        return [cursor.value(self.kind, "an array", keep=True) for _ in range(self.count)]
+        return [cursor.value(self.kind, "an array", load_arrays=True) for _ in range(self.count)]
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies. `shape` is in NumPy's order, slowest dimension first."""
+    """Location of one tensor. `shape` is in NumPy's order, slowest dimension first."""
 
     path: Path
     shape: tuple[int, ...]
@@ -78,7 +81,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """One file, or the files of a split model together. Values of the metadata are numbers, strings and `Array`s."""
+    """One file, or the parts of a split model together. Metadata values are numbers, strings and `Array`s."""
 
     path: Path
     metadata: Mapping[str, Any] = field(repr=False)
@@ -86,7 +89,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file. Raises CheckpointError naming the file and the field that can't be right."""
+    """Read the header of one file. Raises CheckpointError naming the file and the invalid field."""
     with os_errors_as(CheckpointError, "read", path):
         size = path.stat().st_size
         if size < 24:
@@ -99,24 +102,24 @@ def read_header(path: Path) -> Header:
 
 
 class _Cursor:
-    """A place in the header that never passes its end."""
+    """A position in the header that never passes its end."""
 
     def __init__(self, path: Path, data: bytes | mmap.mmap, size: int):
         self.path, self.data, self.size = path, data, size
-        self.at = 0
+        self.position = 0
         self.strings = 0
 
     def fail(self, message: str, hint: str | None = None) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}", hint)
 
     def take(self, count: int, what: str) -> int:
-        """The start of the next `count` bytes, which `what` (of the error) takes."""
-        start = self.at
+        """Advance by `count` bytes and return their start; `what` names the field in an error."""
+        start = self.position
         if count > self.size - start:
             raise self.fail(f"{what} ends past the end of the file", "copy or download the file again")
         if count > len(self.data) - start:
             raise self.fail(f"the header is larger than {_MAX_HEADER >> 20} MB (at {what})")
-        self.at = start + count
+        self.position = start + count
         return start
 
     def u32(self, what: str) -> int:
@@ -135,15 +138,15 @@ class _Cursor:
     def name(self, what: str) -> str:
         name = self.text(what, _MAX_NAME)
         if not name or not name.isprintable():
-            raise self.fail(f"{what} is {name!r}, which is no name")
+            raise self.fail(f"{what} is {name!r}, which is not a name")
         return name
 
-    def value(self, kind: int, what: str, depth: int = 0, keep: bool = False) -> Any:
-        """A number, a string or an array: as a list with `keep`, else as an `Array` that stays in the file."""
+    def value(self, kind: int, what: str, depth: int = 0, load_arrays: bool = False) -> Any:
+        """Read a number, a string or an array: a list with `load_arrays`, else an `Array` that stays in the file."""
         if kind == _STRING:
             return self.text(what)
         if kind == _ARRAY:
-            return self._array(what, depth, keep)
+            return self._array(what, depth, load_arrays)
         number = _NUMBERS.get(kind)
         if number is None:
             raise self.fail(f"{what} has the unknown type {kind}")
@@ -154,41 +157,41 @@ class _Cursor:
             raise self.fail(f"{what} is {value}, which is neither true (1) nor false (0)")
         return bool(value)
 
-    def _array(self, what: str, depth: int, keep: bool) -> Any:
+    def _array(self, what: str, depth: int, load_arrays: bool) -> Any:
         kind, count = self.u32(what), self.u64(what)
         if depth >= _MAX_DEPTH:
-            raise self.fail(f"{what} has more than {_MAX_DEPTH} arrays within each other")
-        if keep:
-            return [self.value(kind, what, depth + 1, keep) for _ in range(count)]
-        start = self.at
+            raise self.fail(f"{what} has more than {_MAX_DEPTH} nested arrays")
+        if load_arrays:
+            return [self.value(kind, what, depth + 1, load_arrays) for _ in range(count)]
+        start = self.position
         if kind in _NUMBERS:
             self.take(count * _NUMBERS[kind].size, what)
         else:
-            self._walk(kind, count, what, depth)
-        return Array(self.path, kind, count, start, self.at)
+            self._skip(kind, count, what, depth)
+        return Array(self.path, kind, count, start, self.position)
 
-    def _walk(self, kind: int, count: int, what: str, depth: int) -> None:
+    def _skip(self, kind: int, count: int, what: str, depth: int) -> None:
         if kind not in (_STRING, _ARRAY):
             raise self.fail(f"{what} is an array of the unknown type {kind}")
         self.strings += count
-        if count * 8 > self.size - self.at or self.strings > _MAX_STRINGS:
+        if count * 8 > self.size - self.position or self.strings > _MAX_STRINGS:
             raise self.fail(f"{what} claims {count} elements, more than the file can hold or a model needs")
         if kind == _ARRAY:
             for _ in range(count):
-                self._array(what, depth + 1, keep=False)
+                self._array(what, depth + 1, load_arrays=False)
             return
-        at, last, length_at = self.at, len(self.data) - 8, _U64.unpack_from
-        for _ in range(count):  # `take` for each would need three times as long
+        at, last, length_at = self.position, len(self.data) - 8, _U64.unpack_from
+        for _ in range(count):  # `take` for each would be three times slower
             if at > last:
-                self.take(at + 8 - self.at, what)  # raises
+                self.take(at + 8 - self.position, what)  # raises
             at += 8 + length_at(self.data, at)[0]
-        self.take(at - self.at, what)
+        self.take(at - self.position, what)
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
     if cursor.data[:4] != b"GGUF":
         raise cursor.fail("not a GGUF file")
-    cursor.at = 4
+    cursor.position = 4
     version = cursor.u32("the version")
     if version and version & 0xFFFF == 0:
         raise cursor.fail("this GGUF file is big-endian", "gguf-convert-endian of the gguf package")
@@ -206,7 +209,7 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for i in range(count):
         key = cursor.name(f"the key of metadata value {i}")
         if key in metadata:
-            raise cursor.fail(f"{key} is there twice")
+            raise cursor.fail(f"{key} occurs twice")
         metadata[key] = cursor.value(cursor.u32(key), key)
     return metadata
 
@@ -214,8 +217,10 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        shown = alignment if isinstance(alignment, int | float) else "no number"
-        raise CheckpointError(f"{path}: general.alignment is {shown}, not a power of 2 from 8 to {_MAX_ALIGNMENT}")
+        shown = alignment if isinstance(alignment, int | float) else "not a number"
+        raise CheckpointError(
+            f"{path}: general.alignment is {shown}, it must be a power of 2 from 8 to {_MAX_ALIGNMENT}"
+        )
     return alignment
 
 
@@ -224,14 +229,14 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInf
     for i in range(count):
         name = cursor.name(f"the name of tensor {i}")
         if name in relative:
-            raise cursor.fail(f"tensor {name} is there twice")
+            raise cursor.fail(f"tensor {name} occurs twice")
         relative[name] = _tensor(cursor, name)
-    start = -(-cursor.at // alignment) * alignment
+    start = -(-cursor.position // alignment) * alignment
     result = {}
     for name, (shape, kind, offset) in relative.items():
-        nbytes = math.prod(shape) // kind.block * kind.bytes
+        nbytes = kind.nbytes(shape)
         if offset % alignment:
-            raise cursor.fail(f"tensor {name} begins at {offset}, which is no multiple of {alignment}")
+            raise cursor.fail(f"tensor {name} begins at {offset}, which is not a multiple of {alignment}")
         if start + offset + nbytes > cursor.size:
             beyond = start + offset + nbytes - cursor.size
             raise cursor.fail(f"tensor {name} ends {beyond} bytes past the end", "copy or download the file again")
@@ -250,19 +255,19 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], GGMLType, int]
         raise cursor.fail(f"{what} has {rank} dimensions, 1 to 4 are possible")
     shape = tuple(cursor.u64(what) for _ in range(rank))[::-1]
     number = cursor.u32(what)
-    kind = GGML_TYPES.get(number)
+    kind = ggml_types().get(number)
     if kind is None:
-        known = ", ".join(kind.name for kind in GGML_TYPES.values())
+        known = ", ".join(kind.name for kind in ggml_types().values())
         raise cursor.fail(f"{what} is of type {number}, which can't be read", f"one of {known}")
-    if min(shape) < 1 or max(shape) >= 2**31 or shape[-1] % kind.block:
-        needed = f", rows of {kind.name} are multiples of {kind.block}" if kind.block > 1 else ""
-        raise cursor.fail(f"{what} is {list(shape)}, which is no shape{needed}")
+    if min(shape) < 1 or max(shape) >= 2**31 or shape[-1] % kind.block_size:
+        needed = f", rows of {kind.name} are multiples of {kind.block_size}" if kind.block_size > 1 else ""
+        raise cursor.fail(f"{what} is {list(shape)}, which is not a valid shape{needed}")
     return shape, kind, cursor.u64(what)
 
 
 @contextmanager
 def mmap_tensor(info: TensorInfo) -> Iterator[np.ndarray]:
-    """The bytes of a tensor as uint8 `[rows, bytes of a row]`, mapped and not read; gone at the end of the block."""
+    """Map the bytes of a tensor as uint8 `[rows, bytes per row]`; unmapped at the end of the block."""
     rows = math.prod(info.shape[:-1])
     with os_errors_as(CheckpointError, "read", info.path):
         if info.path.stat().st_size < info.offset + info.nbytes:

@@ -1,29 +1,36 @@
-"""Tensors of a GGUF file as arrays, and arrays as the bytes of one."""
+"""Read the tensors of a GGUF file as arrays, and encode arrays as its bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
+from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.parallel import parallel_map
 from mlxlm.checkpoint.gguf.reader import TensorInfo, mmap_tensor
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.errors import CheckpointError
 
-_PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
-_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}  # all of these bits are set in NaN and infinity, and in nothing else
-_LARGEST_F16 = 65504
-_CHUNK = 1 << 18  # weights at a time: 4 MB in float32, and as much again for each temporary of `gguf.quants`
+_FLOAT_TYPES = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
+_EXPONENT_BITS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set in NaN and infinity, and only there
+_MAX_FLOAT16 = 65504
+_CHUNK = 1 << 18  # weights at a time: 1 MB in float32, and as much again for each temporary of `gguf.quants`
+_MAX_THREADS = 8  # each has a chunk and its temporaries; the disk is slower than eight
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
 
 
 def read_tensor(info: TensorInfo) -> LazyTensor:
-    """A described tensor: float types as they are, the others dequantized to float32 when they are read."""
+    """Describe a tensor: float types keep their dtype, the others are dequantized to float32 when they are read."""
     kind = info.type.name
-    if kind not in _PLAIN:
-        return LazyTensor(info.shape, mx.float32, kind, info.nbytes, lambda: _dequantized(info))
-    stored, dtype = _PLAIN[kind]
+    if kind not in _FLOAT_TYPES:
+        return LazyTensor(info.shape, mx.float32, kind, info.nbytes, lambda: _dequantize(info))
+    stored, dtype = _FLOAT_TYPES[kind]
 
     def read() -> mx.array:
         with mmap_tensor(info) as rows:
@@ -33,7 +40,7 @@ def read_tensor(info: TensorInfo) -> LazyTensor:
     return LazyTensor(info.shape, dtype, kind, info.nbytes, read)
 
 
-def _dequantized(info: TensorInfo) -> mx.array:
+def _dequantize(info: TensorInfo) -> mx.array:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -43,34 +50,35 @@ def _dequantized(info: TensorInfo) -> mx.array:
     with mmap_tensor(info) as rows:
 
         def fill(part: slice) -> None:
-            with np.errstate(all="ignore"):  # hostile bytes can be scales that overflow
+            with np.errstate(all="ignore"):  # random bytes can be scales that overflow
                 flat[part] = dequantize(rows[part], kind)
 
-        for _ in parallel_map(fill, _parts(*flat.shape)):
+        for _ in parallel_map(fill, _row_slices(*flat.shape)):
             pass
     return mx.array(result)
 
 
 def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | memoryview]:
-    """The bytes of a tensor in the type `kind`, a few rows at a time.
+    """Yield the bytes of a tensor in the type `kind`, a few rows at a time.
 
-    Raises CheckpointError, naming the tensor, if a value is NaN or infinite, or too large for float16.
+    Raises:
+        CheckpointError: Names the tensor if a value is NaN, infinite or too large for float16.
     """
-    value = mx.contiguous(tensor.read())  # not the view that a transposition leaves
+    value = mx.contiguous(tensor.read())  # a transposed view has other strides
     rows = value.reshape(-1, value.shape[-1])
-    chunks = (rows[part] for part in _parts(*rows.shape))
-    if kind in _EXPONENT and value.dtype == _PLAIN[kind][1]:
+    chunks = (rows[part] for part in _row_slices(*rows.shape))
+    if kind in _EXPONENT_BITS and value.dtype == _FLOAT_TYPES[kind][1]:
         for chunk in chunks:
             bits = np.array(chunk.view(mx.uint16))
-            if ((bits & _EXPONENT[kind]) == _EXPONENT[kind]).any():
+            if ((bits & _EXPONENT_BITS[kind]) == _EXPONENT_BITS[kind]).any():
                 raise _not_finite(name)
             yield bits.data
         return
-    checked = (_checked(name, chunk, kind) for chunk in chunks)
+    checked = (_checked_float32(name, chunk, kind) for chunk in chunks)
     if kind == "F32":
         yield from (chunk.data for chunk in checked)
-    elif kind in _PLAIN:
-        dtype = _PLAIN[kind][1]
+    elif kind in _FLOAT_TYPES:
+        dtype = _FLOAT_TYPES[kind][1]
         yield from (np.array(mx.array(chunk).astype(dtype).view(mx.uint16)).data for chunk in checked)
     else:
         from gguf.constants import GGMLQuantizationType
@@ -80,22 +88,45 @@ def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | 
         yield from parallel_map(lambda chunk: quantize(chunk, ggml).data, checked)
 
 
-def _checked(name: str, chunk: mx.array, kind: str) -> np.ndarray:
-    """float32 rows whose values `kind` can hold."""
+def _checked_float32(name: str, chunk: mx.array, kind: str) -> np.ndarray:
+    """float32 rows, after checking that `kind` can represent the values."""
     values = np.array(chunk.astype(mx.float32))
-    low, high = values.min(), values.max()  # a NaN anywhere is both
+    low, high = values.min(), values.max()  # both are NaN if any value is
     if not (np.isfinite(low) and np.isfinite(high)):
         raise _not_finite(name)
-    if kind == "F16" and max(high, -low) > _LARGEST_F16:
+    if kind == "F16" and max(high, -low) > _MAX_FLOAT16:
         raise CheckpointError(f"tensor {name} has values that are too large for F16", "BF16 or F32")
     return values
 
 
 def _not_finite(name: str) -> CheckpointError:
-    return CheckpointError(f"tensor {name} has values that are NaN or infinite", "an intact source")
+    return CheckpointError(f"tensor {name} has values that are NaN or infinite", "an undamaged source")
 
 
-def _parts(rows: int, width: int) -> Iterator[slice]:
+def _row_slices(rows: int, width: int) -> Iterator[slice]:
     step = max(1, _CHUNK // width)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+def parallel_map(function: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
+    """Map `function` over pieces in a thread pool, in order, without reading far ahead.
+
+    `pieces` is iterated in this thread, at most one piece per thread ahead of the results, so that few are in memory.
+    NumPy releases the GIL while it computes. The first exception is raised here, and the rest is cancelled.
+    """
+    threads = min(platform.cpu_cores(), _MAX_THREADS)
+    if threads == 1:
+        yield from map(function, pieces)
+        return
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="gguf")
+    pending: deque[Future[Result]] = deque()
+    try:
+        for piece in pieces:
+            pending.append(pool.submit(function, piece))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

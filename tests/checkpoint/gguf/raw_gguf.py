@@ -1,0 +1,66 @@
+"""GGUF files built from their parts, valid or not."""
+
+from __future__ import annotations
+
+import struct
+
+
+class Raw:
+    """A GGUF file from its parts, right or wrong."""
+
+    def __init__(self, version=3, tensors=None, keys=None, magic=b"GGUF"):
+        self.version, self.tensor_count, self.key_count, self.magic = version, tensors, keys, magic
+        self.keys: list[bytes] = []
+        self.tensors: list[bytes] = []
+
+    def key(self, name: str, kind: int, value: bytes):
+        self.keys.append(text(name) + struct.pack("<I", kind) + value)
+        return self
+
+    def tensor(self, name="x", shape=(4, 4), kind=0, offset=0, rank=None):
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape) if rank is None else rank, *shape)
+        self.tensors.append(text(name) + dims + struct.pack("<IQ", kind, offset))
+        return self
+
+    def write(self, path, data=bytes(64)):
+        given = ((self.tensors, self.tensor_count), (self.keys, self.key_count))
+        counts = [len(parts) if count is None else count for parts, count in given]
+        header = self.magic + struct.pack("<IQQ", self.version, *counts) + b"".join(self.keys + self.tensors)
+        path.write_bytes(header + bytes(-len(header) % 32) + data)
+        return path
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + content
+
+
+def small_llama(tmp_path, change: dict, remove=()):
+    """A small Llama with other values in its metadata."""
+    path = tmp_path / "m.gguf"
+    raw = Raw()
+    fixed = {
+        "llama.embedding_length": 4, "llama.block_count": 1, "llama.attention.head_count": 2,
+        "llama.feed_forward_length": 4, "llama.context_length": 8,
+    }  # fmt: skip
+    raw.key("general.architecture", 8, text(change.pop("general.architecture", "llama")))
+    raw.key("llama.attention.layer_norm_rms_epsilon", 6, struct.pack("<f", 1e-5))
+    for name, value in {**fixed, **change}.items():
+        if name in remove:
+            continue
+        if isinstance(value, bytes):
+            raw.key(name, 9, value)
+        elif isinstance(value, str):
+            raw.key(name, 8, text(value))
+        else:
+            raw.key(name, 4, struct.pack("<I", value))
+    shapes = {"token_embd.weight": (4, 8), "output_norm.weight": (4,)}
+    layer = {"attn_norm": (4,), "ffn_norm": (4,), "attn_q": (4, 4), "attn_k": (4, 4), "attn_v": (4, 4)}
+    layer |= {name: (4, 4) for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    shapes |= {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
+    for i, (name, shape) in enumerate(shapes.items()):
+        raw.tensor(name, shape, offset=128 * i)
+    return raw.write(path, bytes(128 * len(shapes)))

@@ -1,0 +1,168 @@
+"""Written models of every family: bit-equal when read back, and run by llama.cpp."""
+
+from __future__ import annotations
+
+import json
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint import gguf, huggingface
+from mlxlm.checkpoint.gguf.reader import Array, read_header
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.checkpoint.safetensors import load_weights
+from mlxlm.families import config_to_hf
+from mlxlm.utils.errors import CheckpointError
+from tests.checkpoint.gguf.gguf_models import MODELS, random_model, tensors_of
+
+
+def bits(value: mx.array) -> bytes:
+    return np.array(value.astype(mx.bfloat16).view(mx.uint16)).tobytes()
+
+
+def test_write_then_open_is_the_same_model(model, tensors, tiny_tokenizer, tmp_path):
+    written = gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "BF16")
+    again = open_checkpoint(tmp_path / "m.gguf")
+    assert not written.other_types
+    assert again.config == model.config
+    assert again.hf_config["model_type"] == model.config.model_type
+    assert set(again.tensors) == set(tensors)
+    for name, tensor in again.tensors.items():
+        value = tensor.read()
+        assert (tensor.shape, tensor.dtype) == (tuple(value.shape), value.dtype), name
+        assert bits(value) == bits(tensors[name].read()), name
+
+
+def test_folder_to_gguf_to_folder_is_bit_equal(model, tiny_tokenizer, tmp_path):
+    config, path = model.config, tmp_path / "m.gguf"
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    huggingface.write(tmp_path / "a", config_to_hf(config), config, tensors_of(model, mx.bfloat16), tiny_tokenizer)
+    first = open_checkpoint(tmp_path / "a")
+    gguf.write(path, first.config, first.tensors, first.load_tokenizer(), "BF16")
+    second = open_checkpoint(path)
+    sixteen = {name: tensor.astype(mx.bfloat16) for name, tensor in second.tensors.items()}
+    huggingface.write(tmp_path / "b", second.hf_config, second.config, sixteen, second.load_tokenizer())
+    before, after = load_weights(tmp_path / "a"), load_weights(tmp_path / "b")
+    assert {name: bits(value) for name, value in before.items()} == {name: bits(value) for name, value in after.items()}
+    for name in ("config.json", "tokenizer.json"):
+        assert json.loads((tmp_path / "a" / name).read_text()) == json.loads((tmp_path / "b" / name).read_text())
+
+
+def test_llama_cpp_logits_are_the_same(model, tensors, tiny_tokenizer, tmp_path, open_llama_cpp):
+    gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "F32")
+    theirs = open_llama_cpp(tmp_path / "m.gguf", logits_all=True)
+    tokens = np.random.default_rng(0).integers(0, 300, 40).tolist()
+    theirs.eval(tokens)
+    expected = np.array(theirs.scores[: len(tokens)])
+    logits = np.array(model(mx.array([tokens]))[0])
+    # llama.cpp takes GELU from a table in float16, and has no other form of it than with tanh.
+    assert np.abs(logits - expected).max() < 0.01 * logits.std()
+    for _ in range(16):
+        tokens.append(int(expected[-1].argmax()))
+        theirs.eval(tokens[-1:])
+        expected = np.array(theirs.scores[len(tokens) - 1 : len(tokens)])
+    greedy = np.array(model(mx.array([tokens]))[0]).argmax(-1)
+    assert greedy[39:-1].tolist() == tokens[40:]
+
+
+def test_gguf_package_reads_our_header(tiny_tokenizer, tmp_path):
+    model = random_model("llama-3", tiny_tokenizer)
+    gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "F16")
+    theirs, ours = gguf_package.GGUFReader(tmp_path / "m.gguf"), read_header(tmp_path / "m.gguf")
+    metadata = {name: theirs.get_field(name).contents() for name in theirs.fields if not name.startswith("GGUF.")}
+    read = {name: value.read() if isinstance(value, Array) else value for name, value in ours.metadata.items()}
+    assert metadata == read
+    offsets = {tensor.name: (tensor.data_offset, tensor.n_bytes) for tensor in theirs.tensors}
+    assert offsets == {name: (info.offset, info.nbytes) for name, info in ours.tensors.items()}
+
+
+@pytest.mark.parametrize("kind", gguf.OUTTYPES)
+def test_every_outtype_equals_the_gguf_package(kind, tiny_tokenizer, tmp_path):
+    model = random_model("gpt2", tiny_tokenizer)
+    written = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, kind)
+    reader = gguf_package.GGUFReader(tmp_path / "m.gguf")
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    assert found["output_norm.weight"].tensor_type.name == found["position_embd.weight"].tensor_type.name == "F32"
+    matrix = found["blk.1.ffn_up.weight"]
+    assert matrix.tensor_type.name == kind
+    expected = gguf_package.quants.quantize(np.array(model.layers[1].mlp.up_proj.weight), matrix.tensor_type)
+    np.testing.assert_array_equal(np.asarray(matrix.data).view(np.uint8), expected.view(np.uint8))
+    head = "Q8_0" if kind == "Q4_0" else kind
+    assert found["token_embd.weight"].tensor_type.name == head  # the head too: they are tied
+    assert written.other_types == ({"token_embd.weight": "Q8_0"} if kind == "Q4_0" else {})
+    file_type = gguf_package.LlamaFileType(reader.get_field("general.file_type").contents()).name
+    assert file_type in (f"ALL_{kind}", f"MOSTLY_{kind}")
+
+
+def test_unquantizable_rows_are_float16(tiny_tokenizer, tmp_path):
+    model = random_model("llama", tiny_tokenizer)
+    config = model.config.with_changes(intermediate_size=72)
+    tensors = tensors_of(model)
+    for i in range(config.num_hidden_layers):
+        mlp = f"model.layers.{i}.mlp"
+        tensors |= {f"{mlp}.{name}_proj.weight": lazy_tensor(mx.ones((72, 64))) for name in ("gate", "up")}
+        tensors[f"{mlp}.down_proj.weight"] = lazy_tensor(mx.ones((64, 72)))
+    written = gguf.write(tmp_path / "m.gguf", config, tensors, tiny_tokenizer, "Q8_0")
+    assert written.other_types == {f"blk.{i}.ffn_down.weight": "F16" for i in range(config.num_hidden_layers)}
+
+
+def test_quantized_weights_are_errors(tiny_tokenizer, tmp_path):
+    model = random_model("llama", tiny_tokenizer)
+    tensors = {**tensors_of(model), "model.layers.0.mlp.up_proj.scales": lazy_tensor(mx.ones((64, 1)))}
+    with pytest.raises(CheckpointError, match="quantized"):
+        gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "F16")
+
+
+def test_write_overwrites_nothing(tiny_tokenizer, tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_text("mine")
+    model = random_model("llama", tiny_tokenizer)
+    with pytest.raises(CheckpointError, match="already exists"):
+        gguf.write(path, model.config, tensors_of(model), tiny_tokenizer, "F16")
+    assert path.read_text() == "mine"
+
+
+def test_tied_olmo2_gets_an_output_head(tiny_tokenizer, tmp_path):
+    """llama.cpp's OLMo 2 asks for output.weight."""
+    model = random_model("olmo2", tiny_tokenizer)
+    config = model.config.with_changes(tie_word_embeddings=True)
+    tensors = {name: tensor for name, tensor in tensors_of(model).items() if name != "lm_head.weight"}
+    gguf.write(tmp_path / "m.gguf", config, tensors, tiny_tokenizer, "F32")
+    again = open_checkpoint(tmp_path / "m.gguf")
+    embedding, head = (again.tensors[f"{name}.weight"].read() for name in ("model.embed_tokens", "lm_head"))
+    assert bits(embedding) == bits(head)
+
+
+def test_numbers_beyond_32_bits_are_errors(tiny_tokenizer, tmp_path):
+    model = random_model("llama", tiny_tokenizer)
+    scaling = {**MODELS["llama-3"]["rope_scaling"], "original_max_position_embeddings": 2**33}
+    config = model.config.with_changes(rope_scaling=scaling)
+    with pytest.raises(CheckpointError, match=r"original_context_length is .*8589934592"):
+        gguf.write(tmp_path / "m.gguf", config, tensors_of(model), tiny_tokenizer, "F16")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_llama_cpp_runs_quantized_files(kind, tiny_tokenizer, tmp_path, open_llama_cpp):
+    model = random_model("qwen2", tiny_tokenizer)
+    gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, kind)
+    again = open_checkpoint(tmp_path / "m.gguf")
+    model.load_weights([(name, tensor.read().astype(mx.float32)) for name, tensor in again.tensors.items()])
+    tokens = np.random.default_rng(0).integers(0, 300, 24).tolist()
+    theirs = open_llama_cpp(tmp_path / "m.gguf", logits_all=True)
+    theirs.eval(tokens)
+    expected, logits = np.array(theirs.scores[:24]), np.array(model(mx.array([tokens]))[0])
+    # llama.cpp multiplies with activations in 8 bits: errors of 1% in each product, through three layers.
+    assert np.abs(logits - expected).mean() < 0.05 * logits.std()
+
+
+def test_failed_write_leaves_nothing(tiny_tokenizer, tmp_path):
+    model = random_model("llama", tiny_tokenizer)
+    model.layers[2].mlp.up_proj.weight[5, 7] = float("nan")
+    with pytest.raises(CheckpointError, match=r"blk\.2\.ffn_up\.weight has values that are NaN"):
+        gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "Q8_0")
+    assert not list(tmp_path.iterdir())
