@@ -1,4 +1,4 @@
-"""Runs the command line from a checkout: `python cli.py chat MODEL` does what `mlxlm chat MODEL` does."""
+"""Runs the command line from a checkout: `python cli.py chat MODEL` is `mlxlm chat MODEL`."""
 
 from mlxlm.cli.main import main
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.machine_options import machine_options, pop_machine_options
-from mlxlm.cli.run_options import (
+from mlxlm.cli.options import SectionedCommand, given_flags, given_values, json_option, option
+from mlxlm.cli.run_options import pop_runtime_options, runtime_options
+from mlxlm.cli.training_options import (
     DEFAULT_MAX_SEQ_LENGTH,
     data_options,
-    given_options,
     given_settings,
     print_skipped,
-    reject_unused_options,
+    reject_unused_settings,
     setting_options,
     unused_data_rules,
 )
@@ -27,46 +27,65 @@ from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 if TYPE_CHECKING:
     from mlxlm.experiments.architecture_comparison import Comparison, Result
 
-_APART = 0.01  # parameter counts that differ by more than this share are remarked on
+_SIZE_TOLERANCE = 0.01  # larger relative differences of the parameter counts are mentioned
 
 
-@click.command("compare-architectures")
+@click.command("compare-architectures", cls=SectionedCommand)
 @click.argument("data", nargs=-1)
-@click.option(
-    "--variant", "variants", multiple=True, metavar="NAME: PART=VALUE, ...",
-    help='What one of them changes, such as "wide: hidden_size=256", "positions=alibi", alibi, swiglu, or base for '
-    "nothing. Two or more; also dropout, learning_rate and other settings.",
-)  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder; one that is there goes on.")
-@click.option("--preset", default=None, help="What the variants vary, see mlxlm presets.  [default: 1m]")
-@click.option("--config", type=click.Path(path_type=Path), help="A config.json instead of a preset.")
+@option(
+    "Comparison",
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder for the runs; an existing one is continued.",
+)
+@option(
+    "Comparison",
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="NAME: PART=VALUE, ...",
+    help='A variant, such as "wide: hidden_size=256", "positions=alibi", alibi, swiglu, or base for no change. '
+    "Settings such as dropout and learning_rate work too. Give two or more.",
+)
+@option("Comparison", "--preset", help="Base model of the variants; see mlxlm presets.  [default: 1m]")
+@option("Comparison", "--config", type=click.Path(path_type=Path), help="Use this config.json instead of a preset.")
+@option("Training length", "--steps", type=int, help="Number of steps of each variant.")
+@option(
+    "Training length",
+    "--tokens",
+    type=float,
+    help="Number of tokens, such as 2e6.  [default: 20 per parameter of the first variant]",
+)
+@option(
+    "Training length", "--minutes", type=float, help="Minutes for the slowest variant; the others get as many tokens."
+)
 @data_options()
-@click.option("--steps", type=int, help="How long to train each of them, in steps,")
-@click.option("--tokens", type=float, help="in tokens (such as 2e6; default: 20 per parameter of the first),")
-@click.option("--minutes", type=float, help="or in minutes for the slowest; the others see as many tokens.")
 @setting_options()
-@machine_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def compare_architectures(data, variants, out, as_json, **options: Any) -> None:
-    """Train variants of a model on DATA, with one tokenizer, for the same tokens, and draw their curves in one picture.
+@runtime_options
+@json_option
+def compare_architectures(
+    data: tuple[str, ...], variants: tuple[str, ...], out: Path, as_json: bool, **options: Any
+) -> None:
+    """Train variants of a model on DATA, and plot their loss curves together.
 
-    Each is an ordinary run in a folder of its own. Ctrl-C finishes the step and saves; the same command, or --out
-    alone, goes on with what is unfinished.
+    All variants share one tokenizer and see the same tokens. Each is an ordinary run in its own folder. Ctrl-C finishes
+    the step and saves; the same command, or --out alone, continues what is unfinished.
     """
-    how = pop_machine_options(options)
-    comparison = _comparison(data, variants, out, options, how["power"].duty_cycle)
-    failed = _train(comparison, how)
-    found = comparison.results()
-    notes = [*failed, *_notes(comparison, found)]
+    runtime = pop_runtime_options(options)
+    comparison = _comparison(data, variants, out, options, runtime["power"].duty_cycle)
+    errors = _train(comparison, runtime)
+    results = comparison.results()
+    notes = [*errors, *_notes(comparison, results)]
     if as_json:
-        rows = [result.to_dict() for result in found]
+        rows = [result.to_dict() for result in results]
         render.emit_json({"path": str(out), "plot": str(comparison.plot()), "variants": rows, "notes": notes})
     else:
-        render.print_result(render.table([*map(_row, found)], _HEADER))
+        render.print_result(render.table([*map(_row, results)], _HEADER))
         for note in notes:
             render.say(note, style="yellow")
         render.result(str(comparison.plot()))
-    if failed:
+    if errors:
         raise click.exceptions.Exit(1)
 
 
@@ -79,11 +98,13 @@ def _comparison(
     from mlxlm.families import load_config, load_preset
 
     if not data:
-        if given := given_options(["variants", *options]):
-            raise click.UsageError(f"without DATA --out goes on as it began, and {given[0]} would have no effect")
+        if flags := given_flags(["variants", *options]):
+            raise click.UsageError(
+                f"without DATA, --out continues with its own settings: {flags[0]} would have no effect"
+            )
         return Comparison.open(out)
     data, weights = parse_weighted_sources(data)
-    reject_unused_options(
+    reject_unused_settings(
         options,
         (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
         *unused_data_rules(options, data),
@@ -91,9 +112,8 @@ def _comparison(
     config = load_config(options["config"]) if options["config"] else load_preset(options["preset"] or "1m")
     settings = given_settings(options)
     settings.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
-    same = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens")
-    names = ("tokenizer_type", "validation_fraction", "on_bad_input")
-    given = {name: options[name] for name in names if options[name] is not None}
+    names = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens", "tokenizer_type")
+    arguments = {name: options[name] for name in (*names, "validation_fraction", "on_bad_input")}
     comparison = start_comparison(
         out,
         data,
@@ -103,21 +123,19 @@ def _comparison(
         settings=settings,
         duty_cycle=duty_cycle,
         phase=phase,
-        **{name: options[name] for name in same},
-        **given,
+        **given_values(arguments),
     )
     print_skipped(Manifest.read(comparison.data).skipped)
     return comparison
 
 
-def _train(comparison: Comparison, how: dict[str, Any]) -> list[str]:
-    """Train what is unfinished, until a stop is asked for; returns what went wrong, a line for each variant."""
-    from mlxlm.cli.sweep import train_sweep
-    from mlxlm.cli.training import phase
+def _train(comparison: Comparison, runtime: dict[str, Any]) -> list[str]:
+    """Train the unfinished variants; returns an error message for each that failed."""
+    from mlxlm.cli.training import phase, train_sweep
 
     runs = [(variant.name, partial(comparison.run, variant, phase)) for variant in comparison.variants]
     command = f"mlxlm compare-architectures --out {shlex.quote(str(comparison.path))}"
-    return train_sweep(runs, comparison.tokenizer, command, **how)
+    return train_sweep(runs, comparison.tokenizer, command, **runtime)
 
 
 _HEADER = ("variant", "parameters", "tokens", "tokens/s", "time", "memory", "learning rate", "bits per byte")
@@ -137,16 +155,16 @@ def _row(result: Result) -> tuple[str, ...]:
     )
 
 
-def _notes(comparison: Comparison, found: list[Result]) -> Iterator[str]:
+def _notes(comparison: Comparison, results: list[Result]) -> Iterator[str]:
     """What to keep in mind when reading the table."""
     from mlxlm.families import compatibility_warning
 
-    sizes = sorted(found, key=lambda result: result.parameters)
-    if sizes and sizes[-1].parameters > (1 + _APART) * sizes[0].parameters:
+    sizes = sorted(results, key=lambda result: result.parameters)
+    if sizes and sizes[-1].parameters > (1 + _SIZE_TOLERANCE) * sizes[0].parameters:
         more = 100 * (sizes[-1].parameters / sizes[0].parameters - 1)
-        yield f"{sizes[-1].name} has {more:.0f} % more parameters than {sizes[0].name}: a part of its result is size"
+        yield f"{sizes[-1].name} has {more:.0f}% more parameters than {sizes[0].name}, which is a part of its result"
     if not any("seed" in variant.settings for variant in comparison.variants):
-        yield 'one seed each: how much is chance, another one says (--variant "again: seed=1")'
+        yield 'each variant has one seed; a second one shows how much is chance (--variant "again: seed=1")'
     for variant in comparison.variants:
-        if note := compatibility_warning(comparison.config_of(variant)):
-            yield f"{variant.name}: {note}"
+        if warning := compatibility_warning(comparison.config_of(variant)):
+            yield f"{variant.name}: {warning}"

@@ -1,4 +1,4 @@
-"""`mlxlm convert`: any checkpoint in another format."""
+"""`mlxlm convert`: write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -9,31 +9,38 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.options import json_option
 from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
     from mlxlm.convert.conversion import ConversionReport
 
 
+_NO_DTYPE = {"gguf": "--outtype sets the type of a GGUF file", "llama2.c": "these files are float32"}
+
+
 @click.command()
 @click.argument("source")
-@click.option("--out", required=True, help="A new folder, NAME.gguf or NAME.bin.")
+@click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of a folder's weights.  [default: SOURCE's]"
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Dtype of a folder's weights.  [default: SOURCE's]",
 )
 @click.option(
-    "--outtype", "outtype", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
-    help="Of a GGUF file's matrices.  [default: SOURCE's]",
-)  # fmt: skip
+    "--outtype",
+    type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
+    help="Type of a GGUF file's matrices.  [default: SOURCE's]",
+)
 @click.option("--no-verify", is_flag=True, help="Don't read the output again to compare it with SOURCE.")
-@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout.")
+@json_option
 def convert(source: str, out: str, dtype: str | None, outtype: str | None, no_verify: bool, as_json: bool) -> None:
-    """Write SOURCE in another format, with plain weights, and verify the result.
+    """Convert SOURCE to another format, and verify the result.
 
-    SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), a .gguf or a llama2.c .bin file. The
-    output is named by --out: NAME.gguf for llama.cpp, NAME.bin for llama2.c (models and SentencePiece tokenizers
-    as Llama 2's only), else a folder for mlxlm, mlx_lm and transformers. Quantized weights are dequantized; `mlxlm
-    quantize` writes quantized ones.
+    SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or llama2.c .bin file.
+    --out chooses the format: NAME.gguf for llama.cpp, NAME.bin for llama2.c (Llama 2 models and SentencePiece
+    tokenizers only), else a folder for mlxlm, mlx_lm and transformers. Quantized weights are dequantized; use mlxlm
+    quantize to write quantized ones.
     """
     from mlxlm.convert.conversion import convert as run_convert
     from mlxlm.convert.conversion import output_format
@@ -43,9 +50,9 @@ def convert(source: str, out: str, dtype: str | None, outtype: str | None, no_ve
         raise click.UsageError("SOURCE and --out need a name")
     target = output_format(Path(out))
     if out.endswith("/") and target != "huggingface":
-        raise click.UsageError(f"{out} would be a file: without the / at its end, or a folder of another name")
+        raise click.UsageError(f"{out} would be a file (try: without the / at its end, or another name for a folder)")
     if dtype and target != "huggingface":
-        raise click.UsageError(f"--dtype would have no effect on {out}: " + _INSTEAD[target])
+        raise click.UsageError(f"--dtype would have no effect on {out}: {_NO_DTYPE[target]}")
     if outtype and target != "gguf":
         raise click.UsageError("--outtype would have no effect: it is for an --out that ends in .gguf")
     with render.phases_progress() as progress:
@@ -55,16 +62,13 @@ def convert(source: str, out: str, dtype: str | None, outtype: str | None, no_ve
         render.emit_json(report.to_dict())
         return
     for line in report_lines(report):
-        render.result(one_line(line))  # some of it is text from other programs
+        render.result(one_line(line))  # some of it comes from other programs
     for warning in map(one_line, report.warnings):
         render.say(f"warning: {warning}", style="yellow")
 
 
-_INSTEAD = {"gguf": "--outtype chooses what a GGUF file holds", "llama2.c": "these files are float32"}
-
-
 def report_lines(report: ConversionReport) -> Iterator[str]:
-    """The report for people."""
+    """The report as lines of text."""
     yield (
         f"{report.path}: {human_bytes(report.bytes)}, {human_count(report.parameters)} parameters "
         f"at {report.bits_per_weight:.2f} bits each ({report.dtype}), in {report.seconds:.1f} s"

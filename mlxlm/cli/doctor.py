@@ -1,4 +1,4 @@
-"""`mlxlm doctor`: what this machine offers."""
+"""`mlxlm doctor`: show what MLX finds on this machine."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import click
 from mlxlm.backend import device, platform
 from mlxlm.backend.blas import blas_warning, load_blas
 from mlxlm.cli import render
+from mlxlm.cli.options import json_option
 from mlxlm.utils.formatting import human_bytes
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def doctor(as_json: bool) -> None:
-    """Show device, MLX, BLAS and its measured speed, memory, and where models are kept."""
+    """Show the device, MLX, the BLAS and its measured speed, memory, and the folder of downloaded models."""
     facts = collect()
     if as_json:
         render.emit_json(facts)
         return
     for name, value in facts.items():
-        render.result(f"{name.replace('_', ' '):<24} {_shown(name, value)}")
+        render.result(f"{name.replace('_', ' '):<24} {_format(name, value)}")
     for line in advice(facts):
         render.say(line, style="yellow")
 
 
 def collect() -> dict[str, Any]:
-    """The facts, with numbers in bytes and GFLOP/s."""
+    """Collect the facts; numbers are in bytes and GFLOP/s."""
     from importlib.metadata import version
 
     from mlxlm.backend.mlx import ON_CPU, mx
@@ -53,7 +54,7 @@ def collect() -> dict[str, Any]:
 
 
 def advice(facts: dict[str, Any]) -> list[str]:
-    """What would make this machine faster, one line each."""
+    """Return what would make training faster, one line each."""
     lines = []
     if facts["device"] == "CPU":
         if warning := blas_warning():
@@ -63,7 +64,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _shown(name: str, value: Any) -> str:
+def _format(name: str, value: Any) -> str:
     if name in ("memory", "working_set"):
         return "unknown" if value is None else human_bytes(value)
     if name == "matmul_gflops":

@@ -1,53 +1,82 @@
-"""`mlxlm evaluate`: how well a model predicts a text, or answers questions with choices."""
+"""`mlxlm evaluate`: measure how well a model predicts a text, or answers multiple-choice questions."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import ON_BAD_INPUT, print_skipped
-from mlxlm.cli.tokenizer import SOURCES_HELP
+from mlxlm.cli.options import (
+    SOURCES_HELP,
+    SectionedCommand,
+    json_option,
+    on_bad_input_option,
+    option,
+    reject_unused_options,
+    text_column_option,
+)
+from mlxlm.cli.training_options import print_skipped
 from mlxlm.utils.formatting import human_seconds
 
+if TYPE_CHECKING:
+    from mlxlm.evaluate.text import TextLoss
 
-@click.command(epilog=SOURCES_HELP)
+_TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
+
+
+@click.command(cls=SectionedCommand, epilog=SOURCES_HELP)
 @click.argument("model")
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
-@click.option(
-    "--context-length", type=click.IntRange(1), help="Tokens of a window (default: the model's, at most 2048)."
+@option(
+    "Text",
+    "--context-length",
+    type=click.IntRange(1),
+    help="Tokens per window.  [default: the model's context, at most 2048]",
 )
-@click.option(
-    "--stride", type=click.IntRange(1), help="Tokens a window moves on by (default: half of --context-length)."
+@option(
+    "Text",
+    "--stride",
+    type=click.IntRange(1),
+    help="Tokens that the window moves on by.  [default: half of --context-length]",
 )
-@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text]")
-@ON_BAD_INPUT
-@click.option(
-    "--multiple-choice", type=click.Path(path_type=Path), metavar="FILE", help="Questions with choices: JSON lines."
+@text_column_option("Text", default="text")
+@on_bad_input_option("Text")
+@option(
+    "Multiple choice",
+    "--multiple-choice",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Questions as JSON lines.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="New file for what is chosen: a JSON line per question.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option(
+    "Multiple choice",
+    "--out",
+    type=click.Path(path_type=Path),
+    help="New file for the answers, one JSON line per question.",
+)
+@json_option
 def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, as_json: bool, **options: Any) -> None:
-    """Measure MODEL on raw text: loss, perplexity, bits per byte and bits per character; or with --multiple-choice the share
-    of questions that it answers rightly.
+    """Evaluate MODEL on TEXT: loss, perplexity, bits per byte and bits per character; or with --multiple-choice on
+    questions: accuracy.
 
-    Every token is predicted once, from a window that slides over the text: with context - stride tokens before it, or
-    all there are. A smaller stride is slower, and the loss is mostly lower, since tokens have more text before them.
-    compare and quantize use the default windows.
+    Every token is predicted once, from a window that slides over the text: with at least context-length - stride tokens
+    before it, if the text has them. A smaller stride is slower and mostly gives a lower loss. `compare` and `quantize`
+    use the default windows.
 
-    Lines of --multiple-choice are {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index begins at 0.
+    A line of --multiple-choice is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index
+    starts at 0.
     """
-    given = {f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None}
     if bool(texts) == bool(multiple_choice):
         raise click.UsageError("give TEXT files, or - for stdin, or --multiple-choice FILE")
-    idle = given - {"--out"} if multiple_choice else given & {"--out"}
-    if idle:
-        reason = "with --multiple-choice no TEXT is read" if multiple_choice else "--multiple-choice is not given"
-        raise click.UsageError(f"{' and '.join(sorted(idle))} would have no effect: {reason}")
+    reject_unused_options(
+        options,
+        (multiple_choice, _TEXT_OPTIONS, "with --multiple-choice no TEXT is read"),
+        (not multiple_choice, ["out"], "--multiple-choice is not given"),
+    )
     if multiple_choice:
         _evaluate_multiple_choice(model, multiple_choice, options["out"], as_json)
     else:
@@ -66,33 +95,33 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
     context_length, stride = window_lengths(
         lm.config.max_position_embeddings, options["context_length"], options["stride"]
     )
-    found: dict[str, TextLoss] = {}
+    losses: dict[str, TextLoss] = {}
     bad = BadInput(options["on_bad_input"] or "stop")
-    started = time.perf_counter()
+    start = time.perf_counter()
     with render.bytes_progress("Evaluating", total) as advance:
         for text in dict.fromkeys(texts):
             source = documents([text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad)
-            found["stdin" if text == "-" else text] = evaluate_text(
+            losses["stdin" if text == "-" else text] = evaluate_text(
                 lm, source, context_length=context_length, stride=stride
             )
     print_skipped(bad.skipped)
-    whole = sum(found.values(), TextLoss())
+    total_loss = sum(losses.values(), TextLoss())
     if as_json:
-        parts = {"texts": {name: loss.to_dict() for name, loss in found.items()}} if len(found) > 1 else {}
+        parts = {"texts": {name: loss.to_dict() for name, loss in losses.items()}} if len(losses) > 1 else {}
         lengths = {"context_length": context_length, "stride": stride}
-        render.emit_json({"model": model, **whole.to_dict(), **lengths, "skipped": bad.skipped, **parts})
+        render.emit_json({"model": model, **total_loss.to_dict(), **lengths, "skipped": bad.skipped, **parts})
         return
-    shown = {**found, "all": whole} if len(found) > 1 else found
+    rows = {**losses, "all": total_loss} if len(losses) > 1 else losses
     header = ("text", "tokens", "loss", "perplexity", "bits per byte", "bits per character")
-    render.print_result(render.table([(name, *_row(loss)) for name, loss in shown.items()], header))
+    render.print_result(render.table([(name, *_row(loss)) for name, loss in rows.items()], header))
     render.result(render.windows(context_length, stride))
-    seconds = time.perf_counter() - started
-    render.say(f"{whole.tokens} tokens in {human_seconds(seconds)}, {whole.tokens / seconds:.0f} tokens/s")
+    seconds = time.perf_counter() - start
+    render.say(f"{total_loss.tokens} tokens in {human_seconds(seconds)}, {total_loss.tokens / seconds:.0f} tokens/s")
 
 
-def _row(found) -> tuple[str, ...]:
-    numbers = (f"{found.perplexity:.4g}", f"{found.bits_per_byte:.4f}", f"{found.bits_per_character:.4f}")
-    return (str(found.tokens), f"{found.loss:.4f}", *numbers)
+def _row(loss: TextLoss) -> tuple[str, ...]:
+    numbers = (f"{loss.perplexity:.4g}", f"{loss.bits_per_byte:.4f}", f"{loss.bits_per_character:.4f}")
+    return (str(loss.tokens), f"{loss.loss:.4f}", *numbers)
 
 
 def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json: bool) -> None:
@@ -106,20 +135,20 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
     with os_errors_as(DataError, "read", path):
         size = path.stat().st_size
     lm = load(model)
-    answered = []
+    answers = []
     with nullcontext() if out is None else atomic_new_file(out, DataError) as file:
         with render.bytes_progress("Answering", size) as advance:
-            for one in answer(lm, read_questions(path, advance)):
-                answered.append(one)
+            for answered in answer(lm, read_questions(path, advance)):
+                answers.append(answered)
                 if file is not None:
-                    file.write(json_line(one.to_dict()))
-        found = Accuracy.of(answered)
+                    file.write(json_line(answered.to_dict()))
+        accuracy = Accuracy.of(answers)
     if as_json:
-        render.emit_json({"model": model, **found.to_dict(), "results": [one.to_dict() for one in answered]})
+        render.emit_json({"model": model, **accuracy.to_dict(), "results": [a.to_dict() for a in answers]})
         return
     rows = [
-        (name, f"{share:.1%}", f"± {found.stderr(share):.1%}")
-        for name, share in (("accuracy", found.accuracy), ("accuracy by bytes", found.accuracy_by_bytes))
+        (name, f"{share:.1%}", f"± {accuracy.stderr(share):.1%}")
+        for name, share in (("accuracy", accuracy.accuracy), ("accuracy by bytes", accuracy.accuracy_by_bytes))
     ]
-    rows.append(("chance", f"{found.random_accuracy:.1%}", ""))
-    render.print_result(render.table(rows, (f"{found.questions} questions", "", "")))
+    rows.append(("chance", f"{accuracy.random_accuracy:.1%}", ""))
+    render.print_result(render.table(rows, (f"{accuracy.questions} questions", "", "")))

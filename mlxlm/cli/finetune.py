@@ -1,4 +1,4 @@
-"""`mlxlm finetune`: tune a model on conversations, or continue doing so."""
+"""`mlxlm finetune`: train a model on conversations, or continue a run that does."""
 
 from __future__ import annotations
 
@@ -9,93 +9,95 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.machine_options import machine_options, pop_machine_options
+from mlxlm.cli.options import SectionedCommand, add_options, given_values, on_bad_input_option, option
 from mlxlm.cli.run_options import (
-    ON_BAD_INPUT,
     check_data_needs_resume,
-    check_resume_alone,
-    given_settings,
-    moved_data_option,
+    command_start_time,
     open_resumed_run,
+    pop_runtime_options,
+    run_options,
+    runtime_options,
+)
+from mlxlm.cli.training_options import (
+    given_settings,
     print_skipped,
-    reject_unused_options,
+    reject_unused_settings,
     setting_options,
+    validation_options,
 )
 
 if TYPE_CHECKING:
     from mlxlm.train import Run
 
-# What samples would show is no conversation; the form of the rows is that of all tuning.
-_WITHOUT = ("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens")
-_SHORT = 1024  # tokens of a context that a chat is soon at the end of
-_TEXTS = {
-    "batch_size": "Rows per forward pass (default: 16, fewer for few conversations).",
-    "max_seq_length": "Tokens per row (default: the model's context, at most 512).",
-    "learning_rate": "Peak learning rate (default: a fifth of pretraining's, by model size).",
-    "eval_every": "Steps between validations; 0: at the end only (default: a tenth of all).",
-    "seed": "Order of the data, dropout.",
+# Samples of text would show no conversation, and fine-tuning has its own packing.
+_UNUSED_SETTINGS = ("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens")
+_SHORT_CONTEXT = 1024  # tokens: a chat fills it soon
+_HELP_TEXTS = {
+    "batch_size": "Rows per forward pass.  [default: 16, fewer for few conversations]",
+    "max_seq_length": "Tokens per row.  [default: the model's context, at most 512]",
+    "learning_rate": "Peak learning rate.  [default: a fifth of pretrain's, which depends on the model size]",
+    "eval_every": "Steps between validations; 0 validates at the end only.  [default: a tenth of all steps]",
+    "seed": "Random seed of data order and dropout.  [default: 0]",
 }
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("model", required=False)
 @click.argument("data", nargs=-1)
-@click.option("--out", type=click.Path(path_type=Path), help="The run's new folder.")
-@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run, as it began.")
-@moved_data_option
-@click.option("--chat-template", metavar="NAME|FILE", help="Chat template, for a model without one: see mlxlm chat.")
-@click.option("--validation", multiple=True, help="Conversations for validation (default: a part of DATA).")
-@click.option("--validation-fraction", type=float, help="Share of DATA held out.  [default: 0.05]")
-@ON_BAD_INPUT
-@click.option("--steps", type=int, help="How long to train, in steps,")
-@click.option("--epochs", type=float, help="in passes over the conversations (default: 3),")
-@click.option("--minutes", type=float, help="or in minutes.")
-@setting_options(_WITHOUT, _TEXTS)
-@machine_options
-def finetune(model, data, out, resume, moved_data, **options: Any) -> None:
-    """Tune MODEL (a run, a folder, a .gguf file or a hub id) on DATA: .jsonl files of conversations, such as
+@run_options
+@option("Training length", "--steps", type=int, help="Number of optimizer steps.")
+@option("Training length", "--epochs", type=float, help="Number of passes over the conversations.  [default: 3]")
+@option("Training length", "--minutes", type=float, help="Wall-clock budget.")
+@option(
+    "Data",
+    "--chat-template",
+    metavar="NAME|FILE",
+    help="Chat template, for a model that has none; see mlxlm chat.",
+)
+@add_options(*validation_options("Conversations"))
+@on_bad_input_option("Data")
+@setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
+@runtime_options
+def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
+    """Fine-tune MODEL on DATA, .jsonl files of conversations.
+
+    MODEL is a run, a folder, a .gguf file or a hub id. A line of DATA is
 
     \b
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-    All parameters are trained, on what the assistant says. The run is a model to chat with: mlxlm chat RUN.
+    All parameters are trained, with the loss on the assistant's messages only. Chat with the result: mlxlm chat RUN.
 
-    A conversation that fits a row is whole in one. Longer ones are cut in front of questions; an answer that is longer
-    than a row goes on in the next one, after half a row of what came before, so that it is learned to its end.
+    A conversation that fits in a row is never split. Longer ones are split before questions. An answer that is longer
+    than a row continues in the next one, after half a row of its context.
 
-    A template that rewrites answers, as those of reasoning models do with <think>, needs answers without it. A chat
-    holds no more tokens than MODEL's context.
+    A chat template that rewrites answers, such as those of reasoning models with <think>, needs answers without it. The
+    context of a chat is that of MODEL.
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
-    start_time = click.get_current_context().meta["mlxlm.start_time"]
     from mlxlm.cli.training import print_summary, run_training
     from mlxlm.tokenizer import load
 
-    going = pop_machine_options(options)
+    runtime = pop_runtime_options(options)
+    out, resume, moved_data = (options.pop(name) for name in ("out", "resume", "moved_data"))
     if resume is not None:
-        check_resume_alone(model, data, out, options=options)
-        run = open_resumed_run(resume, moved_data)
+        run = open_resumed_run(resume, moved_data, (model, data, out), options)
     else:
         check_data_needs_resume(moved_data)
-        run = _new_run(model, data, out, options, going["power"].duty_cycle, start_time)
-    ending = run_training(run, load(run.path), resume=True, **going)
+        run = _new_run(model, data, out, options, runtime["power"].duty_cycle)
+    ending = run_training(run, load(run.path), resume=True, **runtime)
     print_summary(ending, run)
-    if run.config.max_position_embeddings <= _SHORT:
+    if run.config.max_position_embeddings <= _SHORT_CONTEXT:
         render.say(
-            f"a chat with it holds {run.config.max_position_embeddings} tokens, its context: "
-            "mlxlm chat --context-overflow drop goes on beyond them"
+            f"the context of this model is {run.config.max_position_embeddings} tokens: "
+            "mlxlm chat --context-overflow drop continues a chat beyond them"
         )
     render.result(str(run.path))
 
 
 def _new_run(
-    model: str | None,
-    data: tuple[str, ...],
-    out: Path | None,
-    options: dict[str, Any],
-    duty_cycle: float,
-    start_time: float,
+    model: str | None, data: tuple[str, ...], out: Path | None, options: dict[str, Any], duty_cycle: float
 ) -> Run:
     from mlxlm.chat.sft_encoder import SFTEncoder
     from mlxlm.cli.training import phase
@@ -104,11 +106,10 @@ def _new_run(
 
     if model is None or not data or out is None:
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
-    reject_unused_options(
+    reject_unused_settings(
         options, (options["validation"], ["validation_fraction"], "--validation says what is held out")
     )
     base, tokenizer = open_base_model(model)
-    given = {name: options[name] for name in ("validation_fraction", "on_bad_input") if options[name] is not None}
     run = start_finetune(
         out,
         base,
@@ -119,11 +120,11 @@ def _new_run(
         epochs=options["epochs"],
         minutes=options["minutes"],
         duty_cycle=duty_cycle,
-        start_time=start_time,
+        start_time=command_start_time(),
         settings=given_settings(options),
         stdin=sys.stdin.buffer,
         phase=phase,
-        **given,
+        **given_values({name: options[name] for name in ("validation_fraction", "on_bad_input")}),
     )
     print_skipped(Manifest.read(run.data).skipped)
     return run

@@ -1,4 +1,4 @@
-"""`mlxlm generate --num-samples`: several texts for one prompt, made at once and printed in order."""
+"""`mlxlm generate --num-samples`: several texts for one prompt, generated as a batch and printed in order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from contextlib import closing
 from dataclasses import replace
 
 from mlxlm.cache import KVOptions
-from mlxlm.chat.terminal import write
 from mlxlm.cli import render
-from mlxlm.cli.sampling_options import CONSTRAINT_HINTS
+from mlxlm.cli.generation_options import CONSTRAINT_HINTS
 from mlxlm.cli.spinner import spinner
 from mlxlm.generation import LoadedModel, Request, run_batch
 from mlxlm.generation.batching import BATCH_SIZE, ordered_results
@@ -23,36 +22,39 @@ def print_samples(
     lm: LoadedModel,
     request: Request,
     count: int,
-    *,
     kv: KVOptions,
+    *,
     batch_size: int | None,
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Texts with an empty line between them, or a JSON object each; their seeds are those of `generation.batch`."""
+    """Print `count` texts with an empty line between them, or one JSON object each.
+
+    Raises GenerationError at the end if a constrained text is incomplete.
+    """
     if request.options.seed is None:
         request = replace(request, options=replace(request.options, seed=random_seed()))
-    wanted = (request.sample("1", number) for number in range(count))
-    started, tokens, peak, broken = time.monotonic(), 0, 0, None
-    with closing(run_batch(lm, wanted, kv=kv, batch_size=batch_size or BATCH_SIZE)) as batch:
+    requests = (request.sample("1", number) for number in range(count))
+    start, tokens, peak, incomplete = time.monotonic(), 0, 0, None
+    with closing(run_batch(lm, requests, kv=kv, batch_size=batch_size or BATCH_SIZE)) as batch:
         results = ordered_results(batch)
         for number in range(count):
-            with spinner(f"{number} of {count} texts are printed"):
+            with spinner(f"printed {number} of {count} texts"):
                 result = next(results)
             tokens, peak = tokens + len(result.tokens), max(peak, result.timings.peak_memory_bytes)
-            broken = broken or (result if result.constraint_error is not None else None)
+            incomplete = incomplete or (result if result.constraint_error is not None else None)
             if as_json:
                 render.emit_json({"sample": number} | full_result_fields(result, lm.tokenizer))
             else:
-                write(("\n" if number else "") + result.text + "\n")
+                render.write_text(("\n" if number else "") + result.text + "\n")
     if verbose:
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - start
         render.say(
             f"prompt {len(request.prompt)} tokens; {count} texts, {tokens} tokens in {seconds:.1f} s, "
-            f"{tokens / seconds:.1f} tokens/s; peak {human_bytes(peak)}",
+            f"{tokens / seconds:.1f} tokens/s; peak memory {human_bytes(peak)}",
             style="dim",
         )
-    if broken is not None:
+    if incomplete is not None:
         raise GenerationError(
-            f"not every text is complete: {broken.constraint_error}", CONSTRAINT_HINTS.get(broken.finish_reason)
+            f"not every text is complete: {incomplete.constraint_error}", CONSTRAINT_HINTS.get(incomplete.finish_reason)
         )

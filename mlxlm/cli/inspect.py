@@ -1,4 +1,4 @@
-"""`mlxlm inspect`: what a checkpoint is, from its headers."""
+"""`mlxlm inspect`: describe a checkpoint by its headers."""
 
 from __future__ import annotations
 
@@ -7,76 +7,79 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.options import json_option
 from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mlxlm.convert.inspect import Description
 
 
 @click.command()
 @click.argument("source")
-@click.option("--tensors", "list_tensors", is_flag=True, help="List all tensors: name, type, shape, bytes.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--tensors", "list_tensors", is_flag=True, help="List all tensors with type, shape and bytes.")
+@json_option
 def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
-    """Show what SOURCE is: format, architecture, size, quantization, tokenizer.
+    """Describe SOURCE: format, architecture, size, quantization, tokenizer.
 
-    SOURCE is a folder, a run, a hub id, a .gguf or a .bin file. Only headers are read.
+    SOURCE is a folder, a run, a hub id, or a .gguf or .bin file. Only headers are read.
     """
     from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.inspect import describe
     from mlxlm.utils.errors import one_line
 
     checkpoint = open_checkpoint(source)
-    found = describe(checkpoint)
+    description = describe(checkpoint)
     tensors = checkpoint.tensors.items()
     rows = [(one_line(name), t.stored_dtype, "x".join(map(str, t.shape)), t.nbytes) for name, t in tensors]
     if as_json:
         listed = [dict(zip(("name", "type", "shape", "bytes"), row, strict=True)) for row in rows]
-        render.emit_json(found.to_dict() | ({"tensor_list": listed} if list_tensors else {}))
+        render.emit_json(description.to_dict() | ({"tensor_list": listed} if list_tensors else {}))
         return
-    for name, value in lines(found):
-        render.result(render.hanging_indent(f"{name:<14} ", one_line(value)))  # much of it is text out of files
+    for name, value in lines(description):
+        render.result(render.hanging_indent(f"{name:<14} ", one_line(value)))  # much of it comes from files
     if list_tensors:
         render.print_result(render.table(rows, ("name", "type", "shape", "bytes")))
-    for warning in found.warnings:
+    for warning in description.warnings:
         render.say(f"warning: {warning}", style="yellow")
 
 
-def lines(found: Description):
-    """(heading, text) in the order in which a person reads them."""
+def lines(description: Description) -> Iterator[tuple[str, str]]:
+    """(heading, text) of each line to print."""
     from mlxlm.checkpoint.layer_names import group_by_value
 
-    yield "path", found.path
-    yield "format", found.format
-    run = f"run by {found.runtime}" if found.problem is None else f"can't be run: {found.problem}"
-    yield "family", f"{found.family}, {run}"
-    yield from found.architecture.items()
-    yield "parameters", f"{human_count(found.parameters)} in {found.tensors} tensors"
-    yield "size", f"{human_bytes(found.bytes)}, {found.bits_per_weight:.2f} bits per weight"
-    types = (f"{name} {human_bytes(size)} in {count} tensors" for name, (count, size) in found.types.items())
+    yield "path", description.path
+    yield "format", description.format
+    run = f"run by {description.runtime}" if description.problem is None else f"can't be run: {description.problem}"
+    yield "family", f"{description.family}, {run}"
+    yield from description.architecture.items()
+    yield "parameters", f"{human_count(description.parameters)} in {description.tensors} tensors"
+    yield "size", f"{human_bytes(description.bytes)}, {description.bits_per_weight:.2f} bits per weight"
+    types = (f"{name} {human_bytes(size)} in {count} tensors" for name, (count, size) in description.types.items())
     yield "types", "; ".join(types)
-    if found.quantization:
-        yield "quantization", _plan(found.quantization)
-        for plan, names in group_by_value(
-            {name: _plan(entry) for name, entry in found.layer_overrides.items()}
+    if description.quantization:
+        yield "quantization", _describe_quantization(description.quantization)
+        for text, names in group_by_value(
+            {name: _describe_quantization(entry) for name, entry in description.layer_overrides.items()}
         ).items():
-            yield f"  {plan}", names
-    cache = found.cache_per_token
+            yield f"  {text}", names
+    cache = description.cache_per_token
     per_token = "" if cache is None else f", and {human_bytes(1000 * cache)} for 1,000 tokens of context"
-    yield "memory here", f"{human_bytes(found.memory)} for the weights{per_token}"
-    tokenizer = found.tokenizer
+    yield "memory here", f"{human_bytes(description.memory)} for the weights{per_token}"
+    tokenizer = description.tokenizer
     if tokenizer is None:
         yield "tokenizer", "none that mlxlm reads"
         return
-    ends = f"begins {tokenizer.bos_token or '-'}, ends {tokenizer.eos_token or '-'}"
+    ends = f"BOS {tokenizer.bos_token or '-'}, EOS {tokenizer.eos_token or '-'}"
     template = "with a chat template" if tokenizer.chat_template else "no chat template"
     counts = f"{tokenizer.vocab_size} tokens ({len(tokenizer.special_tokens)} special)"
     yield "tokenizer", f"{tokenizer.tokenizer_type}, {counts}, {ends}, {template}"
 
 
-def _plan(entry) -> str:
+def _describe_quantization(entry) -> str:
     if entry is False:
-        return "as it is"
+        return "not quantized"
     if entry is True or not entry:
         return "default"
     mode = entry.get("mode", "affine")

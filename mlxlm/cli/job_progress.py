@@ -1,4 +1,4 @@
-"""Counts of `generate --jsonl`, and how they are shown while it runs: on stderr."""
+"""The progress of `generate --jsonl`, shown on stderr."""
 
 from __future__ import annotations
 
@@ -12,47 +12,50 @@ from rich.progress import BarColumn, Progress, TextColumn
 from mlxlm.cli import render
 from mlxlm.utils.formatting import human_bytes, human_seconds
 
-_SAY_EVERY = 60.0  # seconds between progress lines where stderr is not a terminal
+_SECONDS_BETWEEN_LINES = 60.0  # if stderr is not a terminal
 
 
 class JobProgress:
-    """Counts of a run so far. `expected` results in all, as far as is known yet; None for a pipe."""
+    """Counts of results so far. `expected` is the total as far as it is known; None for a pipe."""
 
     def __init__(self, num_samples: int):
         self.num_samples = num_samples
         self.expected: int | None = None
         self.results = self.failed = self.skipped = self.tokens = self.peak_memory = 0
-        self._began: float | None = None
+        self._start: float | None = None
 
     def begin(self, lines: int | None) -> None:
-        """The clock runs from here; so many lines are to come."""
-        self._began = time.monotonic()
+        """Start the clock, with so many lines to come (None: unknown)."""
+        self._start = time.monotonic()
         self.expected = None if lines is None else lines * self.num_samples
 
     def expect(self, rows: int) -> None:
-        """A line turned out to have so many results."""
+        """Correct the total: a line turned out to ask for `rows` results."""
         if self.expected is not None:
             self.expected += rows - self.num_samples
 
     @property
     def done(self) -> int:
+        """Results of this run and of earlier ones."""
         return self.results + self.skipped
 
     @property
     def seconds(self) -> float:
-        """Since `begin`; 0 before it."""
-        return 0.0 if self._began is None else max(time.monotonic() - self._began, 1e-9)
+        """Seconds since `begin`; 0 before it."""
+        return 0.0 if self._start is None else max(time.monotonic() - self._start, 1e-9)
 
     def summary(self) -> str:
+        """The line at the end."""
         results = "1 result" if self.results == 1 else f"{self.results} results"
-        failed = f", {self.failed} of them failed" if self.failed else ""
-        skipped = f", {self.skipped} were done before" if self.skipped else ""
+        failed = f", {self.failed} failed" if self.failed else ""
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
         return (
             f"{results}{failed}{skipped}; {self.tokens} tokens in {human_seconds(self.seconds)}, "
-            f"{self.tokens / self.seconds:.1f} tokens/s; peak {human_bytes(self.peak_memory)}"
+            f"{self.tokens / self.seconds:.1f} tokens/s; peak memory {human_bytes(self.peak_memory)}"
         )
 
     def line(self) -> str:
+        """The line while the job runs."""
         of = f" of {self.expected}" if self.expected is not None else ""
         left = ""
         if self.expected and self.results:
@@ -62,9 +65,9 @@ class JobProgress:
 
 @contextmanager
 def progress(job_progress: JobProgress) -> Iterator[Callable[[], None]]:
-    """A bar, if the terminal of stderr isn't that of the results, too; where there is none, a line a minute."""
+    """Show a progress bar if only stderr is a terminal; a line per minute if it isn't one."""
     if not sys.stderr.isatty():
-        yield _rare_lines(job_progress)
+        yield _print_lines(job_progress)
         return
     if sys.stdout.isatty():
         yield lambda: None
@@ -77,13 +80,13 @@ def progress(job_progress: JobProgress) -> Iterator[Callable[[], None]]:
         )
 
 
-def _rare_lines(job_progress: JobProgress) -> Callable[[], None]:
-    said = time.monotonic()
+def _print_lines(job_progress: JobProgress) -> Callable[[], None]:
+    last = time.monotonic()
 
     def show() -> None:
-        nonlocal said
-        if time.monotonic() - said >= _SAY_EVERY:
-            said = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
             render.say(job_progress.line(), style="dim")
 
     return show

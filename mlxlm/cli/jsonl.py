@@ -1,4 +1,4 @@
-"""`mlxlm generate --jsonl`: requests in, results out, one line each, as each finishes."""
+"""`mlxlm generate --jsonl`: reads requests and writes results, one JSON object per line, as they finish."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -17,84 +18,97 @@ from mlxlm.cli.job_progress import JobProgress, progress
 from mlxlm.cli.line_reader import LineReader
 from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
 from mlxlm.generation.batching import BATCH_SIZE
-from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, RequestReader, Sample
+from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, EncodedPrompt, Messages, RequestReader, Sample
 from mlxlm.generation.jsonl.results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.files import json_line
 
-# Seconds in which whoever writes many requests fills the pipe again, so that the first batch is a full one.
-_GATHERING = 0.02
+# Seconds to wait for more requests, so that a program that writes many fills the first batch.
+_GATHER_SECONDS = 0.02
 
-Write = Callable[[int, dict[str, Any]], None]  # the place of a result in the order of the requests, and its fields
+Write = Callable[[int, dict[str, Any]], None]  # gets the position of a result in the order of requests, and its fields
+
+
+@dataclass(frozen=True)
+class JsonlSettings:
+    """What the command line sets for all requests. Fields are named as the options."""
+
+    options: GenerationOptions
+    kv: KVOptions
+    chat: bool = False
+    system_prompt: str | None = None
+    num_samples: int = 1
+    batch_size: int | None = None
+    ordered: bool = False
+    resume: str | None = None
+    verbose: bool = False
 
 
 def run(
     source: str,
     load: Callable[[], LoadedModel],
-    conversations: Callable,
-    options: GenerationOptions,
-    kv: KVOptions,
-    *,
-    chat: bool,
-    system_prompt: str | None,
-    num_samples: int,
-    batch_size: int | None,
-    ordered: bool,
-    resume: str | None,
-    verbose: bool,
+    make_encoder: Callable[[LoadedModel], Callable[[Messages], EncodedPrompt]],
+    settings: JsonlSettings,
 ) -> None:
-    """Serve every request of `source`, a file's path, or - for standard input. Raises GenerationError at the end if
-    some failed.
+    """Serve every request of a file.
 
-    `conversations(loaded)`: what encodes the messages of a request. The others are what the command line asks for.
+    Args:
+        source: The path of the requests, or - for standard input.
+        load: Loads the model.
+        make_encoder: Returns the function that encodes the messages of a request, for a model.
+        settings: Options of the command line.
+
+    Raises:
+        GenerationError: At the end, if some requests failed.
     """
-    job_progress = JobProgress(num_samples)
-    with _told(job_progress, resume, verbose), ExitStack() as stack:
-        descriptor = stack.enter_context(_opened(source))
-        file = None if resume is None else stack.enter_context(ResultFile(resume))
+    job_progress = JobProgress(settings.num_samples)
+    with _summary(job_progress, settings), ExitStack() as stack:
+        descriptor = stack.enter_context(_open(source))
+        file = None if settings.resume is None else stack.enter_context(ResultFile(settings.resume))
         lm = load()
         reader = RequestReader(
             lm,
-            options,
-            conversations(lm),
-            kv=kv,
-            num_samples=num_samples,
-            as_chat=chat,
-            system_prompt=system_prompt,
+            settings.options,
+            make_encoder(lm),
+            kv=settings.kv,
+            num_samples=settings.num_samples,
+            as_chat=settings.chat,
+            system_prompt=settings.system_prompt,
             **({"done": file.done} if file else {}),
         )
         job_progress.begin(_count_lines(descriptor))
         show = stack.enter_context(progress(job_progress))
-        write = render.write_line if file is None else file.write
-        lines = LineReader(descriptor, MAX_LINE_BYTES)
-        server = _Server(lines, reader, _ordered(write) if ordered else _plain(write), job_progress, show)
-        server.serve(lm, kv, batch_size or BATCH_SIZE)
+        write_line = render.write_line if file is None else file.write
+        write = _write_in_order(write_line) if settings.ordered else _write_as_finished(write_line)
+        server = _Server(LineReader(descriptor, MAX_LINE_BYTES), reader, write, job_progress, show)
+        server.serve(lm, settings.kv, settings.batch_size or BATCH_SIZE)
 
 
 @contextmanager
-def _told(job_progress: JobProgress, resume: str | None, verbose: bool) -> Iterator[None]:
-    """At the end the person is told what has come of it."""
+def _summary(job_progress: JobProgress, settings: JsonlSettings) -> Iterator[None]:
+    """At the end, print a summary, how to resume, or raise GenerationError for failed requests."""
+    resume = settings.resume
     try:
         yield
     except MlxlmError:
         raise
     except BaseException:
         if resume is not None and job_progress.results:
-            render.say(f"what is done is in {resume}; the same command goes on from there", style="dim")
+            render.say(f"finished results are in {resume}; the same command continues from there", style="dim")
         raise
     finally:
-        if verbose and job_progress.seconds:
+        if settings.verbose and job_progress.seconds:
             render.say(job_progress.summary(), style="dim")
     if job_progress.failed:
         raise GenerationError(
             f"{job_progress.failed} of {job_progress.results} results failed; the reason is in their lines",
-            "mend those requests, with a larger max_tokens or other stop strings where there is a complaint; "
-            f"then the same with --resume {resume or 'FILE'}",
+            "fix those requests (a larger max_tokens or other stop strings for a constraint_error), then run the same "
+            f"command with --resume {resume or 'FILE'}",
         )
 
 
 class _Server:
-    """Hands requests to the batch as they arrive, and results on as they finish."""
+    """Passes requests to the batch as they arrive, and writes results as they finish."""
 
     def __init__(
         self,
@@ -107,91 +121,91 @@ class _Server:
         self._lines = lines
         self._reader = reader
         self._write = write
-        self._tally = job_progress
+        self._progress = job_progress
         self._show = show
-        self._running: dict[int, tuple[int, Sample]] = {}  # by their number in the batch
-        self._places = 0
+        self._running: dict[int, tuple[int, Sample]] = {}  # (position, sample) by number in the batch
+        self._num_positions = 0
 
     def serve(self, lm: LoadedModel, kv: KVOptions, batch_size: int) -> None:
-        """Serve to the end of the lines."""
+        """Serve all requests, to the end of the input."""
         batch = run_batch(lm, self._requests(), kv=kv, batch_size=batch_size, on_progress=self._note_progress)
         with closing(batch):
             for number, result in batch:
-                place, sample = self._running.pop(number)
+                position, sample = self._running.pop(number)
                 if not isinstance(result, MlxlmError):
-                    self._tally.peak_memory = max(self._tally.peak_memory, result.timings.peak_memory_bytes)
-                self._finish(place, sample_fields(sample, result, lm.tokenizer))
+                    self._progress.peak_memory = max(self._progress.peak_memory, result.timings.peak_memory_bytes)
+                self._finish(position, sample_fields(sample, result, lm.tokenizer))
 
     def _note_progress(self, tokens: int) -> None:
-        self._tally.tokens = tokens
+        self._progress.tokens = tokens
         self._show()
 
     def _requests(self) -> Iterator[Request | None]:
-        """The requests that have arrived; None where there is none just now and others are being worked on."""
-        patience, number = 0.0, 0
+        """The requests that have arrived; None if there is none at the moment while others are running."""
+        timeout, number = 0.0, 0
         while True:
             if not self._running:
-                taken, patience = self._lines.read_line(None), _GATHERING
+                line, timeout = self._lines.read_line(None), _GATHER_SECONDS
             else:
-                taken = self._lines.read_line(patience)
-            if taken is not None:
-                for sample in self._samples(*taken):
-                    self._running[number] = self._place(), sample
+                line = self._lines.read_line(timeout)
+            if line is not None:
+                for sample in self._samples(*line):
+                    self._running[number] = self._next_position(), sample
                     number += 1
                     yield sample.request
             elif self._lines.ended:
                 return
             else:
-                patience = 0.0
+                timeout = 0.0
                 yield None
 
     def _samples(self, number: int, line: bytes) -> Iterator[Sample]:
         if not line.strip():
-            self._tally.expect(0)
+            self._progress.expect(0)
             return
         try:
             task = self._reader.read(number, line)
         except BadRequest as error:
-            self._tally.expect(1)
-            self._finish(self._place(), bad_request_fields(error))
+            self._progress.expect(1)
+            self._finish(self._next_position(), bad_request_fields(error))
             return
-        self._tally.expect(task.num_samples)
-        self._tally.skipped += task.num_samples - len(task.pending)
+        self._progress.expect(task.num_samples)
+        self._progress.skipped += task.num_samples - len(task.pending)
         yield from task.wanted()
 
-    def _place(self) -> int:
-        self._places += 1
-        return self._places - 1
+    def _next_position(self) -> int:
+        self._num_positions += 1
+        return self._num_positions - 1
 
-    def _finish(self, place: int, fields: dict[str, Any]) -> None:
-        self._tally.results += 1
-        self._tally.failed += has_failed(fields)
-        self._write(place, fields)
+    def _finish(self, position: int, fields: dict[str, Any]) -> None:
+        self._progress.results += 1
+        self._progress.failed += has_failed(fields)
+        self._write(position, fields)
         self._show()
 
 
-def _plain(write: Callable[[bytes], None]) -> Write:
-    return lambda place, fields: write(json_line(fields))
+def _write_as_finished(write: Callable[[bytes], None]) -> Write:
+    return lambda position, fields: write(json_line(fields))
 
 
-def _ordered(write: Callable[[bytes], None]) -> Write:
-    """Holds every result back until all those before it are written."""
-    held: dict[int, bytes] = {}
-    following = 0
+def _write_in_order(write: Callable[[bytes], None]) -> Write:
+    """Hold every result back until all those before it are written."""
+    waiting: dict[int, bytes] = {}
+    next_position = 0
 
-    def write_in_order(place: int, fields: dict[str, Any]) -> None:
-        nonlocal following
-        held[place] = json_line(fields)
-        while following in held:
-            write(held.pop(following))
-            following += 1
+    def write_in_order(position: int, fields: dict[str, Any]) -> None:
+        nonlocal next_position
+        waiting[position] = json_line(fields)
+        while next_position in waiting:
+            write(waiting.pop(next_position))
+            next_position += 1
 
     return write_in_order
 
 
 @contextmanager
-def _opened(source: str) -> Iterator[int]:
-    """The descriptor of a file or pipe to read from."""
+def _open(source: str) -> Iterator[int]:
+    """The file descriptor of a file or pipe."""
     if source == "-":
         if sys.stdin is None:
             raise click.UsageError("standard input is closed (try: --jsonl FILE)")
@@ -208,7 +222,7 @@ def _opened(source: str) -> Iterator[int]:
 
 
 def _count_lines(descriptor: int) -> int | None:
-    """The lines of a file from where it stands; None for a pipe."""
+    """The number of lines from the current position of a file; None for a pipe."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return None
     at, count, last = os.lseek(descriptor, 0, os.SEEK_CUR), 0, b"\n"

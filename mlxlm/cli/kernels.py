@@ -1,4 +1,4 @@
-"""`mlxlm kernels`: which implementation each operation of a model takes here and why, and measuring them."""
+"""`mlxlm kernels`: show which implementation each operation of a model uses on this machine, and benchmark them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.options import json_option
 from mlxlm.config import ModelConfig
 from mlxlm.families import load_config, load_preset, preset_names
 from mlxlm.utils.errors import MlxlmError, PlatformError
@@ -17,32 +18,31 @@ _MODEL = click.argument("model", default=_DEFAULT)
 _DTYPE = click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Of generation.  [default: that of MODEL's weights, on a CPU float32]",
+    help="Dtype of generation.  [default: that of MODEL's weights; float32 on a CPU]",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 
 
 @click.group()
 def kernels() -> None:
-    """Show or measure what computes norms and attention on this machine.
+    """Show or benchmark the implementations of norms and attention on this machine.
 
-    MODEL is a model folder or the name of a preset (15m if left out). The environment variable
-    MLXLM_KERNELS takes one kind of implementation wherever it exists: auto (the default), metal, mlx, blockwise.
+    MODEL is a model folder or a preset (default: 15m). The environment variable MLXLM_KERNELS selects one
+    implementation wherever it exists: auto (the default), metal, mlx or blockwise.
     """
 
 
 @kernels.command("list")
 @_MODEL
 @_DTYPE
-@_JSON
+@json_option
 def list_(model: str, dtype: str | None, as_json: bool) -> None:
-    """Show the path of each operation of MODEL here, and why."""
+    """Show the implementation that each operation of MODEL uses on this machine, and why."""
     from mlxlm.kernels import dispatch, measurements
 
     choices = [(case, _choice(operation, case)) for operation, case in _cases(model, dtype)]
     if as_json:
-        found = [{"case": str(case), "path": c.path, "why": c.why} for case, c in choices]
-        render.emit_json({"machine": measurements.device_key(), "mode": dispatch.mode(), "operations": found})
+        operations = [{"case": str(case), "path": c.path, "why": c.why} for case, c in choices]
+        render.emit_json({"machine": measurements.device_key(), "mode": dispatch.mode(), "operations": operations})
         return
     rows = [(case.operation, case.dtype, case.label, c.path or "-", c.why) for case, c in choices]
     render.print_result(render.table(rows, ("operation", "dtype", "case", "path", "why")))
@@ -51,40 +51,40 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
 @kernels.command()
 @_MODEL
 @_DTYPE
-@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timings per path.")
-@_JSON
+@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timings per implementation.")
+@json_option
 def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
-    """Time all paths of the operations of MODEL on this machine; the fastest ones are taken from then on.
+    """Benchmark all implementations of the operations of MODEL; from then on the fastest ones are used.
 
-    A run that is resumed after this may take other paths, whose sums round in another way.
+    A run that is resumed after this may use other implementations, whose sums round differently.
     """
     from mlxlm.kernels import measurements
     from mlxlm.kernels.bench import benchmark_all
 
-    cases, found, unkept = _cases(model, dtype), [], None
+    cases, measured, error = _cases(model, dtype), [], None
     with render.steps_progress("measuring", len(cases)) as advance:
         try:
             for measurement in benchmark_all(cases, repeats):
-                found.append(measurement)
+                measured.append(measurement)
                 advance(str(measurement.case))
-        except MlxlmError as problem:
-            unkept = problem
+        except MlxlmError as problem:  # the results can't be saved
+            error = problem
     if as_json:
-        measured = [m.to_dict() for m in found]
-        render.emit_json({"machine": measurements.device_key(), "repeats": repeats, "cases": measured})
+        cases = [m.to_dict() for m in measured]
+        render.emit_json({"machine": measurements.device_key(), "repeats": repeats, "cases": cases})
     else:
-        header = ("operation", "case", "path", "ms", "least to most", "error", "peak memory", "")
-        render.print_result(render.table([row for m in found for row in _rows(m)], header))
-        for line in sorted({f"{path}: {reason}" for m in found for path, reason in m.skipped.items()}):
+        header = ("operation", "case", "path", "ms", "range", "error", "peak memory", "")
+        render.print_result(render.table([row for m in measured for row in _rows(m)], header))
+        for line in sorted({f"{path}: {reason}" for m in measured for path, reason in m.skipped.items()}):
             render.say(f"not measured: {line}")
-    if unkept:
-        raise unkept
+    if error:
+        raise error
     if not as_json:
-        render.say(f"kept in {measurements.cache_path()} for this device, MLX version and state of the kernels")
+        render.say(f"saved in {measurements.cache_path()} for this device, MLX version and version of the kernels")
 
 
 def _cases(model: str, dtype: str | None):
-    """What MODEL asks for on this device, in generation and in training."""
+    """The operations of MODEL on this device, in generation and in training."""
     from mlxlm.plan.kernel_cases import cases_of
     from mlxlm.train.start import DEVICE_DTYPE
 
@@ -92,7 +92,7 @@ def _cases(model: str, dtype: str | None):
 
 
 def _stored_dtype(model: str) -> str | None:
-    """That which a model's folder generates in; None where there are no weights, and on a CPU, which takes float32."""
+    """The dtype that a model folder generates in; None without weights, and on a CPU, which uses float32."""
     from mlxlm.backend.mlx import ON_CPU, mx
     from mlxlm.checkpoint import load_checkpoint, open_checkpoint
     from mlxlm.kernels.dispatch import DTYPE_NAMES
@@ -123,7 +123,7 @@ def _rows(m):
             f"{1e3 * first:.3f} to {1e3 * last:.3f}",
             f"{timing.error:.1e}",
             human_bytes(timing.peak_bytes),
-            "taken" if path == m.fastest else "",
+            "fastest" if path == m.fastest else "",
         )
 
 

@@ -1,4 +1,4 @@
-"""The `mlxlm` command: finds the sub-command, imports only that, and turns errors into one line."""
+"""The `mlxlm` command: imports only the command that is called, and prints errors as one line."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from mlxlm import __version__
 from mlxlm.backend.error_text import describe_error
 from mlxlm.utils.errors import MlxlmError
 
-# name: (module:attribute, one-line help). The help stands here so that `mlxlm --help` imports nothing else.
+# name: (module:attribute, one-line help). The help is here so that `mlxlm --help` imports no command.
 COMMANDS = {
     "quickstart": ("mlxlm.cli.quickstart:quickstart", "Train a small model on this machine and chat with it."),
     "chat": ("mlxlm.cli.chat:chat", "Chat with a model in the terminal."),
-    "generate": ("mlxlm.cli.generate:generate", "Continue a prompt, for shells and scripts."),
+    "generate": ("mlxlm.cli.generate:generate", "Continue a prompt, or serve a file of requests."),
     "tokenizer": ("mlxlm.cli.tokenizer:tokenizer", "Train, inspect and apply tokenizers."),
-    "prepare": ("mlxlm.cli.prepare:prepare", "Turn text into memory-mapped token shards."),
-    "plan": ("mlxlm.cli.plan:plan", "Say what a model costs: parameters, operations, memory, time, disk."),
+    "prepare": ("mlxlm.cli.prepare:prepare", "Tokenize text into shards for training."),
+    "plan": ("mlxlm.cli.plan:plan", "Estimate parameters, FLOPs, memory, time and disk of a model."),
     "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
-    "finetune": ("mlxlm.cli.finetune:finetune", "Tune a model on conversations, so that it can hold one."),
+    "finetune": ("mlxlm.cli.finetune:finetune", "Fine-tune a model on conversations."),
     "compare-architectures": (
         "mlxlm.cli.compare_architectures:compare_architectures",
-        "Train variants of a model on the same data, and draw their curves.",
+        "Train variants of a model on the same data, and plot their curves.",
     ),
-    "scaling": ("mlxlm.cli.scaling:scaling", "Fit scaling laws to a grid of small runs, and plan larger ones."),
-    "evaluate": ("mlxlm.cli.evaluate:evaluate", "Measure a model on text or on questions with choices."),
-    "report": ("mlxlm.cli.report:report", "Show training runs: curves, samples, settings, in one HTML file."),
-    "convert": ("mlxlm.cli.convert:convert", "Write any checkpoint as a folder, GGUF or llama2.c file, verified."),
-    "quantize": ("mlxlm.cli.quantize:quantize", "Write any checkpoint with fewer bits, and show what that costs."),
-    "inspect": ("mlxlm.cli.inspect:inspect", "Show what a checkpoint is: format, architecture, size, tokenizer."),
-    "compare": ("mlxlm.cli.compare:compare", "Show how far two models are apart: output, layers, weights."),
+    "scaling": ("mlxlm.cli.scaling:scaling", "Fit scaling laws to a grid of small runs."),
+    "evaluate": ("mlxlm.cli.evaluate:evaluate", "Evaluate a model on text or on multiple-choice questions."),
+    "report": ("mlxlm.cli.report:report", "Write an HTML report of training runs."),
+    "convert": ("mlxlm.cli.convert:convert", "Convert a checkpoint to another format, and verify it."),
+    "quantize": ("mlxlm.cli.quantize:quantize", "Quantize a model, and show what that costs."),
+    "inspect": ("mlxlm.cli.inspect:inspect", "Describe a checkpoint: format, architecture, size, tokenizer."),
+    "compare": ("mlxlm.cli.compare:compare", "Compare two models: outputs, layers, weights."),
     "presets": ("mlxlm.cli.presets:presets", "List the model sizes that ship with mlxlm."),
-    "kernels": ("mlxlm.cli.kernels:kernels", "Show or measure what computes norms and attention here."),
-    "doctor": ("mlxlm.cli.doctor:doctor", "Show what this machine offers: device, BLAS, memory."),
+    "kernels": ("mlxlm.cli.kernels:kernels", "Show or benchmark the kernels of this machine."),
+    "doctor": ("mlxlm.cli.doctor:doctor", "Show device, BLAS and memory of this machine."),
 }
-
-DEBUG_HELP = "Show the whole traceback of an error."
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called, not when the help is shown."""
+    """A group that imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names in the order of COMMANDS."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import a command, and give it and its subcommands the option --debug."""
         if name not in COMMANDS:
             return None
         module, attribute = COMMANDS[name][0].split(":")
@@ -63,12 +63,15 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 def debug_option() -> click.Option:
-    return click.Option(["--debug"], is_flag=True, expose_value=False, help=DEBUG_HELP, callback=_set_debug)
+    """`--debug`, which all commands have."""
+    text = "Print the full traceback of an error."
+    return click.Option(["--debug"], is_flag=True, expose_value=False, help=text, callback=_set_debug)
 
 
 def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -84,40 +87,45 @@ def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
-    """mlxlm: train, quantize and chat with language models on this machine, with MLX."""
+    """Train, quantize and chat with language models on this machine, with MLX."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the command line and exit with 0 (done), 1 (failed), 2 (wrong usage) or 130 (interrupted)."""
     _open_standard_descriptors()
-    sys.unraisablehook = _swallowed
+    sys.unraisablehook = _reraise_signal
     if sys.stderr is not None and sys.stderr is sys.__stderr__:
-        sys.stderr = _lenient(sys.stderr)
+        sys.stderr = _ignore_write_errors(sys.stderr)
     sys.exit(_run(args))
 
 
 def _open_standard_descriptors() -> None:
-    """Open the null device for standard streams that are closed (`<&-`): the next file that is opened, the model for
-    instance, would else become one of them."""
-    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(opened, True)
-    os.close(opened)
+    """Open the null device for standard streams that are closed (`<&-`).
+
+    Otherwise the next file that is opened, such as the model, would become a standard stream.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
-class _Lenient(io.FileIO):
-    """What can't be written (the reader or the terminal is gone, the disk is full) is left out."""
+class _LenientFile(io.FileIO):
+    """Drops what can't be written because the reader or the terminal is gone, or the disk is full."""
 
     def write(self, data: bytes) -> int | None:
+        """Write the data, or pretend to."""
         try:
             return super().write(data)
         except OSError:
             return len(data)
 
 
-def _lenient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """`stream` for messages, which aren't the result: the work goes on without them. It has no buffer, in which a
-    signal's handler could not write while a line is being written."""
-    raw = _Lenient(stream.fileno(), "w", closefd=False)
+def _ignore_write_errors(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """`stream` for messages, which aren't the result, so the command continues without them.
+
+    It is unbuffered, because a signal handler can't write to a buffer while a line is being written to it.
+    """
+    raw = _LenientFile(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
 
 
@@ -125,15 +133,15 @@ def _run(args: list[str] | None) -> int:
     context, start_time = None, time.monotonic()
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
-    if sys.stderr is None:  # closed (2>&-): the result is none of what is said there
+    if sys.stderr is None:  # closed (2>&-): the result doesn't go there
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
+        sys.stdout.reconfigure(errors="replace")  # prints "?" for characters that the terminal lacks
     try:
         if sys.stdout is None:
             raise MlxlmError("standard output is closed", "a file, or /dev/null")
         with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
-            context.meta["mlxlm.start_time"] = start_time  # for commands that end on time
+            context.meta["mlxlm.start_time"] = start_time  # for commands with a time limit
             app.invoke(context)
         sys.stdout.flush()
         return 0
@@ -146,10 +154,10 @@ def _run(args: list[str] | None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader left (`mlxlm generate ... | head`): nothing more can be said to it.
+        # The reader has left (`mlxlm generate ... | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # the last line of defence: one line for every failure
+    except Exception as error:  # one line for every failure
         if context is not None and context.meta.get("mlxlm.debug"):
             traceback.print_exc()
         print_error(error)
@@ -157,25 +165,29 @@ def _run(args: list[str] | None) -> int:
 
 
 def print_error(error: Exception) -> None:
-    """The one line of a failure, with its number where this is one of a run's processes but the first."""
+    """Print an error as one line; a process of a distributed run other than the first adds its rank."""
     rank = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
     print(f"{'' if rank == '0' else f'rank {rank}: '}error: {describe_error(error)}", file=sys.stderr, flush=True)
 
 
 def _terminate(_number: int, _frame: object) -> None:
-    """SIGTERM unwinds, so that half-written folders are removed."""
+    """Unwind the stack, so that half-written folders are removed."""
     raise SystemExit(143)
 
 
-def _swallowed(unraisable: sys.UnraisableHookArgs) -> None:
-    """What a signal raised where nothing can be raised, such as in the callback of a weak reference, comes again."""
+def _reraise_signal(unraisable: sys.UnraisableHookArgs) -> None:
+    """Send a signal again that was raised where nothing can be raised, such as in the callback of a weak reference."""
     number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(unraisable.exc_type)
     if number is None:
         sys.__unraisablehook__(unraisable)
         return
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
-    signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds: by then that place is left
+    signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds: by then the callback has returned
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

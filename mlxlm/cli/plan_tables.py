@@ -1,4 +1,4 @@
-"""A plan as tables: the result of `mlxlm plan`."""
+"""Prints the result of `mlxlm plan` as tables."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from mlxlm.plan import Duration, Fits, Plan, bits_that_fit, training_memory
 from mlxlm.utils.formatting import human_bytes, human_count, human_flops, human_seconds
 
 _BAR = 32  # characters of the longest bar
-_SHORT = {"projections": "project", "scores_values": "times values", "feed_forward": "feed fwd"}
-_SHOWN = (512, 2048, 8192, 32768, 131072)  # lengths of the trend
+_SHORT_NAMES = {"projections": "project", "scores_values": "times values", "feed_forward": "feed fwd"}
+_LENGTHS = (512, 2048, 8192, 32768, 131072)  # rows of the table of FLOPs by sequence length
 
 
-def show(plan: Plan, formulas: bool = False) -> None:
-    """What fits and how long it takes, then tables, on stdout; what is only assumed on stderr."""
+def print_plan(plan: Plan) -> None:
+    """Print what fits, how long training takes, and tables on stdout; assumptions on stderr."""
     for line in advice(plan):
         render.result(line)
     render.result(_summary(plan))
     render.result("")
     _table("parameters", [(name, human_count(n), _percent(n, plan.parameter_count)) for name, n in _parts(plan)])
-    _table("operations (forward, a token)", list(_flops(plan)))
-    header = ("tokens", *(_SHORT.get(part, part) for part in plan.flops.forward), "total")
-    _table("forward operations by length of the text", list(_trend(plan)), header)
+    _table("FLOPs (forward, per token)", list(_flops(plan)))
+    header = ("tokens", *(_SHORT_NAMES.get(part, part) for part in plan.flops.forward), "total")
+    _table("forward FLOPs by sequence length", list(_flops_by_length(plan)), header)
     _table(_memory_title(plan), list(_memory(plan)))
-    _table(_use_title(plan), list(_use(plan)))
+    _table(_inference_title(plan), list(_inference(plan)))
     _table("time", list(_time(plan)))
     _table("disk", list(_disk(plan)))
-    if formulas:
-        _table("by the textbook", list(_textbook(plan)))
+    _table("textbook formulas", list(_textbook(plan)))
     if plan.duration.mfu_source == "assumed" and plan.measured_duration is None:
-        share = f"{100 * plan.duration.mfu:.0f} %"
-        render.say(f"a utilisation of {share} is assumed (try: --mfu, or --probe on this machine)")
+        mfu = f"{100 * plan.duration.mfu:.0f}%"
+        render.say(f"a model FLOPs utilization of {mfu} is assumed (try: --mfu, or --probe on this machine)")
     machine, dtype = plan.duration.machine, plan.training.dtype
-    if dtype != machine.dtype and machine.kind != "metal":  # Apple's GPUs are about as fast in either
-        render.say(f"the time is by the speed of {machine.dtype} products: those of {dtype} have another")
+    if dtype != machine.dtype and machine.kind != "metal":  # Apple's GPUs are about as fast in both
+        render.say(f"the time is for {machine.dtype} products; {dtype} products have another speed")
 
 
 def _summary(plan: Plan) -> str:
-    found = plan.measured_duration or plan.duration
-    how = "by the probe" if plan.measured_duration else "planned"
-    return f"{human_count(found.tokens)} tokens take {long_time(found.seconds)} of training, {how}"
+    duration = plan.measured_duration or plan.duration
+    source = "measured by the probe" if plan.measured_duration else "predicted"
+    return f"Training on {human_count(duration.tokens)} tokens takes {long_time(duration.seconds)}, {source}"
 
 
 def _table(title: str, rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None) -> None:
@@ -51,88 +50,90 @@ def _table(title: str, rows: list[tuple[Any, ...]], header: tuple[str, ...] | No
 
 
 def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %"
+    return f"{100 * part / whole:.1f}%"
 
 
-def _named(name: str) -> str:
+def _spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
 def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
     for name, count in plan.parameters.items():
         if count:
-            yield _named(name), count
+            yield _spaced(name), count
     yield "total", plan.parameter_count
 
 
 def _flops(plan: Plan) -> Iterator[tuple[str, str, str]]:
     flops = plan.flops
     for name, count in flops.forward.items():
-        yield _named(name), human_count(count), _percent(count, flops.forward_total)
-    yield (
-        "forward",
-        human_count(flops.forward_total),
-        f"of it attention {_percent(flops.attention, flops.forward_total)}",
-    )
+        yield _spaced(name), human_count(count), _percent(count, flops.forward_total)
+    attention = _percent(flops.attention, flops.forward_total)
+    yield "forward", human_count(flops.forward_total), f"{attention} of it is attention"
     yield "backward", human_count(flops.backward), "twice the forward pass"
     if flops.recomputed:
-        yield "recomputed", human_count(flops.recomputed), "the layers' forward pass"
-    yield "a token", human_count(flops.per_token), f"by the rule of thumb {human_count(flops.rule_of_thumb)}"
-    yield "a step", _operations(flops.per_step), f"{flops.tokens_per_step:,} tokens"
-    yield "causal", human_count(flops.causal), "attention, were the hidden half of the scores left out"
+        yield "recomputed", human_count(flops.recomputed), "forward pass of the layers"
+    yield "per token", human_count(flops.per_token), f"rule of thumb: {human_count(flops.rule_of_thumb)}"
+    yield "per step", _operations(flops.per_step), f"{flops.tokens_per_step:,} tokens"
+    yield "causal", human_count(flops.causal), "attention without the masked half of the scores"
 
 
-def _trend(plan: Plan) -> Iterator[tuple[str, ...]]:
+def _flops_by_length(plan: Plan) -> Iterator[tuple[str, ...]]:
     flops_by_length = plan.flops_by_length
     for length, shares, total in zip(
         flops_by_length.lengths, flops_by_length.shares, flops_by_length.total, strict=True
     ):
-        if length in _SHOWN:
-            yield str(length), *(f"{100 * share:.1f} %" for share in shares.values()), _operations(total)
+        if length in _LENGTHS:
+            yield str(length), *(f"{100 * share:.1f}%" for share in shares.values()), _operations(total)
 
 
 def _operations(count: float) -> str:
-    """3.14e+23, and 3.14T where people have a word for it."""
+    """3.14T, or 3.14e+23 for numbers without a common name."""
     return human_count(count) if count < 1e15 else f"{count:.4g}"
 
 
 def _bars(parts: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-    most = max(parts.values(), default=0) or 1
+    largest = max(parts.values(), default=0) or 1
     for name, size in parts.items():
-        yield name, human_bytes(size), "█" * max(1, round(_BAR * size / most))
+        yield name, human_bytes(size), "█" * max(1, round(_BAR * size / largest))
 
 
 def _memory_title(plan: Plan) -> str:
     t = plan.training
     peak = "the update" if plan.memory.update > plan.memory.backward else "the backward pass"
-    how = f"{t.optimizer}, {t.path(plan.config)} attention{', recomputed' if t.grad_checkpoint else ''}"
+    settings = (
+        f"{t.optimizer}, {t.path(plan.config)} attention{', gradient checkpointing' if t.grad_checkpoint else ''}"
+    )
     where = " on each device" if plan.duration.num_devices > 1 else ""
-    return f"memory of {t.batch_size} x {t.max_seq_length} tokens{where}, {how}; peak in {peak}"
+    return f"training memory of {t.batch_size} x {t.max_seq_length} tokens{where}, {settings}; peak in {peak}"
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield from _bars(plan.memory.parts())
-    yield "a layer's activations", human_bytes(plan.memory.layer), ""
+    yield "activations of a layer", human_bytes(plan.memory.layer), ""
     yield "peak", human_bytes(plan.memory.total), "predicted"
     if plan.measured is not None:
         yield "", human_bytes(plan.measured), f"measured: {_off(plan.memory.total, plan.measured)}"
 
 
 def _off(predicted: float, measured: float) -> str:
-    return f"the prediction was {100 * (predicted / measured - 1):+.0f} % off"
+    return f"the prediction was {100 * (predicted / measured - 1):+.0f}% off"
 
 
-def _use_title(plan: Plan) -> str:
+def _inference_title(plan: Plan) -> str:
     s = plan.serving
-    return f"memory in use: {s.num_sequences} x {s.context_length} tokens, {s.bits}-bit weights, {s.kv_bits}-bit cache"
+    return (
+        f"inference memory of {s.num_sequences} x {s.context_length} tokens, {s.bits}-bit weights, "
+        f"{s.kv_bits}-bit key-value cache"
+    )
 
 
-def _use(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    found = plan.inference
-    yield "weights", human_bytes(found.weights), f"{found.bits_per_weight:.2f} bits each"
-    yield "cache", human_bytes(found.cache), f"{human_bytes(found.cache_per_token)} a token"
-    yield "both", human_bytes(found.total), ""
-    for name, size in found.caches.items():
+def _inference(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    inference = plan.inference
+    yield "weights", human_bytes(inference.weights), f"{inference.bits_per_weight:.2f} bits each"
+    yield "cache", human_bytes(inference.cache), f"{human_bytes(inference.cache_per_token)} per token"
+    yield "total", human_bytes(inference.total), ""
+    for name, size in inference.caches.items():
         yield f"cache, {name}", human_bytes(size), ""
 
 
@@ -140,90 +141,93 @@ def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
     d = plan.duration
     speed = f"{human_flops(d.machine.flops)} ({d.machine.dtype}, {d.machine.source})"
     yield "machine", d.machine.name, speed if d.num_devices == 1 else f"{d.num_devices} x {speed}"
-    kind = "measured" if d.machine.measured else "as given" if d.machine.source == "as given" else "its maker's peak"
-    yield "mfu", f"{100 * d.mfu:.1f} %", f"{d.mfu_source}, of what is {kind}"
-    optimal = f"compute-optimal are {human_count(plan.optimal_tokens)} (20 a parameter)"
-    yield "tokens", human_count(d.tokens), optimal
+    kind = "measured speed" if d.machine.measured else "given speed"
+    if not d.machine.measured and d.machine.source != "as given":
+        kind = "maker's peak speed"
+    yield "mfu", f"{100 * d.mfu:.1f}%", f"{d.mfu_source}, of the {kind}"
+    yield "tokens", human_count(d.tokens), f"compute-optimal: {human_count(plan.optimal_tokens)} (20 per parameter)"
     if plan.corpus is not None:
         how = "counted" if plan.corpus.counted else f"estimated from {human_bytes(plan.corpus.bytes)}"
-        yield "text", human_count(plan.corpus.tokens), f"tokens, {how}: {plan.epochs:.1f} passes"
-    yield "a step", f"{d.seconds_per_step:.3g} s", f"{d.tokens_per_second:,.0f} tokens/s, predicted"
+        yield "text", human_count(plan.corpus.tokens), f"tokens, {how}: {plan.epochs:.1f} epochs"
+    yield "per step", f"{d.seconds_per_step:.3g} s", f"{d.tokens_per_second:,.0f} tokens/s, predicted"
     yield "training", long_time(d.seconds), f"{d.steps:,.0f} steps, predicted"
     if (m := plan.measured_duration) is not None:
-        yield "a step", f"{m.seconds_per_step:.3g} s", f"measured: {_off(d.seconds_per_step, m.seconds_per_step)}"
-        yield "training", long_time(m.seconds), f"by measured steps, {m.tokens_per_second:,.0f} tokens/s"
-        yield "mfu", f"{100 * m.mfu:.1f} %", _reached(m)
+        yield "per step", f"{m.seconds_per_step:.3g} s", f"measured: {_off(d.seconds_per_step, m.seconds_per_step)}"
+        yield "training", long_time(m.seconds), f"from measured steps, {m.tokens_per_second:,.0f} tokens/s"
+        yield "mfu", f"{100 * m.mfu:.1f}%", _measured_mfu(m)
 
 
-def _reached(measured: Duration) -> str:
+def _measured_mfu(measured: Duration) -> str:
     if measured.mfu > 1:
-        return "measured: other work slowed the machine when its speed was, so it says nothing"
-    return "measured, of the operations that are done"
+        return "measured: not meaningful, other work slowed the machine when its speed was measured"
+    return "measured, of the FLOPs that are computed"
 
 
 def long_time(seconds: float) -> str:
-    """With days where it takes some."""
+    """A duration as text, in days if it takes more than two."""
     return f"{seconds / 86_400:.1f} days" if seconds > 2 * 86_400 else human_seconds(seconds)
 
 
 def _disk(plan: Plan) -> Iterator[tuple[str, str, str]]:
     disk = plan.disk
     yield "checkpoints", human_bytes(disk.checkpoints), f"{human_bytes(disk.checkpoint)} each"
-    yield "shards", human_bytes(disk.shards), "of tokens"
-    yield "the model", human_bytes(disk.model), "in 16 bits"
+    yield "shards", human_bytes(disk.shards), "tokens"
+    yield "model", human_bytes(disk.model), "in 16 bits"
 
 
 def _textbook(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    found = plan.textbook()
+    """What the short formulas of the literature say, see `mlxlm.plan.textbook`."""
+    values = plan.textbook()
     training = "8ΦD" if plan.training.grad_checkpoint else "6ΦD"
-    yield "12lh²", human_count(found["dense_parameters"]), "parameters of a dense decoder's layers"
-    yield "2Φ", human_bytes(found["inference_bytes"]), "16-bit weights, of Φ parameters"
-    yield "20Φ", human_bytes(found["training_bytes"]), "AdamW in mixed precision"
-    yield "l(34bsh + 5bs²a)", human_bytes(found["activation_bytes"]), "16-bit activations, none recomputed"
-    yield "4lbh(s + n)", human_bytes(found["cache_bytes"]), "16-bit cache of the batch, multi-head"
-    yield "l(24bsh² + 4bs²h) + 2bshV", _operations(found["forward_flops"]), "operations forward, of the batch"
-    yield training, _operations(found["training_flops"]), "operations of the whole training, D tokens"
+    yield "12lh²", human_count(values["dense_parameters"]), "parameters of the layers of a dense decoder"
+    yield "2Φ", human_bytes(values["inference_bytes"]), "16-bit weights of Φ parameters"
+    yield "20Φ", human_bytes(values["training_bytes"]), "AdamW in mixed precision"
+    yield "l(34bsh + 5bs²a)", human_bytes(values["activation_bytes"]), "16-bit activations, none recomputed"
+    yield "4lbh(s + n)", human_bytes(values["cache_bytes"]), "16-bit multi-head cache of the batch"
+    yield "l(24bsh² + 4bs²h) + 2bshV", _operations(values["forward_flops"]), "forward FLOPs of the batch"
+    yield training, _operations(values["training_flops"]), "FLOPs of training on D tokens"
 
 
 def advice(plan: Plan) -> Iterator[str]:
-    """What the machine has room for, and the cheapest change that makes training fit: a line each."""
+    """What the machine has memory for, and the cheapest change that makes training fit: a line each."""
     if plan.fits is None:
         return
     yield from _fits(plan, plan.fits)
     if plan.fits.training:
         return
     if plan.change is None:
-        yield "no change makes this model fit"
+        yield "No change makes this model fit"
     else:
-        yield f"it fits with {plan.change.text} ({human_bytes(plan.change.needed)}): {plan.change.cost}"
+        yield f"It fits with {plan.change.text} ({human_bytes(plan.change.needed)}): {plan.change.cost}"
 
 
 def _fits(plan: Plan, fits: Fits) -> Iterator[str]:
-    here = f"{human_bytes(fits.memory)} of {plan.duration.machine.name}"
-    word = "fits" if fits.training else "does not fit"
-    yield f"training {word} into the {here}: {human_bytes(plan.memory.total)}"
-    yield _most_in_training(plan, fits)
+    owner = "this machine's" if plan.duration.machine.name == "here" else f"the {plan.duration.machine.name}'s"
+    memory = f"{owner} {human_bytes(fits.memory)}"
+    verb = "fits" if fits.training else "does not fit"
+    yield f"Training {verb} in {memory}: it takes {human_bytes(plan.memory.total)}"
+    yield _largest_training(plan, fits)
     if fits.context_length:
-        whole = ", all positions" if fits.context_length == plan.config.max_position_embeddings else ""
-        yield f"most in use: a text of {fits.context_length:,} tokens{whole}"
+        note = " (all positions)" if fits.context_length == plan.config.max_position_embeddings else ""
+        yield f"Longest context that fits in inference: {fits.context_length:,} tokens{note}"
         return
     s, bits = plan.serving, bits_that_fit(plan.config, plan.serving, fits.memory)
     size = human_bytes(plan.inference.weights)
-    remedy = "no fewer bits are enough" if bits is None else f"it would with --bits {bits}"
-    yield f"in use it does not fit, its {s.bits}-bit weights take {size}: {remedy}"
+    remedy = "no number of bits is small enough" if bits is None else f"--bits {bits} would fit"
+    yield f"Inference does not fit: the {s.bits}-bit weights take {size}; {remedy}"
 
 
-def _most_in_training(plan: Plan, fits: Fits) -> str:
-    t, most = plan.training, []
+def _largest_training(plan: Plan, fits: Fits) -> str:
+    """The largest batch, sequence length and preset that fit."""
+    t = plan.training
+    preset = [f"preset: {fits.preset}"] if fits.preset else []
     if fits.batch_size:
-        whole = replace(t, batch_size=fits.batch_size).parts < t.parts
-        most.append(f"batch {fits.batch_size:,}{', which cores do not share,' if whole else ''}")
+        cores = ", which the cores don't share" if replace(t, batch_size=fits.batch_size).parts < t.parts else ""
+        rest = [f"sequence length: {fits.max_seq_length:,}"] if fits.max_seq_length else []
+        return "; or ".join([f"Largest batch that fits: {fits.batch_size:,}{cores}", *rest, *preset])
     if fits.max_seq_length:
-        beside = "" if fits.batch_size else f" at batch {t.batch_size:,}"
-        most.append(f"{fits.max_seq_length:,} tokens a sequence{beside}")
-    if most:
-        return f"most in training: {', or '.join([*most, *([f'preset {fits.preset}'] if fits.preset else [])])}"
-    least = human_bytes(training_memory(plan.config, replace(t, batch_size=1)).total)
+        length = f"Longest sequence that fits at batch {t.batch_size:,}: {fits.max_seq_length:,} tokens"
+        return "; or ".join([length, *preset])
+    needed = human_bytes(training_memory(plan.config, replace(t, batch_size=1)).total)
     instead = f"the largest preset that fits is {fits.preset}" if fits.preset else "no preset fits"
-    one = f"one sequence of {t.max_seq_length:,} tokens takes {least}"
-    return f"most in training: nothing as planned, {one}; {instead}"
+    return f"No batch fits: one sequence of {t.max_seq_length:,} tokens takes {needed}; {instead}"

@@ -1,21 +1,22 @@
-"""`mlxlm presets`: the model sizes that ship with mlxlm."""
+"""`mlxlm presets`: list the model sizes that ship with mlxlm."""
 
 from __future__ import annotations
 
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.options import json_option
 from mlxlm.families import config_to_hf, load_preset, preset_names
 from mlxlm.utils.formatting import human_bytes, human_count
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def presets(as_json: bool) -> None:
     """List the model sizes that ship with mlxlm."""
-    found = {name: load_preset(name) for name in preset_names()}
+    configs = {name: load_preset(name) for name in preset_names()}
     if as_json:
-        counts = {name: {**config_to_hf(c), "parameters": c.parameter_count()} for name, c in found.items()}
+        counts = {name: {**config_to_hf(c), "parameters": c.parameter_count()} for name, c in configs.items()}
         render.emit_json(counts)
         return
     header = ("preset", "parameters", "hidden", "layers", "heads", "KV heads", "vocabulary", "context", "KV/token")
@@ -31,6 +32,6 @@ def presets(as_json: bool) -> None:
             c.max_position_embeddings,
             human_bytes(c.kv_bytes_per_token()),
         )
-        for name, c in found.items()
+        for name, c in configs.items()
     ]
     render.print_result(render.table(rows, header))

@@ -1,4 +1,4 @@
-"""What every command shows: progress and messages on stderr, results on stdout."""
+"""Prints for all commands: results on stdout, progress and messages on stderr."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from mlxlm.chat.terminal.output import printable
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.files import json_line
 from mlxlm.utils.formatting import human_bytes
 
 
 class _StdoutConsole(Console):
-    """A reader that is gone ends the command as it does for plain lines: see `main`."""
+    """A console whose broken pipe ends the command quietly, as for plain lines: see `main`."""
 
     def on_broken_pipe(self) -> None:
+        """Let `main` handle it; rich exits with 1."""
         raise BrokenPipeError
 
 
-# No markup: what is shown are paths, texts and error messages, which may contain brackets and colons.
+# No markup: paths, texts and error messages may contain brackets and colons.
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def say(message: str, style: str | None = None) -> None:
-    """One line for the person, on stderr; where that is no terminal without a style, whatever the environment says."""
+    """Print a message on stderr. The style is used in a terminal only, whatever the environment says."""
     console.print(message, style=style if sys.stderr.isatty() else None)
 
 
 def result(text: str) -> None:
-    """One line of result, on stdout."""
+    """Print a line of the result on stdout."""
     click.echo(text)
 
 
 def hanging_indent(heading: str, text: str) -> str:
-    """`text` after its heading; on a terminal in lines that begin below each other."""
+    """`heading` followed by `text`; in a terminal wrapped, with later lines indented."""
     if not sys.stdout.isatty():
         return heading + text
     width = max(shutil.get_terminal_size().columns, 40)
@@ -52,18 +54,24 @@ def hanging_indent(heading: str, text: str) -> str:
 
 
 def emit_json(value: Any) -> None:
-    """One JSON object on one line, on stdout."""
+    """Print a JSON object on one line, on stdout."""
     write_line(json_line(value))
 
 
 def write_line(line: bytes) -> None:
-    """A line to stdout, in UTF-8 whatever the locale, at once."""
+    """Write a line of UTF-8 to stdout, whatever the locale, and flush."""
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 
 
+def write_text(text: str) -> None:
+    """Write text of a model to stdout, and flush; in a terminal without control characters."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
 def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, title: str | None = None) -> Table:
-    """A plain table; columns of numbers (as strings or not) are right-aligned."""
+    """Make a plain table. Columns of numbers are right-aligned."""
     view = Table(title=title, show_header=header is not None, box=None, pad_edge=False, title_justify="left")
     for i in range(len(rows[0]) if rows else len(header or ())):
         numeric = bool(rows) and all(_looks_numeric(row[i]) for row in rows)
@@ -74,12 +82,12 @@ def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, ti
 
 
 def windows(context_length: int, stride: int) -> str:
-    """How a text was read, beside a loss measured on it."""
+    """How a text was split for evaluation, to print beside a loss."""
     return f"in windows of {context_length} tokens, stride {stride}"
 
 
 def print_result(view: Table) -> None:
-    """A table as a command's result, on stdout; in full where that is not a terminal."""
+    """Print a table on stdout; in full width if that is not a terminal."""
     width = None if sys.stdout.isatty() else 1000
     _StdoutConsole(highlight=False, soft_wrap=True, width=width).print(view)
 
@@ -90,9 +98,9 @@ def _looks_numeric(cell: Any) -> bool:
 
 @contextmanager
 def bytes_progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar over bytes. Yields `advance(n_bytes)`. `total` None (a pipe) shows the bytes done without an end.
+    """Show a progress bar over bytes; yields `advance(num_bytes)`. `total` is None for a pipe.
 
-    Where stderr is not a terminal: one plain line, if it takes longer than two seconds.
+    If stderr is not a terminal, prints the label once after two seconds.
     """
     if not console.is_terminal:
         yield _say_once_after(2.0, label)
@@ -105,7 +113,10 @@ def bytes_progress(label: str, total: int | None) -> Iterator[Callable[[int], No
 
 @contextmanager
 def steps_progress(label: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over steps. Yields `advance(what was done)`. Plain lines of it where stderr is not a terminal."""
+    """Show a progress bar over steps; yields `advance(label of the finished step)`.
+
+    If stderr is not a terminal, prints the label of each step.
+    """
     if not console.is_terminal:
         yield say
         return
@@ -121,8 +132,10 @@ def steps_progress(label: str, total: int) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counted_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar over `progress(done, total)`. Where stderr is not a terminal: one plain line, if it takes longer than
-    two seconds."""
+    """Show a progress bar; yields `progress(done, total)`.
+
+    If stderr is not a terminal, prints the label once after two seconds.
+    """
     if not console.is_terminal:
         say_once = _say_once_after(2.0, label)
         yield lambda done, total: say_once(done)
@@ -135,15 +148,15 @@ def counted_progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def phases_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar over `progress(phase, done, total)`, one after another; the phase "writing" counts bytes.
+    """Show a progress bar for each phase; yields `progress(phase, done, total)`. The phase "writing" counts bytes.
 
-    Where stderr is not a terminal: one plain line for each phase that takes longer than two seconds.
+    If stderr is not a terminal, prints each phase that takes longer than two seconds.
     """
     if not console.is_terminal:
-        said: dict[str, Callable[[int], None]] = {}
+        printers: dict[str, Callable[[int], None]] = {}
 
         def say_phase(phase: str, done: int, _total: int) -> None:
-            said.setdefault(phase, _say_once_after(2.0, phase))(done)
+            printers.setdefault(phase, _say_once_after(2.0, phase))(done)
 
         yield say_phase
         return
@@ -164,12 +177,12 @@ def phases_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _say_once_after(seconds: float, label: str) -> Callable[[int], None]:
-    start, said = time.monotonic(), False
+    start, printed = time.monotonic(), False
 
     def advance(_n: int) -> None:
-        nonlocal said
-        if not said and time.monotonic() - start > seconds:
-            said = True
+        nonlocal printed
+        if not printed and time.monotonic() - start > seconds:
+            printed = True
             say(label)
 
     return advance

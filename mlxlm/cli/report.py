@@ -1,4 +1,4 @@
-"""`mlxlm report`: the curves, samples and settings of training runs as one HTML file."""
+"""`mlxlm report`: write curves, samples and settings of training runs as an HTML file."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mlxlm.cli import render
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
-@click.option("--out", type=click.Path(path_type=Path), help="The file.  [default: report.html in the only RUN]")
-@click.option("--open", "show", is_flag=True, help="Show it in the browser.")
+@click.option("--out", type=click.Path(path_type=Path), help="HTML file to write.  [default: RUN/report.html]")
+@click.option("--open", "show", is_flag=True, help="Open the report in the browser.")
 def report(runs: tuple[Path, ...], out: Path | None, show: bool) -> None:
-    """Write a report of one RUN, or of several side by side: one HTML file, to be read offline.
+    """Write a report of one RUN, or of several side by side, as one HTML file that works offline.
 
-    It can be asked for at any time, while a run is trained too; a run writes its own when it ends.
+    You can write it at any time, also while a run is training. A run writes its own report when it ends.
     """
     from mlxlm.report import REPORT_FILE, read_run, write_report
     from mlxlm.train import TrainSettings
 
     if out is None:
         if len(runs) > 1:
-            raise click.UsageError("several runs need --out FILE.html")
+            raise click.UsageError("several runs need --out FILE")
         out = runs[0] / REPORT_FILE
     write_report([read_run(run) for run in runs], out, TrainSettings.defaults)
     if show:

@@ -1,4 +1,4 @@
-"""A sign of life on a terminal, once a wait is long enough to wonder; nothing where nobody looks."""
+"""A spinner on stderr for work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 from mlxlm.utils.errors import one_line
 
-_AFTER = 1.0  # seconds
+_DELAY = 1.0  # seconds before the spinner appears
 
 
 @contextmanager
 def spinner(label: str) -> Iterator[Callable[[str], None]]:
-    """Meanwhile a spinner on stderr, from the second second on; yields `update(label)`.
+    """Show a spinner after one second; yields `update(label)`. Does nothing if stderr is not a terminal.
 
-    Nothing else may be written to the terminal before the end. Where stderr is not a terminal: nothing.
+    Nothing else may be written to the terminal until the end.
     """
     if not sys.stderr.isatty():
         yield lambda label: None
@@ -34,7 +34,7 @@ class _Spinner:
         self._status = None
         self._ended = False
         self._lock = threading.Lock()
-        self._timer = threading.Timer(_AFTER, self._begin)
+        self._timer = threading.Timer(_DELAY, self._begin)
         self._timer.daemon = True
         self._timer.start()
 

@@ -1,4 +1,4 @@
-"""What is piped into a command that has a prompt: `cat notes.txt | mlxlm chat MODEL -p "Summarize"`."""
+"""Reads standard input as a prompt, or as a part of it: `cat notes.txt | mlxlm chat MODEL -p "Summarize"`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from mlxlm.cli.spinner import spinner
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import GenerationError
 
-# A program that starts this one may leave it a pipe in which nothing ever comes. Other programs of a pipeline may take
-# long before they write: so this is waited for their first byte, but only once the model is loaded.
+# How long to wait for the first byte, after the model is loaded. A parent process may leave a pipe open in which
+# nothing ever comes; other programs of a pipeline may take long before they write.
 FIRST_BYTE_SECONDS = 10
 
 
 def read_stdin() -> str:
-    """All of standard input, less a byte order mark and one line end at its end; "" where it is closed. Raises
-    GenerationError for what is not UTF-8."""
+    """Read all of standard input, without a byte order mark and the last line end; "" if it is closed.
+
+    Raises GenerationError if it is not UTF-8.
+    """
     content = b"" if sys.stdin is None else sys.stdin.buffer.read()
     text = decode_utf8(content, "standard input", GenerationError, "a text file in UTF-8", "utf-8-sig")
     return re.sub(r"\r?\n\Z", "", text)
 
 
 def prepend_stdin(prompt: str) -> str:
-    """`prompt` below what is piped in, with an empty line between; `prompt` where nothing is.
+    """Put piped input before the prompt, with an empty line between them.
 
-    Files, pipes and sockets are read, neither terminals nor other devices. Raises as `read_stdin` does.
+    Files, pipes and sockets are read, but not terminals and other devices. Raises as `read_stdin` does.
     """
     mode = os.fstat(0).st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
@@ -36,8 +38,8 @@ def prepend_stdin(prompt: str) -> str:
             ready, _, _ = select.select([0], [], [], FIRST_BYTE_SECONDS)
         if not ready:
             print(
-                f"warning: nothing came from standard input in {FIRST_BYTE_SECONDS} seconds, so the prompt is used "
-                "alone (try: < /dev/null, or --prompt - to wait for a prompt)",
+                f"warning: nothing came from standard input in {FIRST_BYTE_SECONDS} seconds; using the prompt alone "
+                "(try: < /dev/null, or --prompt - to wait for standard input)",
                 file=sys.stderr,
             )
             return prompt

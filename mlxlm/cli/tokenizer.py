@@ -1,4 +1,4 @@
-"""`mlxlm tokenizer`: train, encode, decode, info."""
+"""`mlxlm tokenizer`: train and apply tokenizers."""
 
 from __future__ import annotations
 
@@ -10,41 +10,52 @@ from typing import BinaryIO
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.run_options import ON_BAD_INPUT, print_skipped
+from mlxlm.cli.options import (
+    SOURCES_HELP,
+    SectionedCommand,
+    json_option,
+    on_bad_input_option,
+    option,
+    text_column_option,
+)
+from mlxlm.cli.training_options import print_skipped
 from mlxlm.tokenizer import TOKENIZER_TYPES, load, tokenizer_stats, train
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import TokenizerError
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
-SOURCES_HELP = (
-    "Sources: text files, .jsonl files, both also as .gz or .zst, .parquet and .arrow files (pip install "
-    "'mlxlm[data]'), folders of them, folders of Hugging Face's save_to_disk, or - for stdin."
-)
-
 
 @click.group()
 def tokenizer() -> None:
     """Train, inspect and apply tokenizers.
 
-    PATH is a folder with tokenizer files, or one of them: tokenizer.json, tokenizer.model (SentencePiece) or
-    vocab.json (with merges.txt beside it).
+    PATH is a folder with a tokenizer, or one of its files: tokenizer.json, tokenizer.model (SentencePiece) or
+    vocab.json (next to merges.txt).
     """
 
 
-@tokenizer.command("train", epilog=SOURCES_HELP)
+@tokenizer.command("train", cls=SectionedCommand, epilog=SOURCES_HELP)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--vocab-size", type=click.IntRange(min=1), required=True, help="Tokens, special ones included.")
-@click.option(
+@option("Tokenizer", "--out", type=click.Path(path_type=Path), required=True, help="New folder for the tokenizer.")
+@option(
+    "Tokenizer",
+    "--vocab-size",
+    type=click.IntRange(min=1),
+    required=True,
+    help="Vocabulary size, with special tokens.",
+)
+@option(
+    "Tokenizer",
     "--tokenizer-type",
     type=click.Choice(TOKENIZER_TYPES),
     default=TOKENIZER_TYPES[0],
     show_default=True,
-    help="Kind of BPE.",
+    help="Tokenizer type. byte-level BPE as in GPT-2 and Llama 3, or sentencepiece (BPE with byte fallback) as in "
+    "Llama 2.",
 )
-@click.option("--text-column", metavar="NAME", help="Of tables and JSON lines.  [default: text, or messages]")
-@ON_BAD_INPUT
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for its files.")
+@text_column_option("Text")
+@on_bad_input_option("Text")
 def train_command(
     files: tuple[str, ...],
     vocab_size: int,
@@ -53,20 +64,17 @@ def train_command(
     on_bad_input: str | None,
     out: Path,
 ) -> None:
-    """Learn a vocabulary from text.
-
-    byte-level is the kind of GPT-2 and Llama 3, sentencepiece (BPE with byte fallback) that of Llama 2.
-    """
+    """Train a tokenizer on text."""
     from mlxlm.data import BadInput, texts, total_bytes
 
     bad = BadInput(on_bad_input or "stop")
-    started = time.perf_counter()
+    start = time.perf_counter()
     with atomic_new_folder(out, TokenizerError) as folder:
         with render.bytes_progress("Training", total_bytes(files)) as advance:
             source = texts(files, stdin=_stdin(), advance=advance, text_column=text_column, on_bad=bad)
             trained = train(source, vocab_size, tokenizer_type)
         trained.save(folder)
-    seconds = human_seconds(time.perf_counter() - started)
+    seconds = human_seconds(time.perf_counter() - start)
     print_skipped(bad.skipped)
     render.say(f"trained a {tokenizer_type} tokenizer of {trained.vocab_size} tokens in {seconds}")
     render.result(str(out))
@@ -74,12 +82,13 @@ def train_command(
 
 @tokenizer.command()
 @click.argument("path")
-@click.option("--text", help="Text to encode.  [default: stdin]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--text", help="Text to encode.  [default: standard input]")
+@json_option
 @click.option(
     "--add-special-tokens/--no-add-special-tokens",
     default=True,
-    help="Add BOS and the like, as for a model.  [default: yes]",
+    show_default=True,
+    help="Add special tokens such as BOS, as for a model.",
 )
 def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool) -> None:
     """Print the token ids of a text."""
@@ -96,7 +105,7 @@ def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool)
 @tokenizer.command()
 @click.argument("path")
 def decode(path: str) -> None:
-    """Read token ids from stdin, print exactly their text (and no line end after it)."""
+    """Read token ids from standard input, and print their text without a line end after it."""
     loaded = load(path)
     ids = []
     for word in _stdin().read().split():
@@ -114,10 +123,10 @@ def decode(path: str) -> None:
 
 @tokenizer.command(epilog=SOURCES_HELP)
 @click.argument("path")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--text", "texts_path", metavar="FILE", help="Also measure the tokenizer on this source of text.")
+@json_option
+@click.option("--text", "texts_path", metavar="FILE", help="Also measure the tokenizer on this text.")
 def info(path: str, as_json: bool, texts_path: str | None) -> None:
-    """Show what a tokenizer is, and how well it fits a text."""
+    """Describe a tokenizer, and show how well it compresses a text."""
     loaded = load(path)
     facts = {
         "tokenizer_type": loaded.tokenizer_type,
@@ -142,7 +151,7 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
     special = ", ".join(f"{token} {i}" for token, i in list(loaded.special_tokens.items())[:12])
     more = len(loaded.special_tokens) - 12
     rows = [
-        ("tokenizer_type", loaded.tokenizer_type),
+        ("tokenizer type", loaded.tokenizer_type),
         ("vocabulary", f"{loaded.vocab_size} tokens"),
         ("special tokens", (special or "none") + (f", and {more} more" if more > 0 else "")),
         ("chat template", "yes" if loaded.chat_template is not None else "no"),

@@ -1,12 +1,11 @@
-"""How a training run is shown and stopped, for all commands that train."""
+"""Runs training and shows it, for all commands that train."""
 
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from rich.text import Text
 
 from mlxlm.chat.terminal.output import printable
 from mlxlm.cli import render
-from mlxlm.cli.chart import line_chart
 from mlxlm.cli.spinner import spinner
-from mlxlm.cli.stop_signals import STOP_SIGNALS, on_stop_signal
-from mlxlm.cli.training_metrics import TrainingMetrics
+from mlxlm.cli.stop_signals import StopRequest
+from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
+from mlxlm.experiments.sweep import is_finished
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.report import read_run
 from mlxlm.report.log_entries import entry_before_start, number
@@ -39,14 +38,16 @@ from mlxlm.train import (
     Validation,
     train,
 )
+from mlxlm.utils.errors import TrainingError
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
-_PLAIN_EVERY = 10.0  # seconds between progress lines where stderr is not a terminal
+_SECONDS_BETWEEN_LINES = 10.0  # if stderr is not a terminal
+_FORECAST = ("seconds", "step_seconds", "memory")  # fields of the log's forecast
 
 
 @contextmanager
 def phase(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A phase of the preparation: a bar over bytes, or a spinner; a line of it where stderr is not a terminal."""
+    """Show a phase of the preparation: a bar over `total` bytes, or a spinner; a line if stderr is not a terminal."""
     if total is None:
         if not sys.stderr.isatty():
             render.say(label)
@@ -57,42 +58,30 @@ def phase(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
             yield advance
 
 
-class StopRequest:
-    """The first Ctrl-C or SIGTERM, or the end of the terminal, asks the loop to finish its step; a second Ctrl-C or
-    SIGTERM interrupts. The end of a terminal is told more than once: by the shell, the system, a session manager."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        self.requested, self._quiet = False, quiet
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    @contextmanager
-    def catch_signals(self) -> Iterator[StopRequest]:
-        with on_stop_signal(self._on_signal):
-            yield self
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        if self.requested and number == signal.SIGHUP:
-            return
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        if not self._quiet:
-            render.say(
-                f"\n{STOP_SIGNALS[signal.Signals(number)]}: finishing this step and saving (again to stop at once)"
-            )
+def stop_on_signal() -> StopRequest:
+    """A StopRequest that says what happens next."""
+    return StopRequest(lambda name: render.say(f"\n{name}: finishing this step and saving (again to stop at once)"))
 
 
 def run_training(
     run: Run, tokenizer, resume: bool = False, stop: StopRequest | None = None, **options: Any
 ) -> Finished | Stopped:
-    """Train and show it; `options` are those of `mlxlm.train.train`. Returns how it ended; `stop` knows whether a stop
-    was asked for, which may have been too late for this run."""
+    """Train a run and show its progress.
+
+    Args:
+        run: The run.
+        tokenizer: Its tokenizer.
+        resume: Whether the run may have checkpoints.
+        stop: Tells the caller whether a stop was requested, which may come too late for this run.
+        options: Further arguments of `mlxlm.train.train`.
+
+    Returns:
+        The last event of the run.
+    """
     print_forecast(run)
     ending: Finished | Stopped | None = None
-    ranks = options["process_group"].size if "process_group" in options else 1
-    with (stop or StopRequest()).catch_signals() as stop, _shown(ranks) as show:
+    num_processes = options["process_group"].size if "process_group" in options else 1
+    with (stop or stop_on_signal()).catch_signals() as stop, _display(num_processes) as show:
         for event in train(run, tokenizer, resume=resume, should_stop=stop, **options):
             show(event)
             if isinstance(event, Finished | Stopped):
@@ -100,53 +89,92 @@ def run_training(
     return ending
 
 
+def train_sweep(
+    runs: Sequence[tuple[str, Callable[[], Run]]],
+    tokenizer,
+    command: str,
+    time_left: Callable[[int], str] = lambda _number: "",
+    **options: Any,
+) -> list[str]:
+    """Train runs one after another, until a stop is requested. Finished runs are skipped, others are resumed.
+
+    Args:
+        runs: (name, function that makes or opens the run) of each.
+        tokenizer: The tokenizer of all runs.
+        command: The command line that continues the sweep.
+        time_left: Returns what to print beside the number of a run, from 0.
+        options: Further arguments of `mlxlm.train.train`.
+
+    Returns:
+        An error message for each run that failed.
+    """
+    errors, stop = [], stop_on_signal()
+    for i, (name, make) in enumerate(runs):
+        render.say(f"{name} ({i + 1} of {len(runs)}){time_left(i)}", style="bold")
+        run = make()
+        if is_finished(run):
+            render.say("already finished")
+            continue
+        ending = None
+        try:
+            ending = run_training(run, tokenizer, resume=True, stop=stop, **options)
+        except TrainingError as error:  # the other runs are still of use
+            errors.append(f"{name}: {error.message}")
+            render.say(errors[-1], style="red")
+        if isinstance(ending, Stopped):
+            render.say(f"stopped after step {ending.step}, saved")
+        if stop.requested:
+            if i + 1 < len(runs) or not isinstance(ending, Finished):
+                render.say("Continue with:")
+                render.say(command)
+            break
+    return errors
+
+
 def print_forecast(run: Run) -> None:
-    """Which model was chosen, and what a probe said of the run, a line each; nothing where there was none."""
-    if found := entry_before_start(run.log_file, "model_size_chosen", ("parameters", "tokens", "epochs")):
-        passes = f"{found['epochs']:.1f} passes over the text"
-        more = "; after 4 passes the same text teaches less and less: more of it would help" * (found["epochs"] > 4.5)
+    """Print the model size that was chosen, how conversations fit, and the forecast, as far as the log has them."""
+    if entry := entry_before_start(run.log_file, "model_size_chosen", ("parameters", "tokens", "epochs")):
+        epochs = f"{entry['epochs']:.1f} epochs"
+        hint = "; more text would help: after 4 epochs the same text teaches less and less" * (entry["epochs"] > 4.5)
         render.say(
-            f"chosen by {printable(str(found.get('law_name')))}: {human_count(found['parameters'])} parameters, about "
-            f"{human_count(found['tokens'])} tokens, {passes}{more}"
+            f"model size chosen by {printable(str(entry.get('law_name')))}: {human_count(entry['parameters'])} "
+            f"parameters, about {human_count(entry['tokens'])} tokens, {epochs}{hint}"
         )
-    found = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
-    if found and all(number(found.get(name)) >= 0 for name in ("split", "cut")):
-        render.say(_learned(found))
-    if found := entry_before_start(run.log_file, "forecast", _FORECAST):
+    entry = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
+    if entry and all(number(entry.get(name)) >= 0 for name in ("split", "cut")):
+        render.say(_conversations(entry))
+    if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
         render.say(
-            f"predicted from three steps: {human_seconds(found['seconds'])} with validation, and "
-            f"{human_bytes(found['memory'])} of memory at the peak"
+            f"predicted from three steps: {human_seconds(entry['seconds'])} with validation, and "
+            f"{human_bytes(entry['memory'])} of memory at the peak"
         )
 
 
-def _learned(found: dict[str, Any]) -> str:
-    """How the conversations of a tuning run fit its rows, and what would help."""
-    row = f"a row of {found['max_seq_length']} tokens"
-    told = f"{found['conversations']:,} conversations"
-    if not found["split"] and not found["cut"]:
-        return f"{told}, each whole in {row}"
-    told += f": {found['split'] + found['cut']:,} are longer than {row}"
-    if found["split"]:
-        told += f"; {found['split']:,} of them are split between turns"
-    if found["cut"]:
-        told += f"; {found['cut']:,} are cut inside of an answer or its question, which goes on in the next row"
-    told += "; each pass has every answer to its end"
-    if found["cut"] and (suggested_seq_length := found.get("suggested_seq_length")) is not None:
-        told += f" (try: --max-seq-length {printable(str(suggested_seq_length))})"
-    return told
-
-
-_FORECAST = ("seconds", "step_seconds", "memory")
+def _conversations(entry: dict[str, Any]) -> str:
+    """How the conversations of a fine-tuning run fit its rows, and what would help."""
+    row = f"a row of {entry['max_seq_length']} tokens"
+    text = f"{entry['conversations']:,} conversations"
+    if not entry["split"] and not entry["cut"]:
+        return f"{text}, each whole in {row}"
+    text += f": {entry['split'] + entry['cut']:,} are longer than {row}"
+    if entry["split"]:
+        text += f"; {entry['split']:,} of them are split between turns"
+    if entry["cut"]:
+        text += f"; {entry['cut']:,} are split inside an answer or its question, which continues in the next row"
+    text += "; each epoch has every answer to its end"
+    if entry["cut"] and (length := entry.get("suggested_seq_length")) is not None:
+        text += f" (try: --max-seq-length {printable(str(length))})"
+    return text
 
 
 def print_summary(ending: Finished | Stopped, run: Run) -> None:
-    """The last lines of a run: the curve, the result, and what to do next."""
+    """Print the loss curve, the result and how to continue, at the end of a run."""
     if isinstance(ending, Stopped):
         render.say(f"stopped after step {ending.step}, saved. Continue with:")
         render.say(run.resume_command)
         return
     if ending.tokens_per_second is None:
-        render.say(f"{run.path} had finished its {ending.step} steps already; nothing was left to do")
+        render.say(f"{run.path} had already finished its {ending.step} steps; nothing was left to do")
         return
     if render.console.is_terminal:
         steps = read_run(run.path).steps
@@ -155,62 +183,63 @@ def print_summary(ending: Finished | Stopped, run: Run) -> None:
         for line in line_chart(points, width=min(72, render.console.width - 12)):
             render.say(line)
     if ending.best_loss is not None:
+        speed = f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else ""
         render.say(
             f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
-            + (f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else "")
-            + f"{human_seconds(ending.seconds)} of steps"
+            f"{speed}{human_seconds(ending.seconds)} of steps"
         )
-    if found := entry_before_start(run.log_file, "forecast", _FORECAST):
+    if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
         render.say(
-            f"predicted were {human_seconds(found['step_seconds'])} of steps and {human_bytes(found['memory'])}, "
+            f"predicted {human_seconds(entry['step_seconds'])} of steps and {human_bytes(entry['memory'])}, "
             f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"
         )
-    render.say(f"the curve is in {Path(run.path, 'loss.png')}")
+    render.say(f"the loss curve is in {Path(run.path, 'loss.png')}")
 
 
 @contextmanager
-def _shown(ranks: int) -> Iterator[Callable[[Event], None]]:
-    """Yields `show(event)`: live lines in a terminal, as wide as it is at the moment; elsewhere a line every ten
-    seconds. What should stay is said in both."""
+def _display(num_processes: int) -> Iterator[Callable[[Event], None]]:
+    """Yields `show(event)`: a live status in a terminal, elsewhere a line every ten seconds."""
     if not render.console.is_terminal:
-        yield _Plain().show
+        yield _PlainDisplay().show
         return
-    # What fewer seconds find is lower. The products are of random numbers: before the run sets its seed.
-    figures = TrainingMetrics(peak=measure_matmul(seconds=0.1) * 1e9 * ranks)
+    # A shorter measurement finds a lower speed. It draws random numbers, so it comes before the run sets its seed.
+    metrics = TrainingMetrics(peak=measure_matmul(seconds=0.1) * 1e9 * num_processes)
 
     def view() -> Text:
-        return Text("\n".join(figures.lines(render.console.width - 1)), no_wrap=True, overflow="crop")
+        return Text("\n".join(metrics.lines(render.console.width - 1)), no_wrap=True, overflow="crop")
 
     with Live(get_renderable=view, console=render.console, refresh_per_second=4, transient=True):
 
         def show(event: Event) -> None:
-            figures.update(event)
-            _tell(event)
+            metrics.update(event)
+            _print_event(event)
 
         yield show
 
 
-class _Plain:
+class _PlainDisplay:
     """Lines for a file or a pipe."""
 
     def __init__(self) -> None:
-        self._figures, self._last = TrainingMetrics(), -math.inf
+        self._metrics, self._last = TrainingMetrics(), -math.inf
 
     def show(self, event: Event) -> None:
-        self._figures.update(event)
-        _tell(event)
-        if isinstance(event, Step) and (time.monotonic() - self._last > _PLAIN_EVERY or event.step == event.steps):
+        self._metrics.update(event)
+        _print_event(event)
+        if isinstance(event, Step) and (
+            time.monotonic() - self._last > _SECONDS_BETWEEN_LINES or event.step == event.steps
+        ):
             self._last = time.monotonic()
-            render.say(f"step {event.step}/{event.steps} {'  '.join(self._figures.metrics())}")
+            render.say(f"step {event.step}/{event.steps} {'  '.join(self._metrics.metrics())}")
 
 
-def _tell(event: Event) -> None:
-    """A line about what is worth one."""
+def _print_event(event: Event) -> None:
+    """Print a line about an event other than a step."""
     at = f"step {event.step}: " if hasattr(event, "step") else ""
     if isinstance(event, Started) and event.step < event.steps:
         render.say(
             f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
-            f"of {event.tokens_per_step:,} tokens, {_passes(event)}"
+            f"of {event.tokens_per_step:,} tokens, {_epochs(event)}"
         )
     elif isinstance(event, Validation):
         render.say(
@@ -220,25 +249,24 @@ def _tell(event: Event) -> None:
     elif isinstance(event, Sample):
         render.say(f"{at}{printable(event.prompt + event.text)}", style="dim")
     elif isinstance(event, CheckpointNotSaved):
-        render.say(f"{at}not saved: {event.reason}; training goes on (try: {event.hint})", style="yellow")
+        render.say(f"{at}not saved: {event.reason}; training continues (try: {event.hint})", style="yellow")
     elif isinstance(event, Paused):
         render.say(f"{at}paused: {event.reason}", style="yellow")
     elif isinstance(event, Throttled):
-        render.say(f"{at}working {event.duty_cycle:g}% of the time: {event.reason}", style="yellow")
+        render.say(f"{at}training {event.duty_cycle:g}% of the time: {event.reason}", style="yellow")
     elif isinstance(event, Resumed):
-        render.say(f"{at}going on after {human_seconds(event.seconds)}, as before")
+        render.say(f"{at}continuing after {human_seconds(event.seconds)}")
     elif isinstance(event, TrainingWarning):
         render.say(f"warning: {event.message}", style="yellow")
 
 
-def _passes(event: Started) -> str:
-    """How often the text is seen, and how much of it isn't: more than the ends of windows, which are below 1%."""
-    more = (
-        f"; each leaves out {event.dropped_fraction:.0%}, which fits into no row"
-        if event.dropped_fraction >= 0.01
-        else ""
-    )
-    more += f"; {event.padding:.0%} of the rows is padding" if event.padding >= 0.01 else ""
+def _epochs(event: Started) -> str:
+    """How many epochs the run has, and how much text it drops beyond the ends of windows, which are below 1%."""
+    text = ""
+    if event.dropped_fraction >= 0.01:
+        text += f"; each drops {event.dropped_fraction:.0%} of the text, which fits in no row"
+    if event.padding >= 0.01:
+        text += f"; {event.padding:.0%} of the rows is padding"
     if len(event.epochs_by_source) == 1:
-        return f"{event.epochs:.1f} passes over the training text{more}"
-    return "passes over " + ", ".join(f"{name} {n:.1f}" for name, n in event.epochs_by_source.items()) + more
+        return f"{event.epochs:.1f} epochs of the training text{text}"
+    return "epochs of " + ", ".join(f"{name} {n:.1f}" for name, n in event.epochs_by_source.items()) + text

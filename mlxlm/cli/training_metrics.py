@@ -1,9 +1,9 @@
-"""What is shown of a run while it trains: figures out of its events, in as many columns as there are."""
+"""The metrics of a training run as text: a status that fits the terminal, and the loss curve as a line chart."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mlxlm.report.smoothing import ExponentialMovingAverage, smoothing_span
 from mlxlm.train import (
@@ -19,12 +19,20 @@ from mlxlm.train import (
 )
 from mlxlm.utils.formatting import human_bytes, human_flops, human_seconds
 
-_MOST_LINES = 3  # of figures, below the bar
+_MAX_METRIC_LINES = 3
 _BAR = 30  # columns
+
+# Bits of the eight dots of a braille character, by column and row from the top (Unicode block U+2800).
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 class TrainingMetrics:
-    """The state of a run as texts. `peak`: FLOP/s that this machine does at best, None where unknown."""
+    """Collects the metrics of a run from its events.
+
+    Args:
+        peak: FLOP/s that this machine reaches in matrix products; None if unknown.
+        now: The clock, in seconds.
+    """
 
     def __init__(self, peak: float | None = None, now: Callable[[], float] = time.monotonic):
         self._peak, self._now = peak, now
@@ -32,10 +40,11 @@ class TrainingMetrics:
         self._last: Step | None = None
         self._loss, self._smooth = 0.0, ExponentialMovingAverage(1)
         self._best: Validation | None = None
-        self._rest: tuple[str, float] | None = None  # what the run waits for or is slowed by, and since when
+        self._rest: tuple[str, float] | None = None  # why the run is paused or slowed, and since when
         self._unsaved = False
 
     def update(self, event: Event) -> None:
+        """Take note of an event of the run."""
         if isinstance(event, Started):
             self._step, self._steps, self._flops = event.step, event.steps, event.flops_per_token
             self._smooth = ExponentialMovingAverage(smoothing_span(event.steps))
@@ -47,34 +56,34 @@ class TrainingMetrics:
         elif isinstance(event, Paused):
             self._rest = f"paused: {event.reason}", self._now()
         elif isinstance(event, Throttled):
-            self._rest = f"working {event.duty_cycle:g}% of the time: {event.reason}", self._now()
+            self._rest = f"training {event.duty_cycle:g}% of the time: {event.reason}", self._now()
         elif isinstance(event, Resumed):
             self._rest = None
         elif isinstance(event, CheckpointNotSaved | CheckpointSaved):
             self._unsaved = isinstance(event, CheckpointNotSaved)
 
     def metrics(self) -> list[str]:
-        """The figures, the most important first."""
+        """The metrics, the most important first."""
         step = self._last
         if step is None:
             return ["compiling the first step"] if self._steps and not self._rest else []
-        found = [f"loss {self._loss:.3f}", f"{human_seconds(step.seconds_left)} left"]
+        metrics = [f"loss {self._loss:.3f}", f"{human_seconds(step.seconds_left)} left"]
         if step.tokens_per_second:
-            found.append(f"{step.tokens_per_second:,.0f} tokens/s")
+            metrics.append(f"{step.tokens_per_second:,.0f} tokens/s")
         if self._best:
-            found.append(f"best {self._best.bits_per_byte:.3f} bits/byte")
-        found.append(human_bytes(step.memory))
+            metrics.append(f"best {self._best.bits_per_byte:.3f} bits/byte")
+        metrics.append(human_bytes(step.memory))
         if step.tokens_per_second:
             rate = step.tokens_per_second * self._flops
             share = f" ({rate / self._peak:.0%})" if self._peak else ""
-            found.append(f"{human_flops(rate)}{share}")
-        return [*found, f"rate {step.learning_rate:.2g}", f"gradient {step.grad_norm:.2g}"]
+            metrics.append(f"{human_flops(rate)}{share}")
+        return [*metrics, f"lr {step.learning_rate:.2g}", f"grad norm {step.grad_norm:.2g}"]
 
     def lines(self, width: int) -> list[str]:
-        """The bar, the figures that fit, and what holds the run up: none longer than `width` columns."""
+        """The progress bar, the metrics that fit, and why the run is paused: lines of at most `width` columns."""
         if not self._steps:
             return []
-        lines = [self._bar(width), *_packed(self.metrics(), width)[:_MOST_LINES]]
+        lines = [self._bar(width), *_packed(self.metrics(), width)[:_MAX_METRIC_LINES]]
         if self._rest:
             text, since = self._rest
             lines += _packed([text, f"for {human_seconds(self._now() - since)}"], width)
@@ -92,12 +101,45 @@ class TrainingMetrics:
         return f"{left}{'━' * filled}{'┄' * (room - filled)}{right}"
 
 
-def _packed(metrics: list[str], width: int) -> list[str]:
-    """Facts side by side as long as a line has room; one that is longer than a line is cut."""
+def _packed(texts: list[str], width: int) -> list[str]:
+    """Join texts into lines of at most `width` columns; a longer text is cut."""
     lines: list[str] = []
-    for fact in metrics:
-        if lines and len(lines[-1]) + 2 + len(fact) <= width:
-            lines[-1] += "  " + fact
+    for text in texts:
+        if lines and len(lines[-1]) + 2 + len(text) <= width:
+            lines[-1] += "  " + text
         else:
-            lines.append(fact if len(fact) <= width else fact[: width - 1] + "…")
+            lines.append(text if len(text) <= width else text[: width - 1] + "…")
     return lines
+
+
+def line_chart(points: Sequence[tuple[float, float]], width: int = 60, height: int = 10) -> list[str]:
+    """Draw a line chart of braille characters, two by four dots each, with the range of y on the left.
+
+    Each column of dots shows the mean of its points.
+
+    Returns:
+        The lines; [] without points.
+    """
+    width = max(1, width)
+    if not points:
+        return []
+    columns: list[list[float]] = [[] for _ in range(2 * width)]
+    x_low, x_high = points[0][0], max(points[-1][0], points[0][0] + 1e-9)
+    for x, y in points:
+        columns[min(2 * width - 1, int((x - x_low) / (x_high - x_low) * 2 * width))].append(y)
+    means = [sum(c) / len(c) if c else None for c in columns]
+    values = [m for m in means if m is not None]
+    low, high = min(values), max(values)
+    cells = [[0] * width for _ in range(height)]
+    for column, mean in enumerate(means):
+        if mean is None:
+            continue
+        level = 0.0 if high == low else (high - mean) / (high - low)
+        row = min(4 * height - 1, int(level * 4 * height))
+        cells[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
+    labels = [f"{high:.2f}", *[""] * (height - 2), f"{low:.2f}"]
+    pad = max(map(len, labels))
+    return [
+        f"{label:>{pad}} │" + "".join(chr(0x2800 + cell) for cell in row)
+        for label, row in zip(labels, cells, strict=True)
+    ]

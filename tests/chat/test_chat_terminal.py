@@ -193,7 +193,7 @@ def test_continue_goes_on_with_the_last_conversation_and_its_model(terminal, tmp
     say(chat, "Hello!", "cut off")
     leave(chat)
     chat = terminal("--continue")
-    assert "Going on after 2 messages" in chat.before
+    assert "Continuing after 2 messages" in chat.before
     say(chat, "More", "cut off")
     say(chat, "/set context_overflow drop")
     leave(chat)

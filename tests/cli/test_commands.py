@@ -101,7 +101,7 @@ def test_from_text_to_a_continuation(tmp_path, run_folder, capsys):
     capsys.readouterr()
     assert _run(["quantize", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["bits_per_weight"] < 6 and report["measured"]["bits_per_byte_after"] > 0
+    assert report["bits_per_weight"] < 6 and report["metrics"]["bits_per_byte_after"] > 0
     assert _run(["convert", str(run_folder), "--out", str(tmp_path / "plain"), "--no-verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
     assert _run(["compare", str(run_folder), str(tmp_path / "plain"), "--tokens", "64"]) == 0
@@ -299,7 +299,7 @@ def test_a_warmup_needs_no_steps(text_file, tmp_path):
 
 def test_a_stop_in_the_last_step_of_a_run_ends_several(monkeypatch, capsys):
     """The run is finished, and what was asked for holds for those that would come."""
-    from mlxlm.cli import sweep
+    from mlxlm.cli import training
     from mlxlm.train import Finished
 
     made = []
@@ -308,10 +308,10 @@ def test_a_stop_in_the_last_step_of_a_run_ends_several(monkeypatch, capsys):
         stop.requested = True
         return Finished(1, 1.0, 1.0, 1.0, 1.0, 1, run)
 
-    monkeypatch.setattr(sweep, "run_training", asked_too_late)
-    monkeypatch.setattr(sweep, "is_finished", lambda run: False)
+    monkeypatch.setattr(training, "run_training", asked_too_late)
+    monkeypatch.setattr(training, "is_finished", lambda run: False)
     runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
-    assert sweep.train_sweep(runs, None, "the command") == [] and made == ["one"]
+    assert training.train_sweep(runs, None, "the command") == [] and made == ["one"]
     assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "the command"]
 
 
@@ -337,7 +337,7 @@ def hasty(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("hasty")
 def test_quickstart_on_a_file_and_without_one(tmp_path, text_file, monkeypatch, capsys):
-    monkeypatch.setattr("mlxlm.cli.quickstart.VOCABULARY", 300)
+    monkeypatch.setattr("mlxlm.cli.quickstart.VOCAB_SIZE", 300)
     monkeypatch.setattr("mlxlm.cli.quickstart.PRESET", "0.3m")
     text_file.write_text(text_file.read_text() * 6)
     for arguments, name in (([str(text_file)], "mlxlm-quickstart"), ([], "mlxlm-quickstart-2")):

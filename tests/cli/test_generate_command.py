@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cli.main import main
-from mlxlm.cli.sampling_options import sampling_options
+from mlxlm.cli.generation_options import sampling_options
 from mlxlm.families import config_to_hf
 from mlxlm.generation import GenerationOptions, batch, generate, load
 
@@ -95,7 +95,7 @@ def test_every_setting_reaches_the_text(run, folder):
 def test_statistics_on_standard_error(run, folder):
     code, out, err = run(folder, "-p", "The", "-t", "0", "-n", "5", "-v")
     assert code == 0 and out == run(folder, "-p", "The", "-t", "0", "-n", "5")[1]
-    assert "answer 5 tokens" in err and "ended by length" in err
+    assert "answer 5 tokens" in err and "finish reason length" in err
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ def test_errors_are_results(run, requests):
     code, out, err = run("--jsonl", requests(*lines), "--ordered")
     a, oops, bad, long, again = parsed(out)
     assert code == 1 and a["text"]
-    assert err.startswith("error: 4 of 5 results failed; the reason is in their lines (try: mend those requests, ")
-    assert "with a larger max_tokens or other stop strings where there is a complaint" in err
+    assert err.startswith("error: 4 of 5 results failed; the reason is in their lines (try: fix those requests ")
+    assert "a larger max_tokens or other stop strings for a constraint_error" in err
     assert oops["id"] is None and oops["line"] == 2 and oops["error"].startswith("the line is not JSON")
     assert bad == {"id": "bad", "line": 3, "error": 'there is no field "temprature" (try: temperature)'}
     assert long["id"] == "long" and "context of 128" in long["error"]
@@ -380,7 +380,7 @@ def test_stopped_in_the_middle_and_resumed(start, run, requests, tmp_path, numbe
     assert code == {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143}[number]
     if number != signal.SIGKILL:
         more = "interrupted\n" if number == signal.SIGINT else ""
-        assert err == f"what is done is in {out}; the same command goes on from there\n{more}"
+        assert err == f"finished results are in {out}; the same command continues from there\n{more}"
     done = out.read_bytes().count(b"\n")
     assert 3 <= done < 60
     assert run("--jsonl", *arguments, "-v")[0] == 0

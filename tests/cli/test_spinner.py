@@ -1,4 +1,4 @@
-"""Signs of life: on a terminal, and nowhere else."""
+"""The spinner, and the progress of `generate --jsonl`."""
 
 import subprocess
 import sys
@@ -8,9 +8,9 @@ import pytest
 
 SCRIPT = """
 import time
-from mlxlm.cli import waiting
-waiting._AFTER = 0.1
-with waiting.waiting("loading [x]") as update:
+from mlxlm.cli import spinner
+spinner._DELAY = 0.1
+with spinner.spinner("loading [x]") as update:
     time.sleep({first})
     update("reading")
     time.sleep({first})

@@ -1,4 +1,4 @@
-"""What is shown of a run while it trains, in terminals of any width, and in none."""
+"""The metrics of a training run, in terminals of any width."""
 
 from pathlib import Path
 
@@ -29,20 +29,20 @@ def step(n, loss=3.0, speed=50_000.0):
 
 def shown(*events, peak=1e12):
     now = [0.0]
-    figures = TrainingMetrics(peak, now=lambda: now[0])
+    metrics = TrainingMetrics(peak, now=lambda: now[0])
     for event in events:
-        figures.update(event)
+        metrics.update(event)
     now[0] = 130.0
-    return figures
+    return metrics
 
 
-def test_the_figures_and_their_order():
-    figures = shown(started(), step(1, 5.0, 0.0), Validation(1, 1, 2.0, 7.4, 1.25, True), step(2, 3.0))
-    loss = float(figures.metrics()[0].removeprefix("loss "))
+def test_the_metrics_and_their_order():
+    metrics = shown(started(), step(1, 5.0, 0.0), Validation(1, 1, 2.0, 7.4, 1.25, True), step(2, 3.0))
+    loss = float(metrics.metrics()[0].removeprefix("loss "))
     assert 3.0 < loss < 5.0
-    assert figures.metrics()[1:] == [
-        "12m34s left", "50,000 tokens/s", "best 1.250 bits/byte", "312 MB", "500 GFLOP/s (50%)", "rate 0.0003",
-        "gradient 0.83",
+    assert metrics.metrics()[1:] == [
+        "12m34s left", "50,000 tokens/s", "best 1.250 bits/byte", "312 MB", "500 GFLOP/s (50%)", "lr 0.0003",
+        "grad norm 0.83",
     ]  # fmt: skip
     assert "500 GFLOP/s" in shown(started(), step(2), peak=None).metrics()
 
@@ -68,7 +68,7 @@ def test_no_line_is_wider_than_the_terminal(width):
 
 def test_pauses_and_put_off_checkpoints_end():
     path = Path("x")
-    figures = shown(
+    metrics = shown(
         started(),
         step(5),
         Paused(5, "hot"),
@@ -76,9 +76,9 @@ def test_pauses_and_put_off_checkpoints_end():
         CheckpointNotSaved(5, "f", "h"),
         CheckpointSaved(6, path),
     )
-    assert len(figures.lines(200)) == 2
+    assert len(metrics.lines(200)) == 2
     slowed = shown(started(), step(5), Throttled(5, "the machine is hot", 50.0))
-    assert "working 50% of the time: the machine is hot" in " ".join(slowed.lines(200))
+    assert "training 50% of the time: the machine is hot" in " ".join(slowed.lines(200))
     assert shown(started()).lines(80)[1:] == ["compiling the first step"] and shown().lines(80) == []
 
 

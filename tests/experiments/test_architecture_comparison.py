@@ -185,7 +185,7 @@ def test_the_command(tmp_path, text_file, capsys):
     lines = table.splitlines()
     assert lines[0].split()[:2] == ["variant", "parameters"] and lines[-1] == f"{out}/comparison.png"
     assert [line.split()[0] for line in lines[1:-1]] == ["rope", "a$_{b$"]
-    assert "% more parameters than a$_{b$: a part of its result is size" in said and "one seed each" in said
+    assert "% more parameters than a$_{b$, which is a part of its result" in said and "each variant has one seed" in said
     assert "a$_{b$: only mlxlm opens this model: the nearest family, llama, has no positions 'alibi'" in said
     picture = matplotlib.image.imread(f"{out}/comparison.png")
     colours = set(map(tuple, np.round(255 * picture.reshape(-1, 4)[:, :3]).astype(int).tolist()))
@@ -193,7 +193,7 @@ def test_the_command(tmp_path, text_file, capsys):
     assert _run(["compare-architectures", "--out", out, "--json"]) == 0
     found, said = capsys.readouterr()
     values = json.loads(found)
-    assert said.count("finished before") == 2
+    assert said.count("already finished") == 2
     assert [v["name"] for v in values["variants"]] == ["rope", "a$_{b$"] and len(values["notes"]) == 3
     assert all(v["finished"] and v["tokens"] == 128 for v in values["variants"])
     assert _run(["compare-architectures", "--out", out, "--steps", "5"]) == 2

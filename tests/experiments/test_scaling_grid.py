@@ -209,7 +209,7 @@ def test_pretrain_by_the_clock_chooses_a_model(tmp_path, text_file, tokenizer_fo
     entries = read_log(run)
     assert [e["event"] for e in entries[:2]] == ["model_size_chosen", "forecast"]
     assert entries[0]["parameters"] == run.config.parameter_count() and 0 < run.settings.time_limit < 2.88
-    assert "chosen by the scaling law of Hoffmann et al." in capfd.readouterr().err
+    assert "model size chosen by the scaling law of Hoffmann et al." in capfd.readouterr().err
 
 
 def test_a_spoilt_grid_is_named_and_nothing_predicted_from_none(start, capfd):
@@ -247,8 +247,8 @@ def test_a_prediction_of_no_tokens_is_refused_before_training(tmp_path, text_fil
     [
         (["--hours", "nan"], "hours is nan, it must be a positive number"),
         (["--hours", "1", "--minutes", "2"], "--hours would have no effect: --minutes says how long"),
-        (["--steps", "3", "--scaling-law", "x"], "--scaling-law would have no effect: the model's size is chosen only"),
-        (["--hours", "1", "--set", "positions=alibi"], "--set would have no effect: the model is chosen"),
+        (["--steps", "3", "--scaling-law", "x"], "--scaling-law would have no effect: the model size is picked only"),
+        (["--hours", "1", "--set", "positions=alibi"], "--set would have no effect: the model size is picked"),
     ],
 )
 def test_idle_options_are_refused(tmp_path, text_file, capsys, options, message):

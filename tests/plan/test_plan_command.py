@@ -24,13 +24,12 @@ def run(capfdbinary):
 
 def test_tables(run):
     each = ("--num-devices", 16000, "--batch-size", 1)
-    code, out, err = run("llama3-405b", "--machine", "h100", *each, "--tokens", "15.6e12", "--textbook")
-    assert code == 0 and out.startswith("training does not fit into the 80 GB of h100")
-    assert "no change makes this model fit" in out and "406B" in out
-    assert "a utilisation of 40 % is assumed" in err
-    for line in ("feed forward", "cache, multi-query", "20Φ", "12lh²", "memory of 1 x 512 tokens on each device"):
+    code, out, err = run("llama3-405b", "--machine", "h100", *each, "--tokens", "15.6e12")
+    assert code == 0 and out.startswith("Training does not fit in the h100's 80 GB")
+    assert "No change makes this model fit" in out and "406B" in out
+    assert "a model FLOPs utilization of 40% is assumed" in err
+    for line in ("feed forward", "cache, multi-query", "20Φ", "12lh²", "training memory of 1 x 512 tokens on each device"):
         assert line in out
-    assert "20Φ" not in run("1m", "--machine", "h100")[1]
 
 
 def test_json_of_sizes_without_a_name(run):
@@ -70,8 +69,8 @@ def test_a_probe_shows_predicted_beside_measured(run, monkeypatch):
     monkeypatch.setattr(machines, "measure_matmul", lambda **_: 100.0)
     shape = ("0.3m", "--probe", "--batch-size", 2, "--max-seq-length", 32)
     code, out, _ = run(*shape)
-    steps = [line.split() for line in out.splitlines() if line.startswith("a step ")]
-    _, predicted, measured = steps  # the first one is of operations
+    steps = [line.split() for line in out.splitlines() if line.startswith("per step ")]
+    _, predicted, measured = steps  # the first one is FLOPs
     assert code == 0 and measured[2:4] == ["0.5", "s"] and float(predicted[2]) < 0.01
     assert "1 GB" in out and out.count("measured: the prediction was -") == 2
     found = json.loads(run(*shape, "--json")[1])
@@ -83,7 +82,7 @@ def test_a_probe_shows_predicted_beside_measured(run, monkeypatch):
 
 
 def test_a_time_by_the_speed_of_another_dtype_says_so(run):
-    remark = "by the speed of bfloat16 products: those of float32"
+    remark = "the time is for bfloat16 products; float32 products"
     assert remark in run("1m", "--machine", "h100", "--dtype", "float32")[2]
     for machine in (("--machine", "h100"), ("--machine", "m1"), ("--flops", "1e12", "--dtype", "float32")):
         assert "products" not in run("1m", *machine)[2]
@@ -95,8 +94,8 @@ def test_bits_that_a_cpu_does_not_keep(run, monkeypatch):
 
     monkeypatch.setattr(machines, "measure_matmul", lambda **_: 100.0)
     _, out, err = run("0.3m", "--bits", 4, "--kv-bits", 16)
-    assert "32-bit weights" in out and "a CPU turns 4-bit weights into 32-bit ones" in err
-    assert "a cache of 16 bits has 32 on a CPU" in err
+    assert "32-bit weights" in out and "4-bit weights become 32-bit weights" in err
+    assert "a key-value cache of 16 bits has 32 bits" in err
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a CPU")
@@ -133,7 +132,7 @@ def test_a_picture(run, tmp_path, kind):
         (["1m", "--machine", "a100", "--flops", "1e12"], "give one"),
         (["1m", "--machine", "a100", "--probe"], "--probe measures this machine"),
         (["1m", "--machine", "a100", "--group-size", "32"], "--group-size would have no effect"),
-        (["1m", "--probe", "--attention", "plain"], "--attention is for plans"),
+        (["1m", "--probe", "--attention", "plain"], "--attention would have no effect: --probe trains"),
         (["1m", "--text-column", "story"], "--text-column would have no effect"),
     ],
 )
@@ -186,21 +185,21 @@ def test_a_quantized_folder_has_its_own_bits(run, tmp_path, name):
     [
         (
             ["llama-65b", "--machine", "a100"],
-            ["most in training: nothing as planned, one sequence of 512 tokens takes", "largest preset that fits is",
-             "in use it does not fit, its 16-bit weights take 131 GB: it would with --bits 6"],
-            ["batch 0", " 0 tokens"],
+            ["No batch fits: one sequence of 512 tokens takes", "largest preset that fits is",
+             "Inference does not fit: the 16-bit weights take 131 GB; --bits 6 would fit"],
+            ["fits: 0", " 0 tokens"],
         ),
         (
             ["llama3-405b", "--machine", "a100"],
-            ["no fewer bits are enough", "no change makes this model fit"],
-            ["batch 0", " 0 tokens"],
+            ["no number of bits is small enough", "No change makes this model fit"],
+            ["fits: 0", " 0 tokens"],
         ),
         (
             ["5m", "--machine", "h100", "--max-seq-length", 16_000_000],
-            ["tokens a sequence at batch 16"],
-            ["batch 0", "preset -"],
+            ["Longest sequence that fits at batch 16"],
+            ["fits: 0", "preset: -"],
         ),
-        (["1m", "--machine", "a100", "--batch-size", 10**8], ["most in training: batch "], [" 0 tokens", "preset -"]),
+        (["1m", "--machine", "a100", "--batch-size", 10**8], ["Largest batch that fits: "], [" 0 tokens", "preset: -"]),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_in_words(run, arguments, expected, unexpected):
@@ -220,7 +219,7 @@ def test_the_bits_that_are_named_fit():
 
 def test_textbook_formulas_as_json(run):
     shape = ("1m", "--machine", "a100", "--batch-size", 2, "--max-seq-length", 64, "--tokens", 1000)
-    found = json.loads(run(*shape, "--textbook", "--json")[1])
+    found = json.loads(run(*shape, "--json")[1])
     count = found["parameters"]["total"]
     assert found["textbook"] == {
         "dense_parameters": 12 * 4 * 128**2,
@@ -231,4 +230,3 @@ def test_textbook_formulas_as_json(run):
         "forward_flops": 4 * (24 * 2 * 64 * 128**2 + 4 * 2 * 64**2 * 128) + 2 * 2 * 64 * 128 * 1024,
         "training_flops": 6 * count * 1000,
     }
-    assert "textbook" not in json.loads(run(*shape, "--json")[1])

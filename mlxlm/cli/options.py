@@ -1,0 +1,119 @@
+"""What the options of all commands share: sections of the help, common options, and checks of combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import click
+
+TEXT_COLUMN_HELP = "Column of tables, or field of JSON lines, that has the text."
+SOURCES_HELP = (
+    "Sources are text files, .jsonl files (both also as .gz or .zst), .parquet and .arrow files (pip install "
+    "'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
+)
+
+
+def option(section: str, *names: str, **settings: Any) -> Callable:
+    """`click.option` for an option that the help lists under the heading `section`."""
+    return click.option(*names, cls=_SectionOption, section=section, **settings)
+
+
+class _SectionOption(click.Option):
+    def __init__(self, *arguments: Any, section: str, **settings: Any):
+        if isinstance(settings.get("type"), click.IntRange | click.FloatRange):
+            settings.setdefault("metavar", "N")
+        super().__init__(*arguments, **settings)
+        self.section = section
+
+
+class SectionedCommand(click.Command):
+    """A command whose help groups its options into sections, in the order in which they first appear.
+
+    Options without a section are listed last, under "Options".
+    """
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one definition list for each section."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        others = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None and isinstance(parameter, _SectionOption):
+                sections.setdefault(parameter.section, []).append(record)
+            elif record is not None:
+                others.append(record)
+        for heading, records in [*sections.items(), ("Options", others)]:
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def add_options(*options: Callable) -> Callable:
+    """Return a decorator that adds `options` to a command, in this order."""
+
+    def decorate(command: Callable) -> Callable:
+        for decorator in reversed(options):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+
+
+def text_column_option(section: str, default: str = "text, or messages") -> Callable:
+    """`--text-column`, with the default that its help states."""
+    return option(section, "--text-column", metavar="NAME", help=f"{TEXT_COLUMN_HELP}  [default: {default}]")
+
+
+def on_bad_input_option(section: str) -> Callable:
+    """`--on-bad-input`; the value is None if it isn't given."""
+    return option(
+        section,
+        "--on-bad-input",
+        type=click.Choice(["stop", "skip"]),
+        help="At a line that is not UTF-8 text or valid JSON: stop, or skip and count it.  [default: stop]",
+    )
+
+
+def flag(name: str) -> str:
+    """The option of the current command with this parameter name, as it is typed: "--max-tokens"."""
+    for parameter in click.get_current_context().command.params:
+        if parameter.name == name and isinstance(parameter, click.Option):
+            return max(parameter.opts, key=len)
+    return f"--{name.replace('_', '-')}"
+
+
+def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that have a value, for a function that has the defaults of the others."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def given_flags(names: Iterable[str]) -> list[str]:
+    """Those of the options that are on the command line, as they are typed."""
+    return [flag(name) for name in names if is_given(name)]
+
+
+def is_given(*names: str) -> bool:
+    """Whether one of these options is on the command line, rather than left at its default."""
+    source = click.get_current_context().get_parameter_source
+    return any(source(name) is click.core.ParameterSource.COMMANDLINE for name in names)
+
+
+def reject_unused_options(options: Mapping[str, Any], *rules: tuple[object, Collection[str], str]) -> None:
+    """Raise UsageError for an option that would have no effect.
+
+    Args:
+        options: Values by parameter name. None, False and () stand for an option that isn't given.
+        rules: (condition, names, reason): if the condition is true, options of these names have no effect, for
+            this reason.
+    """
+    for condition, names, reason in rules:
+        unused = [name for name in names if not _is_default(options.get(name))]
+        if condition and unused:
+            raise click.UsageError(f"{' and '.join(map(flag, unused))} would have no effect: {reason}")
+
+
+def _is_default(value: Any) -> bool:
+    return value is None or value is False or value == ()
