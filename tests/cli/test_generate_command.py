@@ -267,19 +267,19 @@ def test_the_help_has_sections(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     text = capsys.readouterr().out
-    wanted = ["Length and end:", "Sampling:", "Repetition:", "Constrained output:", "Memory and speed:"]
+    wanted = ["Stopping:", "Sampling:", "Repetition penalties:", "Constrained output:", "Memory and speed:"]
     if command == "generate":
-        wanted = ["Input:", *wanted[:-1], "Output:", wanted[-1], "Options:", "Examples:", "docs/scripting.md"]
+        wanted = ["Input:", "Output:", *wanted, "Options:", "Examples:", "docs/scripting.md"]
     places = [text.find(heading) for heading in wanted]
     assert -1 not in places and places == sorted(places)
-    assert text.index("Repetition:") < text.index("--dry-base") < text.index("Constrained output:")
+    assert text.index("Repetition penalties:") < text.index("--dry-base") < text.index("Constrained output:")
     assert text.count("--seed") == text.count("--max-kv-size N ") == text.count("--help") == 1
 
 
 def test_the_help_tells_the_true_defaults(run):
     help_text = " ".join(run("--help")[1].split())
     for field in fields(GenerationOptions):
-        shown = field.default if isinstance(field.default, int | float) else {"seed": "drawn"}.get(field.name)
+        shown = field.default if isinstance(field.default, int | float) else {"seed": "random"}.get(field.name)
         name = "dry-sequence-breaker" if field.name == "dry_sequence_breakers" else field.name.replace("_", "-")
         assert f"--{name} " in help_text
         assert shown is None or f"[default: {shown}]" in help_text

@@ -56,8 +56,8 @@ def test_a_report_for_people(model, tmp_path, capsys, text_file):
         "largest errors of weights",
     ):
         assert said in out
-    assert "groups of 32, since the size asked for doesn't divide the width: model.embed_tokens" in out
-    assert f"measured on: {text_file}" in out and "Traceback" not in err
+    assert "groups of 32, because the requested size doesn't divide the width: model.embed_tokens" in out
+    assert f"evaluated on: {text_file}" in out and "Traceback" not in err
     assert (tmp_path / "out" / "quantization.png").is_file()
 
 
