@@ -12,8 +12,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cli.main import main
 from mlxlm.cli.generation_options import sampling_options
+from mlxlm.cli.main import main
 from mlxlm.families import config_to_hf
 from mlxlm.generation import GenerationOptions, batch, generate, load
 

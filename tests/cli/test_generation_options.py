@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from mlxlm.cli.sampling_options import sampling_options
+from mlxlm.cli.generation_options import sampling_options
 from mlxlm.generation import GenerationOptions
 from mlxlm.utils.errors import GenerationError
 
