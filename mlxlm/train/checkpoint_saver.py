@@ -1,4 +1,7 @@
-"""Checkpoints on a disk that may be full: one that does not fit is put off, and the training goes on."""
+"""When checkpoints are saved, and saving them on a disk that may be full.
+
+A checkpoint that does not fit is postponed, and the training goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,43 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from mlxlm.train.events import CheckpointNotSaved, CheckpointSaved, Paused, Resumed
 from mlxlm.train.log import DISK_FULL_ERRNOS, RunLog
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import Throttle
+from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import has_hard_links
 from mlxlm.utils.formatting import human_bytes
 
-_MARGIN = 16 << 20  # bytes left free beside a checkpoint: for the log, the pictures, and everybody else
-_AGAIN_AFTER = 60.0  # seconds: a quota is found out by trying only
+_MARGIN = 16 << 20  # bytes left free beside a checkpoint, for the log, the plots and other programs
+_RETRY_SECONDS = 60.0  # a quota shows only when writing fails
+_NEW_RUN = TrainState()
 
 
 def free_disk_bytes(path: Path) -> int:
-    """What may still be written on the disk of `path`."""
+    """Return the free bytes of the disk that holds `path`."""
     return shutil.disk_usage(path).free
 
 
 class CheckpointSaver:
-    """Saves `step`'s checkpoints into `run`, each after a look at the room on the disk.
+    """Saves the checkpoints of `step` into `run`, if the disk has room for them.
 
-    Where there is not enough, checkpoints go first that this one would put out of `settings.keep` anyway, if that makes
-    enough; the last complete one, the best and the last good one never do. `saved` is the last step that is saved.
+    If it has not, checkpoints that `save_total_limit` would delete anyway are deleted first, if that makes enough room.
+    The last complete checkpoint, the best and the last good one are never deleted.
+
+    Args:
+        run: The run.
+        step: The training step, whose weights and optimizer state are saved.
+        log: Flushed before each checkpoint, so that no checkpoint is newer than the log.
+        state: The state of the run at the start, which needs no saving.
+        free: Returns the free bytes of a disk.
+        now: Clock, in seconds.
+
+    Attributes:
+        saved_step: The last step that is saved; 0 if none is.
     """
 
     def __init__(
@@ -39,86 +54,115 @@ class CheckpointSaver:
         step: TrainStep,
         log: RunLog,
         *,
+        state: TrainState = _NEW_RUN,
         free: Callable[[Path], int] = free_disk_bytes,
         now: Callable[[], float] = time.monotonic,
     ):
-        self.saved: int | None = None
+        self.saved_step = state.step
+        self._saved_steps = state.steps  # the number of steps that the last checkpoint plans
+        self._last_attempt = state.elapsed
         self._run, self._step, self._log, self._free, self._now = run, step, log, free, now
         self._needed = checkpoint_bytes(step) + _MARGIN
-        if not has_hard_links(run.path):  # then the run's own model.safetensors is a copy
+        if not has_hard_links(run.path):  # the run's model.safetensors is then a copy
             self._needed += sum(array.nbytes for array in step.weights().values())
-        self._again_at: float | None = None
+        self._retry_at: float | None = None
+
+    def is_due(self, step: int, steps: int, elapsed: float) -> bool:
+        """Whether to save after step `step` of `steps`, `elapsed` seconds after the start (without pauses)."""
+        settings = self._run.settings
+        by_time = settings.save_minutes > 0 and elapsed - self._last_attempt >= 60 * settings.save_minutes
+        by_steps = step == steps or (settings.save_every > 0 and step % settings.save_every == 0)
+        return by_steps or by_time or self.retry_due
 
     @property
     def retry_due(self) -> bool:
-        """Whether a checkpoint was put off for which there is room now."""
-        return self._again_at is not None and self._now() >= self._again_at and self._lacking() <= 0
+        """Whether a checkpoint was postponed for which there is room now."""
+        return self._retry_at is not None and self._now() >= self._retry_at and self._missing_bytes() <= 0
 
-    def save(self, state: dict[str, Any]) -> CheckpointSaved | CheckpointNotSaved:
-        """Write the checkpoint of step `state["step"]`, see `Run.save`; NotSaved where the disk is full.
+    def save(self, state: TrainState, validated: bool = False) -> CheckpointSaved | CheckpointNotSaved | None:
+        """Write the checkpoint of step `state.step`, see `Run.save`.
 
-        Raises CheckpointError for what is no matter of room.
+        If that step is saved already, only its `state.json` is updated: with the result of a validation that came
+        later (`validated`), or with another number of planned steps.
+
+        Returns:
+            None if the step was saved already; CheckpointNotSaved if the disk is full.
+
+        Raises:
+            CheckpointError: The checkpoint can't be written for another reason.
         """
-        if self._free(self._run.path) < self._needed and self._lacking() <= 0:
+        if state.step == self.saved_step:
+            if validated or state.steps != self._saved_steps:
+                self._update(state, validated)
+            return None
+        self._last_attempt = state.elapsed
+        if self._free(self._run.path) < self._needed and self._missing_bytes() <= 0:
             self._run.delete_checkpoints(self._run.expired_checkpoints(upcoming=1))
-        if (there := self._free(self._run.path)) < self._needed:
-            reason = f"a checkpoint needs {human_bytes(self._needed)}, {human_bytes(there)} of the disk are free"
-            hint = f"free {human_bytes(self._lacking())} on the disk of {self._run.path}"
-            return self._put_off(state["step"], reason, hint)
+        if (free := self._free(self._run.path)) < self._needed:
+            reason = f"a checkpoint needs {human_bytes(self._needed)}, {human_bytes(free)} of the disk are free"
+            hint = f"free {human_bytes(self._missing_bytes())} on the disk of {self._run.path}"
+            return self._postpone(state.step, reason, hint)
         try:
             self._log.flush()
             path = self._run.save(self._step, state)
         except CheckpointError as error:
-            if not _full(error):
+            if not _is_disk_full(error):
                 raise
-            return self._put_off(state["step"], error.message, error.hint)
-        self.saved, self._again_at = state["step"], None
-        return CheckpointSaved(state["step"], path)
+            return self._postpone(state.step, error.message, error.hint)
+        self.saved_step, self._saved_steps, self._retry_at = state.step, state.steps, None
+        return CheckpointSaved(state.step, path)
 
-    def _lacking(self) -> int:
-        """Bytes that are missing for a checkpoint, with those that it would replace: of files without another name."""
+    def save_final(
+        self, state: TrainState, validated: bool, throttle: Throttle, should_stop: Callable[[], bool]
+    ) -> Iterator[CheckpointSaved | CheckpointNotSaved | Paused | Resumed]:
+        """Save the last checkpoint of a run. If the disk is full, pause until it is not, or until `should_stop`.
+
+        Raises:
+            CheckpointError: It could not be saved in the end.
+        """
+        attempts = [self.save(state, validated)]
+        if attempts[0] is None:
+            return
+        yield attempts[0]
+        if isinstance(attempts[0], CheckpointSaved):
+            return
+
+        def is_saved() -> bool:
+            attempts.append(self.save(state))
+            return isinstance(attempts[-1], CheckpointSaved)
+
+        reason = f"there is no room for the last checkpoint: {attempts[0].hint}"
+        yield Paused(state.step, reason)
+        seconds = throttle.wait(is_saved, should_stop)
+        if isinstance(attempts[-1], CheckpointNotSaved):
+            problem = f"the training up to step {state.step} is not saved: {attempts[-1].reason}"
+            raise CheckpointError(problem, attempts[-1].hint)
+        yield Resumed(state.step, reason, seconds)
+        yield attempts[-1]
+
+    def _update(self, state: TrainState, validated: bool) -> None:
+        names = ["steps", "elapsed", "next_validation", *(("validation_loss", "best") if validated else ())]
+        self._run.update_state(state.step, {name: getattr(state, name) for name in names})
+        self._saved_steps = state.steps
+
+    def _missing_bytes(self) -> int:
+        """Bytes missing for a checkpoint, even after those are deleted that it would replace."""
         files = [f.stat() for folder in self._run.expired_checkpoints(upcoming=1) for f in folder.iterdir()]
-        replaced = sum(f.st_size for f in files if f.st_nlink == 1)
+        replaced = sum(f.st_size for f in files if f.st_nlink == 1)  # other files stay under another name
         return self._needed - self._free(self._run.path) - replaced
 
-    def _put_off(self, done: int, reason: str, hint: str) -> CheckpointNotSaved:
-        self._again_at = self._now() + _AGAIN_AFTER
-        return CheckpointNotSaved(done, reason, hint)
-
-
-def save_final_checkpoint(
-    saver: CheckpointSaver, throttle: Throttle, state: dict[str, Any], until: Callable[[], bool]
-) -> Iterator[CheckpointSaved | CheckpointNotSaved | Paused | Resumed]:
-    """Save what a run ends with: where the disk is full, pause until it no longer is, or until `until` says yes.
-
-    Raises CheckpointError where it is not saved at last.
-    """
-    tries = [saver.save(state)]
-    yield tries[0]
-    if isinstance(tries[0], CheckpointSaved):
-        return
-
-    def saved() -> bool:
-        tries.append(saver.save(state))
-        return isinstance(tries[-1], CheckpointSaved)
-
-    reason = f"there is no room for the last checkpoint: {tries[0].hint}"
-    yield Paused(state["step"], reason)
-    seconds = throttle.wait(saved, until)
-    if isinstance(tries[-1], CheckpointNotSaved):
-        problem = f"what was trained up to step {state['step']} is not saved: {tries[-1].reason}"
-        raise CheckpointError(problem, tries[-1].hint)
-    yield Resumed(state["step"], reason, seconds)
-    yield tries[-1]
+    def _postpone(self, step: int, reason: str, hint: str) -> CheckpointNotSaved:
+        self._retry_at = self._now() + _RETRY_SECONDS
+        return CheckpointNotSaved(step, reason, hint)
 
 
 def checkpoint_bytes(step: TrainStep) -> int:
-    """The size of a checkpoint, but for some kilobytes of names."""
+    """Return the size of a checkpoint, except for some kilobytes of names."""
     arrays = [*step.weights().values(), *step.save_state().values()]
     return sum(array.nbytes for array in arrays)
 
 
-def _full(error: BaseException) -> bool:
-    """Whether the disk, or what this user may take of it, was full."""
+def _is_disk_full(error: BaseException) -> bool:
+    """Whether the disk, or the user's quota, was full."""
     cause = error.__cause__
-    return getattr(cause, "errno", None) in DISK_FULL_ERRNOS or cause is not None and _full(cause)
+    return getattr(cause, "errno", None) in DISK_FULL_ERRNOS or cause is not None and _is_disk_full(cause)

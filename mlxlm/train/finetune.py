@@ -28,6 +28,7 @@ from mlxlm.train.start import Phase, check_duration, check_memory, no_phase, set
 from mlxlm.train.step import TrainStep
 from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, Probe, probe
 from mlxlm.train.time_budget import MEASURING_LABEL, seconds_per_token, validation_settings
+from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
 
@@ -288,5 +289,4 @@ def _save_base(run: Run, base: Checkpoint) -> None:
     model.load_weights(list(load_float32_weights(base).items()))
     step = TrainStep(model, run.settings)
     mx.eval(step.state)
-    state = {"step": 0, "seconds": 0.0, "validation_loss": None, "best": None, "healthy": True, "spike_detector": None}
-    run.save(step, state)
+    run.save(step, TrainState())

@@ -1,4 +1,4 @@
-"""A run directory: settings, log and checkpoints, whole at every instant."""
+"""A run directory: settings, log and checkpoints. It is complete at every moment."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ from mlxlm.families import config_from_hf, config_to_hf, load_config
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
+from mlxlm.train.train_state import TrainState
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.utils.files import atomic_new_folder, commit_file, same_file, stage_copy, write_json
 from mlxlm.utils.json_files import read_json
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
-VERSION = 2  # of runs: before, best-fit packing cropped documents, so that such a run continues with other rows
+VERSION = 2  # of the format: before, best-fit packing cropped documents, so such a run continues with other rows
 
 
 @dataclass(frozen=True)
 class Run:
-    """`config.json`, tokenizer files, `train.json`, `log.jsonl`, `checkpoints/step-N/`, `loss.png`, and as
-    `model.safetensors` the weights of the best checkpoint: transformers and mlx_lm load the folder.
+    """A run directory, which transformers and mlx_lm load as a model.
 
-    `train.json` holds the settings, where the token shards are (in `data/` inside the run, or elsewhere by
-    an absolute path), a digest of them, and the version of the run's format.
+    It has `config.json`, tokenizer files, `train.json`, `log.jsonl`, `checkpoints/step-N/`, `loss.png`, `report.html`,
+    and `model.safetensors`: the weights of the best checkpoint. `train.json` has the settings, the location of the token
+    shards (in `data/` inside the run, or an absolute path), a digest of them, and the version of the format.
     """
 
     path: Path
@@ -71,9 +72,10 @@ class Run:
         data: Path,
         move_data: bool = False,
     ) -> Run:
-        """Make a new run on prepared `data`; `move_data` moves the data into the run.
+        """Make a new run on the prepared data in `data`; `move_data` moves the data into the run.
 
-        Raises CheckpointError if `path` exists.
+        Raises:
+            CheckpointError: `path` exists.
         """
         path = Path(path)
         with atomic_new_folder(path) as folder:
@@ -82,32 +84,13 @@ class Run:
             tokenizer.save(folder)
             if move_data:
                 data.rename(folder / "data")
-            where = "data" if move_data else str(data.resolve())
-            _write_run_file(folder, settings, where, digest, VERSION)
+            location = "data" if move_data else str(data.resolve())
+            _write_run_file(folder, settings, location, digest, VERSION)
         return cls.open(path)
-
-    def with_data(self, data: Path) -> Run:
-        """The same run after its prepared data was moved to the folder `data`, which the run remembers.
-
-        Raises DataError if that has other data, CheckpointError if the run can't be written or is being trained.
-        """
-        if _digest(data) != self.data_digest:
-            raise DataError(f"{data} has other data than {self.path} began with", "the folder that was moved")
-        own, moved = self.path.resolve(), data.resolve()
-        with self.locked():
-            where = moved.relative_to(own) if moved.is_relative_to(own) else moved
-            _write_run_file(self.path, self.settings, str(where), self.data_digest, self.version)
-        return Run.open(self.path)
-
-    @property
-    def resume_command(self) -> str:
-        """The command that goes on with this run."""
-        name = "finetune" if self.settings.mask_prompt else "pretrain"
-        return f"mlxlm {name} --resume {shlex.quote(str(self.path))}"
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
-        """An existing run. Raises CheckpointError or ConfigError naming the file."""
+        """Open an existing run. Raises CheckpointError or ConfigError naming the file."""
         path = Path(path)
         if not is_run_folder(path):
             raise CheckpointError(f"{path} is not a run: it has no {RUN_FILE}", "the --out folder of mlxlm pretrain")
@@ -120,8 +103,29 @@ class Run:
         settings, version = TrainSettings.from_dict(settings, str(path / RUN_FILE)), values.get("version", 1)
         return cls(path, config, settings, data, digest, version)
 
+    def with_data(self, data: Path) -> Run:
+        """Record that the prepared data was moved to the folder `data`, and return the run.
+
+        Raises:
+            DataError: `data` has other data.
+            CheckpointError: The run can't be written, or is being trained.
+        """
+        if _digest(data) != self.data_digest:
+            raise DataError(f"{data} has other data than {self.path} began with", "the folder that was moved")
+        folder, moved = self.path.resolve(), data.resolve()
+        with self.locked():
+            location = moved.relative_to(folder) if moved.is_relative_to(folder) else moved
+            _write_run_file(self.path, self.settings, str(location), self.data_digest, self.version)
+        return Run.open(self.path)
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues this run."""
+        name = "finetune" if self.settings.mask_prompt else "pretrain"
+        return f"mlxlm {name} --resume {shlex.quote(str(self.path))}"
+
     def worker_config(self) -> dict[str, Any]:
-        """What a process elsewhere needs to train along: JSON's types, the data by its absolute path."""
+        """Return what a process on another machine needs to take part, as JSON values."""
         return {
             "path": str(self.path.resolve()),
             "config": config_to_hf(self.config),
@@ -132,30 +136,30 @@ class Run:
 
     @classmethod
     def from_worker_config(cls, values: dict[str, Any]) -> Run:
-        """The run of an `worker_config`; its folder need not be here, its data must be."""
+        """Return the run of a `worker_config`. Its folder need not be on this machine; its data must be."""
         settings = TrainSettings.from_dict(values["settings"], "the run")
         config = config_from_hf(values["config"], "the run")
         return cls(Path(values["path"]), config, settings, Path(values["data"]), values["data_digest"])
 
     @property
     def log_file(self) -> Path:
+        """The log, see `RunLog`."""
         return self.path / "log.jsonl"
 
     def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return list_checkpoints(self.path)
 
     def last_good(self) -> Path | None:
-        """The last checkpoint that was saved while the loss was sound; None if there is none."""
+        """Return the last checkpoint that was saved while the loss was normal; None if there is none."""
         good = [c for c in self.checkpoints() if read_checkpoint_state(c).get("healthy")]
         return good[-1] if good else None
 
     def check_data(self) -> None:
-        """Raise DataError if the manifest, which has the digests of the shards, is not the one that the run began
-        with."""
+        """Raise DataError if the manifest, which has the digests of the shards, is not the one the run began with."""
         with os_errors_as(DataError, "read", self.data):
-            there = is_prepared(self.data)
-        if not there:
+            prepared = is_prepared(self.data)
+        if not prepared:
             hint = f"{self.resume_command} --data FOLDER, if it was moved there"
             raise DataError(f"the data of {self.path} is not in {self.data}", hint)
         if _digest(self.data) != self.data_digest:
@@ -163,7 +167,7 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for this process. Raises CheckpointError if another one trains it."""
+        """Lock the run for this process. Raises CheckpointError if another one trains it."""
         with os_errors_as(CheckpointError, "write", self.path):
             file = (self.path / ".lock").open("w")
         with file:
@@ -173,25 +177,24 @@ class Run:
                 raise CheckpointError(f"{self.path} is being trained by another process", "waiting for it") from None
             yield
 
-    def save(self, step: TrainStep, state: dict[str, Any]) -> Path:
-        """Write `checkpoints/step-N` for `state["step"]` = N, make `model.safetensors` that of the best checkpoint, and
-        drop what is no longer kept.
+    def save(self, step: TrainStep, state: TrainState) -> Path:
+        """Save the checkpoint `checkpoints/step-N` with N = `state.step`, and delete expired ones.
 
-        At every instant `model.safetensors` is whole. Whatever may take room on the disk comes before the checkpoint
-        appears.
+        If it is the best checkpoint, it becomes the run's `model.safetensors`, which is complete at every moment.
+        Everything that may need room on the disk is written before the checkpoint appears.
         """
-        target, model = self.path / "checkpoints" / f"step-{state['step']}", None
-        weights = to_file_weights(families.weight_mappings(self.config), _described(step.weights()))
+        target, model = self.path / "checkpoints" / f"step-{state.step}", None
+        weights = to_file_weights(families.weight_mappings(self.config), _lazy_tensors(step.weights()))
+        content = {**state.to_dict(), "settings": self.settings.to_dict(), "environment": step.environment}
         try:
             with atomic_new_folder(target) as folder:
                 digests = {
                     MODEL_FILE: write_hashed(folder / MODEL_FILE, weights, format="pt"),
-                    OPTIMIZER_FILE: write_hashed(folder / OPTIMIZER_FILE, _described(step.save_state())),
+                    OPTIMIZER_FILE: write_hashed(folder / OPTIMIZER_FILE, _lazy_tensors(step.save_state())),
                 }
-                about = {"settings": self.settings.to_dict(), "environment": step.environment, "sha256": digests}
-                write_json(folder / STATE_FILE, {**state, **about})
+                write_json(folder / STATE_FILE, {**content, "sha256": digests})
                 best = best_checkpoint(self.path)
-                if best is None or validation_loss(state) <= validation_loss(read_checkpoint_state(best)):
+                if best is None or validation_loss(content) <= validation_loss(read_checkpoint_state(best)):
                     model = stage_copy(folder / MODEL_FILE, self.path / MODEL_FILE)
             if model is not None:
                 commit_file(model, self.path / MODEL_FILE)
@@ -202,29 +205,30 @@ class Run:
         return target
 
     def expired_checkpoints(self, upcoming: int = 0) -> list[Path]:
-        """The checkpoints that are no longer kept once `upcoming` newer ones are there.
+        """Return the checkpoints to delete once `upcoming` newer ones are saved.
 
-        The last `settings.save_total_limit`, at least one, the one with the lowest validation loss and the last good one stay.
+        The last `settings.save_total_limit` stay (at least one), and so do the best and the last good one.
         """
         recent = self.checkpoints()[-max(1, self.settings.save_total_limit - upcoming) :]
-        kept = {best_checkpoint(self.path), self.last_good(), *recent}
-        return [checkpoint for checkpoint in self.checkpoints() if checkpoint not in kept]
+        staying = {best_checkpoint(self.path), self.last_good(), *recent}
+        return [checkpoint for checkpoint in self.checkpoints() if checkpoint not in staying]
 
     def delete_checkpoints(self, checkpoints: list[Path]) -> None:
+        """Delete `checkpoints`. A crash meanwhile leaves no incomplete one."""
         for checkpoint in checkpoints:
-            doomed = checkpoint.with_name(f".{checkpoint.name}.old")
+            hidden = checkpoint.with_name(f".{checkpoint.name}.old")
             with os_errors_as(CheckpointError, "remove", checkpoint):
-                checkpoint.rename(doomed)  # so that a crash while deleting leaves no half checkpoint
-                shutil.rmtree(doomed)
+                checkpoint.rename(hidden)
+                shutil.rmtree(hidden)
 
     def update_state(self, step: int, changes: dict[str, Any]) -> None:
-        """Change the state of a checkpoint that was saved before its validation."""
+        """Change entries of the `state.json` of a checkpoint, for example after a validation that came later."""
         path = self.path / "checkpoints" / f"step-{step}" / STATE_FILE
         write_json(path, {**read_json(path), **changes})
         self.update_model()
 
     def update_model(self) -> None:
-        """Make `model.safetensors` in the run's folder that of the best checkpoint, if it isn't yet."""
+        """Make the best checkpoint the run's `model.safetensors`, if it isn't yet."""
         best = best_checkpoint(self.path)
         if best is None or not (best / MODEL_FILE).is_file():  # older runs have large models in several files
             return
@@ -232,26 +236,27 @@ class Run:
             commit_file(stage_copy(best / MODEL_FILE, self.path / MODEL_FILE), self.path / MODEL_FILE)
 
     def load_checkpoint(self, step: TrainStep) -> dict[str, Any]:
-        """Load the last checkpoint into `step`; returns its state, {} where the run has none yet.
+        """Load the last checkpoint into `step` and return its `state.json`; {} if there is no checkpoint yet.
 
-        Raises CheckpointError naming the file, and the checkpoint before it.
+        Raises:
+            CheckpointError: Naming the file, and the checkpoint before it.
         """
-        for litter in (self.path / "checkpoints").glob(".step-*"):  # of a save that was killed
-            shutil.rmtree(litter, ignore_errors=True)
+        for partial_folder in (self.path / "checkpoints").glob(".step-*"):  # of a save that was killed
+            shutil.rmtree(partial_folder, ignore_errors=True)
         self.update_model()  # a crash may have come between a checkpoint and this
         checkpoints = self.checkpoints()
         if not checkpoints:
             return {}
         folder = checkpoints[-1]
         try:
-            return self._restore(step, folder)
+            return self._load(step, folder)
         except (CheckpointError, ConfigError) as error:
-            way_back = None
+            hint = error.hint
             if len(checkpoints) > 1:
-                way_back = f"removing {folder}, after which a resume goes on from {checkpoints[-2].name}"
-            raise CheckpointError(error.message, way_back or error.hint) from None
+                hint = f"removing {folder}, after which a resume continues from {checkpoints[-2].name}"
+            raise CheckpointError(error.message, hint) from None
 
-    def _restore(self, step: TrainStep, folder: Path) -> dict[str, Any]:
+    def _load(self, step: TrainStep, folder: Path) -> dict[str, Any]:
         state = read_json(folder / STATE_FILE)
         optimizer = folder / OPTIMIZER_FILE
         check_file(optimizer)
@@ -261,7 +266,7 @@ class Run:
             changed = [name for name, value in self.settings.to_dict().items() if saved[name] != value]
             if state["step"] != checkpoint_step(folder):
                 raise ValueError(f"state.json is of step {state['step']}")
-            _verify(folder, state.get("sha256", {}))
+            _check_digests(folder, state.get("sha256", {}))
             # Contiguous, as they were: a product with a transposed view may differ in the last bit.
             weights = {name: mx.contiguous(tensor.read()) for name, tensor in tensors.items()}
             step.load(weights, mx.load(str(optimizer)))
@@ -276,16 +281,15 @@ class Run:
         return state
 
 
-def _verify(checkpoint: Path, digests: Mapping[str, str]) -> None:
-    """Raise CheckpointError for a file that isn't what was written. `digests` are those of `state.json`; older
-    checkpoints have none."""
+def _check_digests(checkpoint: Path, digests: Mapping[str, str]) -> None:
+    """Raise CheckpointError for a file that has changed. Older checkpoints have no digests in `state.json`."""
     for name in (MODEL_FILE, OPTIMIZER_FILE):
         if name in digests and file_sha256(checkpoint / name, CheckpointError) != digests[name]:
             problem = f"{checkpoint / name} has changed since it was saved: its SHA-256 is not the one in {STATE_FILE}"
             raise CheckpointError(problem, "an unchanged copy of this file, or a new run")
 
 
-def _described(arrays: Mapping[str, mx.array]) -> dict[str, LazyTensor]:
+def _lazy_tensors(arrays: Mapping[str, mx.array]) -> dict[str, LazyTensor]:
     return {name: lazy_tensor(value) for name, value in arrays.items()}
 
 
@@ -295,7 +299,7 @@ def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: st
 
 
 def _digest(data: Path) -> str:
-    """Of the manifest, which has the digests of the shards. Raises DataError where there is none."""
+    """Return the SHA-256 of the manifest, which has the digests of the shards. Raises DataError without one."""
     with os_errors_as(DataError, "read", data / MANIFEST):
         if not is_prepared(data):
             raise DataError(f"{data} is not a prepared dataset: it has no {MANIFEST}", "the folder that has it")

@@ -1,4 +1,4 @@
-"""How fast training goes."""
+"""The speed of training steps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections import deque
 
 
 class StepTimer:
-    """Seconds spent in steps; the first step, which compiles, is kept apart from the rates.
+    """Measures steps; use it as a context around each of them. The first one, which compiles, counts for no rate.
 
-    Use it as a context around each step.
+    Args:
+        previous: Seconds that the steps before a resume took.
+
+    Attributes:
+        seconds: Total time of all steps, `previous` included.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._steps = 0
+    def __init__(self, previous: float = 0.0) -> None:
+        self.seconds = previous
+        self._num_steps = 0
         self._recent: deque[float] = deque(maxlen=50)
 
     def __enter__(self) -> None:
@@ -22,24 +26,25 @@ class StepTimer:
 
     def __exit__(self, *_: object) -> None:
         now = time.perf_counter()
-        self.seconds += now - self._start
-        self._steps += 1
-        if self._steps == 1:
-            self._compiled = now
+        seconds = now - self._start
+        self.seconds += seconds
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._first_seconds, self._first_end = seconds, now
         else:
-            self._recent.append(now - self._start)
+            self._recent.append(seconds)
 
     def rate(self, tokens: int) -> float:
-        """Tokens per second over the last 50 steps of `tokens` each; 0 before the second step."""
+        """Return tokens per second over the last 50 steps of `tokens` each; 0 before the second step."""
         return tokens * len(self._recent) / sum(self._recent) if self._recent else 0.0
 
-    def left(self, steps: int) -> float:
-        """Seconds that `steps` more will take, with the validation, saving and rests that went between them."""
-        if self._steps < 2:
-            return self.seconds * steps
-        return (time.perf_counter() - self._compiled) / (self._steps - 1) * steps
+    def seconds_left(self, steps: int) -> float:
+        """Return the time that `steps` more will take, with the validation, saving and rests between them."""
+        if self._num_steps < 2:
+            return self._first_seconds * steps
+        return (time.perf_counter() - self._first_end) / (self._num_steps - 1) * steps
 
     def exclude_pause(self, seconds: float) -> None:
-        """The last `seconds` were a pause, which says nothing about the time that is left."""
-        if self._steps:
-            self._compiled += seconds
+        """Don't count the last `seconds`, a pause, in `seconds_left`."""
+        if self._num_steps:
+            self._first_end += seconds

@@ -17,6 +17,7 @@ from mlxlm.train import CheckpointNotSaved, CheckpointSaved, Finished, Paused, R
 from mlxlm.train.checkpoint_saver import CheckpointSaver, checkpoint_bytes
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import Throttle
+from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError
 from tests.train.training_runs import contents, finish, read_log
 
@@ -30,7 +31,7 @@ class Disk:
         self.free, self.seconds = free, 0.0
         saver = partial(CheckpointSaver, free=lambda path: self.free, now=lambda: self.seconds)
         monkeypatch.setattr("mlxlm.train.loop.CheckpointSaver", saver)
-        monkeypatch.setattr("mlxlm.train.loop.Throttle", partial(Throttle, now=lambda: self.seconds, sleep=self._sleep))
+        monkeypatch.setattr("mlxlm.train.throttle.Throttle", partial(Throttle, now=lambda: self.seconds, sleep=self._sleep))
 
     def _sleep(self, seconds):
         self.seconds += seconds
@@ -158,7 +159,7 @@ def test_a_wait_for_room_can_be_given_up(new_run, disk):
         if event.step == 3:
             disk.free = 0
 
-    with pytest.raises(CheckpointError, match="up to step 4 is not saved: a checkpoint needs .*free 1"):
+    with pytest.raises(CheckpointError, match="the training up to step 4 is not saved: a checkpoint needs .*free 1"):
         disk.drive(run, at, should_stop=lambda: disk.seconds > 100)
     assert [c.name for c in run.checkpoints()] == ["step-2"]
     assert read_log(run)[-1]["event"] == "failed"
@@ -187,7 +188,7 @@ def three_checkpoints(new_run):
     return run
 
 
-NEXT = {"step": 8, "healthy": True, "validation_loss": None}
+NEXT = TrainState(8)
 
 
 def test_room_is_made_by_what_this_checkpoint_puts_out_anyway(three_checkpoints):
@@ -212,7 +213,7 @@ def test_no_checkpoint_goes_where_that_makes_too_little_room(three_checkpoints):
 def test_the_only_checkpoint_stays_where_there_is_no_room(new_run):
     run = new_run("run", steps=4, save_total_limit=1)
     finish(run, stop_at=2)
-    assert isinstance(saver_of(run, lambda path: 0).save({**NEXT, "step": 3}), CheckpointNotSaved)
+    assert isinstance(saver_of(run, lambda path: 0).save(TrainState(3)), CheckpointNotSaved)
     assert [c.name for c in run.checkpoints()] == ["step-2"]
 
 
@@ -360,10 +361,10 @@ def test_the_copy_needs_room_too(new_run, monkeypatch):
 def test_bytes_with_another_name_make_no_room(three_checkpoints):
     run = three_checkpoints
     saver = saver_of(run, lambda path: 0)
-    lacking = saver._lacking()
+    missing = saver._missing_bytes()
     model = run.checkpoints()[0] / "model.safetensors"
     (run.path / "mine").hardlink_to(model)
-    assert saver._lacking() == lacking + model.stat().st_size
+    assert saver._missing_bytes() == missing + model.stat().st_size
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -9,6 +9,7 @@ import pytest
 from mlxlm.cli.main import _run
 from mlxlm.train import Finished, Run, Step, StepsChanged, Stopped, TrainSettings, repeat_run
 from mlxlm.train.deadline import Deadline
+from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import contents, finish, read_log
 
@@ -27,7 +28,7 @@ def simulated(limit, seconds_of, check=2.0, eval_every=20, steps=100, state=None
     """A run without a model: each step takes `seconds_of(step)`. Returns its deadline and the clock at its end."""
     clock = FakeClock()
     settings = TrainSettings(steps=steps, learning_rate=1.0, time_limit=limit, eval_every=eval_every, save_every=0)
-    deadline, done = Deadline(settings, state or {}, FORECAST, clock), (state or {}).get("step", 0)
+    deadline, done = Deadline(settings, state, FORECAST, clock), state.step if state else 0
     while done < deadline.steps and done != until:
         done += 1
         clock.now += seconds_of(done)
@@ -35,7 +36,7 @@ def simulated(limit, seconds_of, check=2.0, eval_every=20, steps=100, state=None
         deadline.steps_changed(done)
         if done % eval_every == 0 or done == deadline.steps:
             clock.now += check
-            deadline.record_time("check")
+            deadline.record_time("validation")
     return deadline, clock.now, done
 
 
@@ -49,14 +50,14 @@ def test_ends_on_time_at_any_speed(speed, seed):
     draw = random.Random(seed)
     deadline, end, done = simulated(400.0, lambda n: speed(n) * draw.uniform(0.7, 1.3))
     assert done == deadline.steps
-    assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the pictures, which take two seconds, come after it
+    assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the plots, which take two seconds, come after it
 
 
 def test_the_time_of_the_last_checkpoint_is_kept_free():
     """Whether the validations before it were the best ones, which are saved, or not."""
     clock = FakeClock()
     settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=400.0, eval_every=20, save_every=0)
-    deadline, done = Deadline(settings, {}, FORECAST, clock), 0
+    deadline, done = Deadline(settings, None, FORECAST, clock), 0
     while done < deadline.steps:
         done += 1
         clock.now += 1
@@ -64,7 +65,7 @@ def test_the_time_of_the_last_checkpoint_is_kept_free():
         deadline.steps_changed(done)
         if done % 20 == 0 or done == deadline.steps:
             clock.now += 2
-            deadline.record_time("check")
+            deadline.record_time("validation")
             if done == 20 or done == deadline.steps:
                 clock.now += 30
                 deadline.record_time("save")
@@ -78,7 +79,7 @@ def test_the_time_of_checkpoints_that_time_makes_due_is_kept_free(save_every):
     settings = TrainSettings(
         steps=100, learning_rate=1.0, time_limit=100.0, eval_every=0, save_every=save_every, save_minutes=0.5
     )
-    deadline = Deadline(settings, {}, {**FORECAST, "seconds": 100.0}, clock)
+    deadline = Deadline(settings, None, {**FORECAST, "seconds": 100.0}, clock)
     deadline._cost["save"] = 15.0
     clock.now += 1
     deadline.record_time("step")
@@ -88,7 +89,7 @@ def test_the_time_of_checkpoints_that_time_makes_due_is_kept_free(save_every):
 
 def test_without_a_limit_nothing_is_replanned():
     clock = FakeClock()
-    deadline = Deadline(TrainSettings(steps=7, learning_rate=1.0), {}, FORECAST, clock)
+    deadline = Deadline(TrainSettings(steps=7, learning_rate=1.0), None, FORECAST, clock)
     for done in range(1, 8):
         clock.now += 100
         deadline.record_time("step")
@@ -103,12 +104,12 @@ def test_too_little_time_is_one_step():
 
 def test_a_pause_does_not_count_and_an_interruption_neither():
     deadline, end, done = simulated(400.0, lambda n: 1.0, until=50)
-    state = {**deadline.state, "step": done}
-    assert state["elapsed"] == end
+    state = TrainState(done, **deadline.state)
+    assert state.elapsed == end
     _, rest, _ = simulated(400.0, lambda n: 1.0, state=state)
     assert 380 <= end + rest <= 404
     clock = FakeClock()
-    paused = Deadline(TrainSettings(steps=7, learning_rate=1.0, time_limit=60.0), {}, None, clock)
+    paused = Deadline(TrainSettings(steps=7, learning_rate=1.0, time_limit=60.0), None, None, clock)
     clock.now = 50.0
     paused.exclude_pause(45.0)
     assert paused.elapsed == 5 and paused.seconds_left == 55
@@ -153,7 +154,7 @@ def by_time(limit, check, step=0.1, save=0.0):
     clock = FakeClock()
     settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=limit, eval_every=None, save_every=0)
     forecast = {**FORECAST, "step_seconds": 100 * step, "seconds": 100 * step + check}
-    deadline, done, checks = Deadline(settings, {}, forecast, clock), 0, 0
+    deadline, done, checks = Deadline(settings, None, forecast, clock), 0, 0
     while done < deadline.steps:
         done += 1
         clock.now += step
@@ -162,7 +163,7 @@ def by_time(limit, check, step=0.1, save=0.0):
         if deadline.should_validate(done):
             checks += 1
             clock.now += check
-            deadline.record_time("check")
+            deadline.record_time("validation")
             clock.now += save
             deadline.record_time("save")
     return checks * (check + save), checks, clock.now
@@ -220,13 +221,13 @@ def test_a_plan_that_changes_in_a_pause_is_saved_with_its_step(new_run, monkeypa
     run = timed(new_run, "paused", eval_tokens=64)
     paused = []
 
-    def rest(self, done, should_stop):
-        if done == 3:
-            yield from self.save(done, None)
+    def rest(self, should_stop):
+        if self.finished == 3:
+            yield from self.save()
             paused.append(self.deadline.steps)
 
-    monkeypatch.setattr("mlxlm.train.loop._Loop.rest", rest)
-    monkeypatch.setattr(Deadline, "_fitting", lambda self, done, left: 9 if done >= 3 else 40)
+    monkeypatch.setattr("mlxlm.train.loop.Trainer.rest", rest)
+    monkeypatch.setattr(Deadline, "_steps_that_fit", lambda self, done, left: 9 if done >= 3 else 40)
     finish(run, now=Ticking(), stop_at=3)
     state = json.loads((run.checkpoints()[-1] / "state.json").read_text())
     assert [e["steps"] for e in read_log(run) if e["event"] == "steps_changed"][-1] == state["steps"] == 12 != paused[0]
@@ -278,9 +279,9 @@ def test_loading_is_no_part_of_a_validation(new_run, monkeypatch):
 
     monkeypatch.setattr(Run, "load_checkpoint", slow)
     monkeypatch.setattr(Deadline, "steps_changed", lambda self, _done: costs.append(dict(self._cost)))
-    monkeypatch.setattr("mlxlm.train.loop._Loop.should_validate", lambda self, done: done == self.first)
+    monkeypatch.setattr("mlxlm.train.loop.Trainer.should_validate", lambda self: self.finished == self.first)
     finish(Run.open(run.path), resume=True, stop_at=7, now=clock)
-    assert costs and costs[0]["check"] == 0
+    assert costs and costs[0]["validation"] == 0
 
 
 def test_a_resumed_run_goes_on_with_its_plan_and_the_time_left(new_run):

@@ -15,7 +15,7 @@ from mlxlm.data.verify import verify_shards
 from mlxlm.tokenizer import load
 from mlxlm.train import ProcessGroup, Run, Step, start_run, train
 from mlxlm.train.data_check import DataCheck
-from mlxlm.train.distributed.worker import _Facts
+from mlxlm.train.distributed.worker import _Status
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, DataError
 from tests.train.training_runs import QUICK, contents, finish
@@ -165,14 +165,14 @@ def test_rank_0_waits_for_the_checks_of_all_ranks(stopped):
 
 def test_rank_1_tells_and_saves_only_what_all_ranks_checked(stopped):
     other = Others(rank=1, peer_status=[{"data_problem": ""}])
-    check, status = DataCheck(stopped.data, other), _Facts(lambda: False)
+    check, status = DataCheck(stopped.data, other), _Status(lambda: False)
     assert check.all_passed(rank0_passed=True) and not check.all_passed(rank0_passed=False)
     other.facts_told = []
     assert not check.all_passed(rank0_passed=True)
-    status.check = check
+    status.data_check = check
     assert status()["data_problem"] == ""
     flip(stopped.data / "train-00000.bin")
-    check = status.check = DataCheck(stopped.data, other)
+    check = status.data_check = DataCheck(stopped.data, other)
     assert not check.all_passed(rank0_passed=True)
     assert status()["data_problem"].startswith("rank 1: ") and "train-00000.bin has changed" in status()["data_problem"]
 

@@ -150,7 +150,7 @@ def test_impossible_powers(wrong):
 
 
 def on_this_machine(monkeypatch, machine):
-    monkeypatch.setattr("mlxlm.train.loop.Throttle", lambda power, **_: machine.throttle(**vars(power)))
+    monkeypatch.setattr("mlxlm.train.throttle.Throttle", lambda power, **_: machine.throttle(**vars(power)))
 
 
 def test_rests_change_no_weights_and_no_figures(new_run, monkeypatch):

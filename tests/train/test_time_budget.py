@@ -64,7 +64,7 @@ def test_the_refusal_names_a_preset_and_a_time_that_work(machine):
 
 def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
     config = load_preset("1m")
-    with pytest.raises(ConfigError, match=r"of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --seq"):
+    with pytest.raises(ConfigError, match=r"of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --max-seq"):
         seconds_per_token(config, 60.0, {"batch_size": 512, "max_seq_length": 512})
     for given, tokens in (({"max_seq_length": 16384}, "16,384"), ({"grad_accumulation_steps": 64}, "16,384")):
         [name] = given

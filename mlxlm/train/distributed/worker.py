@@ -1,10 +1,16 @@
-"""The other ranks of a run: they compute gradients when rank 0 says so, and write nothing while it lives."""
+"""The messages by which rank 0 leads the other ranks of a run, and the ranks that follow.
+
+Rank 0 sends the run and its weights (`start_workers`), then each step before computing it (`start_step`). The other
+ranks (`run_worker`) compute their share of the gradients. They write nothing while rank 0 lives; if it is lost, rank 1
+saves the last step in its place.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -20,57 +26,71 @@ from mlxlm.train.run import Run
 from mlxlm.train.spike_detector import SpikeDetector
 from mlxlm.train.step import TrainStep
 from mlxlm.train.step_batches import StepBatches
+from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import DataError, MlxlmError
 
-_LOOK_EVERY = 10.0  # seconds: a charger or a fan takes longer to make a difference
+_POWER_CHECK_SECONDS = 10.0  # a charger or a fan takes longer to make a difference
+
+
+def start_workers(run: Run, step: TrainStep, finished_steps: int, process_group: ProcessGroup) -> None:
+    """On rank 0: send the run, which continues after `finished_steps`, and the weights to the other ranks."""
+    process_group.broadcast_object({**run.worker_config(), "step": finished_steps, "environment": step.environment})
+    _broadcast_weights(step, process_group)
+
+
+def start_step(state: TrainState, learning_rate: float, data_checked: bool, process_group: ProcessGroup) -> None:
+    """On rank 0: start the next step on all ranks. `state`: after the step before; `data_checked`: of rank 0's data."""
+    process_group.broadcast_object({"rate": learning_rate, "state": state.to_dict(), "data_checked": data_checked})
 
 
 def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = lambda: False) -> None:
-    """Take part in the run that rank 0 trains with `train(..., ranks=ranks)`, until that ends.
+    """Take part in the run that rank 0 trains with `train(..., process_group=...)`, until that ends.
 
-    Waits, however long rank 0 prepares. The weights come from rank 0; the data must be at the same path. What
-    `should_stop` says, and whether this machine is on battery or hot, is told to rank 0, which acts for all.
+    Waits for rank 0, however long it prepares. The data must be at the same path as there. Rank 0 is told whether
+    `should_stop` returns True and whether this machine is hot or on battery; it acts for all ranks.
 
-    Raises DataError if the data is not here or differs, RankLost if a rank is lost. Where that is rank 0, rank 1 saves
-    the run, if its folder can be reached.
+    Raises:
+        DataError: The data is not here, or differs.
+        RankLostError: A rank is lost. If it is rank 0, rank 1 has saved the run, if it can reach its folder.
     """
-    process_group.status = status = _Facts(should_stop)
-    worker_config = process_group.broadcast_object()
-    if worker_config is None:  # it ended before it began
+    process_group.status = status = _Status(should_stop)
+    message = process_group.broadcast_object()
+    if message is None:  # rank 0 ended before the run began
         return
-    run = Run.from_worker_config(worker_config)
+    run = Run.from_worker_config(message)
     _check_data(run, process_group.rank)
-    with closing(DataCheck(run.data, process_group)) as check:
-        status.check = check
-        _follow(run, process_group, worker_config, check)
+    with closing(DataCheck(run.data, process_group)) as data_check:
+        status.data_check = data_check
+        _follow(run, process_group, message, data_check)
 
 
-def _follow(run: Run, process_group: ProcessGroup, worker_config: dict[str, Any], check: DataCheck) -> None:
-    settings = run.settings
-    model = Decoder(run.config, dropout=settings.dropout)
-    step = TrainStep(model, settings, process_group)
-    step.match_environment(worker_config["environment"])
+def _follow(run: Run, process_group: ProcessGroup, message: dict[str, Any], data_check: DataCheck) -> None:
+    """Compute each step that rank 0 starts."""
+    step = TrainStep(Decoder(run.config, dropout=run.settings.dropout), run.settings, process_group)
+    step.match_environment(message["environment"])
     step_batches = StepBatches(run, process_group)
-    broadcast_state(step, process_group)
-    state, checked = None, False
+    _broadcast_weights(step, process_group)
+    state, rank0_checked = None, False
 
-    def rescued(lost: RankLostError) -> RankLostError:
-        return _inherited(run, step, state, process_group, lost) if check.all_passed(checked) else lost
+    def on_rank_lost(lost: RankLostError) -> RankLostError:
+        if state is None or not data_check.all_passed(rank0_checked):
+            return lost
+        return _save_for_rank0(run, step, state, process_group, lost)
 
-    process_group.on_rank_lost = rescued
+    process_group.on_rank_lost = on_rank_lost
     try:
-        with closing(prefetch(step_batches.read, count(worker_config["step"] + 1))) as read:
-            while (order := process_group.broadcast_object()) is not None:
-                state, checked = order["state"], order["checked"]
-                loss, norm = step(next(read), order["rate"])
-                eval_arrays(loss, norm, step.state)
-                state = _after_step(state, settings.spike_threshold, loss.item(), norm.item())
+        with closing(prefetch(step_batches.read, count(message["step"] + 1))) as batches:
+            while (message := process_group.broadcast_object()) is not None:
+                state, rank0_checked = TrainState.from_dict(message["state"]), message["data_checked"]
+                loss, grad_norm = step(next(batches), message["rate"])
+                eval_arrays(loss, grad_norm, step.state)
+                state = _state_after_step(state, run.settings.spike_threshold, loss.item(), grad_norm.item())
     except RankLostError as lost:
         raise process_group.on_rank_lost(lost) from None
 
 
-def broadcast_state(step: TrainStep, process_group: ProcessGroup) -> None:
-    """Give all ranks the weights and the optimizer of rank 0, to the bit."""
+def _broadcast_weights(step: TrainStep, process_group: ProcessGroup) -> None:
+    """Give all ranks the weights and the optimizer state of rank 0, to the bit."""
     if process_group.size == 1:
         return
     weights, state = step.weights(), step.save_state()
@@ -80,29 +100,33 @@ def broadcast_state(step: TrainStep, process_group: ProcessGroup) -> None:
     mx.eval(step.state)
 
 
-def _after_step(state: dict[str, Any], spike_threshold: float, loss: float, norm: float) -> dict[str, Any] | None:
-    """What a checkpoint says one step later; None after a step that went wrong."""
-    spike_detector = SpikeDetector(spike_threshold, state["spike_detector"])
-    if spike_detector.problem(loss, norm):
+def _state_after_step(state: TrainState, spike_threshold: float, loss: float, grad_norm: float) -> TrainState | None:
+    """Return the state one step later; None after a loss spike, which is never saved."""
+    detector = SpikeDetector(spike_threshold, state.spike_detector)
+    if detector.problem(loss, grad_norm):
         return None
-    changes = {"validation_loss": None, "healthy": spike_detector.healthy, "spike_detector": spike_detector.state}
-    return {**state, "step": state["step"] + 1, **changes}
+    return replace(
+        state, step=state.step + 1, validation_loss=None, healthy=detector.healthy, spike_detector=detector.state
+    )
 
 
-def _inherited(
-    run: Run, step: TrainStep, state: dict[str, Any] | None, process_group: ProcessGroup, lost: RankLostError
+def _save_for_rank0(
+    run: Run, step: TrainStep, state: TrainState, process_group: ProcessGroup, lost: RankLostError
 ) -> RankLostError:
-    """What rank 1 has to say when a rank is lost. If that is rank 0, whose lock on the run is free then, and the run's
-    folder is on this machine or a disk that both share, rank 1 saves in its place: all ranks have the same weights."""
-    if process_group.rank != 1 or not state or not run.path.is_dir():
+    """On rank 1: save the run if rank 0 is lost, and return the error to raise.
+
+    All ranks have the same weights. The lock on the run is free if rank 0 is lost, and only then. The run's folder must
+    be on this machine or on a shared disk.
+    """
+    if process_group.rank != 1 or not run.path.is_dir():
         return lost
     try:
         with run.locked():
-            if state["step"] > max(map(checkpoint_step, run.checkpoints()), default=0):
+            if state.step > max(map(checkpoint_step, run.checkpoints()), default=0):
                 run.save(step, state)
     except MlxlmError:
         return lost
-    return RankLostError(f"{lost.message}; step {state['step']} is saved", run.resume_command)
+    return RankLostError(f"{lost.message}; step {state.step} is saved", run.resume_command)
 
 
 def _check_data(run: Run, rank: int) -> None:
@@ -113,16 +137,16 @@ def _check_data(run: Run, rank: int) -> None:
         raise DataError(f"rank {rank}: {error.message}", hint) from None
 
 
-class _Facts:
-    """What rank 0 should know of this machine and its data; power and heat are looked at every 10 seconds."""
+class _Status:
+    """What rank 0 should know of this machine and its data."""
 
     def __init__(self, should_stop: Callable[[], bool]):
-        self._should_stop, self._looked, self._power = should_stop, -float("inf"), {}
-        self.check: DataCheck | None = None
+        self._should_stop, self._checked_at, self._power = should_stop, -float("inf"), {}
+        self.data_check: DataCheck | None = None
 
     def __call__(self) -> dict[str, Any]:
-        if time.monotonic() - self._looked >= _LOOK_EVERY:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._checked_at >= _POWER_CHECK_SECONDS:
+            self._checked_at = time.monotonic()
             self._power = {"on_battery": platform.on_battery(), "thermal_state": platform.thermal_state()}
-        checked = self.check.status() if self.check else {}
-        return {"stop": self._should_stop(), **self._power, **checked}
+        data = self.data_check.status() if self.data_check else {}
+        return {"stop": self._should_stop(), **self._power, **data}
