@@ -1,4 +1,4 @@
-"""The configuration of a decoder: its fields, their validation, and parameter and FLOP counts."""
+"""The configuration of a decoder: fields, validation, overrides, and parameter and FLOP counts. No MLX."""
 
 from mlxlm.config.model_config import ModelConfig
 

@@ -1,122 +1,113 @@
-"""What a configuration comes to: parameters, floating-point operations and cached values, by part.
-
-The one place that counts; `ModelConfig` and the planner both rest on it. Plain arithmetic on the fields of a
-configuration, without MLX.
-"""
+"""Parameters, FLOPs and cache sizes of a configuration."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mlxlm.config.components import NORM_PLACEMENTS, NORMS, POSITIONS
+
 if TYPE_CHECKING:
     from mlxlm.config.model_config import ModelConfig
 
-# The parts of a decoder's parameters, in the order in which a token meets them. `head` is 0 where it is tied to the
-# embedding: no parameter is counted twice.
-PARAMETER_GROUPS = (
-    "embedding",
-    "positions",
-    "query",
-    "key",
-    "value",
-    "output",
-    "feed_forward",
-    "norms",
-    "biases",
-    "head",
-)
-MATRICES = ("query", "key", "value", "output", "feed_forward")  # that every token is multiplied with, in each layer
+# The groups of parameters that are matrices of a layer: each token is multiplied by them.
+MATRICES = ("query", "key", "value", "output", "feed_forward")
 
 
 def count_parameters(c: ModelConfig) -> dict[str, int]:
-    """The parameters of each of PARTS, over all layers."""
-    h, d, layers = c.hidden_size, c.head_dim, c.num_hidden_layers
-    queries, keys = d * c.num_attention_heads, d * c.num_key_value_heads
-    table = c.max_position_embeddings + c.position_offset if c.positions == "learned" else 0
+    """Number of parameters by group, over all layers. A tied head is 0, so that nothing is counted twice."""
+    hidden, layers = c.hidden_size, c.num_hidden_layers
+    queries, keys = c.head_dim * c.num_attention_heads, c.head_dim * c.num_key_value_heads
+    positions = c.max_position_embeddings + c.position_offset if POSITIONS[c.positions].trainable else 0
     return {
-        "embedding": c.vocab_size * h,
-        "positions": table * h,
-        "query": layers * h * queries,
-        "key": layers * h * keys,
-        "value": layers * h * keys,
-        "output": layers * queries * h,
-        "feed_forward": layers * (3 if c.mlp_gated else 2) * h * c.intermediate_size,
-        "norms": _norms(c),
-        "biases": layers * _biases(c),
-        "head": 0 if c.tie_word_embeddings else c.vocab_size * h,
+        "embedding": c.vocab_size * hidden,
+        "positions": positions * hidden,
+        "query": layers * hidden * queries,
+        "key": layers * hidden * keys,
+        "value": layers * hidden * keys,
+        "output": layers * queries * hidden,
+        "feed_forward": layers * (3 if c.mlp_gated else 2) * hidden * c.intermediate_size,
+        "norms": _norm_parameters(c),
+        "biases": layers * _layer_biases(c),
+        "head": 0 if c.tie_word_embeddings else c.vocab_size * hidden,
     }
 
 
-def _norms(c: ModelConfig) -> int:
-    """Weights of all norms, with the biases of LayerNorms."""
-    d = c.head_dim
-    in_layer = 1 if c.shared_norm else 4 if c.norm_placement == "both" else 2
-    last = c.norm_placement != "post"  # there the last layer's own norm is the last one
-    of_stream = (c.num_hidden_layers * in_layer + last + c.embedding_norm) * c.hidden_size
-    of_heads = {None: 0, "head": 2 * d, "projection": d * (c.num_attention_heads + c.num_key_value_heads)}[c.qk_norm]
-    return of_stream * (2 if c.norm == "layer" else 1) + c.num_hidden_layers * of_heads
+def _norm_parameters(c: ModelConfig) -> int:
+    placement, d = NORM_PLACEMENTS[c.norm_placement], c.head_dim
+    per_layer = 1 if c.shared_norm else placement.per_layer
+    norms = c.num_hidden_layers * per_layer + placement.final + c.embedding_norm
+    qk_norms = {None: 0, "head": 2 * d, "projection": d * (c.num_attention_heads + c.num_key_value_heads)}
+    return norms * c.hidden_size * NORMS[c.norm].vectors + c.num_hidden_layers * qk_norms[c.qk_norm]
 
 
-def _biases(c: ModelConfig) -> int:
-    """Of one layer's projections."""
-    d, out = c.head_dim, c.attention_bias if c.attention_out_bias is None else c.attention_out_bias
-    attention = d * (c.num_attention_heads + 2 * c.num_key_value_heads) if c.attention_bias else 0
+def _layer_biases(c: ModelConfig) -> int:
+    """Biases of one layer's projections."""
+    qkv = c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads) if c.attention_bias else 0
+    output_bias = c.attention_bias if c.attention_out_bias is None else c.attention_out_bias
     feed_forward = (2 if c.mlp_gated else 1) * c.intermediate_size + c.hidden_size if c.mlp_bias else 0
-    return attention + (c.hidden_size if out else 0) + feed_forward
+    return qkv + (c.hidden_size if output_bias else 0) + feed_forward
 
 
-def forward_flops(c: ModelConfig, attended_keys: float) -> dict[str, float]:
-    """Floating-point operations of the forward pass for one token, by part, 2 for each multiply-add.
+def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
+    """Floating-point operations of the forward pass for one token, 2 per multiply-add.
 
-    attended_keys: keys that the token's rows of scores have, summed over the layers (see `attended_keys`). Products alone are
-    counted; norms, activations and the softmax are some tenths of a percent of them.
+    Only matrix products are counted; norms, activations and the softmax are a few tenths of a percent of them.
+
+    Args:
+        c: The configuration.
+        keys: Number of keys that the token attends to, summed over layers (see `attended_keys`).
     """
-    found = count_parameters(c)
-    rows = 2 * c.num_attention_heads * c.head_dim * attended_keys
+    parameters = count_parameters(c)
+    attention = 2 * c.num_attention_heads * c.head_dim * keys
     return {
-        "projections": 2 * (found["query"] + found["key"] + found["value"]),
-        "scores": rows,
-        "scores_values": rows,
-        "output": 2 * found["output"],
-        "feed_forward": 2 * found["feed_forward"],
+        "projections": 2 * (parameters["query"] + parameters["key"] + parameters["value"]),
+        "scores": attention,
+        "scores_values": attention,
+        "output": 2 * parameters["output"],
+        "feed_forward": 2 * parameters["feed_forward"],
         "head": 2 * c.hidden_size * c.vocab_size,
     }
 
 
 def attended_keys(c: ModelConfig, context_length: float) -> float:
-    """Keys that one token attends to with `context_length` before and at it, summed over the layers: no more than the window
-    in those that have one."""
-    windows = (c.window(layer) for layer in range(c.num_hidden_layers))
-    return sum(context_length if window is None else min(context_length, window) for window in windows)
+    """Number of keys that the last of `context_length` tokens attends to, summed over layers and limited by windows."""
+    return sum(min(context_length, window or context_length) for window in _windows(c))
 
 
 def mean_attended_keys(c: ModelConfig, length: int) -> float:
-    """Keys that the tokens of a text of `length` attend to, its mean over them, summed over the layers: row i of a
-    causal mask sees i keys, and no more than the window."""
+    """Mean of `attended_keys` over the tokens of a text: row i of a causal mask has i keys, or the window's."""
 
     def mean(window: int | None) -> float:
-        reach = length if window is None else min(window, length)
-        return (reach * (reach + 1) / 2 + (length - reach) * reach) / length
+        limit = min(window or length, length)
+        return (limit * (limit + 1) / 2 + (length - limit) * limit) / length
 
-    return sum(mean(c.window(layer)) for layer in range(c.num_hidden_layers))
+    return sum(mean(window) for window in _windows(c))
 
 
 def kv_cache_values(c: ModelConfig, context_length: int) -> int:
-    """Keys and values in the cache of one text of `context_length` tokens, as a count of numbers: a layer with a window has
-    room for no more tokens than that, its slack and its spare positions."""
-    windows = (c.window(layer) for layer in range(c.num_hidden_layers))
+    """Number of values in the key-value cache of one sequence.
+
+    A layer with a window stores at most the window, its slack and its spare positions.
+    """
     tokens = sum(
-        context_length if w is None else min(context_length, w + window_slack(w) + window_spare(w)) for w in windows
+        context_length if window is None else min(context_length, window + window_slack(window) + window_spare(window))
+        for window in _windows(c)
     )
     return 2 * c.num_key_value_heads * c.head_dim * tokens
 
 
 def window_slack(window: int) -> int:
-    """Tokens that a cache holds behind a window, for an answer which is taken back without reading the text again: a
-    quarter more, but not below 64 and not above 1,024."""
+    """Tokens that a cache keeps beyond a window, so that an answer can be trimmed without a new prefill.
+
+    A quarter of the window, between 64 and 1,024.
+    """
     return max(64, min(1024, window // 4))
 
 
 def window_spare(window: int) -> int:
-    """Positions beside them, so that the tokens rarely move to the front of the buffers."""
+    """Further positions in the cache, so that its tokens are rarely moved to the front of the buffers."""
     return max(64, window // 8)
+
+
+def _windows(c: ModelConfig) -> list[int | None]:
+    return [c.window(layer) for layer in range(c.num_hidden_layers)]

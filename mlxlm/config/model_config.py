@@ -1,44 +1,58 @@
-"""The configuration of a decoder, in Hugging Face's names, validated as a whole; and the presets."""
+"""`ModelConfig`: the configuration of a decoder, in Hugging Face's names, validated as a whole."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxlm.config import counts
+from mlxlm.config.components import SLIDING
 from mlxlm.config.numbers import is_count
-from mlxlm.config.validation import config_errors
+from mlxlm.config.validation import validate_config
 from mlxlm.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder, assembled from parts by these fields. The defaults are Llama's; names and meanings are those
-    of Hugging Face's `LlamaConfig`, and of the family that first had a field for what Llama lacks.
+    """A decoder. The defaults are Llama's.
 
-    `num_key_value_heads` equal to `num_attention_heads` is multi-head attention, 1 is multi-query
-    attention, anything between is grouped-query attention.
+    Names and meanings are those of Hugging Face's `LlamaConfig`, or of the architecture that introduced a field.
+    The values of `norm`, `norm_placement` and `positions` are listed in `mlxlm.config.components`.
 
-    `norm` "rms" or "layer" (with bias), `rms_norm_eps` being the epsilon of either; `norm_unit_offset`: the weight
-    is stored less one (Gemma). `norm_placement`: "pre" (on a sublayer's input), "post" (on the stream, after the
-    addition: Vaswani et al. 2017), "output" (on its output, before the addition: OLMo 2) or "both" (Gemma 2).
-    `parallel_residual`: attention and feed-forward see the same stream, by one norm (`shared_norm`, Falcon 7B) or by
-    one each.
+    Attributes:
+        num_key_value_heads: Equal to `num_attention_heads` (the default) for multi-head attention, 1 for multi-query
+            attention, between them for grouped-query attention.
+        head_dim: Default: `hidden_size / num_attention_heads`.
+        rms_norm_eps: Epsilon of any norm.
+        attention_bias: Biases of the query, key and value projections.
+        attention_out_bias: Bias of the output projection. None: as `attention_bias`.
+        hidden_act: Activation, of the gate if `mlp_gated`.
+        norm: "rms", or "layer" with a bias.
+        norm_unit_offset: The norm weight is stored minus 1 (Gemma).
+        norm_placement: "pre", "post", "output" or "both".
+        parallel_residual: Attention and feed-forward read the same stream.
+        shared_norm: They also share one norm (Falcon 7B).
+        positions: "rope", "learned", "sinusoidal" (a table of fixed values, with which embeddings need a multiplier:
+            Vaswani et al. 2017), "alibi" or "none".
+        position_offset: Rows at the start of a position table that stand for no position (OPT has 2).
+        rope_scaling: Hugging Face's object with `rope_type`; see `mlxlm.config.rope_scaling`.
+        partial_rotary_factor: Fraction of a head that is rotated.
+        sliding_window: Number of tokens that a token attends to, including itself.
+        layer_types: "sliding_attention" for layers with the window, "full_attention" for others. None: all have it.
+        qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
+        alibi_scaled: ALiBi's biases are divided by sqrt(head_dim), like the scores (Falcon).
+        attn_logit_softcapping: Soft cap of attention scores (Gemma 2).
+        final_logit_softcapping: Soft cap of the output logits (Gemma 2).
+        query_pre_attn_scalar: Scores are divided by its square root. None: by that of head_dim.
+        mlp_gated: Feed-forward with a gate, else one up projection and the activation.
+        embedding_multiplier: Factor on the embeddings.
+        embedding_norm: Normalize the embeddings (BLOOM).
+        quantization: MLX's object, such as `{"bits": 4, "group_size": 64, "mode": "affine"}`, with an object or False
+            (not quantized) under the name of a module that differs.
 
-    `positions`: "rope", "learned" (a table whose first `position_offset` rows stand for no position: OPT has 2),
-    "sinusoidal" (the same with fixed values, beside which embeddings want a multiplier: Vaswani et al. 2017), "alibi"
-    or "none". `rope_scaling` is Hugging Face's object with `rope_type`; `partial_rotary_factor` is the share of a head
-    that turns. `alibi_scaled`: the biases are divided by sqrt(head_dim) as the scores are (Falcon). `sliding_window`:
-    tokens that a row sees, its own included, in the layers that `layer_types` calls "sliding_attention" (None: in
-    all). `qk_norm`: "head" (Qwen 3) or "projection" (OLMo 2).
-    `attention_bias` has query, key and value, `attention_out_bias` the output (None: as `attention_bias`).
-    `attn_logit_softcapping`, `final_logit_softcapping`, `query_pre_attn_scalar`: Gemma 2's. `mlp_gated`: gate · up,
-    else one projection up and the activation `hidden_act`. `embedding_multiplier` scales the embeddings,
-    `embedding_norm` normalises them (BLOOM).
-
-    `quantization` is MLX's: `{"bits": 4, "group_size": 64, "mode": "affine"}` and, by layer name, either such an
-    object or False for a layer left as it is.
+    Raises:
+        ConfigError: Some values can't work; the message lists all problems.
     """
 
     hidden_size: int
@@ -79,18 +93,18 @@ class ModelConfig:
     mlp_gated: bool = True
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
-    quantization: Mapping[str, Any] | None = field(default=None)
+    quantization: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        head_dim_given = self.head_dim is not None
-        if not head_dim_given and is_count(self.hidden_size) and is_count(self.num_attention_heads):
+        explicit_head_dim = self.head_dim is not None
+        if not explicit_head_dim and is_count(self.hidden_size) and is_count(self.num_attention_heads):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if isinstance(self.layer_types, list):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        if found := list(config_errors(self, head_dim_given)):
-            raise ConfigError("this configuration can't work: " + "; ".join(found))
+        if problems := list(validate_config(self, explicit_head_dim)):
+            raise ConfigError("this configuration can't work: " + "; ".join(problems))
 
     def with_changes(self, **changes: Any) -> ModelConfig:
         """A copy with other values, validated again."""
@@ -104,36 +118,35 @@ class ModelConfig:
 
     @property
     def rotary_dims(self) -> int:
-        """How many of a head's dimensions turn with its position."""
+        """Number of dimensions of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor) if self.positions == "rope" else 0
 
     @property
     def longrope_original_length(self) -> int | None:
-        """The length beyond which all positions of a text are others ("longrope"); None where none is."""
+        """With longrope, the text length beyond which the wavelengths of all positions change; else None."""
         scaling = self.rope_scaling or {}
         return scaling["original_max_position_embeddings"] if scaling.get("rope_type") == "longrope" else None
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a row of this layer sees, its own included; None for all before it."""
-        if self.layer_types is not None and self.layer_types[layer] != "sliding_attention":
+        """Number of tokens that a token attends to in this layer, including itself; None without a window."""
+        if self.layer_types is not None and self.layer_types[layer] != SLIDING:
             return None
         return self.sliding_window
 
     def parameter_count(self) -> int:
-        """All parameters, counted once where embedding and head are tied."""
+        """Number of parameters; tied embedding and head count once."""
         return sum(counts.count_parameters(self).values())
 
     def flops_per_token(self, context_length: int, training: bool = False) -> int:
         """Floating-point operations for one token that attends to `context_length` keys, 2 per multiply-add.
 
-        Forward: 2 per matrix parameter, and 4·H·D·context per layer for the scores and the weighted sum
-        of values, where a layer with a sliding window sees no more keys than that. Training: 3 times that, the
-        backward pass being twice the forward one (Kaplan et al. 2020, section 2.1). In training under a causal
-        mask the mean context is half the sequence.
+        Forward: 2 per matrix parameter, and 4·H·D·context per layer for the scores and the weighted sum of values,
+        where a sliding window limits the context. Training: 3 times that, since the backward pass is twice the
+        forward pass (Kaplan et al. 2020, section 2.1). With a causal mask, the mean context is half the sequence.
         """
         forward = sum(counts.forward_flops(self, counts.attended_keys(self, context_length)).values())
         return 3 * forward if training else forward
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Bytes that a token adds to the key-value cache, over all layers; in those with a window until it is full."""
+        """Bytes that a token adds to the key-value cache over all layers, until windows are full."""
         return counts.kv_cache_values(self, 1) * bytes_per_value

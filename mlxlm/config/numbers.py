@@ -1,20 +1,20 @@
-"""Checks of single numbers."""
+"""Predicates for single numbers from a configuration."""
 
 from __future__ import annotations
 
 from typing import Any
 
-MAX_SIZE = 2**31 - 1  # sizes beyond this can't be array dimensions in MLX
-
-
-def is_count(value: Any) -> bool:
-    """Whether `value` is a positive whole number that can be an array dimension."""
-    return is_int(value) and 0 < value <= MAX_SIZE
+MAX_SIZE = 2**31 - 1  # largest array dimension in MLX
 
 
 def is_int(value: Any) -> bool:
-    """Whether `value` is a whole number; True and False are not."""
+    """Whether `value` is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    """Whether `value` is a positive integer that can be an array dimension."""
+    return is_int(value) and 0 < value <= MAX_SIZE
 
 
 def is_positive(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""RoPE scaling: the fields and the formula of each `rope_type`, and the validation of rotary positions."""
+"""RoPE scaling: the fields, validation and formula of each `rope_type`."""
 
 from __future__ import annotations
 
@@ -12,70 +12,73 @@ from mlxlm.utils.errors import short_repr
 if TYPE_CHECKING:
     from mlxlm.config.model_config import ModelConfig
 
-# What a `rope_type` reads besides rope_theta. Source: transformers, modeling_rope_utils.py
+# The fields of each `rope_type`. Source: transformers, modeling_rope_utils.py
 SCALINGS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor",
-        "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
     ),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
-}  # fmt: skip
-_OPTIONAL_SCALING = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+}
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_LISTS = ("short_factor", "long_factor")
 
-_LEAST, _MOST = 1e-6, 1e12  # beyond these, products of scalings leave float32
-_BOUNDS = f" from {_LEAST} to {_MOST}"
+_MIN, _MAX = 1e-6, 1e12  # beyond these, products of factors overflow float32
+_BOUNDS = f" from {_MIN} to {_MAX}"
 
 
-def rope_problems(c: ModelConfig) -> Iterator[str]:
-    """Everything wrong with the rotary position fields of a configuration, one phrase each."""
+def validate_rope(c: ModelConfig) -> Iterator[str]:
+    """Yield a message for each problem of the rotary position fields of a configuration."""
     dims = c.rotary_dims
     if dims % 2 and c.partial_rotary_factor == 1:
         yield f"head_dim {dims} is odd, rotary positions need an even one ({dims + 1})"
     elif dims % 2 or dims == 0:
-        share = f"partial_rotary_factor {c.partial_rotary_factor} of head_dim {c.head_dim}"
-        yield f"{share} is {dims} dimensions, rotary positions need an even number of them (1.0)"
+        product = f"partial_rotary_factor {c.partial_rotary_factor} of head_dim {c.head_dim}"
+        yield f"{product} is {dims} dimensions, rotary positions need an even number of them (1.0)"
     if c.rope_scaling is not None:
-        yield from _scaling_problems(c, c.rope_scaling, dims)
+        yield from _validate_scaling(c, c.rope_scaling, dims)
 
 
-def _scaling_problems(c: ModelConfig, scaling: Any, dims: int) -> Iterator[str]:
-    kind = scaling.get("rope_type") if isinstance(scaling, Mapping) else None
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        yield f"rope_scaling is {short_repr(scaling)}, it must be null or an object with rope_type {', '.join(SCALINGS)}"
+def _validate_scaling(c: ModelConfig, scaling: Any, dims: int) -> Iterator[str]:
+    rope_type = scaling.get("rope_type") if isinstance(scaling, Mapping) else None
+    if not isinstance(rope_type, str) or rope_type not in SCALINGS:
+        types = ", ".join(SCALINGS)
+        yield f"rope_scaling is {short_repr(scaling)}, it must be null or an object with rope_type {types}"
         return
-    required = [name for name in SCALINGS[kind] if name not in (*_OPTIONAL_SCALING, "truncate")]
-    if kind == "longrope":
-        required.remove("factor")  # the ratio of the two lengths, if it isn't given
-        yield from _factor_problems(scaling, dims)
-    for name in [name for name in SCALINGS[kind] if name in required or scaling.get(name) is not None]:
+    for name in SCALINGS[rope_type]:
         value = scaling.get(name)
-        if name not in ("truncate", "short_factor", "long_factor") and not _is_ratio(value):
-            bounds = _BOUNDS * is_positive(value)
-            yield f"rope_scaling: {name} is {short_repr(value)}, {kind} needs a positive number{bounds}"
+        if name in _LISTS:
+            if not isinstance(value, list) or len(value) != dims // 2 or not all(map(_is_factor, value)):
+                yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers{_BOUNDS}"
+            continue
+        # longrope's default factor is the ratio of the two lengths.
+        optional = name in _OPTIONAL or (rope_type == "longrope" and name == "factor")
+        if name != "truncate" and not _is_factor(value) and not (value is None and optional):
+            bounds = _BOUNDS if is_positive(value) else ""
+            yield f"rope_scaling: {name} is {short_repr(value)}, {rope_type} needs a positive number{bounds}"
     low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
-    if kind == "llama3" and is_positive(low) and is_positive(high) and low >= high:
+    if rope_type == "llama3" and is_positive(low) and is_positive(high) and low >= high:
         yield f"rope_scaling: low_freq_factor {low} must be less than high_freq_factor {high}"
-    if kind == "dynamic" and dims == 2:
+    if rope_type == "dynamic" and dims == 2:
         yield "rope_scaling: dynamic needs more than 2 rotary dimensions"
-    if kind == "yarn" and c.rope_theta <= 1:
+    if rope_type == "yarn" and c.rope_theta <= 1:
         yield f"rope_theta is {c.rope_theta}, yarn needs more than 1 (10000)"
     original = scaling.get("original_max_position_embeddings")
-    if kind == "longrope" and is_positive(original) and original <= 1:
+    if rope_type == "longrope" and is_positive(original) and original <= 1:
         yield f"rope_scaling: original_max_position_embeddings is {original}, longrope needs more than 1"
 
 
-def _factor_problems(scaling: Mapping[str, Any], dims: int) -> Iterator[str]:
-    for name in ("short_factor", "long_factor"):
-        factors = scaling.get(name)
-        if not isinstance(factors, list) or len(factors) != dims // 2 or not all(map(_is_ratio, factors)):
-            yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers{_BOUNDS}"
-
-
-def _is_ratio(value: Any) -> bool:
-    return is_positive(value) and _LEAST <= value <= _MOST
+def _is_factor(value: Any) -> bool:
+    return is_positive(value) and _MIN <= value <= _MAX
 
 
 def unscaled_wavelengths(base: float, dims: int) -> list[float]:
@@ -95,7 +98,7 @@ def scaled_wavelengths(base: float, dims: int, scaling: Mapping[str, Any], long:
         long: Use "longrope"'s factors for texts beyond its original length.
 
     Returns:
-        `dims / 2` wavelengths, or None for the types that use those of a base ("default", "dynamic").
+        `dims / 2` wavelengths, or None for the types that only change the base ("default", "dynamic").
     """
     unscaled, rope_type = unscaled_wavelengths(base, dims), scaling["rope_type"]
     if rope_type == "linear":

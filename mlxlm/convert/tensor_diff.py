@@ -12,7 +12,7 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.config import ModelConfig
-from mlxlm.config.quantization import config_errors
+from mlxlm.config.quantization import validate_quantization
 from mlxlm.families import get_quantization_config
 
 _APART = ("quantization",)  # how it is stored, not what it is
@@ -79,7 +79,7 @@ def dequantized_tensors(checkpoint: Checkpoint) -> LazyTensors:
     if checkpoint.config is not None:
         return dequantize_tensors(checkpoint.tensors, checkpoint.config.quantization or {})
     quantization = get_quantization_config(checkpoint.hf_config)
-    if quantization is None or any(config_errors(quantization)):
+    if quantization is None or any(validate_quantization(quantization)):
         return checkpoint.tensors
     return dequantize_tensors(checkpoint.tensors, quantization)
 

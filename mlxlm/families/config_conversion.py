@@ -8,7 +8,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.validation import ACTIVATIONS, SLIDING, is_unused_id
+from mlxlm.config.components import ACTIVATIONS, SLIDING
+from mlxlm.config.validation import is_unused_id
 from mlxlm.families.activations import normalize_activation
 from mlxlm.families.family import Family, HFConfig
 from mlxlm.families.registry import FAMILIES, family_of

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.validation import FULL, MAX_LAYERS, SLIDING
+from mlxlm.config.components import FULL, SLIDING
+from mlxlm.config.validation import MAX_LAYERS
 from mlxlm.families.family import HFConfig
 
 

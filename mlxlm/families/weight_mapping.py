@@ -49,15 +49,17 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             Families that mlx_lm lacks (OPT, Falcon, BLOOM) keep Hugging Face's names.
     """
     family = family_of(config)
-    mappings = [_mapping(family, config, family.head, ("lm_head",), for_mlx)]
+    mappings = [_mapping(family, config, family.head, ("lm_head",), for_mlx=for_mlx)]
     for hf_name, module in family.top_modules.items():
-        mappings.append(_mapping(family, config, family.prefix + hf_name, (f"model.{module}",), for_mlx))
+        mappings.append(_mapping(family, config, family.prefix + hf_name, (f"model.{module}",), for_mlx=for_mlx))
     layer_modules = {**family.layer_modules, **family.extra_layer_modules(config)}
     for i in range(config.num_hidden_layers):
         for hf_name, fused in layer_modules.items():
             modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
             name = f"{family.prefix}{family.layers}.{i}.{hf_name}"
-            mappings.append(_mapping(family, config, name, modules, for_mlx, hf_name in family.transposed))
+            mappings.append(
+                _mapping(family, config, name, modules, for_mlx=for_mlx, transposed=hf_name in family.transposed)
+            )
     return [mapping for mapping in mappings if not mapping.is_rename or mapping.modules != (mapping.name,)]
 
 
@@ -102,7 +104,7 @@ def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
 
 
 def _mapping(
-    family: Family, config: ModelConfig, name: str, modules: tuple[str, ...], for_mlx: bool, transposed: bool = False
+    family: Family, config: ModelConfig, name: str, modules: tuple[str, ...], *, for_mlx: bool, transposed: bool = False
 ) -> WeightMapping:
     fused = len(modules) > 1
     return WeightMapping(

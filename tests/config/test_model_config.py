@@ -95,7 +95,10 @@ def test_all_problems_are_reported_at_once():
         ({"partial_rotary_factor": 0.01}, "0.01 of head_dim 16 is 0 dimensions"),
         ({"parallel_residual": True, "norm_placement": "both"}, "parallel_residual needs norm_placement pre"),
         ({"shared_norm": True}, "shared_norm is true, but"),
-        ({"norm": "layer", "norm_unit_offset": True}, "norm_unit_offset is true, which only the norm rms has"),
+        (
+            {"norm": "layer", "norm_unit_offset": True},
+            "norm_unit_offset is true, but the norm layer has no such offset",
+        ),
         ({"layer_types": ("full_attention",)}, "layer_types has 1 entries, one for each of 2 layers"),
         ({"layer_types": ("linear_attention",) * 2}, "layer_types must be a list of full_attention and"),
         ({"layer_types": ("sliding_attention",) * 2}, "but sliding_window is null"),

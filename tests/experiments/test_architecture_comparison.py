@@ -101,7 +101,7 @@ def test_what_is_no_variant(text, message):
         (["base", "x: optimizer=adafactor, beta2=0.9"], "variant x: .* adafactor has no beta2"),
         (["base", "x: hidden_size=65536, num_hidden_layers=99"], "variant x: training this takes about"),
         (["base", "x: window=16"], "variant x: sliding_window 16 has no effect on 16 tokens"),
-        (["base", "x: foo=1"], "variant x: there is no part 'foo'"),
+        (["base", "x: foo=1"], "variant x: unknown override 'foo'"),
         (["base", "x: vocab_size=5"], "variant x: vocab_size can't be .* .try: one tokenizer"),
     ],
 )
@@ -220,4 +220,4 @@ def test_parts_from_the_command_line_make_a_run_that_mlxlm_opens(tmp_path, text_
     assert "on the stream after each sublayer" in shown and "positions      sinusoidal" in shown and nearest in warned
     assert _run(["generate", run, "--prompt", "The", "--max-tokens", "4"]) == 0
     assert _run([*command, "--set", "learning_rate=1"]) == 1
-    assert "learning_rate can't be set as a part (try: --learning-rate)" in capsys.readouterr().err
+    assert "learning_rate can't be overridden (try: --learning-rate)" in capsys.readouterr().err

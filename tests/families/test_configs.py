@@ -226,7 +226,7 @@ def test_heads_of_their_own_size_need_not_divide_the_width():
     """Mistral and Qwen 3 of transformers run so too."""
     config = read("Qwen3-0.6B", hidden_size=1000, num_attention_heads=16, head_dim=64)
     assert config.parameter_count() > 0 and config_from_hf(config_to_hf(config)) == config
-    with pytest.raises(ConfigError, match="hidden_size 1000 is no multiple of num_attention_heads 16 .1008 is."):
+    with pytest.raises(ConfigError, match="hidden_size 1000 is not a multiple of num_attention_heads 16 .1008 is."):
         read("Llama-3.2-1B", hidden_size=1000, num_attention_heads=16, head_dim=None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxlm.checkpoint.gguf.metadata import MetadataReader
 from mlxlm.config import ModelConfig
-from mlxlm.config.validation import SLIDING
+from mlxlm.config.components import SLIDING
 from mlxlm.families import WeightMapping
 
 _TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

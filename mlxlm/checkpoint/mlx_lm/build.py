@@ -51,7 +51,7 @@ def build_model(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] |
     if name == "olmo" and "d_model" not in values:
         raise CheckpointError("mlx_lm's olmo needs a config.json with d_model, not one of transformers")
     plan = get_quantization_config(values)
-    if plan is not None and (problems := [*quantization.config_errors(plan)]):
+    if plan is not None and (problems := [*quantization.validate_quantization(plan)]):
         raise CheckpointError("; ".join(problems[:3]))
     model_class, args_class = _classes(name)
     with _field_errors(name, {}, values):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlxlm.checkpoint.mlx_lm.rope import FULL, SLIDING, is_known, rope_parameters, unsupported_rope_type
-from mlxlm.config.validation import is_count
+from mlxlm.config.numbers import is_count
 from mlxlm.utils.errors import CheckpointError
 
 # mlx_lm's name of a field -> Hugging Face's other names for it.

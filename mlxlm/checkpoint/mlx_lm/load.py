@@ -12,7 +12,7 @@ from mlxlm.backend.mlx import ON_CPU, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint, token_id_list
 from mlxlm.checkpoint.mlx_lm.build import build_model
 from mlxlm.checkpoint.safetensors import as_float32
-from mlxlm.config.validation import is_count
+from mlxlm.config.numbers import is_count
 from mlxlm.families import get_quantization_config
 from mlxlm.utils.errors import CheckpointError
 

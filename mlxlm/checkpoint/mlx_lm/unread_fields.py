@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.checkpoint.mlx_lm.rope import SLIDING, original_context
-from mlxlm.config.validation import is_count
+from mlxlm.config.numbers import is_count
 from mlxlm.families.activations import MLX_LM_ACTIVATIONS, same_activation
 from mlxlm.utils.errors import CheckpointError
 
