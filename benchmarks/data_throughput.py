@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common import in_turn, median, report, spread, timed_command
 
-from mlxlm.data import DataOptions, documents, prepare
+from mlxlm.data import DataOptions, prepare, read_documents
 from mlxlm.tokenizer import Tokenizer, load, train
 
 
@@ -65,7 +65,7 @@ def repeated(content: str, folder: Path, options: argparse.Namespace) -> Path:
 
 def measured(kind: str, tokenizer: Tokenizer, file: Path, folder: Path, options: argparse.Namespace):
     """Rows for the table, and numbers."""
-    pieces = list(islice((piece for document in documents([file]) for piece in document.pieces), options.pieces))
+    pieces = list(islice((piece for document in read_documents([file]) for piece in document.pieces), options.pieces))
     out = folder / "out"
     tokens: list[int] = []
 

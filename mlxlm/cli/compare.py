@@ -105,12 +105,12 @@ def _differences(weights: TensorDiff) -> Iterator[str]:
 
 
 def _documents(path: Path | None) -> Iterator[Document]:
-    from mlxlm.data import Document, documents
+    from mlxlm.data import Document, read_documents
     from mlxlm.data.builtin import python_reference
     from mlxlm.data.text import split_pieces
     from mlxlm.quantize.text import conversation_as_text
 
     if path is not None:
-        return map(conversation_as_text, documents([path]))
+        return map(conversation_as_text, read_documents([path]))
     text = "\n\n".join(message["content"] for messages in python_reference() for message in messages)
     return iter([Document(_BUILT_IN, split_pieces(iter((text,))))])

@@ -84,7 +84,7 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
 
 
 def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
-    from mlxlm.data import BadInput, documents, total_bytes
+    from mlxlm.data import BadInput, read_documents, total_bytes
     from mlxlm.evaluate.text import TextLoss, evaluate_text
     from mlxlm.evaluate.windows import window_lengths
     from mlxlm.generation import load
@@ -100,7 +100,7 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
     start = time.perf_counter()
     with render.bytes_progress("Evaluating", total) as advance:
         for text in dict.fromkeys(texts):
-            source = documents([text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad)
+            source = read_documents([text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad)
             losses["stdin" if text == "-" else text] = evaluate_text(
                 lm, source, context_length=context_length, stride=stride
             )
@@ -127,7 +127,7 @@ def _row(loss: TextLoss) -> tuple[str, ...]:
 def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json: bool) -> None:
     from contextlib import nullcontext
 
-    from mlxlm.evaluate.multiple_choice import Accuracy, answer, read_questions
+    from mlxlm.evaluate.multiple_choice import Accuracy, evaluate_multiple_choice, read_questions
     from mlxlm.generation import load
     from mlxlm.utils.errors import DataError, os_errors_as
     from mlxlm.utils.files import atomic_new_file, json_line
@@ -138,7 +138,7 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
     answers = []
     with nullcontext() if out is None else atomic_new_file(out, DataError) as file:
         with render.bytes_progress("Answering", size) as advance:
-            for answered in answer(lm, read_questions(path, advance)):
+            for answered in evaluate_multiple_choice(lm, read_questions(path, advance)):
                 answers.append(answered)
                 if file is not None:
                     file.write(json_line(answered.to_dict()))

@@ -74,16 +74,16 @@ def prepare(sources: tuple[str, ...], tokenizer_path: str, out: Path, as_json: b
         manifest = prepare_data(data, tokenizer, out, seed=seed or 0, progress=advance)
     seconds = time.perf_counter() - start
     print_skipped(manifest.skipped)
-    if (duplicates := manifest.duplicates) is not None:
+    if (duplicates := manifest.dedup) is not None:
         counts = f"{duplicates.exact} exact and {duplicates.near} near duplicates of {duplicates.documents} documents"
-        render.say(f"dropped {counts} ({duplicates.share:.1%}, {human_bytes(duplicates.bytes)})")
+        render.say(f"dropped {counts} ({duplicates.fraction:.1%}, {human_bytes(duplicates.bytes)})")
     if as_json:
         render.emit_json(manifest.to_dict())
         return
     render.print_result(render.table(_rows(manifest), ("split", "tokens", "documents", "text")))
     speed = human_bytes((manifest.train.bytes + manifest.validation.bytes) / seconds)
     render.say(f"wrote {out} in {human_seconds(seconds)} ({speed}/s)")
-    if manifest.split == "tail":
+    if manifest.validation_split == "tail":
         render.say("there are few documents, so the end of the text is held out for validation")
 
 

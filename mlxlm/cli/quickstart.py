@@ -113,10 +113,10 @@ def _new_run(data: tuple[str, ...], out: Path, minutes: float, on_bad_input: str
 
 def _vocab_size(data: tuple[str, ...], on_bad_input: str) -> int:
     """The largest vocabulary for the text: half of the default if it is short."""
-    from mlxlm.data import BadInput, texts
+    from mlxlm.data import BadInput, read_texts
 
     size = 0
-    for piece in texts(data, on_bad=BadInput(on_bad_input)) if data else ():
+    for piece in read_texts(data, on_bad=BadInput(on_bad_input)) if data else ():
         size += len(piece)
         if size >= 100_000:
             break

@@ -65,13 +65,13 @@ def train_command(
     out: Path,
 ) -> None:
     """Train a tokenizer on text."""
-    from mlxlm.data import BadInput, texts, total_bytes
+    from mlxlm.data import BadInput, read_texts, total_bytes
 
     bad = BadInput(on_bad_input or "stop")
     start = time.perf_counter()
     with atomic_new_folder(out, TokenizerError) as folder:
         with render.bytes_progress("Training", total_bytes(files)) as advance:
-            source = texts(files, stdin=_stdin(), advance=advance, text_column=text_column, on_bad=bad)
+            source = read_texts(files, stdin=_stdin(), advance=advance, text_column=text_column, on_bad=bad)
             trained = train(source, vocab_size, tokenizer_type)
         trained.save(folder)
     seconds = human_seconds(time.perf_counter() - start)
@@ -140,10 +140,10 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
         "fingerprint": loaded.fingerprint,
     }
     if texts_path is not None:
-        from mlxlm.data import texts, total_bytes
+        from mlxlm.data import read_texts, total_bytes
 
         with render.bytes_progress("Encoding", total_bytes([texts_path])) as advance:
-            measured = tokenizer_stats(loaded, texts([texts_path], stdin=_stdin(), advance=advance))
+            measured = tokenizer_stats(loaded, read_texts([texts_path], stdin=_stdin(), advance=advance))
         facts["text"] = dataclasses.asdict(measured)
     if as_json:
         render.emit_json(facts)

@@ -8,7 +8,7 @@ from mlxlm.data.options import DataOptions
 from mlxlm.data.prefetch import prefetch
 from mlxlm.data.prepare import prepare, training_texts
 from mlxlm.data.source_weights import parse_weighted_sources
-from mlxlm.data.sources import documents, texts, total_bytes
+from mlxlm.data.sources import read_documents, read_texts, total_bytes
 from mlxlm.data.text import Document
 from mlxlm.data.tokenize import CHAT_TEMPLATE, ROLES, Chunk, check_role
 
@@ -26,10 +26,10 @@ __all__ = [
     "TokenDataset",
     "TrainBatches",
     "check_role",
-    "documents",
+    "read_documents",
     "prepare",
     "prefetch",
-    "texts",
+    "read_texts",
     "total_bytes",
     "training_texts",
     "validation_batches",

@@ -21,12 +21,12 @@ class Batch(NamedTuple):
     tokens: int32 [B, T + 1]: inputs are [:, :-1], targets [:, 1:].
     segment_ids: int32 [B, T], the number of the document that each input is of, rising along a row: attention stays
         within a document. None: a row is one text.
-    weights: float32 [B, T], what each target counts (0: it isn't learned). None: each counts 1.
+    loss_weights: float32 [B, T], what each target counts (0: it isn't learned). None: each counts 1.
     """
 
     tokens: np.ndarray
     segment_ids: np.ndarray | None = None
-    weights: np.ndarray | None = None
+    loss_weights: np.ndarray | None = None
 
 
 class TrainBatches:
@@ -90,7 +90,7 @@ class TrainBatches:
         for i in range(self._batch_size):
             source, row = self._mixture.place(first + i)
             _fill(batch, i, self._parts[source].data, self._packings[source].spans(row), self._answers_only)
-        if batch.weights is not None and not batch.weights.any():
+        if batch.loss_weights is not None and not batch.loss_weights.any():
             hint = "a longer sequence length, or conversations with messages of the assistant"
             raise DataError(f"batch {index} of {self._parts[0].data.name} has nothing to be learned", hint)
         return batch
@@ -119,12 +119,12 @@ def _fill(batch: Batch, row: int, data: TokenDataset, spans: list[Span], mask_pr
     ranges = [(span.start, span.stop) for span in spans]
     n = sum(stop - start for start, stop in ranges)
     batch.tokens[row, :n] = np.concatenate([data.slice(*span) for span in ranges])
-    if batch.weights is not None:
+    if batch.loss_weights is not None:
         loss_mask = [np.array(data.loss_mask(*s)) if mask_prompt else np.ones(s[1] - s[0], np.uint8) for s in ranges]
         for span, of_span in zip(spans, loss_mask, strict=True):
             if span.continues:
                 of_span[0] = 0
-        batch.weights[row, : n - 1] = np.concatenate(loss_mask)[1:]
+        batch.loss_weights[row, : n - 1] = np.concatenate(loss_mask)[1:]
     if batch.segment_ids is not None:
         numbers = _numbered([data.segment_ids(*span) for span in ranges])
         batch.segment_ids[row] = numbers[-1] + 1  # padding is of no document

@@ -25,7 +25,9 @@ def python_reference() -> Iterator[list[dict[str, str]]]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise DataError("this Python lacks pydoc_data.topics", "a text file of yours: mlxlm quickstart FILE") from None
+        raise DataError(
+            "this Python lacks pydoc_data.topics", "a text file of yours: mlxlm quickstart MANIFEST_FILE"
+        ) from None
     questions, follow_ups = cycle(_QUESTIONS), cycle(_MORE)
     for topic, text in sorted(topics.items()):
         parts = list(_parts(text))

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
 from mlxlm.data.bad_input import OnBad
-from mlxlm.data.sources import STDIN, documents
+from mlxlm.data.sources import STDIN, read_documents
 from mlxlm.data.text import READ_BYTES, Advance, Document
 from mlxlm.data.tokenize import check_role
 from mlxlm.utils.errors import DataError
@@ -26,10 +26,10 @@ class DocumentReader:
     def __call__(
         self, paths: Sequence[str | Path], on_bad: OnBad, advance: Advance | None = None
     ) -> Iterator[Document]:
-        """See `documents`. Conversations with an unknown role are bad input."""
+        """See `read_documents`. Conversations with an unknown role are bad input."""
         if self._is_copy:
             self._stdin.seek(0)
-        for document in documents(
+        for document in read_documents(
             paths, stdin=self._stdin, advance=advance, text_column=self._text_column, on_bad=on_bad
         ):
             try:

@@ -1,8 +1,9 @@
-"""The manifest of a prepared dataset: what is in it and how it was made. Its presence means "complete"."""
+"""The manifest of a prepared dataset: what is in it and how it was made. If it is there, the dataset is complete."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,53 +11,59 @@ from typing import Any
 from mlxlm.utils.bounded_reads import parse_json_object, read_bytes
 from mlxlm.utils.errors import DataError
 
-VERSION = 2
-_LARGEST = 1 << 28  # bytes of a manifest; a shard of 64M tokens has a line of 120
-FILE = "manifest.json"
+VERSION = 3
+MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes per token, little-endian
+MIN_WEIGHT = 1e-3  # rows are drawn in blocks of 1000, see `mlxlm.data.mixture`
+_MAX_BYTES = 1 << 28  # of a manifest; a shard of 64M tokens has a line of 120 bytes
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether `path` is a prepared dataset: the manifest is there, so all of it is."""
-    return Path(path, FILE).is_file()
+    """Whether `path` is a prepared dataset."""
+    return Path(path, MANIFEST_FILE).is_file()
 
 
 @dataclass
 class Shard:
-    """One file of tokens, with its sha256.
+    """One file of tokens and the files beside it.
 
-    index: the file beside it of int64 offsets, rising, where documents start in it; the first can be above 0, since a
-        document may go on from the shard before.
-    mask: the sha256 of `mask_file`, one uint8 a token: 1 for a token to be learned as a target, 0 for one that is only
-        read (in a conversation, all but the assistant's words). None: there is no such file, all are to be learned.
-    index_sha256: of the file `index`; None in manifests that were written before it was recorded.
+    Attributes:
+        file: Name of the file of tokens.
+        tokens: Number of tokens.
+        sha256: Digest of `file`.
+        mask_sha256: Digest of `mask_file`, one uint8 per token: 1 if the token is a training target, 0 if not (in a
+            conversation, everything but the assistant's messages). None: there is no mask, all tokens are targets.
+        index_sha256: Digest of `index_file`: int64 offsets, increasing, where documents start. The first can be above
+            0, since a document can continue from the previous shard.
     """
 
     file: str
     tokens: int
     sha256: str
-    mask: str | None = None
+    mask_sha256: str | None = None
     index_sha256: str | None = None
 
     @property
     def digests(self) -> dict[str, str]:
-        """The sha256 of each file of the shard that has one."""
-        known = {self.file: self.sha256, self.mask_file: self.mask, self.index: self.index_sha256}
-        return {file: digest for file, digest in known.items() if digest is not None}
+        """SHA-256 of each file of the shard."""
+        digests = {self.file: self.sha256, self.mask_file: self.mask_sha256, self.index_file: self.index_sha256}
+        return {file: digest for file, digest in digests.items() if digest is not None}
 
     @property
-    def index(self) -> str:
+    def index_file(self) -> str:
+        """Name of the file of document offsets."""
         return self.file.removesuffix(".bin") + ".idx.npy"
 
     @property
     def mask_file(self) -> str:
+        """Name of the file of the loss mask."""
         return self.file.removesuffix(".bin") + ".mask.bin"
 
 
 @dataclass
 class SplitInfo:
-    """bytes: UTF-8 bytes of the text; special tokens are counted in `tokens` only."""
+    """Size of a split. `bytes` is the UTF-8 size of the text; special tokens count in `tokens` only."""
 
     tokens: int = 0
     documents: int = 0
@@ -65,10 +72,10 @@ class SplitInfo:
 
 
 @dataclass
-class WeightedPart:
-    """Training text that is drawn from by one weight: a source with its own, or all sources together.
+class TrainPart:
+    """Training text that is drawn with one weight: one source, or all sources together.
 
-    weight: the share of the training tokens that are drawn from it; those of all parts sum to 1.
+    `weight` is the share of the training tokens to draw from it; the weights of all parts sum to 1.
     """
 
     name: str
@@ -78,11 +85,14 @@ class WeightedPart:
 
 @dataclass
 class DedupStats:
-    """What was left out because it had been there before.
+    """Documents that were left out as duplicates.
 
-    threshold: the least Jaccard similarity of a near-duplicate.
-    documents: how many documents were read; exact, near: how many of them were left out, repeated to the byte and not.
-    bytes: UTF-8 bytes of those.
+    Attributes:
+        threshold: Jaccard similarity from which on a document counts as a near-duplicate.
+        documents: Documents read.
+        exact: Exact duplicates left out.
+        near: Near-duplicates left out.
+        bytes: UTF-8 bytes left out.
     """
 
     threshold: float
@@ -92,28 +102,40 @@ class DedupStats:
     bytes: int = 0
 
     @property
-    def share(self) -> float:
-        """Of the documents, those left out."""
+    def fraction(self) -> float:
+        """Share of the documents that was left out."""
         return (self.exact + self.near) / self.documents if self.documents else 0.0
 
 
 @dataclass
 class Manifest:
-    """split: how validation was chosen: "document" (whole documents), "tail" (the end of the text; for few
-    documents), "given" (files named by the user), or "mixed": sources with weights are split each for itself, and these
-    were split differently.
-    parts: the training text, one part or more. Only `train` follows the weights; `validation` is of all sources.
-    skipped: lines and rows that were left out because they can't be used, see `BadInput`."""
+    """Contents of a prepared dataset.
+
+    Attributes:
+        fingerprint: Of the tokenizer.
+        vocab_size: Of the tokenizer.
+        dtype: Of the tokens: "uint16" or "uint32".
+        validation_split: How validation was chosen: "documents" (whole documents), "tail" (the end of the text, if
+            there are few documents), "files" (named by the user), or "mixed" (sources with weights are split
+            separately, and not all in the same way).
+        num_conversations: Documents that are conversations.
+        sources: File names of the sources.
+        parts: The training text, one part or more. `validation` is drawn from all sources, whatever their weights.
+        validation: The validation split.
+        dedup: Duplicates left out; None without deduplication.
+        skipped: Lines and rows left out as bad input, see `BadInput`.
+        version: Of the format.
+    """
 
     fingerprint: str
     vocab_size: int
     dtype: str
-    split: str
+    validation_split: str
     num_conversations: int
     sources: list[str]
-    parts: list[WeightedPart]
+    parts: list[TrainPart]
     validation: SplitInfo
-    duplicates: DedupStats | None = None
+    dedup: DedupStats | None = None
     skipped: int = 0
     version: int = VERSION
 
@@ -125,54 +147,62 @@ class Manifest:
         return SplitInfo(tokens, documents, size, [shard for split in splits for shard in split.shards])
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields; "train" and the duplicates' "share" are for readers of the file: `read` reckons them itself."""
+        """The fields as JSON. "train" and "dedup.fraction" are derived: they are for readers of the file."""
         fields = asdict(self)
         fields["train"] = {name: getattr(self.train, name) for name in ("tokens", "documents", "bytes")}
-        if self.duplicates is not None:
-            fields["duplicates"]["share"] = self.duplicates.share
+        if self.dedup is not None:
+            fields["dedup"]["fraction"] = self.dedup.fraction
         return fields
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises DataError, naming the file and the field, if `folder` has no valid manifest."""
-        path = folder / FILE
+        """Read the manifest in `folder`.
+
+        Raises:
+            DataError: There is none, or a field is wrong; the message names the file and the field.
+        """
+        path = folder / MANIFEST_FILE
         if not is_prepared(folder):
-            raise DataError(f"{folder} is not a prepared dataset: it has no {FILE}", "mlxlm prepare")
-        content = read_bytes(path, _LARGEST, DataError)
+            raise DataError(f"{folder} is not a prepared dataset: it has no {MANIFEST_FILE}", "mlxlm prepare")
+        content = read_bytes(path, _MAX_BYTES, DataError)
         fields = parse_json_object(content, str(path), DataError, "preparing the data again")
-        reader = _Fields(path, fields)
+        reader = _FieldReader(path, fields)
         if reader.get("version", int) != VERSION:
-            raise DataError(f"{path}: version {fields['version']} is not known", "preparing the data again")
+            raise DataError(f"{path}: version {fields['version']} is not {VERSION}", "preparing the data again")
         if reader.get("dtype", str) not in DTYPES:
             raise DataError(f"{path}: dtype '{fields['dtype']}' is not one of {', '.join(DTYPES)}")
         return cls(
             fingerprint=reader.get("fingerprint", str),
             vocab_size=reader.count("vocab_size"),
             dtype=fields["dtype"],
-            split=reader.get("split", str),
+            validation_split=reader.get("validation_split", str),
             num_conversations=reader.count("num_conversations"),
             sources=reader.get("sources", list),
-            parts=reader.parts(),
-            validation=reader.inner("validation").split(),
-            duplicates=reader.duplicates(),
-            skipped=reader.count("skipped") if "skipped" in fields else 0,
+            parts=_read_parts(reader),
+            validation=_read_split(reader.object("validation")),
+            dedup=_read_dedup(reader),
+            skipped=reader.count("skipped"),
         )
 
 
-def normalize_weights(weights: list[float]) -> list[float]:
-    """The weights divided by their sum. Raises ValueError where one of them is not a positive number, and for a share
-    below a thousandth, which is what rows are drawn by (`mlxlm.data.mixture`)."""
+def normalize_weights(weights: Sequence[float]) -> list[float]:
+    """Divide the weights by their sum.
+
+    Raises:
+        ValueError: A weight is not a positive number, or below a thousandth of the sum.
+    """
     for weight in weights:
         if not 0 < weight < math.inf:
             raise ValueError(f"a weight is {weight}, it must be a positive number")
-    found = [weight / math.fsum(weights) for weight in weights]
-    if found and min(found) < 1e-3:
-        raise ValueError(f"a weight is {min(weights)}, {min(found):.2g} of their sum: the least share is 0.001")
-    return found
+    shares = [weight / math.fsum(weights) for weight in weights]
+    if shares and min(shares) < MIN_WEIGHT:
+        share = f"{min(shares):.2g}"
+        raise ValueError(f"a weight is {min(weights)}, {share} of their sum: the smallest share is {MIN_WEIGHT}")
+    return shares
 
 
-class _Fields:
-    """Typed access to a JSON object that was written by nobody knows whom."""
+class _FieldReader:
+    """Typed access to an untrusted JSON object; errors name the file and the field."""
 
     def __init__(self, path: Path, fields: Any, prefix: str = ""):
         self._path = path
@@ -187,6 +217,9 @@ class _Fields:
             raise self.error(name, f"is missing or not {kind.__name__}")
         return value
 
+    def optional(self, name: str, kind: type) -> Any:
+        return None if self._fields.get(name) is None else self.get(name, kind)
+
     def count(self, name: str) -> int:
         if (value := self.get(name, int)) < 0:
             raise self.error(name, "is negative")
@@ -198,46 +231,54 @@ class _Fields:
             raise self.error(name, "is missing or not a positive number")
         return float(value)
 
-    def inner(self, name: str) -> _Fields:
-        return _Fields(self._path, self._fields.get(name), f"{self._prefix}{name}.")
+    def object(self, name: str) -> _FieldReader:
+        return _FieldReader(self._path, self._fields.get(name), f"{self._prefix}{name}.")
 
-    def rows(self, name: str) -> list[_Fields]:
+    def objects(self, name: str) -> list[_FieldReader]:
         rows = enumerate(self.get(name, list))
-        return [_Fields(self._path, row, f"{self._prefix}{name}[{i}].") for i, row in rows]
-
-    def parts(self) -> list[WeightedPart]:
-        rows = self.rows("parts")
-        try:
-            weights = normalize_weights([row.number("weight") for row in rows])
-        except ValueError as error:
-            raise self.error("parts", f"can't be weighted: {error}") from None
-        if not rows:
-            raise self.error("parts", "is empty")
-        return [
-            WeightedPart(row.get("name", str), weight, row.inner("train").split())
-            for row, weight in zip(rows, weights, strict=True)
-        ]
-
-    def duplicates(self) -> DedupStats | None:
-        if self._fields.get("duplicates") is None:
-            return None
-        found = self.inner("duplicates")
-        counts = (found.count(name) for name in ("documents", "exact", "near", "bytes"))
-        return DedupStats(found.number("threshold"), *counts)
-
-    def split(self) -> SplitInfo:
-        shards = [row.shard() for row in self.rows("shards")]
-        split = SplitInfo(self.count("tokens"), self.count("documents"), self.count("bytes"), shards)
-        if sum(shard.tokens for shard in shards) != split.tokens:
-            raise self.error("tokens", "is not the sum of the shards' tokens")
-        return split
-
-    def shard(self) -> Shard:
-        mask, index = (None if self._fields.get(n) is None else self.get(n, str) for n in ("mask", "index_sha256"))
-        shard = Shard(self.get("file", str), self.count("tokens"), self.get("sha256", str), mask, index)
-        if not shard.file or Path(shard.file).name != shard.file:
-            raise self.error("file", "is not a plain file name")
-        return shard
+        return [_FieldReader(self._path, row, f"{self._prefix}{name}[{i}].") for i, row in rows]
 
     def error(self, name: str, problem: str) -> DataError:
         return DataError(f"{self._path}: field '{self._prefix}{name}' {problem}", "preparing the data again")
+
+
+def _read_parts(reader: _FieldReader) -> list[TrainPart]:
+    rows = reader.objects("parts")
+    if not rows:
+        raise reader.error("parts", "is empty")
+    try:
+        weights = normalize_weights([row.number("weight") for row in rows])
+    except ValueError as error:
+        raise reader.error("parts", f"has bad weights: {error}") from None
+    return [
+        TrainPart(row.get("name", str), weight, _read_split(row.object("train")))
+        for row, weight in zip(rows, weights, strict=True)
+    ]
+
+
+def _read_dedup(reader: _FieldReader) -> DedupStats | None:
+    if reader.optional("dedup", dict) is None:
+        return None
+    stats = reader.object("dedup")
+    return DedupStats(stats.number("threshold"), *map(stats.count, ("documents", "exact", "near", "bytes")))
+
+
+def _read_split(reader: _FieldReader) -> SplitInfo:
+    shards = [_read_shard(row) for row in reader.objects("shards")]
+    split = SplitInfo(reader.count("tokens"), reader.count("documents"), reader.count("bytes"), shards)
+    if sum(shard.tokens for shard in shards) != split.tokens:
+        raise reader.error("tokens", "is not the sum of the shards' tokens")
+    return split
+
+
+def _read_shard(reader: _FieldReader) -> Shard:
+    shard = Shard(
+        file=reader.get("file", str),
+        tokens=reader.count("tokens"),
+        sha256=reader.get("sha256", str),
+        mask_sha256=reader.optional("mask_sha256", str),
+        index_sha256=reader.get("index_sha256", str),
+    )
+    if not shard.file or Path(shard.file).name != shard.file:
+        raise reader.error("file", "is not a plain file name")
+    return shard

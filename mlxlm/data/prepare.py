@@ -15,7 +15,7 @@ import numpy as np
 from mlxlm.data.bad_input import BadInput
 from mlxlm.data.dedup import DuplicateFilter
 from mlxlm.data.document_reader import DocumentReader
-from mlxlm.data.manifest import FILE, Manifest, WeightedPart
+from mlxlm.data.manifest import MANIFEST_FILE, Manifest, TrainPart
 from mlxlm.data.options import DataOptions, source_name
 from mlxlm.data.shards import ShardWriter
 from mlxlm.data.split import ValidationSplit, min_documents_to_split, validation_draws
@@ -137,7 +137,7 @@ class _Builder:
         self._dtype_name = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._dtype = np.dtype(self._dtype_name).newbyteorder("<")
         self._chat_documents = 0
-        self._parts: list[WeightedPart] = []
+        self._parts: list[TrainPart] = []
         self._splits: set[str] = set()
         self.validation = self._writer("validation", 0)
 
@@ -148,15 +148,15 @@ class _Builder:
         train = self._writer("train", sum(len(part.train.shards) for part in self._parts))
         if fraction is None:
             self.add(paths, train)
-            self._splits.add("given")
+            self._splits.add("files")
         elif self._encode is not None:
             self._encode_and_split(paths, train, fraction, seed)
-            self._splits.add("document")
+            self._splits.add("documents")
         else:
             split = ValidationSplit(lambda: self._read_before(paths), fraction, seed)
             self._tokenize_and_split(split, paths, train)
             self._splits.add(split.kind)
-        self._parts.append(WeightedPart(name, weight, train.finish()))
+        self._parts.append(TrainPart(name, weight, train.finish()))
         if not self._parts[-1].train.tokens:
             raise DataError(f"nothing of {name} is left to train on", "a source with more text")
 
@@ -216,15 +216,15 @@ class _Builder:
             fingerprint=self._tokenizer.fingerprint,
             vocab_size=self._tokenizer.vocab_size,
             dtype=self._dtype_name,
-            split=self._splits.pop() if len(self._splits) == 1 else "mixed",
+            validation_split=self._splits.pop() if len(self._splits) == 1 else "mixed",
             num_conversations=self._chat_documents,
             sources=sources,
             parts=self._parts,
             validation=self.validation.finish(),
-            duplicates=self._unique and self._unique.found,
+            dedup=self._unique and self._unique.found,
             skipped=self._bad.skipped,
         )
-        write_json(self._folder / FILE, result.to_dict())
+        write_json(self._folder / MANIFEST_FILE, result.to_dict())
         return result
 
     def _read(self, paths: Sequence[str | Path]) -> Iterator[Document]:

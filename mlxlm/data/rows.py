@@ -20,7 +20,7 @@ def json_documents(
     stream: IO[bytes], name: str, explicit: bool, text_column: str | None, on_bad: OnBad
 ) -> Iterator[Document]:
     """A document for each line of JSON; `explicit`: a stream without any is an error; `on_bad` is called with the error of
-    each line that has none, which is left out. See `documents` of data.sources."""
+    each line that has none, which is left out. See `read_documents` of data.sources."""
     empty = True
     offset = number = 0
     while line := stream.readline(MAX_ROW_BYTES + 1):

@@ -24,7 +24,7 @@ _COMPRESSIBLE = (".txt", ".md", ".jsonl")
 FOLDER_SUFFIXES = (*_COMPRESSIBLE, *TABLE_SUFFIXES)  # what is taken from a folder
 
 
-def documents(
+def read_documents(
     paths: Sequence[str | Path],
     *,
     stdin: IO[bytes] | None = None,
@@ -68,7 +68,7 @@ def documents(
                 yield from text_document(stream, name, lambda _: None, explicit, on_bad)
 
 
-def texts(
+def read_texts(
     paths: Sequence[str | Path],
     *,
     stdin: IO[bytes] | None = None,
@@ -76,8 +76,8 @@ def texts(
     text_column: str | None = None,
     on_bad: OnBad = raise_error,
 ) -> Iterator[str]:
-    """All text of `documents(...)` in pieces, contents of conversations included: for training tokenizers."""
-    for document in documents(paths, stdin=stdin, advance=advance, text_column=text_column, on_bad=on_bad):
+    """All text of `read_documents(...)` in pieces, contents of conversations included: for training tokenizers."""
+    for document in read_documents(paths, stdin=stdin, advance=advance, text_column=text_column, on_bad=on_bad):
         yield from document.pieces
         for _, content in document.messages or ():
             yield content
@@ -90,7 +90,7 @@ def unseekable_source(paths: Sequence[str | Path]) -> str | None:
 
 
 def total_bytes(paths: Sequence[str | Path]) -> int | None:
-    """The bytes on disk that `documents(paths)` will read; None where stdin is among them."""
+    """The bytes on disk that `read_documents(paths)` will read; None where stdin is among them."""
     files = [path for path, _ in _files(paths)]
     if STDIN in files:
         return None

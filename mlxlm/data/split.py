@@ -26,7 +26,7 @@ class ValidationSplit:
     read: gives all documents from the first. It is called once here, to see how many there are: few are read whole.
 
     Attributes:
-        kind: "document", or "tail" where a document may be cut.
+        kind: "documents", or "tail" where a document may be cut.
     """
 
     def __init__(self, read: Callable[[], Iterator[Document]], fraction: float, seed: int):
@@ -34,13 +34,13 @@ class ValidationSplit:
         few = min_documents_to_split(fraction)
         with closing(read()) as documents:
             self._sizes = [_bytes(document) for document in itertools.islice(documents, few)]
-        self.kind = "document" if len(self._sizes) == few else "tail"
+        self.kind = "documents" if len(self._sizes) == few else "tail"
         total = sum(self._sizes)
         self._cut = total - max(1, round(fraction * total))
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[bool, Document]]:
         """The same documents as `read` gives, each with whether it is held out; the one that is cut as two."""
-        if self.kind == "document":
+        if self.kind == "documents":
             yield from zip(validation_draws(self._fraction, self._seed), documents, strict=False)
             return
         start = 0

@@ -21,7 +21,7 @@ def table_documents(
     path: Path, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
 ) -> Iterator[Document]:
     """A document for each row; rows whose cell is null or empty are left out, and those that `on_bad` is told of. See
-    `documents` of data.sources.
+    `read_documents` of data.sources.
 
     One page of one column (parquet) or a batch of rows mapped into memory (arrow) is held at a time.
     """

@@ -22,7 +22,7 @@ class Evaluation:
         return perplexity(self.loss)
 
 
-def evaluate(
+def evaluate_dataset(
     model,
     data: TokenDataset,
     max_seq_length: int,
@@ -50,5 +50,5 @@ def evaluate(
     finally:
         model.train(training)
     loss = total / count
-    tokens = data.targets() if mask_prompt else len(data)
+    tokens = data.num_targets() if mask_prompt else len(data)
     return Evaluation(loss, loss / math.log(2) * tokens / data.bytes, int(count))

@@ -103,7 +103,7 @@ class MlxlmModel(TemplateLM):
             ids = self.tok_encode(text, add_special_tokens=False)
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
             pairs = [make_disjoint_window(window) for window in windows]
-            total = math.fsum(self._continuations.of(before, [after])[0].logprob for before, after in pairs)
+            total = math.fsum(self._continuations.score(before, [after])[0].logprob for before, after in pairs)
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
             found.append(total)
         return found
@@ -116,7 +116,7 @@ class MlxlmModel(TemplateLM):
         with tqdm(total=len(order), desc="loglikelihood", disable=disable_tqdm) as bar:
             for prompt, group in groupby(order, key=prompts.__getitem__):
                 places = list(group)
-                likelihoods = self._continuations.of(prompt, [requests[i][2] for i in places])
+                likelihoods = self._continuations.score(prompt, [requests[i][2] for i in places])
                 for i, likelihood in zip(places, likelihoods, strict=True):
                     found[i] = tuple(likelihood)
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])

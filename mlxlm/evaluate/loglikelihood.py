@@ -32,7 +32,7 @@ class LoglikelihoodScorer:
         self._loaded = lm
         self._context = Context(lm.model)
 
-    def of(self, prompt: Sequence[int], continuations: Sequence[Sequence[int]]) -> list[Loglikelihood]:
+    def score(self, prompt: Sequence[int], continuations: Sequence[Sequence[int]]) -> list[Loglikelihood]:
         """Of each of `continuations` behind `prompt`; all are ids, one or more, that fit into the model's context.
 
         Raises CheckpointError where the model's logits are not numbers.

@@ -95,7 +95,7 @@ def read_questions(path: Path | str, advance: Callable[[int], None] = lambda _: 
                 yield _question(parse_json_object(line, location, DataError, _EXAMPLE), number, location)
 
 
-def answer(lm: LoadedModel, questions: Iterable[Question]) -> Iterator[ChoiceResult]:
+def evaluate_multiple_choice(lm: LoadedModel, questions: Iterable[Question]) -> Iterator[ChoiceResult]:
     """What the model chooses, question by question; ties go to the first choice.
 
     A space comes between question and choice where neither has white space there. Both are encoded together, white
@@ -120,7 +120,7 @@ def _logprobs(lm: LoadedModel, continuations: LoglikelihoodScorer, question: Que
         prompts.setdefault(tuple(prompt), []).append(i)
     found = [0.0] * len(texts)
     for prompt, places in prompts.items():
-        likelihoods = continuations.of(prompt, [texts[i][1] for i in places])
+        likelihoods = continuations.score(prompt, [texts[i][1] for i in places])
         for i, likelihood in zip(places, likelihoods, strict=True):
             found[i] = likelihood.logprob
     return found

@@ -56,7 +56,7 @@ def count_corpus(
 
 def _text_bytes(path: str | Path, text_column: str | None, on_bad: OnBad) -> float:
     """UTF-8 bytes of a source's text: the bytes of its files, times those of text that the first of them hold each."""
-    from mlxlm.data import texts, total_bytes
+    from mlxlm.data import read_texts, total_bytes
 
     size = total_bytes([path])
     if not size:
@@ -69,7 +69,7 @@ def _text_bytes(path: str | Path, text_column: str | None, on_bad: OnBad) -> flo
         nonlocal read
         read += count
 
-    for piece in texts([path], advance=advance, text_column=text_column, on_bad=on_bad):
+    for piece in read_texts([path], advance=advance, text_column=text_column, on_bad=on_bad):
         text += len(piece.encode())
         if text >= _SAMPLE and read:
             break

@@ -143,7 +143,7 @@ def plan(
     training, serving: how it is trained and used. `changes`: fields of either, instead or beside (`batch_size=8`,
         `bits=4`). Unless said, training's dtype is float32 on a CPU and bfloat16 elsewhere.
     tokens: to train on (None: 20 for each parameter). data: text or prepared shards to say epochs of; text_column: of
-        tables and JSON lines, see `mlxlm.data.documents`.
+        tables and JSON lines, see `mlxlm.data.read_documents`.
     machine: a name of `mlxlm.plan.MACHINES`, a Machine, or "here", whose speed is measured.
     num_devices: such machines that train together: `batch_size` and `accumulate` are those of each, as in training, and
         each has all weights and states in memory.

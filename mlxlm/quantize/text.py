@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm.checkpoint.locations import RUN_FILE
-from mlxlm.data import Document, TokenDataset, documents
+from mlxlm.data import Document, TokenDataset, read_documents
 from mlxlm.data.builtin import python_reference
 from mlxlm.data.text import split_pieces
 from mlxlm.evaluate.windows import first_tokens
@@ -64,7 +64,7 @@ def text_of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> Calibra
 
 def _documents(path: Path | str) -> Iterator[str]:
     """The text of each document, an empty line between two."""
-    for count, document in enumerate(map(conversation_as_text, documents([path]))):
+    for count, document in enumerate(map(conversation_as_text, read_documents([path]))):
         if count:
             yield "\n\n"
         yield from document.pieces
@@ -90,7 +90,7 @@ def eval_text(
     """What to measure on: `file`, else the last tenth of the file calibrated on, else a run's validation data, or the
     fifth of Python's text that `calibration_text` leaves."""
     if file is not None:
-        return _measured(str(file), map(conversation_as_text, documents([file])), tokenizer)
+        return _measured(str(file), map(conversation_as_text, read_documents([file])), tokenizer)
     if calibrated_on is not None:
         return _cut(text_of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION), tokenizer)[1]
     if _is_run(root):

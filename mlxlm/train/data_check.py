@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mlxlm.data.verify import verify_shards
+from mlxlm.data.shards import verify_shards
 from mlxlm.train.distributed.process_group import ProcessGroup
 from mlxlm.utils.errors import DataError
 

@@ -12,7 +12,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx
 from mlxlm.data import Batch, TokenDataset, prefetch
-from mlxlm.evaluate import evaluate
+from mlxlm.evaluate import evaluate_dataset
 from mlxlm.model import Decoder
 from mlxlm.report.log_entries import entry_before_start
 from mlxlm.tokenizer import Tokenizer
@@ -304,7 +304,7 @@ class Trainer:
         """Measure the loss on validation data, with the EMA weights if there are any."""
         settings = self.settings
         with self.step.ema_weights():
-            result = evaluate(
+            result = evaluate_dataset(
                 self.model, self.validation_data, settings.max_seq_length, settings.batch_size, settings.eval_tokens,
                 document_mask=settings.document_mask, mask_prompt=settings.mask_prompt,
             )  # fmt: skip

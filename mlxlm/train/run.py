@@ -30,8 +30,7 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import check_file, write_hashed
 from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
-from mlxlm.data.manifest import FILE as MANIFEST
-from mlxlm.data.manifest import is_prepared
+from mlxlm.data.manifest import MANIFEST_FILE, is_prepared
 from mlxlm.families import config_from_hf, config_to_hf, load_config
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
@@ -300,7 +299,7 @@ def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: st
 
 def _digest(data: Path) -> str:
     """Return the SHA-256 of the manifest, which has the digests of the shards. Raises DataError without one."""
-    with os_errors_as(DataError, "read", data / MANIFEST):
+    with os_errors_as(DataError, "read", data / MANIFEST_FILE):
         if not is_prepared(data):
-            raise DataError(f"{data} is not a prepared dataset: it has no {MANIFEST}", "the folder that has it")
-        return hashlib.sha256((data / MANIFEST).read_bytes()).hexdigest()
+            raise DataError(f"{data} is not a prepared dataset: it has no {MANIFEST_FILE}", "the folder that has it")
+        return hashlib.sha256((data / MANIFEST_FILE).read_bytes()).hexdigest()

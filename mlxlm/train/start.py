@@ -91,9 +91,9 @@ def start_run(
     """Make the run `out` that trains `config` on `sources`, or the model that `mlxlm.train.auto_size` finds best for the
     `minutes` there are.
 
-    sources: what `mlxlm.data.documents` takes, or one folder made by `mlxlm.data.prepare`.
+    sources: what `mlxlm.data.read_documents` takes, or one folder made by `mlxlm.data.prepare`.
     weights: for each of the sources the share of the tokens to be drawn from it; None: each as long as it is.
-    text_column: of tables and JSON lines, see `mlxlm.data.documents`.
+    text_column: of tables and JSON lines, see `mlxlm.data.read_documents`.
     tokenizer: a folder or file; None takes the prepared data's, or trains one of `tokenizer_type` with `vocab_size`
         tokens (default: the configuration's, or as many as the text supports) on the sources, without what is held out
         for validation.

@@ -14,7 +14,7 @@ import numpy as np
 from mlxlm.backend.mlx import eval_arrays, mx
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
-from mlxlm.evaluate import evaluate
+from mlxlm.evaluate import evaluate_dataset
 from mlxlm.model import Decoder
 from mlxlm.train.deadline import num_validations
 from mlxlm.train.events import Forecast
@@ -92,7 +92,7 @@ def _validate(model: Decoder, held_out: TokenDataset, settings: TrainSettings) -
     """On one batch, as a run does."""
     length, rows = settings.max_seq_length, settings.batch_size
     masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
-    evaluate(model, held_out, length, rows, rows * length, **masks)
+    evaluate_dataset(model, held_out, length, rows, rows * length, **masks)
 
 
 def _forget() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import TrainBatches, validation_batches
-from mlxlm.data.dataset import WeightedPart
+from mlxlm.data.dataset import DatasetPart
 from mlxlm.data.permutation import permute
 from mlxlm.utils.errors import DataError
 
@@ -16,7 +16,7 @@ class Counting:
 
     def __init__(self, n):
         self._ids = np.arange(n, dtype=np.uint32)
-        self.parts = [WeightedPart("train", 1.0, self)]
+        self.parts = [DatasetPart("train", 1.0, self)]
 
     def __len__(self):
         return len(self._ids)

@@ -34,7 +34,7 @@ def test_prepare_files(byte_level, text, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0
     assert b"validation" in done.stdout and b"wrote" in done.stderr
-    assert TokenDataset.open(tmp_path / "out", "train").manifest.split == "given"
+    assert TokenDataset.open(tmp_path / "out", "train").manifest.validation_split == "files"
 
 
 def test_bad_input_stops_or_is_skipped(byte_level, text, tmp_path):

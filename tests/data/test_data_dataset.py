@@ -52,7 +52,7 @@ def test_shards_that_were_cut_or_lost(prepared):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version 1 is not known"),
+        ({"version": 1}, "version 1 is not 3"),
         ({"version": None}, "field 'version'"),
         ({"dtype": "float32"}, "dtype 'float32'"),
         ({"vocab_size": -1}, "field 'vocab_size' is negative"),
@@ -60,14 +60,14 @@ def test_shards_that_were_cut_or_lost(prepared):
         ({"fingerprint": 3}, "field 'fingerprint'"),
         ({"validation": []}, "validation is not a JSON object"),
         ({"parts": []}, "field 'parts' is empty"),
-        ({"parts": [{"name": "a", "weight": 0, "train": {}}]}, "field 'parts' can't be weighted: a weight is 0.0"),
+        ({"parts": [{"name": "a", "weight": 0, "train": {}}]}, "field 'parts' has bad weights: a weight is 0.0"),
         ({"parts": [{"name": "a", "weight": "1"}]}, r"field 'parts\[0\].weight' is missing or not a"),
         ({"validation": {"tokens": 1, "documents": 1, "bytes": 1, "shards": []}}, "'validation.tokens' is not the sum"),
         (
             {"validation": {"tokens": 1, "documents": 1, "bytes": 1, "shards": [{"file": "x", "tokens": 1}]}},
             r"field 'validation.shards\[0\].sha256' is missing",
         ),
-        ({"duplicates": {"documents": -1, "threshold": 0.8}}, "field 'duplicates.documents' is negative"),
+        ({"dedup": {"documents": -1, "threshold": 0.8}}, "field 'dedup.documents' is negative"),
     ],
 )
 def test_malformed_manifests_name_the_field(prepared, change, message):

@@ -113,7 +113,7 @@ def test_repetitions_to_the_byte_are_told_apart():
     text = "the river and the green water of the stone"
     kept, found = run([text, text, text.upper(), text + ".", "", "?", "?", "another text of some words here"], 0.99)
     assert kept == [text, "", "?", "another text of some words here"]
-    assert (found.documents, found.exact, found.near, found.share) == (8, 2, 2, 0.5)
+    assert (found.documents, found.exact, found.near, found.fraction) == (8, 2, 2, 0.5)
 
 
 def test_the_index_grows_without_losing_anything():
@@ -147,10 +147,10 @@ def test_prepare_leaves_them_out_and_says_so(byte_level, text, tmp_path):
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
     sources = [tmp_path / "a.jsonl", tmp_path / "c.jsonl"]
     manifest = prepare(DataOptions(sources, dedup=0.8, validation=[tmp_path / "b.jsonl"]), byte_level, tmp_path / "out")
-    found = manifest.duplicates
+    found = manifest.dedup
     assert (found.documents, found.exact, found.near, found.threshold) == (76, 13, 1, 0.8)
     assert manifest.train.documents == 61 and manifest.validation.documents == 1
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["duplicates"]["share"] == 14 / 76
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["dedup"]["fraction"] == 14 / 76
     assert TokenDataset.open(tmp_path / "out", "train").manifest == manifest
     again = prepare(DataOptions(sources, dedup=0.8, validation=[tmp_path / "b.jsonl"]), byte_level, tmp_path / "again")
     assert again == manifest

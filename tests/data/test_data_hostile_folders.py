@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mlxlm.data import DataOptions, documents, prepare, total_bytes
+from mlxlm.data import DataOptions, prepare, read_documents, total_bytes
 from mlxlm.data.dedup import DuplicateFilter
 from mlxlm.data.source_weights import parse_weighted_sources
 from mlxlm.data.text import Document
@@ -24,12 +24,12 @@ def _saved(folder, files):
 def test_a_missing_or_empty_file_of_a_saved_dataset_is_named(tmp_path):
     pytest.importorskip("pyarrow")
     folder = _saved(tmp_path / "saved", ["data-0.arrow"])
-    for read in (lambda: list(documents([folder])), lambda: total_bytes([folder])):
+    for read in (lambda: list(read_documents([folder])), lambda: total_bytes([folder])):
         with pytest.raises(DataError, match=r"data-0\.arrow"):
             read()
     (folder / "data-0.arrow").write_bytes(b"")
     with pytest.raises(DataError, match=r"data-0\.arrow"):
-        list(documents([folder]))
+        list(read_documents([folder]))
 
 
 @pytest.mark.parametrize("name", ["..", ".", ""])
@@ -39,21 +39,21 @@ def test_a_dataset_of_splits_stays_in_its_folder(tmp_path, name):
     (outer / "dataset_dict.json").write_text(json.dumps({"splits": ["inner"]}))
     (outer / "inner" / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
     with pytest.raises(DataError, match="saved dataset"):
-        list(documents([outer]))
+        list(read_documents([outer]))
     with pytest.raises(DataError, match="splits"):
-        list(documents([outer / "inner"]))
+        list(read_documents([outer / "inner"]))
 
 
 def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     os.mkfifo(tmp_path / "b.txt")
-    assert ["".join(d.pieces) for d in documents([tmp_path])] == ["text"]
+    assert ["".join(d.pieces) for d in read_documents([tmp_path])] == ["text"]
 
 
 def test_null_is_no_text_in_lines_as_in_tables(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": null}\n{"text": "a", "messages": null}\n{"text": null, "messages": null}\n')
-    assert ["".join(d.pieces) for d in documents([file])] == ["a"]
+    assert ["".join(d.pieces) for d in read_documents([file])] == ["a"]
 
 
 def _documents(texts):
@@ -85,5 +85,5 @@ def test_a_source_that_repeats_another_is_said_to(tmp_path, byte_level):
 
 
 def test_weights_that_rows_cannot_follow_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"least share is 0\.001"):
+    with pytest.raises(DataError, match=r"smallest share is 0\.001"):
         parse_weighted_sources(["a.txt=1e-9", "b.txt=1"])

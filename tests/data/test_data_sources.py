@@ -7,13 +7,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.data import BadInput, documents, texts, total_bytes
+from mlxlm.data import BadInput, read_documents, read_texts, total_bytes
 from mlxlm.data.text import PIECE_CHARS
 from mlxlm.utils.errors import DataError
 
 
 def read(*paths, **options):
-    return [(d.location, "".join(d.pieces), d.messages) for d in documents(paths, **options)]
+    return [(d.location, "".join(d.pieces), d.messages) for d in read_documents(paths, **options)]
 
 
 def write(path, content):
@@ -25,7 +25,7 @@ def write(path, content):
 def test_a_text_file_is_one_document_unchanged(tmp_path, text):
     content = "\r\n\t a\r\r\n" + text(30_000)
     path = write(tmp_path / "a.txt", content)
-    [(location, pieces, messages)] = [(d.location, list(d.pieces), d.messages) for d in documents([path])]
+    [(location, pieces, messages)] = [(d.location, list(d.pieces), d.messages) for d in read_documents([path])]
     assert "".join(pieces) == content
     assert location == str(path) and messages is None
     assert len(pieces) > 3 and max(map(len, pieces)) <= PIECE_CHARS
@@ -36,7 +36,7 @@ def test_a_text_file_is_one_document_unchanged(tmp_path, text):
 @pytest.mark.parametrize("unit", ["x", "x ", "  ", "\n", "漢", "word\n "])
 def test_texts_without_good_cuts_are_cut_anyway(tmp_path, unit):
     content = unit * (5 * PIECE_CHARS // len(unit) + 3)
-    [pieces] = [list(d.pieces) for d in documents([write(tmp_path / "a.txt", content)])]
+    [pieces] = [list(d.pieces) for d in read_documents([write(tmp_path / "a.txt", content)])]
     assert "".join(pieces) == content and max(map(len, pieces)) <= PIECE_CHARS
 
 
@@ -66,7 +66,7 @@ def test_json_lines(tmp_path):
         (f"{path}, line 3", "", [("user", "hi"), ("assistant", "")]),
         (f"{path}, line 7", "two\n\0", None),
     ]
-    assert list(texts([path])) == ["one", "hi", "", "two\n\0"]
+    assert list(read_texts([path])) == ["one", "hi", "", "two\n\0"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

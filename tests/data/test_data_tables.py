@@ -10,7 +10,7 @@ import pytest
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow (pip install 'mlxlm[data]')")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from mlxlm.data import DataOptions, TokenDataset, documents, prepare, texts, total_bytes  # noqa: E402
+from mlxlm.data import DataOptions, TokenDataset, prepare, read_documents, read_texts, total_bytes  # noqa: E402
 from mlxlm.utils.errors import DataError  # noqa: E402
 
 TEXTS = [f"river {i}\n" + "stone 東京 " * (i % 7) for i in range(200)]
@@ -18,7 +18,7 @@ CHAT = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "wa
 
 
 def read(*paths, **options):
-    return [("".join(d.pieces), d.messages) for d in documents(paths, **options)]
+    return [("".join(d.pieces), d.messages) for d in read_documents(paths, **options)]
 
 
 def write(path, columns, **options):
@@ -47,8 +47,8 @@ def test_a_document_for_each_row(tmp_path, name, options):
     seen = []
     assert read(path, advance=seen.append) == [(text, None) for text in [*TEXTS, "last"]]
     assert sum(seen) == path.stat().st_size == total_bytes([path]) and len(seen) > 2
-    assert "".join(texts([path])) == "".join(TEXTS) + "last"
-    location = [d.location for d in documents([path])]
+    assert "".join(read_texts([path])) == "".join(TEXTS) + "last"
+    location = [d.location for d in read_documents([path])]
     assert (location[0], location[-1]) == (f"{path}, row 1", f"{path}, row {len(cells)}")
 
 

@@ -48,7 +48,7 @@ def test_parts_have_shards_of_their_own(byte_level, text, tmp_path):
     paths = [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "sub" / "a.txt"]
     manifest = prepare(DataOptions(paths, weights=[2, 1, 1]), byte_level, tmp_path / "out", shard_tokens=1000)
     assert [(p.name, p.weight) for p in manifest.parts] == [("a.txt", 0.5), ("b.jsonl", 0.25), ("a.txt (2)", 0.25)]
-    assert manifest.split == "mixed"  # two are few documents, one is many
+    assert manifest.validation_split == "mixed"  # two are few documents, one is many
     names = [shard.file for part in manifest.parts for shard in part.train.shards]
     assert names == [f"train-{i:05d}.bin" for i in range(len(names))] and len(names) > 6
     data = TokenDataset.open(tmp_path / "out", "train")
@@ -69,7 +69,7 @@ def test_given_validation_and_weights(byte_level, tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"river {name}")
     paths, held = [tmp_path / "a.txt", tmp_path / "b.txt"], [tmp_path / "v.txt"]
     manifest = prepare(DataOptions(paths, weights=[1, 3], validation=held), byte_level, tmp_path / "out")
-    assert manifest.split == "given" and manifest.validation.documents == 1
+    assert manifest.validation_split == "files" and manifest.validation.documents == 1
     assert [part.train.documents for part in manifest.parts] == [1, 1]
     with pytest.raises(DataError, match="2 sources have 1 weights"):
         prepare(DataOptions(paths, weights=[1]), byte_level, tmp_path / "other")
@@ -123,7 +123,7 @@ def test_the_assistants_words_are_learned(byte_level, text, tmp_path, shard_toke
         for shard in getattr(manifest, split).shards:
             tokens = np.fromfile(tmp_path / "out" / shard.file, "<u2")
             mask = np.ones(len(tokens), np.uint8)
-            if shard.mask is not None:
+            if shard.mask_sha256 is not None:
                 mask = np.fromfile(tmp_path / "out" / shard.mask_file, np.uint8)
             else:
                 assert not (tmp_path / "out" / shard.mask_file).exists()
@@ -145,7 +145,7 @@ def test_the_assistants_words_are_learned(byte_level, text, tmp_path, shard_toke
 def test_text_has_no_masks(byte_level, text, tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": text(9, i)} for i in range(30)])
     manifest = prepare(DataOptions([tmp_path / "a.jsonl"]), byte_level, tmp_path / "out", shard_tokens=50)
-    assert all(shard.mask is None for shard in manifest.train.shards)
+    assert all(shard.mask_sha256 is None for shard in manifest.train.shards)
     assert not list((tmp_path / "out").glob("*.mask.bin"))
 
 
@@ -158,7 +158,7 @@ def test_masks_are_in_the_manifest_with_their_digest(byte_level, tmp_path):
     )
     for shard in manifest.train.shards:
         content = (tmp_path / "out" / shard.mask_file).read_bytes()
-        assert hashlib.sha256(content).hexdigest() == shard.mask and len(content) == shard.tokens
+        assert hashlib.sha256(content).hexdigest() == shard.mask_sha256 and len(content) == shard.tokens
 
 
 def test_the_commands(byte_level, text, tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import DataOptions, TokenDataset, TrainBatches, packing, prepare, validation_batches
-from mlxlm.data.dataset import DocumentStarts, WeightedPart
+from mlxlm.data.dataset import DatasetPart, DocumentStarts
 from mlxlm.data.mixture import BLOCK, Mixture
 from mlxlm.data.packing import BestFitPacking, first_fit_decreasing
 from mlxlm.utils.errors import DataError
@@ -27,7 +27,7 @@ class Documents:
         inside.append(self.first[self.first >= (ends[-2] if len(ends) > 1 else 0)])
         begins = [0, *ends[:-1]]
         self.starts = DocumentStarts([f - b for f, b in zip(inside, begins, strict=True)], ends)
-        self.parts = [WeightedPart("train", 1.0, self)]
+        self.parts = [DatasetPart("train", 1.0, self)]
 
     def __len__(self):
         return self.total
@@ -168,7 +168,7 @@ def test_documents_and_weights_of_a_batch(packing, lengths, seed):
             assert numbers[0] == 0 and (np.diff(numbers) == begins).all()
         plain = TrainBatches(data, 3, 20, seed, packing=packing).batch(index)
         assert np.array_equal(plain.tokens, tokens) and plain.segment_ids is None
-        assert (plain.weights is None) == (packing == "concatenate")
+        assert (plain.loss_weights is None) == (packing == "concatenate")
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
@@ -192,7 +192,7 @@ def test_ranks_share_the_batches_of_one(packing, num_processes):
 
 class Mixed:
     def __init__(self, *parts):
-        self.parts = [WeightedPart(f"part {i}", weight, data) for i, (weight, data) in enumerate(parts)]
+        self.parts = [DatasetPart(f"part {i}", weight, data) for i, (weight, data) in enumerate(parts)]
 
 
 @given(weights=st.lists(st.floats(1e-5, 1), min_size=1, max_size=6), seed=st.integers(0, 5), block=st.integers(0, 999))
@@ -259,7 +259,7 @@ def test_validation_of_answers_has_every_conversation_from_its_start(lengths, ro
         wanted[-1].append(number)
         room -= size
     batches = list(validation_batches(data, rows, length, document_mask=True, mask_prompt=True))
-    assert {(b.tokens.shape, b.segment_ids.shape, b.weights.shape) for b in batches} == {
+    assert {(b.tokens.shape, b.segment_ids.shape, b.loss_weights.shape) for b in batches} == {
         ((rows, length + 1), (rows, length), (rows, length))
     }
     found = [row for b in batches for row in zip(*b, strict=True)]
@@ -286,7 +286,7 @@ def test_rows_without_anything_to_learn_make_up_no_batch():
         with pytest.raises(DataError, match="no answers that begin in rows of 20 tokens .*a longer sequence length"):
             validation_batches(data, 2, 20, mask_prompt=True, **form)
     [batch] = validation_batches(data, 2, 29, mask_prompt=True)
-    assert batch.weights.sum() == 1 and batch.tokens[0, 0] == 40
+    assert batch.loss_weights.sum() == 1 and batch.tokens[0, 0] == 40
     with pytest.raises(DataError, match="batch 1 of the train data has nothing to be learned"):
         TrainBatches(data, 1, 20, 0, packing="best-fit", mask_prompt=True).batch(1)
 
@@ -355,7 +355,7 @@ def test_a_mask_of_another_size(tmp_path, byte_level):
     tokens, _, weights = TrainBatches(data, 1, 20, 0, mask_prompt=True).batch(0)
     end, user = (byte_level.special_tokens[f"<|{name}|>"] for name in ("end", "user"))
     assert 0 < weights.sum() < 20 and not weights[tokens[:, 1:] == user].any() and weights[tokens[:, 1:] == end].any()
-    assert data.targets() == data.loss_mask(0, len(data)).sum()
+    assert data.num_targets() == data.loss_mask(0, len(data)).sum()
     (tmp_path / "data/train-00000.mask.bin").write_bytes(b"\1")
     with pytest.raises(DataError, match="train-00000.mask.bin has 1 bytes"):
         TokenDataset.open(tmp_path / "data", "train").loss_mask(0, 1)

@@ -5,7 +5,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.data import DataOptions, TokenDataset, prepare
-from mlxlm.evaluate import evaluate
+from mlxlm.evaluate import evaluate_dataset
 from mlxlm.model import Decoder
 
 
@@ -15,7 +15,7 @@ def test_loss_is_the_mean_over_every_token_once(tmp_path, text_file, tiny_config
     data = TokenDataset.open(tmp_path / "data", "validation")
     model = Decoder(tiny_config)
     model.init_weights(0)
-    found = evaluate(model, data, 50, batch_size)
+    found = evaluate_dataset(model, data, 50, batch_size)
     tokens = data.slice(0, len(data)).astype(np.int64)
     total = 0.0
     for start in range(0, len(tokens) - 1, 50):
@@ -35,6 +35,6 @@ def test_a_part_is_spread_over_the_whole(tmp_path, text_file, tiny_config, tiny_
     model = Decoder(tiny_config)
     model.init_weights(0)
     model.train()
-    part = evaluate(model, data, 50, 4, max_tokens=1000)
+    part = evaluate_dataset(model, data, 50, 4, max_tokens=1000)
     assert part.tokens == 1000 and model.training
-    assert part.loss == pytest.approx(evaluate(model, data, 50, 4).loss, rel=0.02)
+    assert part.loss == pytest.approx(evaluate_dataset(model, data, 50, 4).loss, rel=0.02)

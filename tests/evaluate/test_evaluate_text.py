@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.data import documents
+from mlxlm.data import read_documents
 from mlxlm.evaluate import text as evaluate_text_module
 from mlxlm.evaluate import windows as windows_module
 from mlxlm.evaluate.text import TextLoss, evaluate_text
@@ -25,7 +25,7 @@ TEXT = "The quick brown fox jumps. Grüße, 世界!\nHow are you, lazy dog?\n" *
 
 
 def read(text):
-    return documents(["-"], stdin=io.BytesIO(text.encode()))
+    return read_documents(["-"], stdin=io.BytesIO(text.encode()))
 
 
 def one_by_one(logprobs, ids, context_length, stride):
@@ -72,7 +72,7 @@ def test_windows_cover_a_text_however_it_comes(sizes, context_length, share):
 def test_texts_of_all_lengths_side_by_side(lm, logprobs, tmp_path):
     rows = ["The", "quick brown " * 9, "a", "fox " * 30, "Grüße", "lazy dog. " * 50] * 3
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    found = evaluate_text(lm, documents([tmp_path / "a.jsonl"]), context_length=40, stride=13)
+    found = evaluate_text(lm, read_documents([tmp_path / "a.jsonl"]), context_length=40, stride=13)
     each = [one_by_one(logprobs, lm.tokenizer.encode(row), 40, 13) for row in rows]
     assert found.nats == pytest.approx(sum(each), rel=1e-5) and found.documents == 18
     assert found.characters == sum(map(len, rows))
@@ -189,7 +189,7 @@ def test_windows_that_cannot_work(lm, window, message):
 def test_texts_that_cannot_be_measured(lm, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     with pytest.raises(DataError, match="a.jsonl, line 1 is a conversation"):
-        evaluate_text(lm, documents([tmp_path / "a.jsonl"]))
+        evaluate_text(lm, read_documents([tmp_path / "a.jsonl"]))
     with pytest.raises(DataError, match="no token to predict"):
         evaluate_text(lm, iter(()))
 

@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from mlxlm.evaluate.lm_eval import MlxlmModel  # noqa: E402
-from mlxlm.evaluate.multiple_choice import Question, answer  # noqa: E402
+from mlxlm.evaluate.multiple_choice import Question, evaluate_multiple_choice  # noqa: E402
 from mlxlm.utils.errors import ConfigError  # noqa: E402
 
 SHOT = "The quick brown fox jumps over the lazy dog. "
@@ -106,7 +106,7 @@ def task(tmp_path, monkeypatch):
 def test_a_task_of_the_harness_agrees_with_our_choices(model, lm, task):
     manager = TaskManager(include_path=str(task), include_defaults=False)
     found = lm_eval.simple_evaluate(model, tasks=["tiny_choices"], task_manager=manager, bootstrap_iters=0)
-    ours = list(answer(lm, [Question(i, r["q"], r["choices"], r["gold"], "") for i, r in enumerate(ROWS)]))
+    ours = list(evaluate_multiple_choice(lm, [Question(i, r["q"], r["choices"], r["gold"], "") for i, r in enumerate(ROWS)]))
     scores = found["results"]["tiny_choices"]
     assert scores["acc,none"] == pytest.approx(sum(one.predicted == one.answer for one in ours) / 3)
     assert scores["acc_bytes,none"] == pytest.approx(sum(one.predicted_by_bytes == one.answer for one in ours) / 3)

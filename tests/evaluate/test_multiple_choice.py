@@ -11,7 +11,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.evaluate import loglikelihood as continuations_module
 from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
-from mlxlm.evaluate.multiple_choice import Accuracy, ChoiceResult, Question, answer, read_questions
+from mlxlm.evaluate.multiple_choice import Accuracy, ChoiceResult, Question, evaluate_multiple_choice, read_questions
 from mlxlm.utils.errors import CheckpointError, DataError
 
 SHOT = "The quick brown fox jumps over the lazy dog. "
@@ -39,7 +39,7 @@ def test_likelihoods_are_those_of_the_whole_text(lm, logprobs, supports_batching
     for prompt in prompts:
         likeliest = int(lm.model(mx.array([prompt]))[0, -1].argmax().item())
         rows = [[likeliest], [5, 6, 7], [260], list(range(30, 60))]
-        found = scorer.of(prompt, rows)
+        found = scorer.score(prompt, rows)
         for row, likelihood in zip(rows, found, strict=True):
             logs, best = logprobs([*prompt, *row])
             assert likelihood.logprob == pytest.approx(logs[-len(row) :].sum(), rel=1e-4, abs=2e-3)
@@ -60,14 +60,14 @@ def test_what_prompts_share_is_read_once(lm):
 
     few_shot = SHOT * 3
     questions = [question(f"{few_shot}{end}", ["you", "lazy"]) for end in ("How are", "Where are", "Who are")]
-    list(answer(replace(lm, model=Counting()), questions))
+    list(evaluate_multiple_choice(replace(lm, model=Counting()), questions))
     length = len(lm.tokenizer.encode(few_shot))
     assert length < sum(read) < length + 3 * 30
 
 
 def test_chosen_by_sum_and_by_byte(lm, logprobs):
     asked = question(SHOT + "How are", ["you", "you today? How are you today? How are you", " dog", "世"], 1)
-    [found] = answer(lm, [asked])
+    [found] = evaluate_multiple_choice(lm, [asked])
     expected = []
     for choice, between in zip(asked.choices, [" ", " ", "", " "], strict=True):
         ids = lm.tokenizer.encode(asked.question + between + choice)
@@ -89,10 +89,10 @@ def test_white_space_between_belongs_to_the_choice(lm, logprobs):
     assert together[: len(prompt)] == prompt
     expected = logprobs(together)[0][len(prompt) - 1 :].sum()
     for text, choice in (("The quick br ", "own fox"), ("The quick br", " own fox"), ("The quick br", "own fox")):
-        [found] = answer(lm, [question(text, [choice, "lazy"])])
+        [found] = evaluate_multiple_choice(lm, [question(text, [choice, "lazy"])])
         assert found.logprobs[0] == pytest.approx(expected, rel=1e-4)
     merged = lm.tokenizer.encode("The\n\tquick")
-    [found] = answer(lm, [question("The\n", ["\tquick", " x"])])
+    [found] = evaluate_multiple_choice(lm, [question("The\n", ["\tquick", " x"])])
     cut = len(lm.tokenizer.encode("The"))
     assert merged[:cut] == lm.tokenizer.encode("The")
     assert found.logprobs[0] == pytest.approx(logprobs(merged)[0][cut - 1 :].sum(), rel=1e-4)
@@ -136,7 +136,7 @@ def test_lines_that_are_no_questions_are_named(tmp_path, line, message):
 
 def test_questions_that_do_not_fit(lm):
     with pytest.raises(DataError, match="line 1: question and choice have .* context 128"):
-        list(answer(lm, [question(SHOT * 20, ["a", "b"])]))
+        list(evaluate_multiple_choice(lm, [question(SHOT * 20, ["a", "b"])]))
 
     class Broken:
         supports_batching = True
@@ -146,7 +146,7 @@ def test_questions_that_do_not_fit(lm):
             return lm.model(ids, cache=cache) * mx.nan
 
     with pytest.raises(CheckpointError, match="not numbers"):
-        list(answer(replace(lm, model=Broken()), [question("q", ["a", "b"])]))
+        list(evaluate_multiple_choice(replace(lm, model=Broken()), [question("q", ["a", "b"])]))
 
 
 def mlxlm(*arguments, stdin=b""):

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from mlxlm.data import DataOptions, TrainBatches, texts, training_texts
+from mlxlm.data import DataOptions, TrainBatches, read_texts, training_texts
 from mlxlm.experiments.sweep import prepare_shared_data
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
@@ -88,7 +88,7 @@ def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, ti
     settings = {**QUICK, "steps": 1, "seed": 1}
     run = start_run(tmp_path / "run", sources, tiny_config, vocab_size=300, settings=settings, **given)
     wanted = train_tokenizer(training_texts(DataOptions(sources, validation_fraction=0.2), seed=1), 300)
-    assert wanted.fingerprint != train_tokenizer(texts(sources), 300).fingerprint
+    assert wanted.fingerprint != train_tokenizer(read_texts(sources), 300).fingerprint
     assert load(run.path).fingerprint == shared.fingerprint == wanted.fingerprint
 
 

@@ -347,7 +347,7 @@ def test_the_last_good_checkpoint_is_one_before_the_rise(new_run, monkeypatch):
 
 def test_a_validation_that_is_not_finite_stops(new_run, monkeypatch):
     run = new_run("run")
-    monkeypatch.setattr("mlxlm.train.loop.evaluate", lambda *_, **__: Evaluation(float("nan"), float("nan"), 9))
+    monkeypatch.setattr("mlxlm.train.loop.evaluate_dataset", lambda *_, **__: Evaluation(float("nan"), float("nan"), 9))
     with pytest.raises(TrainingError, match="stopped at step 10: the validation loss is nan"):
         finish(run)
     assert run.checkpoints() == []
