@@ -101,7 +101,7 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
     from mlxlm.model import Decoder
     from mlxlm.quantize import quantize
     from mlxlm.tokenizer import train
-    from mlxlm.utils.files import write_json
+    from mlxlm.utils.json_files import write_json
 
     hidden, layers, heads, kv_heads, feed_forward = SIZES[size]
     config = ModelConfig(

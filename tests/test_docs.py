@@ -27,7 +27,7 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
 
     from mlxlm.backend.mlx import mx
     from mlxlm.model import Decoder
-    from mlxlm.utils.files import write_json
+    from mlxlm.utils.json_files import write_json
 
     folder = tmp_path_factory.mktemp("docs")
     model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=512))

@@ -22,7 +22,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx, nn, tree_flatten
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 # Embeddings that also are the output of a model without a head of its own, by the names that architectures give them.
 _TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embed_in", "embedding", "embeddings")

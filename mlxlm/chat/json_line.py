@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.tokenizer.tokenizer import check_unicode
-from mlxlm.utils.bounded_reads import parse_json_object
 from mlxlm.utils.errors import GenerationError, MlxlmError
+from mlxlm.utils.json_files import parse_json_object
 
 _ANY = object()
 

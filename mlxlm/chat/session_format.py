@@ -21,7 +21,7 @@ from mlxlm.chat.branches import MAIN_BRANCH, MAX_BRANCHES, Branches, Conversatio
 from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow
 from mlxlm.chat.json_line import JsonLine, describe_value
 from mlxlm.generation import FinishReason, GenerationOptions
-from mlxlm.utils.files import json_line
+from mlxlm.utils.json_files import json_line
 
 VERSION = 1
 _MARK = "mlxlm_chat"

@@ -15,7 +15,7 @@ from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf, resolve_model_type
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 # What a source's configuration says of its own files (of code among them, which doesn't come along), or of how it
 # positions and quantizes: the new one decides.

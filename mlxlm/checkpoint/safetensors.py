@@ -25,7 +25,7 @@ from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_objec
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.digests import HashingWriter
 from mlxlm.utils.errors import CheckpointError, os_errors_as, short_repr
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -70,7 +70,7 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
         if length > _MAX_HEADER:
             raise CheckpointError(f"{path}: a header of {length} bytes; {_MAX_HEADER} are more than any model has")
         raw = file.read(length)
-    header = json_object(raw, path, "safetensors header")
+    header = json_object(raw, f"{path}: the safetensors header")
     metadata = header.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata  # MLX writes null where it was given none
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError, os_errors_as
+from mlxlm.utils.json_files import parse_json_object
 
 _MAX_INDEX = 24_000_000  # bytes
 _MAX_VALUES = 250_000
@@ -36,7 +36,7 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTe
 
     Raises CheckpointError for a file outside the index's folder or not there, and for a tensor that isn't in its file.
     """
-    weight_map = json_object(read_bytes(index, _MAX_INDEX, CheckpointError), index, "index").get("weight_map")
+    weight_map = json_object(read_bytes(index, _MAX_INDEX, CheckpointError), str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} is malformed: weight_map is not an object of file names")
     listed = list(dict.fromkeys(weight_map.values()))
@@ -71,23 +71,8 @@ def _each(
         yield file, found
 
 
-def json_object(raw: bytes, path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in `raw`, without names twice, and with as many values as fit into little memory."""
+def json_object(raw: bytes, name: str) -> dict[str, Any]:
+    """The JSON object in `raw`, with no more values than fit in little memory."""
     if raw.count(b",") > _MAX_VALUES:
-        raise CheckpointError(f"{path}: a {what} of more than {_MAX_VALUES} values, more than any model has")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise ValueError(f"{twice} is there twice")
-        return found
-
-    try:
-        value = json.loads(raw, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: malformed {what} ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: malformed {what} (not an object)")
-    return value
+        raise CheckpointError(f"{name} has more than {_MAX_VALUES} values, more than any model has")
+    return parse_json_object(raw, name, CheckpointError)

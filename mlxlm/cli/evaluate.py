@@ -130,7 +130,8 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
     from mlxlm.evaluate.multiple_choice import Accuracy, evaluate_multiple_choice, read_questions
     from mlxlm.generation import load
     from mlxlm.utils.errors import DataError, os_errors_as
-    from mlxlm.utils.files import atomic_new_file, json_line
+    from mlxlm.utils.files import atomic_new_file
+    from mlxlm.utils.json_files import json_line
 
     with os_errors_as(DataError, "read", path):
         size = path.stat().st_size

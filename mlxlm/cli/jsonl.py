@@ -21,7 +21,7 @@ from mlxlm.generation.batching import BATCH_SIZE
 from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, EncodedPrompt, Messages, RequestReader, Sample
 from mlxlm.generation.jsonl.results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
-from mlxlm.utils.files import json_line
+from mlxlm.utils.json_files import json_line
 
 # Seconds to wait for more requests, so that a program that writes many fills the first batch.
 _GATHER_SECONDS = 0.02

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from mlxlm.chat.terminal.output import printable
 from mlxlm.utils.errors import one_line
-from mlxlm.utils.files import json_line
 from mlxlm.utils.formatting import human_bytes
+from mlxlm.utils.json_files import json_line
 
 
 class _StdoutConsole(Console):

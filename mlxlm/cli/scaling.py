@@ -174,7 +174,7 @@ def _report(grid: Grid, errors: list[str], compute_budget: str | None, predict: 
     """Fit the laws, make the predictions, write the files, and print the result."""
     from mlxlm.experiments.scaling_analysis import FILE, analyze, fit_warnings
     from mlxlm.experiments.scaling_plot import plot_scaling_law
-    from mlxlm.utils.files import write_json
+    from mlxlm.utils.json_files import write_json
 
     points = grid.points()
     analysis = analyze(points, grid.by_ratio)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlxlm.utils.bounded_reads import parse_json_object, read_bytes
+from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import DataError
+from mlxlm.utils.json_files import parse_json_object
 
 _LARGEST = 1 << 26  # bytes of state.json, which names the files of data
 _AGAIN = "dataset.flatten_indices().save_to_disk(...)"

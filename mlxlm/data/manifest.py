@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.utils.bounded_reads import parse_json_object, read_bytes
+from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import DataError
+from mlxlm.utils.json_files import parse_json_object
 
 VERSION = 3
 MANIFEST_FILE = "manifest.json"

@@ -23,7 +23,8 @@ from mlxlm.data.text import Advance, Document
 from mlxlm.data.tokenize import Chunk, tokenize
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError
-from mlxlm.utils.files import atomic_new_folder, write_json
+from mlxlm.utils.files import atomic_new_folder
+from mlxlm.utils.json_files import write_json
 
 Encode = Callable[[Document], Iterable[Chunk]]
 

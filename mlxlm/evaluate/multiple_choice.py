@@ -11,8 +11,9 @@ from typing import Any
 from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
 from mlxlm.generation.context import common_prefix_length
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.utils.bounded_reads import open_regular, parse_json_object
+from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import DataError
+from mlxlm.utils.json_files import parse_json_object
 
 _LONGEST = 1 << 24  # bytes of a line
 _EXAMPLE = '{"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1} on each line'

@@ -32,8 +32,8 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_duration, check_memory, no_phase, set_default_dtype, steps_for
 from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
-from mlxlm.utils.files import atomic_new_folder, write_json
-from mlxlm.utils.json_files import read_json
+from mlxlm.utils.files import atomic_new_folder
+from mlxlm.utils.json_files import read_json, write_json
 
 FILE = "comparison.json"
 PLOT_FILE = "comparison.png"

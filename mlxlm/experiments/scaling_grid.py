@@ -31,8 +31,8 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import Phase, check_memory, no_phase, prepared_source, set_default_dtype
 from mlxlm.train.time_budget import num_rows
 from mlxlm.utils.errors import ConfigError
-from mlxlm.utils.files import atomic_new_folder, write_json
-from mlxlm.utils.json_files import read_json
+from mlxlm.utils.files import atomic_new_folder
+from mlxlm.utils.json_files import read_json, write_json
 
 FILE = "grid.json"
 MINUTES = 30.0  # that a grid takes, unless said

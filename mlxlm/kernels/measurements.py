@@ -21,7 +21,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 from mlxlm.utils.resources import resource
 
 

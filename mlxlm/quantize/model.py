@@ -13,7 +13,8 @@ from mlxlm.quantize.job import BitTarget, Progress, QuantizationJob
 from mlxlm.quantize.quantization_plan import Format
 from mlxlm.quantize.report import QuantizationReport, draw
 from mlxlm.utils.errors import CheckpointError, ConfigError
-from mlxlm.utils.files import atomic_new_folder, check_not_exists, write_json
+from mlxlm.utils.files import atomic_new_folder, check_not_exists
+from mlxlm.utils.json_files import write_json
 
 REPORT_FILE, PLOT_FILE = "quantization.json", "quantization.png"
 _SCRATCH = ".scratch"

@@ -16,7 +16,8 @@ from typing import Any
 from mlxlm.report.log_entries import read_log_lines
 from mlxlm.train.events import Event, Step
 from mlxlm.utils.errors import CheckpointError, os_errors_as
-from mlxlm.utils.files import atomic_write, json_line
+from mlxlm.utils.files import atomic_write
+from mlxlm.utils.json_files import json_line
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN_AFTER = 1.0  # seconds, on a full disk

@@ -38,8 +38,8 @@ from mlxlm.train.step import TrainStep
 from mlxlm.train.train_state import TrainState
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, os_errors_as
-from mlxlm.utils.files import atomic_new_folder, commit_file, same_file, stage_copy, write_json
-from mlxlm.utils.json_files import read_json
+from mlxlm.utils.files import atomic_new_folder, commit_file, same_file, stage_copy
+from mlxlm.utils.json_files import read_json, write_json
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
 VERSION = 2  # of the format: before, best-fit packing cropped documents, so such a run continues with other rows

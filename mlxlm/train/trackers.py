@@ -25,8 +25,7 @@ from mlxlm.train.events import (
 )
 from mlxlm.train.run import Run
 from mlxlm.utils.errors import CheckpointError, PlatformError, one_line
-from mlxlm.utils.files import write_json
-from mlxlm.utils.json_files import read_json
+from mlxlm.utils.json_files import read_json, write_json
 
 _WANDB_FILE = "wandb.json"  # in the run's folder: which W&B run it is
 _WANDB_SECONDS = 30.0  # that the first connection may take

@@ -7,9 +7,7 @@ import fcntl
 import filecmp
 import glob
 import io
-import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,9 +17,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from mlxlm.utils.errors import CONTROLS, CheckpointError, MlxlmError, os_errors_as
-
-_ESCAPED = re.compile(f"[{CONTROLS}\ud800-\udfff]")  # lone surrogates: UTF-8 has none
+from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
 
 
 @contextmanager
@@ -239,18 +235,6 @@ def write_figure(path: Path, figure: Any, *, dpi: int = 120) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=dpi, format=path.suffix[1:].lower())
     write_bytes(path, picture.getvalue())
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write or replace a JSON file as a whole."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_bytes(path, text.encode("utf-8"))
-
-
-def json_line(value: Any) -> bytes:
-    """`value` as one line of JSON in UTF-8, with its line end: for a file, a pipe or a terminal."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode("utf-8") + b"\n"
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -10,7 +10,7 @@ from mlxlm.cli.main import _run
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 
 @pytest.fixture(autouse=True)

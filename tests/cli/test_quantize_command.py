@@ -13,7 +13,7 @@ from mlxlm.config.quantization import MODES
 from mlxlm.convert.reference_backends import BackendUnavailable
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 
 @pytest.fixture(scope="module")

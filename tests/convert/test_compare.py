@@ -14,7 +14,7 @@ from mlxlm.convert.tensor_diff import tensor_diff
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 
 def checkpoint(model: Decoder, name: str, **replaced) -> Checkpoint:

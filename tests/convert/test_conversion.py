@@ -20,7 +20,7 @@ from mlxlm.model import Decoder
 from mlxlm.quantize import quantize
 from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 from tests.paths import SHARED
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -17,7 +17,7 @@ from mlxlm.convert.verify import verify
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, TokenizerError
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 START, COUNT = 4, 12
 

@@ -57,7 +57,7 @@ def test_two_rows_in_each_others_place_are_named(model):
 
 def test_a_writer_that_swaps_two_rows_leaves_nothing(model, tmp_path, tiny_tokenizer, monkeypatch):
     from mlxlm.checkpoint import save_weights
-    from mlxlm.utils.files import write_json
+    from mlxlm.utils.json_files import write_json
 
     source = tmp_path / "source"
     source.mkdir()

@@ -14,7 +14,7 @@ from mlxlm.plan.model_sizes import model_family, nearest_model, parse_size, voca
 from mlxlm.plan.scaling_law import CHINCHILLA_LAW as CHINCHILLA
 from mlxlm.plan.scaling_law import PowerLaw, ScalingLaw, effective_amount
 from mlxlm.utils.errors import ConfigError, DataError
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 
 def grid(law, sizes=(1e5, 1e7), lengths=(1e7, 1e9), count=4, noise=0.0, seed=0):

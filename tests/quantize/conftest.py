@@ -12,7 +12,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.convert.reference_backends import BackendUnavailable
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
-from mlxlm.utils.files import write_json
+from mlxlm.utils.json_files import write_json
 
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -18,8 +18,8 @@ from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.stream_generate import encode_prompt
 from mlxlm.tokenizer.tokenizer import check_unicode
-from mlxlm.utils.bounded_reads import parse_json_object
 from mlxlm.utils.errors import GenerationError, MlxlmError
+from mlxlm.utils.json_files import parse_json_object
 
 MAX_LINE_BYTES = 64 * 2**20  # bytes: far above any context, far below what memory holds
 

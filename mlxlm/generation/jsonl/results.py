@@ -20,9 +20,9 @@ from mlxlm.generation.jsonl.requests import BadRequest, Id, Sample
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.generation.result import GenerationResult
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.utils.bounded_reads import parse_json_object
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.files import atomic_write
+from mlxlm.utils.json_files import parse_json_object
 
 _BEGINNING = b'{"id": '  # of every line here
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlxlm.generation.jsonl import results as jsonl_results
 from mlxlm.generation.jsonl.results import ResultFile
 from mlxlm.utils.errors import GenerationError
-from mlxlm.utils.files import json_line
+from mlxlm.utils.json_files import json_line
 
 
 def line(id, sample=None, **fields):
@@ -208,7 +208,7 @@ def test_killed_at_any_instant(out):
     """A writer that dies by SIGKILL leaves a file that the next one continues."""
     script = (
         "import os, signal, sys\n"
-        "from mlxlm.utils.files import json_line\nfrom mlxlm.generation.jsonl.results import ResultFile\n"
+        "from mlxlm.utils.json_files import json_line\nfrom mlxlm.generation.jsonl.results import ResultFile\n"
         "file = ResultFile(sys.argv[1])\n"
         "for n in range(100): file.write(json_line({'id': n, 'request': '0', 'text': 'x' * n}))\n"
         "os.write(file._descriptors[-1], b'{\"id\": 10')\n"
