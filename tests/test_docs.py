@@ -1,5 +1,7 @@
-"""Every example of docs/ runs as it stands there, on a tiny model."""
+"""The examples of docs/ run on a tiny model, and README.md and docs/ name only commands, options and modules that exist."""
 
+import ast
+import importlib
 import os
 import re
 import shutil
@@ -11,11 +13,13 @@ from typing import get_args
 
 import pytest
 
-from mlxlm.cli.main import COMMANDS
+from mlxlm.cli.main import COMMANDS, app
 from mlxlm.families import config_to_hf
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+OTHER_PROGRAMS = {"--backend", "--over"}  # options of mlx.launch and mlx.distributed_config
 TOOLS = ("jq", "xargs")
 _BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -57,7 +61,7 @@ def run(folder, command):
 def test_every_example_runs(folder, page):
     blocks = _BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     assert blocks
-    left_out = set()
+    skipped = set()
     for language, name, content in blocks:
         if name:
             (folder / name).write_text(content, encoding="utf-8")
@@ -66,30 +70,57 @@ def test_every_example_runs(folder, page):
         else:
             assert language == "sh"
             missing = {tool for tool in TOOLS if re.search(rf"\b{tool}\b", content) and not shutil.which(tool)}
-            left_out |= missing
+            skipped |= missing
             if not missing:
                 run(folder, ["bash", "-euo", "pipefail", "-c", content])
-    if left_out:
-        pytest.skip(f"all but the examples with {', '.join(left_out)}, which this machine lacks")
+    if skipped:
+        pytest.skip(f"the examples with {', '.join(skipped)}, which are not installed")
 
 
-def test_every_field_of_the_log_is_in_its_table():
+def test_every_event_field_is_documented():
     from mlxlm.train.events import Event
 
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", (DOCS / "runs.md").read_text(encoding="utf-8"), re.MULTILINE)
-    told = {name: text for names, text in rows for name in re.findall(r"`(\w+)`", names)}
+    documented = {name: text for names, text in rows for name in re.findall(r"`(\w+)`", names)}
     for event in get_args(Event):
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", event.__name__).lower()
-        lacking = [f.name for f in fields(event) if f.name not in ("step", "path") and f"`{f.name}`" not in told[name]]
-        assert not lacking, f"{name}: {lacking}"
+        names = [f.name for f in fields(event) if f.name not in ("step", "path")]
+        missing = [field for field in names if f"`{field}`" not in documented[name]]
+        assert not missing, f"{name}: {missing}"
 
 
-def test_every_option_of_the_page_is_one_of_the_command():
-    from mlxlm.cli.generate import generate
+def options_of(name):
+    """The options of a command and its subcommands, by all their names."""
+    command = app.get_command(None, name)
+    commands = [command, *getattr(command, "commands", {}).values()]
+    return {
+        option for one in commands for parameter in one.params for option in parameter.opts + parameter.secondary_opts
+    }
 
-    options = {name for parameter in generate.params for name in parameter.opts}
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_command_and_option_exists(page):
+    text = page.read_text(encoding="utf-8")
+    all_options = set().union(*map(options_of, COMMANDS), OTHER_PROGRAMS, {"--help"})
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)) <= all_options
+    code = re.findall(r"^```sh\n(.*?)^```$|^    ([^\n]*)$", text, re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    for part in [*map("".join, code), *inline]:
+        for name, arguments in re.findall(r"(?:^|[|(] |-- |do )mlxlm\s+([a-z][a-z-]+)([^#|\n]*)", part, re.MULTILINE):
+            assert name in COMMANDS, part
+            assert set(re.findall(r"(?<= )--?[a-z][a-z-]*", arguments)) <= options_of(name), part
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_imported_name_exists(page):
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def test_every_option_of_generate_is_documented():
     text = (DOCS / "scripting.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--no-chat", "--out"}  # those of quickstart
-    assert named <= options
-    assert {name for name in options if name.startswith("--")} - named - {"--debug"} == {"--verbose"}
-    assert set(re.findall(r"\bmlxlm ([a-z]+)\b", text)) <= set(COMMANDS)
+    documented = set(re.findall(r"--[a-z][a-z-]+", text))
+    assert {name for name in options_of("generate") if name.startswith("--")} - documented == {"--verbose", "--debug"}

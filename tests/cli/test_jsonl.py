@@ -150,10 +150,10 @@ def test_resuming_redoes_what_failed_and_what_is_missing(run, requests, tmp_path
     with out.open("ab") as file:
         file.write(b'{"id": "r4", "te')
     code, printed, err = run("--jsonl", requests(*SEVERAL, BAD), "--resume", out, "-v")
-    assert (code, printed) == (1, b"") and "5 results, 1 of them failed, 3 were done before" in err
+    assert (code, printed) == (1, b"") and "5 results, 1 failed, 3 skipped" in err
     mended = {"id": "bad", "prompt": "x"}
     code, _, err = run("--jsonl", requests(*SEVERAL, mended), "--resume", out, "-v")
-    assert code == 0 and "1 result, 7 were done before" in err
+    assert code == 0 and "1 result, 7 skipped" in err
     assert out.read_bytes().startswith(b"".join(line + b"\n" for line in first.splitlines() if b"error" not in line))
     assert sorted(value["id"] for value in parsed(out.read_bytes())) == ["bad", *(f"r{n}" for n in range(7))]
 
