@@ -30,7 +30,7 @@ def one(preset: str, batch: int, length: int, seconds: float, text: str) -> dict
     from mlxlm.families import load_preset
     from mlxlm.plan import Training, training_memory
     from mlxlm.tokenizer import load
-    from mlxlm.train import Finished, probe, start_run, train
+    from mlxlm.train import Finished, TokenizerOptions, probe, start_run, train
 
     config = load_preset(preset)
     # A shorter text supports no larger vocabulary; the embedding is then smaller than the preset's.
@@ -38,7 +38,7 @@ def one(preset: str, batch: int, length: int, seconds: float, text: str) -> dict
     with tempfile.TemporaryDirectory() as folder:
         settings = {**shape, "steps": 1, "eval_every": 0}
         vocab = min(config.vocab_size, 4096)
-        draft = start_run(Path(folder, "draft"), [text], config, vocab_size=vocab, settings=settings)
+        draft = start_run(Path(folder, "draft"), [text], config, tokenizer=TokenizerOptions(vocab_size=vocab), settings=settings)
         held_out = TokenDataset.open(draft.data, "validation")
         found = probe(draft.config, draft.settings, held_out)
         steps = max(5, round(seconds / found.step))

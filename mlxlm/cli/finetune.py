@@ -101,8 +101,8 @@ def _new_run(
 ) -> Run:
     from mlxlm.chat.sft_encoder import SFTEncoder
     from mlxlm.cli.training import phase
-    from mlxlm.data import Manifest
-    from mlxlm.train import open_base_model, start_finetune
+    from mlxlm.data import DataOptions, Manifest
+    from mlxlm.train import Budget, open_base_model, start_finetune
 
     if model is None or not data or out is None:
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
@@ -115,16 +115,20 @@ def _new_run(
         base,
         tokenizer,
         SFTEncoder(tokenizer, base.config.eos_ids | {tokenizer.eos_id}, options["chat_template"]),
-        data,
-        validation=options["validation"],
-        epochs=options["epochs"],
-        minutes=options["minutes"],
-        duty_cycle=duty_cycle,
-        start_time=command_start_time(),
+        DataOptions(
+            data,
+            validation=options["validation"],
+            stdin=sys.stdin.buffer,
+            **given_values({name: options[name] for name in ("validation_fraction", "on_bad_input")}),
+        ),
+        budget=Budget(
+            epochs=options["epochs"],
+            minutes=options["minutes"],
+            duty_cycle=duty_cycle,
+            start_time=command_start_time(),
+        ),
         settings=given_settings(options),
-        stdin=sys.stdin.buffer,
         phase=phase,
-        **given_values({name: options[name] for name in ("validation_fraction", "on_bad_input")}),
     )
     print_skipped(Manifest.read(run.data).skipped)
     return run

@@ -207,7 +207,7 @@ def _probe(plan: Plan) -> Plan:
     """Add the measured time and memory of three training steps."""
     from mlxlm.cli.training import phase
     from mlxlm.train import TrainSettings, probe
-    from mlxlm.train.start import check_memory
+    from mlxlm.train.memory_limits import check_memory
     from mlxlm.train.step_benchmark import BENCHMARK_LABEL
 
     settings = TrainSettings.provisional({name: getattr(plan.training, name) for name in _TRAINING})

@@ -138,10 +138,10 @@ def _new_run(
     data: tuple[str, ...], out: Path | None, options: dict[str, Any], num_processes: int, duty_cycle: float
 ) -> Run:
     from mlxlm.cli.training import phase
-    from mlxlm.data import Manifest, parse_weighted_sources
+    from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
     from mlxlm.families import load_config, load_preset
-    from mlxlm.train import start_run
-    from mlxlm.train.start import check_duration
+    from mlxlm.train import Budget, TokenizerOptions, start_run
+    from mlxlm.train.budget import check_duration
 
     if not data or out is None:
         raise click.UsageError("give DATA and --out RUN, or --resume RUN")
@@ -163,24 +163,23 @@ def _new_run(
     given = {name: options[name] for name in ("validation_fraction", "on_bad_input") if options[name] is not None}
     run = start_run(
         out,
-        data,
+        DataOptions(
+            data, weights, options["validation"], text_column=options["text_column"], stdin=sys.stdin.buffer, **given
+        ),
         config,
-        weights=weights,
-        text_column=options["text_column"],
-        tokenizer=options["tokenizer"],
-        tokenizer_type=options["tokenizer_type"] or "byte-level",
-        vocab_size=options["vocab_size"],
-        validation=options["validation"],
-        minutes=minutes,
-        duty_cycle=duty_cycle,
-        start_time=command_start_time(),
-        scaling_law=_read_law(options["scaling_law"]),
-        tokens=options["tokens"],
+        tokenizer=TokenizerOptions(
+            options["tokenizer"], options["tokenizer_type"] or "byte-level", options["vocab_size"]
+        ),
+        budget=Budget(
+            tokens=options["tokens"],
+            minutes=minutes,
+            duty_cycle=duty_cycle,
+            start_time=command_start_time(),
+            num_processes=num_processes,
+            scaling_law=_read_law(options["scaling_law"]),
+        ),
         settings=settings,
-        num_processes=num_processes,
-        stdin=sys.stdin.buffer,
         phase=phase,
-        **given,
     )
     print_skipped(Manifest.read(run.data).skipped)
     return run

@@ -89,7 +89,7 @@ def _new_run(data: tuple[str, ...], out: Path, minutes: float, on_bad_input: str
     from mlxlm.data.builtin import write_python_reference
     from mlxlm.families import load_preset
     from mlxlm.train import start_run
-    from mlxlm.train.start import TooFewTokensError
+    from mlxlm.train.run_data import TooFewTokensError
 
     config = load_preset(PRESET, vocab_size=_vocab_size(data, on_bad_input))
     with tempfile.TemporaryDirectory() as folder:

@@ -27,9 +27,12 @@ from mlxlm.experiments.sweep import (
 from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.report import read_run
 from mlxlm.tokenizer import Tokenizer, load
+from mlxlm.train.budget import check_duration
+from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
+from mlxlm.train.run_data import Phase, no_phase
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import Phase, check_duration, check_memory, no_phase, set_default_dtype, steps_for
+from mlxlm.train.start import set_default_dtype, steps_for
 from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder

@@ -26,10 +26,12 @@ from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
 from mlxlm.report import read_run
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size, nearest_models
+from mlxlm.train.budget import num_rows
+from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
+from mlxlm.train.run_data import Phase, no_phase, prepared_source
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import Phase, check_memory, no_phase, prepared_source, set_default_dtype
-from mlxlm.train.time_budget import num_rows
+from mlxlm.train.start import set_default_dtype
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.json_files import read_json, write_json

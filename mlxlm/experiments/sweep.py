@@ -12,11 +12,21 @@ from typing import Any
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 from mlxlm.config import ModelConfig
-from mlxlm.data import DataOptions, Manifest, prepare, total_bytes
+from mlxlm.data import DataOptions, Manifest
 from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.run import Run
-from mlxlm.train.start import Phase, check_tokenizer, get_tokenizer, no_phase, prepared_source, start_run
+from mlxlm.train.run_data import (
+    Phase,
+    TokenizerOptions,
+    check_tokenizer,
+    existing_tokenizer,
+    no_phase,
+    prepare_shards,
+    prepared_source,
+    train_tokenizer,
+)
+from mlxlm.train.start import start_run
 from mlxlm.utils.errors import ConfigError, DataError
 
 
@@ -68,13 +78,12 @@ def prepare_shared_data(
         validation_fraction=validation_fraction,
         on_bad_input=on_bad_input,
     )
-    loaded_tokenizer = get_tokenizer(prepared or data, tokenizer, tokenizer_type, vocab_size, seed, phase, exact)
+    options = TokenizerOptions(tokenizer, tokenizer_type, vocab_size if exact else None)
+    loaded_tokenizer = existing_tokenizer(options, prepared) or train_tokenizer(data, options, vocab_size, seed, phase)
     if prepared:
         check_tokenizer(Manifest.read(prepared), loaded_tokenizer, prepared)
         return loaded_tokenizer, prepared.resolve()
-    with phase("preparing tokens", total_bytes([*sources, *validation])) as advance:
-        prepare(data, loaded_tokenizer, folder / "data", seed=seed, progress=advance)
-    return loaded_tokenizer, folder / "data"
+    return loaded_tokenizer, prepare_shards(data, loaded_tokenizer, folder / "data", seed, phase)
 
 
 def relative_data_path(data: Path, folder: Path) -> str:

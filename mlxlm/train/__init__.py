@@ -1,5 +1,6 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
+from mlxlm.train.budget import Budget
 from mlxlm.train.distributed.heartbeat import RankLostError
 from mlxlm.train.distributed.process_group import ProcessGroup
 from mlxlm.train.distributed.worker import run_worker
@@ -25,6 +26,7 @@ from mlxlm.train.loop import train
 from mlxlm.train.plot import plot_losses
 from mlxlm.train.repeat import repeat_run
 from mlxlm.train.run import Run
+from mlxlm.train.run_data import TokenizerOptions
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import start_run
 from mlxlm.train.step_benchmark import Probe, probe
@@ -32,6 +34,8 @@ from mlxlm.train.throttle import PowerPolicy
 from mlxlm.train.trackers import check_trackers
 
 __all__ = [
+    "Budget",
+    "TokenizerOptions",
     "Event",
     "Finished",
     "Forecast",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,10 +24,10 @@ from mlxlm.plan.corpus import count_corpus
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.plan.model_sizes import model_family, nearest_model, vocab_size_for
 from mlxlm.plan.scaling_law import CHINCHILLA_LAW, FLOPS_PER_PARAM_TOKEN, ScalingLaw
+from mlxlm.train.budget import TRAINING_FRACTION, batch_settings
 from mlxlm.train.events import ModelSizeChosen
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step_benchmark import probe
-from mlxlm.train.time_budget import TRAINING_FRACTION, batch_settings
 from mlxlm.utils.errors import ConfigError
 
 _UTILISATION = 0.3  # of the speed of large products, which small models reach; a first guess, which probes correct
@@ -87,7 +87,7 @@ def auto_size(
         provisional = TrainSettings.provisional(values)
         tokens = expected / config.flops_per_token(provisional.max_seq_length // 2, training=True)
         found = TrainSettings.provisional(batch_settings(config, tokens, values))
-        return replace(found, grad_accumulation_steps=found.grad_accumulation_steps // num_processes)
+        return found.per_process(num_processes)
 
     fitting = [c for c in model_family(vocab_size) if training_memory(c, Training.of(usual(c))).total <= there]
     if not fitting:

@@ -1,4 +1,4 @@
-"""From a model and a person's conversations to a run that tunes it: all its parameters, on what it has to say."""
+"""From a model and conversations to a run that fine-tunes all its parameters on the assistant's messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,91 +19,98 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, DataOptions, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.train.events import Conversations
+from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token, time_limit_settings
+from mlxlm.train.events import Conversations, Forecast
 from mlxlm.train.log import RunLog
+from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
+from mlxlm.train.run_data import Phase, no_phase
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import Phase, check_duration, check_memory, no_phase, set_default_dtype, time_left
+from mlxlm.train.start import merge_budget
 from mlxlm.train.step import TrainStep
-from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, Probe, probe
-from mlxlm.train.time_budget import MEASURING_LABEL, seconds_per_token, validation_settings
+from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, probe
 from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
 
-DEFAULT_EPOCHS = (
-    3.0  # as for Alpaca; the chats of Llama 2 had 2. The checkpoint that validates best is what a chat loads
-)
-DEFAULT_SEQ_LENGTH = 512  # tokens of a row
-_STEPS_PER_EPOCH = 8  # least: fewer and larger steps learn little from few conversations
-_LEAST_STEPS = 200  # in a given time, where one row a step allows them
-# Of the peak rate of pretraining: 2.5e-5 for 7B parameters, where Alpaca and Llama 2's chats took 2e-5. A model of
-# 0.3M came to 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after forgetting 0.12 first.
-_RATE = 0.2
-
-FINETUNE_SETTINGS = {"packing": "best-fit", "document_mask": True, "mask_prompt": True}  # of every tuning run
+DEFAULT_EPOCHS = 3.0  # as for Alpaca; the chat models of Llama 2 had 2. The best checkpoint is the one to chat with
+DEFAULT_SEQ_LENGTH = 512
+FINETUNE_SETTINGS = {"packing": "best-fit", "document_mask": True, "mask_prompt": True}  # of every fine-tuning run
+_MIN_STEPS_PER_EPOCH = 8  # fewer and larger steps learn little from few conversations
+_MIN_STEPS = 200  # with a time limit, if a batch size of one row allows them
+# Fraction of the peak rate of pretraining: 2.5e-5 for 7B parameters, where Alpaca and the chat models of Llama 2 had
+# 2e-5. A model of 0.3M reached 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after forgetting
+# 0.12 first.
+_LR_FRACTION = 0.2
 
 
 class ConversationEncoder(Protocol):
-    """A form of conversation.
+    """Encodes conversations by a chat template.
 
-    chat_template: the jinja template that a chat with the model will use.
-    eos_token_ids: the tokens that end an answer.
+    Attributes:
+        chat_template: The jinja template with which to chat with the model.
+        eos_token_ids: The tokens that end an answer.
     """
 
     chat_template: str
     eos_token_ids: frozenset[int]
 
     def __call__(self, document: Document, room: int) -> Iterable[Chunk]:
-        """The tokens of a conversation, in pieces of at most `room` where it can be cut, and which are learned."""
+        """Return the tokens of a conversation with a loss mask, in chunks of at most `room` if it can be split."""
         ...
 
 
-class _Encoder:
-    """`turns` for `prepare`, as documents that fit a row of `length` targets.
+class RowEncoder:
+    """Encodes conversations for `prepare`, as documents that fit into rows of `length` targets.
 
-    An exchange that is longer becomes several documents: each goes on where the answers of the one before ended, after
-    as many tokens of context as half a row has. So every token of an answer is learned, in exactly one of them.
+    A question with its answer that is longer than a row becomes several documents. Each begins with as many tokens of
+    context as half a row has, and continues where the answers of the one before ended. So every token of an answer is
+    learned, in exactly one of them.
 
     Attributes:
-        conversations, pieces: how many came, and how many documents were made of them.
-        split, cut: of the conversations, those that became several documents between turns only, and those with an
-            exchange that is longer than a row.
-        needed: the sequence length that the longest exchange would take.
+        conversations: Number of conversations.
+        pieces: Number of documents made of them.
+        split: Conversations that became several documents between turns only.
+        cut: Conversations that have a question with an answer which is longer than a row.
+        needed_length: The sequence length that the longest question with its answer needs.
     """
 
-    def __init__(self, turns: ConversationEncoder, length: int):
-        self._turns, self._room = turns, length + 1
-        self.conversations = self.pieces = self.split = self.cut = self.needed = 0
+    def __init__(self, encoder: ConversationEncoder, length: int):
+        self._encoder, self._room = encoder, length + 1
+        self.conversations = self.pieces = self.split = self.cut = self.needed_length = 0
 
     def __call__(self, document: Document) -> list[Chunk]:
-        exchanges = list(self._turns(document, self._room))
+        """Return the documents of a conversation."""
+        exchanges = list(self._encoder(document, self._room))
         pieces = [piece for chunk in exchanges for piece in _windows(chunk, self._room)]
         needed = max(int(np.flatnonzero(chunk.loss_mask)[-1]) for chunk in exchanges)
         self.conversations += 1
         self.pieces += len(pieces)
-        self.needed = max(self.needed, needed)
+        self.needed_length = max(self.needed_length, needed)
         if needed >= self._room:
             self.cut += 1
         elif len(exchanges) > 1:
             self.split += 1
         return pieces
 
-    def suggested_seq_length(self, context: int) -> int | None:
-        """A sequence length within `context` that more of the exchanges fit into; None where there is none."""
-        length = min(64 * -(-self.needed // 64), context)
-        return length if self.needed >= self._room and length >= self._room else None
+    def event(self, context_length: int) -> Conversations:
+        """Return the event for the log, which suggests a sequence length of at most `context_length`."""
+        suggested = min(64 * -(-self.needed_length // 64), context_length)
+        helps = self.needed_length >= self._room and suggested >= self._room
+        return Conversations(
+            self.conversations, self.pieces, self.split, self.cut, self._room - 1, suggested if helps else None
+        )
 
 
 def _windows(chunk: Chunk, room: int) -> Iterator[Chunk]:
-    """A document as one or more of at most `room` tokens; each token to be learned is to be learned in one of them."""
-    places = np.flatnonzero(chunk.loss_mask)
+    """Yield a document as one or more of at most `room` tokens; each learned token is learned in one of them."""
+    learned = np.flatnonzero(chunk.loss_mask)
     stop, text_bytes = 0, chunk.text_bytes
-    while len(places := places[places >= stop]):
+    while len(learned := learned[learned >= stop]):
         start = 0
-        if places[0] >= room or stop:
-            start = min(int(places[0]) - room // 2, max(0, int(places[-1]) + 1 - room))
+        if learned[0] >= room or stop:
+            start = min(int(learned[0]) - room // 2, max(0, int(learned[-1]) + 1 - room))
         loss_mask = chunk.loss_mask[start : start + room].copy()
         loss_mask[: max(0, stop - start)] = 0
         yield Chunk(chunk.ids[start : start + room], text_bytes, True, loss_mask)
@@ -114,109 +121,86 @@ def start_finetune(
     out: Path | str,
     base: Checkpoint,
     tokenizer: Tokenizer,
-    turns: ConversationEncoder,
-    sources: Sequence[str | Path],
+    encoder: ConversationEncoder,
+    data: DataOptions | Sequence[str | Path],
     *,
-    validation: Sequence[str | Path] = (),
-    validation_fraction: float = 0.05,
-    on_bad_input: str = "stop",
-    epochs: float | None = None,
-    minutes: float | None = None,
-    duty_cycle: float = 100.0,
-    start_time: float | None = None,
-    settings: dict[str, Any] | None = None,
-    stdin: IO[bytes] | None = None,
+    budget: Budget | None = None,
+    settings: Mapping[str, Any] | None = None,
     phase: Phase = no_phase,
 ) -> Run:
-    """Make the run `out` that tunes the model `base` on `sources`: JSON lines with "messages".
+    """Make the run directory `out`, ready for `train(run, tokenizer, resume=True)`.
 
-    Conversations are packed by best fit, each seeing itself only, and of them what `turns` says is learned. One that
-    fits a row is whole in one; longer ones are cut in front of questions. A question with its answer that is longer
-    still goes on in further rows, where half a row of what came before is read again, so that every answer is learned
-    to its end. The run's log says how many these are (`Conversations`). The run begins with a checkpoint at step 0, the
-    model in float32, so that it is continued from there, as it would be from any other: `train(run, tokenizer,
-    resume=True)`, which first validates the model as it came.
+    Conversations are packed by best fit. Attention stays within a conversation, and the tokens that `encoder` marks are
+    learned. Longer conversations than a row are split before questions. If a question with its answer is longer than a
+    row, it continues in the next row after half a row of context, so that every answer is learned to its end; the run's
+    log says how often (`Conversations`).
 
-    base, tokenizer: of `open_base_model`.
-    epochs, minutes: how long to train, instead of `settings["steps"]`; by default EPOCHS. Minutes, `duty_cycle` and `start_time`
-        are as in `start_run`.
-    settings: fields of TrainSettings but for FORM. By default the learning rate is a fifth of the peak of
-        pretraining, a batch has 16 rows, fewer where an epoch would have less than 8 steps or the time allows less than
-        200, and validation is 10 times.
-    validation, validation_fraction, on_bad_input, phase: see `start_run`.
+    The run begins with a checkpoint of step 0, the model in float32. Training resumes from there, and first validates
+    it.
 
-    Raises CheckpointError if `out` exists, and DataError or ConfigError for what can't work.
+    Args:
+        out: The new folder.
+        base: The model, of `open_base_model`.
+        tokenizer: Its tokenizer, of `open_base_model`.
+        encoder: Encodes conversations by a chat template.
+        data: Paths of JSON lines with "messages"; or DataOptions.
+        budget: How long to train, unless `settings` have "steps". Default: 3 epochs.
+        settings: Fields of `TrainSettings`, except those of FINETUNE_SETTINGS. The learning rate defaults to a fifth of
+            that of pretraining. The batch size defaults to 16, less if an epoch would have fewer than 8 steps or the
+            time allows fewer than 200. Validation defaults to 10 times.
+        phase: See `start_run`.
+
+    Raises:
+        CheckpointError: `out` exists.
+        DataError, ConfigError: For what can't work.
     """
-    start_time, out = time.monotonic() if start_time is None else start_time, Path(out)
+    out = Path(out)
     check_not_exists(out, CheckpointError, f"mlxlm finetune --resume {shlex.quote(str(out))}, or another --out")
-    values = {**(settings or {}), **FINETUNE_SETTINGS}
-    check_duration(epochs=epochs, minutes=minutes, steps=values.get("steps"))
-    config = _tuned(base.config, turns)
-    set_default_dtype(values)
+    data = data if isinstance(data, DataOptions) else DataOptions(data)
+    budget, values = merge_budget(budget, None, {**(settings or {}), **FINETUNE_SETTINGS})
+    config = _config_to_tune(base.config, encoder)
     values.setdefault("max_seq_length", min(DEFAULT_SEQ_LENGTH, config.max_position_embeddings))
     peak = default_learning_rate(config, values.get("optimizer", TrainSettings.optimizer))
-    values.setdefault("learning_rate", _RATE * peak)
-    provisional = TrainSettings.provisional(values)
-    if provisional.max_seq_length > config.max_position_embeddings:
-        problem = f"sequences of {provisional.max_seq_length} tokens are longer than the model's context"
+    values.setdefault("learning_rate", _LR_FRACTION * peak)
+    draft = TrainSettings.provisional(values)
+    if draft.max_seq_length > config.max_position_embeddings:
+        problem = f"sequences of {draft.max_seq_length} tokens are longer than the model's context"
         raise ConfigError(problem, f"--max-seq-length {config.max_position_embeddings} or less")
-    check_memory(config, provisional, preset="")
+    check_memory(config, draft, preset="")
     workspace = working_folder(out)
     try:
-        data = workspace / "data"
-        encoder, context = _Encoder(turns, provisional.max_seq_length), config.max_position_embeddings
-        with phase("preparing conversations", total_bytes([*sources, *validation])) as advance:
-            prepare(
-                DataOptions(
-                    sources,
-                    validation=validation,
-                    validation_fraction=validation_fraction,
-                    on_bad_input=on_bad_input,
-                    stdin=stdin,
-                ),
-                tokenizer,
-                data,
-                seed=provisional.seed,
-                encode=encoder,
-                progress=advance,
-            )
-        if not Manifest.read(data).validation.documents:
-            hint = "more conversations, or --validation FILE" if validation_fraction else "--validation-fraction 0.05"
-            raise DataError("no conversation is held out for validation", hint)
-        found = _lengths(values, provisional, config, data, epochs, minutes, start_time, duty_cycle, phase)
-        final = TrainSettings(**values)
-        tokenizer.chat_template = turns.chat_template
-        limited = time.monotonic()
+        shards, rows = workspace / "data", RowEncoder(encoder, draft.max_seq_length)
+        _prepare_conversations(data, tokenizer, shards, draft.seed, rows, phase)
+        final_settings, forecast = _finalize_settings(config, values, shards, budget, phase)
+        tokenizer.chat_template = encoder.chat_template
+        saving_since = time.monotonic()
         with atomic_new_folder(out) as folder:
-            run = Run.create(folder, config, final, tokenizer, data, move_data=True)
+            run = Run.create(folder, config, final_settings, tokenizer, shards, move_data=True)
             _save_base(run, base)
-            run.update_state(0, {"elapsed": time.monotonic() - limited})  # of the time there is: the run begins with it
+            run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
             log = RunLog(run.log_file)
-            log.record(
-                Conversations(
-                    encoder.conversations, encoder.pieces, encoder.split, encoder.cut, provisional.max_seq_length,
-                    encoder.suggested_seq_length(context),
-                )
-            )  # fmt: skip
-            if found is not None:
-                log.record(found.forecast(final, Manifest.read(run.data).validation.tokens))
+            for event in filter(None, (rows.event(config.max_position_embeddings), forecast)):
+                log.record(event)
         return Run.open(out)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
 
 
 def open_base_model(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
-    """A model to be tuned, and its tokenizer; `model`: see `open_checkpoint`.
+    """Open a model to fine-tune, and its tokenizer; `model`: see `open_checkpoint`.
 
-    Raises CheckpointError, besides what `open_checkpoint` does, for an architecture that mlxlm leaves to mlx_lm, and
-    for a tokenizer with more tokens than the model has.
+    Raises:
+        CheckpointError: As `open_checkpoint`; or the architecture is one that mlxlm leaves to mlx_lm; or the tokenizer
+            has more tokens than the model.
     """
     base = open_checkpoint(model)
     if base.config is None:
         raise CheckpointError(f"{base.path} can't be trained: {base.unsupported_reason}", "a model of another family")
     tokenizer = base.load_tokenizer()
-    marks = {token for known in CHAT_FORMATS.values() if known.has_tokens(tokenizer) for token in known.tokens}
-    needed = max(tokenizer.min_vocab_size, *(tokenizer.special_tokens[token] + 1 for token in marks), 0)
+    chat_tokens = {
+        token for format_ in CHAT_FORMATS.values() if format_.has_tokens(tokenizer) for token in format_.tokens
+    }
+    needed = max(tokenizer.min_vocab_size, *(tokenizer.special_tokens[token] + 1 for token in chat_tokens), 0)
     if needed > base.config.vocab_size:
         raise CheckpointError(
             f"{base.path}: the tokenizer has {needed} tokens and the model {base.config.vocab_size}",
@@ -225,66 +209,72 @@ def open_base_model(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
     return base, tokenizer
 
 
-def _tuned(config: ModelConfig, turns: ConversationEncoder) -> ModelConfig:
-    """The configuration of the tuned model: without quantization, its texts ending where an answer ends."""
+def _config_to_tune(config: ModelConfig, encoder: ConversationEncoder) -> ModelConfig:
+    """Return the configuration of the tuned model: not quantized, with the tokens that end an answer as EOS."""
     eos = config.eos_token_id
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    ends = [*ends, *sorted(turns.eos_token_ids - config.eos_ids)]
-    return config.with_changes(quantization=None, eos_token_id=ends[0] if len(ends) == 1 else ends)
+    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    eos_ids = [*eos_ids, *sorted(encoder.eos_token_ids - config.eos_ids)]
+    return config.with_changes(quantization=None, eos_token_id=eos_ids[0] if len(eos_ids) == 1 else eos_ids)
 
 
-def _lengths(
-    values: dict[str, Any],
-    provisional: TrainSettings,
-    config: ModelConfig,
-    data: Path,
-    epochs: float | None,
-    minutes: float | None,
-    start_time: float,
-    duty_cycle: float,
-    phase: Phase,
-) -> Probe | None:
-    """Fill in what the size of the data decides: rows of a batch, steps, and steps between validations. Returns what
-    a probe found, if there was one."""
-    train = TokenDataset.open(data, "train")
-    rows = TrainBatches(train, 1, provisional.max_seq_length, provisional.seed, **FINETUNE_SETTINGS).rows
-    each = provisional.grad_accumulation_steps * _STEPS_PER_EPOCH
-    most = max(1, min(TrainSettings.batch_size, rows // each))
-    if minutes is not None:
-        with phase(MEASURING_LABEL, None):
-            available = time_left(minutes, start_time) * duty_cycle / 100
-            tokens = available / seconds_per_token(config, available, values, finetuning=True)
-        most = max(
-            1,
-            min(most, int(tokens / _LEAST_STEPS / (provisional.max_seq_length * provisional.grad_accumulation_steps))),
-        )
-    values.setdefault("batch_size", most)
-    provisional = TrainSettings.provisional(values)
-    found = None
-    if minutes is None and "steps" not in values:
-        values["steps"] = max(
-            1,
-            math.ceil(
-                (epochs or DEFAULT_EPOCHS) * rows / (provisional.batch_size * provisional.grad_accumulation_steps)
-            ),
-        )
-    if minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
+def _prepare_conversations(
+    data: DataOptions, tokenizer: Tokenizer, out: Path, seed: int, rows: RowEncoder, phase: Phase
+) -> None:
+    with phase("preparing conversations", total_bytes([*data.sources, *data.validation])) as advance:
+        prepare(data, tokenizer, out, seed=seed, encode=rows, progress=advance)
+    if not Manifest.read(out).validation.documents:
+        hint = "more conversations, or --validation FILE" if data.validation_fraction else "--validation-fraction 0.05"
+        raise DataError("no conversation is held out for validation", hint)
+
+
+def _finalize_settings(
+    config: ModelConfig, values: dict[str, Any], shards: Path, budget: Budget, phase: Phase
+) -> tuple[TrainSettings, Forecast | None]:
+    """Return the settings of the run, and a forecast if the run is long enough to benchmark it first."""
+    train, validation = TokenDataset.open(shards, "train"), TokenDataset.open(shards, "validation")
+    validation_tokens = train.manifest.validation.tokens
+    settings = TrainSettings.provisional(values)
+    num_rows = TrainBatches(train, 1, settings.max_seq_length, settings.seed, **FINETUNE_SETTINGS).rows
+    values.setdefault("batch_size", _default_batch_size(config, values, num_rows, budget, phase))
+    settings = TrainSettings.provisional(values)
+    if budget.minutes is None and budget.steps is None:
+        epochs = budget.epochs or DEFAULT_EPOCHS
+        values["steps"] = max(1, math.ceil(epochs * num_rows / settings.rows_per_step))
+    benchmark = None
+    if budget.minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
         with phase(BENCHMARK_LABEL, None):
-            found = probe(config, provisional, TokenDataset.open(data, "validation"))
-    if minutes is not None:
-        values["time_limit"] = time_left(minutes, start_time)
-        values.update(validation_settings(found, values["time_limit"], values))
-        worked, held_out = values["time_limit"] * duty_cycle / 100, train.manifest.validation.tokens
-        values["steps"] = found.steps_in(worked, TrainSettings.provisional(values), held_out)
+            benchmark = probe(config, settings, validation)
+    if budget.minutes is not None:
+        values = time_limit_settings(benchmark, budget, values, validation_tokens)
     else:
         values.setdefault("eval_every", max(1, values["steps"] // 10))
-    passes = values["steps"] * provisional.batch_size * provisional.grad_accumulation_steps / rows
-    values.setdefault("weight_decay", default_weight_decay(provisional.optimizer, passes))
-    return found
+    epochs = values["steps"] * settings.rows_per_step / num_rows
+    values.setdefault("weight_decay", default_weight_decay(settings.optimizer, epochs))
+    settings = TrainSettings(**values)
+    return settings, benchmark and benchmark.forecast(settings, validation_tokens)
+
+
+def _default_batch_size(
+    config: ModelConfig, values: Mapping[str, Any], num_rows: int, budget: Budget, phase: Phase
+) -> int:
+    """Return the batch size with which an epoch, and the time, have enough steps.
+
+    Raises:
+        ConfigError: With the given settings, the time is too short.
+    """
+    settings = TrainSettings.provisional(values)
+    accumulation = settings.grad_accumulation_steps
+    batch_size = min(TrainSettings.batch_size, num_rows // (accumulation * _MIN_STEPS_PER_EPOCH))
+    if budget.minutes is not None:
+        with phase(MEASURING_LABEL, None):
+            seconds = budget.compute_seconds_left()
+            tokens = seconds / seconds_per_token(config, seconds, values, finetuning=True)
+        batch_size = min(batch_size, int(tokens / _MIN_STEPS / (settings.max_seq_length * accumulation)))
+    return max(1, batch_size)
 
 
 def _save_base(run: Run, base: Checkpoint) -> None:
-    """Save the model as it came as the checkpoint of step 0, its validation still owed."""
+    """Save the base model as the checkpoint of step 0, not validated yet."""
     model = Decoder(run.config)
     model.load_weights(list(load_float32_weights(base).items()))
     step = TrainStep(model, run.settings)

@@ -1,4 +1,4 @@
-"""The memory of a run, which is to stay what its steps need."""
+"""The memory of a run: whether it fits the machine, and limits on what MLX keeps."""
 
 from __future__ import annotations
 
@@ -7,25 +7,48 @@ from contextlib import contextmanager
 
 from mlxlm.backend import device
 from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.config import ModelConfig
 from mlxlm.generation.decoding import wired_limit
+from mlxlm.plan import Training, suggest_change, training_memory
+from mlxlm.plan.advice import usable_memory
+from mlxlm.train.settings import TrainSettings
+from mlxlm.utils.errors import ConfigError
+from mlxlm.utils.formatting import human_bytes
 
-_AT_FIRST = 1 << 30  # bytes that MLX keeps free on a CPU until a step has shown what it needs
+_INITIAL_CACHE = 1 << 30  # bytes of freed buffers that MLX keeps on a CPU, until a step has shown what it needs
+
+
+def fits_memory(config: ModelConfig, settings: TrainSettings) -> bool:
+    """Whether the device has the memory for one process to train `config`, by `mlxlm.plan`."""
+    return training_memory(config, Training.of(settings)).total <= usable_memory(device.device_memory())
+
+
+def check_memory(config: ModelConfig, settings: TrainSettings, preset: str = "--preset") -> None:
+    """Raise ConfigError unless `fits_memory`. The hint is by `suggest_change`, which explains `preset`."""
+    if fits_memory(config, settings):
+        return
+    training, memory = Training.of(settings), device.device_memory()
+    needed = training_memory(config, training).total
+    change = suggest_change(config, training, memory, preset)
+    hint = f"{change.text}, which takes {human_bytes(change.needed)}" if change else "a smaller model"
+    available = human_bytes(usable_memory(memory))
+    raise ConfigError(f"training takes about {human_bytes(needed)} of memory, {available} are available", hint)
 
 
 @contextmanager
 def memory_limits() -> Iterator[None]:
-    """Limits for a run, put back afterwards: on a CPU of what MLX keeps free, on Metal of what it takes in all.
+    """Limit memory during a run: on a CPU the buffers that MLX keeps, on Metal all that it takes.
 
-    On Metal it takes no more than macOS recommends (shared by processes that `--num-processes` starts), which stays in memory.
-    MLX's own limit there is 1.5 times that: it would keep freed buffers until the machine pages, and only then give
-    them back. Nobody has measured this yet.
+    On Metal it takes no more than macOS recommends (shared by the processes of `--num-processes`), which stays in
+    memory. MLX's own limit there is 1.5 times that: it would keep freed buffers until the machine pages, and only then
+    give them back. This has not been measured yet.
     """
     if ON_CPU:
-        kept = mx.set_cache_limit(_AT_FIRST)
+        before = mx.set_cache_limit(_INITIAL_CACHE)
         try:
             yield
         finally:
-            mx.set_cache_limit(kept)
+            mx.set_cache_limit(before)
     elif mx.metal.is_available():
         before = mx.set_memory_limit(device.device_memory())
         try:
@@ -38,11 +61,11 @@ def memory_limits() -> Iterator[None]:
 
 
 def limit_buffer_cache() -> None:
-    """After a first step: on a CPU, let MLX keep as many bytes of freed buffers as were in use at most.
+    """After the first step: on a CPU, let MLX keep as many bytes of freed buffers as were in use at the peak.
 
-    More would not fit the buffers that come: attention in blocks asks for one of another size in each block. With a
-    quarter of the memory for them, steps of 8,192 tokens that use 1.3 GB had 5.4 GB; of 4,096 tokens, using 0.55 GB,
-    1.6 GB instead of 1.3, for 3.6 seconds of the processor instead of 3.9.
+    More would not be reused: attention in blocks needs a buffer of another size for each block. With a quarter of the
+    memory as the limit, steps of 8,192 tokens that use 1.3 GB took 5.4 GB; of 4,096 tokens, using 0.55 GB, 1.6 GB
+    instead of 1.3, for 3.6 seconds of processor time instead of 3.9.
     """
     if ON_CPU:
         mx.set_cache_limit(mx.get_peak_memory())

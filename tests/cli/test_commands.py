@@ -327,9 +327,9 @@ def test_options_without_an_effect_are_wrong_usage(text_file, tmp_path, capsys):
 @pytest.fixture
 def hasty(tmp_path, monkeypatch):
     """Training that is over after a step, in an empty folder."""
-    monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, start_time: 0.06)  # too little to learn anything
+    monkeypatch.setattr("mlxlm.train.budget.Budget.seconds_left", lambda budget: 0.06)  # too little to learn anything
     for least in ("_LEAST_TOKENS", "_LEAST_STEPS"):
-        monkeypatch.setattr(f"mlxlm.train.time_budget.{least}", 0)
+        monkeypatch.setattr(f"mlxlm.train.budget.{least}", 0)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)  # of measuring speed
     monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)  # no waiting for mlx_lm
     monkeypatch.chdir(tmp_path)

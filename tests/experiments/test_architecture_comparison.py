@@ -12,8 +12,7 @@ from mlxlm.cli.main import _run
 from mlxlm.data import DataOptions, TokenDataset, prepare
 from mlxlm.experiments.architecture_comparison import Comparison, Variant, is_finished, start_comparison
 from mlxlm.tokenizer import load
-from mlxlm.train import Finished, Stopped
-from mlxlm.train.start import start_run
+from mlxlm.train import Finished, Stopped, TokenizerOptions, start_run
 from mlxlm.utils.errors import ConfigError, DataError
 from tests.train.training_runs import contents, finish, read_log
 
@@ -38,7 +37,7 @@ def test_ids_of_the_configuration_s_own_tokenizer(tmp_path, text_file, tiny_conf
     config = tiny_config.with_changes(vocab_size=9000, bos_token_id=8000, eos_token_id=[8001, 8002], pad_token_id=8003)
     settings = {"tokenizer": tokenizer_folder, "settings": SETTINGS}
     comparison = start_comparison(tmp_path / "out", [text_file], config, VARIANTS, **settings)
-    run = start_run(tmp_path / "run", [text_file], config=config, vocab_size=300, settings=SETTINGS)
+    run = start_run(tmp_path / "run", [text_file], config, tokenizer=TokenizerOptions(vocab_size=300), settings=SETTINGS)
     words = load(tokenizer_folder)
     assert comparison.run(comparison.variants[0]).config.eos_token_id == words.eos_id
     assert run.config.vocab_size <= 300 and run.config.eos_token_id == load(run.path).eos_id
@@ -99,7 +98,7 @@ def test_what_is_no_variant(text, message):
             "variant x: .* warmup_steps is 10000, it must be less than steps, which is 6",
         ),
         (["base", "x: optimizer=adafactor, beta2=0.9"], "variant x: .* adafactor has no beta2"),
-        (["base", "x: hidden_size=65536, num_hidden_layers=99"], "variant x: training this takes about"),
+        (["base", "x: hidden_size=65536, num_hidden_layers=99"], "variant x: training takes about"),
         (["base", "x: window=16"], "variant x: sliding_window 16 has no effect on 16 tokens"),
         (["base", "x: foo=1"], "variant x: unknown override 'foo'"),
         (["base", "x: vocab_size=5"], "variant x: vocab_size can't be .* .try: one tokenizer"),

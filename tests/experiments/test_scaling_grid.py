@@ -201,7 +201,7 @@ def test_given_settings_are_kept(steady):
 
 
 def test_pretrain_by_the_clock_chooses_a_model(tmp_path, text_file, tokenizer_folder, capfd, monkeypatch):
-    monkeypatch.setattr("mlxlm.train.start.time_left", lambda minutes, start_time: 1.0)  # however slow the machine is
+    monkeypatch.setattr("mlxlm.train.budget.Budget.seconds_left", lambda budget: 1.0)  # however slow the machine is
     out, options = tmp_path / "run", ["--eval-tokens", "200", "--max-seq-length", "32"]
     assert _run(["pretrain", str(text_file), "--out", str(out), "--hours", "0.0008", "--tokenizer",
                  str(tokenizer_folder), *options]) == 0  # fmt: skip

@@ -134,7 +134,7 @@ def test_the_cheapest_change_that_fits():
 
 def test_a_preset_is_advised_as_it_is_asked_for(monkeypatch):
     from mlxlm.train import TrainSettings
-    from mlxlm.train.start import check_memory
+    from mlxlm.train.memory_limits import check_memory
 
     config = load_preset("5m")
     small = {"batch_size": 1, "max_seq_length": 512, "grad_checkpoint": True, "optimizer": "adafactor"}
@@ -151,7 +151,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     """By a plan and by training; where nobody knows how much it is, by neither."""
     from mlxlm.train import TrainSettings
     from mlxlm.train.auto_size import auto_size
-    from mlxlm.train.start import check_memory
+    from mlxlm.train.memory_limits import check_memory
 
     config, settings = load_preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
     memory = round(training_memory(config, Training.of(settings)).total / 0.9)
@@ -162,7 +162,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     assert this_machine(measure=False).memory == memory + 9
     check_memory(config, settings)
     found[info] = memory - 9
-    with pytest.raises(ConfigError, match="training this takes about"):
+    with pytest.raises(ConfigError, match="training takes about"):
         check_memory(config, settings)
     found[info] = 1000
     with pytest.raises(ConfigError, match="no model fits the memory"):

@@ -31,7 +31,9 @@ class Disk:
         self.free, self.seconds = free, 0.0
         saver = partial(CheckpointSaver, free=lambda path: self.free, now=lambda: self.seconds)
         monkeypatch.setattr("mlxlm.train.loop.CheckpointSaver", saver)
-        monkeypatch.setattr("mlxlm.train.throttle.Throttle", partial(Throttle, now=lambda: self.seconds, sleep=self._sleep))
+        monkeypatch.setattr(
+            "mlxlm.train.throttle.Throttle", partial(Throttle, now=lambda: self.seconds, sleep=self._sleep)
+        )
 
     def _sleep(self, seconds):
         self.seconds += seconds

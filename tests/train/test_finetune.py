@@ -16,12 +16,12 @@ from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.cli import render
 from mlxlm.cli.main import main
 from mlxlm.cli.training import print_forecast, print_summary
-from mlxlm.data import Chunk, Manifest, TokenDataset, TrainBatches
+from mlxlm.data import Chunk, DataOptions, Manifest, TokenDataset, TrainBatches
 from mlxlm.families import config_to_hf
 from mlxlm.generation import load
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
-from mlxlm.train import Finished, Run, Started, Step, Stopped, Validation, open_base_model, start_finetune
+from mlxlm.train import Budget, Finished, Run, Started, Step, Stopped, Validation, open_base_model, start_finetune
 from mlxlm.train.finetune import FINETUNE_SETTINGS, _windows
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
@@ -63,10 +63,11 @@ def new_run(tmp_path, base, talks):
             k: options.pop(k) for k in list(options) if k in (*QUICK, "seed", "grad_accumulation_steps", "dropout")
         }
         settings = {k: v for k, v in {**QUICK, **changes}.items() if v is not None}
+        budget = Budget(**{k: options.pop(k) for k in ("epochs", "minutes") if k in options})
         opened, tokenizer = open_base_model(model)
-        ends = opened.config.eos_ids | {tokenizer.eos_id}
-        labels = SFTEncoder(tokenizer, ends)
-        return start_finetune(tmp_path / name, opened, tokenizer, labels, sources, settings=settings, **options)
+        encoder = SFTEncoder(tokenizer, opened.config.eos_ids | {tokenizer.eos_id})
+        data = DataOptions(sources, **options)
+        return start_finetune(tmp_path / name, opened, tokenizer, encoder, data, budget=budget, settings=settings)
 
     return make
 
@@ -166,16 +167,14 @@ def test_weight_decay_follows_the_passes_as_in_pretraining(new_run, epochs, deca
 def test_a_batch_is_small_enough_for_many_steps_in_the_time(new_run, monkeypatch):
     """A row of 48 tokens takes 0.24 s: in half a minute 125 of them are fewer than the steps that are wanted."""
     monkeypatch.setattr("mlxlm.train.finetune.seconds_per_token", lambda *_arguments, **_options: 0.005)
-    monkeypatch.setattr("mlxlm.train.finetune.time_left", lambda minutes, start_time: 60 * minutes)
+    monkeypatch.setattr("mlxlm.train.budget.Budget.seconds_left", lambda budget: 60 * budget.minutes)
     timed = new_run("timed", steps=None, batch_size=None, eval_every=None, save_every=None, minutes=0.5).settings
     assert timed.batch_size == 1 < new_run("run", steps=None, batch_size=None).settings.batch_size
     assert timed.eval_every is None and timed.save_every == 0 and timed.warmup_steps is None
 
 
 def test_minutes_count_while_the_model_is_saved(new_run, monkeypatch):
-    monkeypatch.setattr(
-        "mlxlm.train.finetune.time_left", lambda minutes, start_time: 3.0
-    )  # however slow the machine is
+    monkeypatch.setattr("mlxlm.train.budget.Budget.seconds_left", lambda budget: 3.0)  # however slow the machine is
     run = new_run("run", steps=None, minutes=0.05)
     state = json.loads((run.path / "checkpoints/step-0/state.json").read_text())
     assert state["elapsed"] > 0
@@ -202,7 +201,7 @@ def test_what_can_not_work(new_run, tmp_path, base, talks, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("mlxlm.backend.device.device_memory", lambda: 1000)
         patch.setattr("mlxlm.plan.advice.preset_names", lambda: pytest.fail("there is no preset to choose"))
-        with pytest.raises(ConfigError, match="of memory, there are .* .try: a smaller model"):
+        with pytest.raises(ConfigError, match="of memory, .* are available .try: a smaller model"):
             new_run("other")
     (tmp_path / "text.jsonl").write_text('{"text": "no talk"}\n')
     with pytest.raises(DataError, match="text.jsonl, line 1 is a text, not a conversation"):

@@ -10,8 +10,8 @@ from mlxlm.data import DataOptions, TrainBatches, read_texts, training_texts
 from mlxlm.experiments.sweep import prepare_shared_data
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
-from mlxlm.train import Run, Started, Step, TrainingWarning, start_run, train
-from mlxlm.train.start import no_phase
+from mlxlm.train import Run, Started, Step, TokenizerOptions, TrainingWarning, start_run, train
+from mlxlm.train.run_data import no_phase
 from mlxlm.utils.errors import DataError
 from tests.train.training_runs import QUICK, contents, finish
 
@@ -27,9 +27,8 @@ def new_run(tmp_path, make_text, tiny_config, tokenizer_folder):
 
     def make(name: str, weights=None, **settings) -> Run:
         values = {**QUICK, "steps": 12, "save_every": 6, "eval_every": 6, **settings}
-        return start_run(
-            tmp_path / name, sources, tiny_config, weights=weights, tokenizer=tokenizer_folder, settings=values
-        )
+        data = DataOptions(sources, weights)
+        return start_run(tmp_path / name, data, tiny_config, tokenizer=tokenizer_folder, settings=values)
 
     return make
 
@@ -86,7 +85,9 @@ def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, ti
         **given,
     )
     settings = {**QUICK, "steps": 1, "seed": 1}
-    run = start_run(tmp_path / "run", sources, tiny_config, vocab_size=300, settings=settings, **given)
+    data = DataOptions(sources, validation_fraction=0.2)
+    tokenizer = TokenizerOptions(vocab_size=300)
+    run = start_run(tmp_path / "run", data, tiny_config, tokenizer=tokenizer, settings=settings)
     wanted = train_tokenizer(training_texts(DataOptions(sources, validation_fraction=0.2), seed=1), 300)
     assert wanted.fingerprint != train_tokenizer(read_texts(sources), 300).fingerprint
     assert load(run.path).fingerprint == shared.fingerprint == wanted.fingerprint

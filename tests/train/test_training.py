@@ -12,7 +12,19 @@ from mlxlm.data import Batch
 from mlxlm.evaluate import Evaluation
 from mlxlm.report import read_run
 from mlxlm.tokenizer import load
-from mlxlm.train import Finished, Run, Sample, Stopped, TrainingWarning, TrainSettings, Validation, start_run, train
+from mlxlm.train import (
+    Budget,
+    Finished,
+    Run,
+    Sample,
+    Stopped,
+    TokenizerOptions,
+    TrainingWarning,
+    TrainSettings,
+    Validation,
+    start_run,
+    train,
+)
 from mlxlm.train.events import Failed
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -375,15 +387,17 @@ def test_what_resume_refuses(new_run):
 def test_settings_are_checked_before_the_work(tmp_path, text_file, tiny_config, tokenizer_folder):
     def start(**changes):
         options = {"tokenizer": tokenizer_folder, "settings": dict(QUICK), **changes}
+        if "budget" in options:
+            options["budget"] = Budget(**options["budget"])
         start_run(tmp_path / "run", ["/nowhere.txt"], tiny_config, **options)
 
     for changes, expected in (
         ({"settings": {**QUICK, "beta1": 2}}, "beta1 is 2"),
         ({"minutes": 3}, "minutes and steps each say how long"),
-        ({"settings": {}, "tokens": float("nan")}, "tokens is nan"),
+        ({"settings": {}, "budget": {"tokens": float("nan")}}, "tokens is nan"),
         ({"settings": {}, "minutes": 0}, "minutes is 0"),
-        ({"settings": {}, "tokens": -5}, "tokens is -5"),
-        ({"settings": {**QUICK, "batch_size": 2**40}}, "training this takes about .* of memory"),
+        ({"settings": {}, "budget": {"tokens": -5}}, "tokens is -5"),
+        ({"settings": {**QUICK, "batch_size": 2**40}}, "training takes about .* of memory"),
     ):
         with pytest.raises(ConfigError, match=expected):
             start(**changes)
@@ -400,8 +414,8 @@ def test_what_a_killed_start_left_goes_with_the_next(tmp_path, new_run):
 
 def test_a_model_larger_than_the_memory_is_refused(tmp_path, text_file, tiny_config):
     huge = tiny_config.with_changes(hidden_size=2**15, intermediate_size=2**17, num_hidden_layers=100, head_dim=64)
-    with pytest.raises(ConfigError, match="training this takes about .* there are .* for it .*smaller model"):
-        start_run(tmp_path / "run", [text_file], huge, vocab_size=300, settings=dict(QUICK))
+    with pytest.raises(ConfigError, match="training takes about .* are available .*smaller model"):
+        start_run(tmp_path / "run", [text_file], huge, tokenizer=TokenizerOptions(vocab_size=300), settings=dict(QUICK))
     assert not (tmp_path / "run").exists()
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from mlxlm.families import load_preset, preset_names
-from mlxlm.train import Probe, TrainSettings, start_run, time_budget
-from mlxlm.train.time_budget import batch_settings, seconds_per_token, validation_settings
+from mlxlm.train import Probe, TrainSettings, budget, start_run
+from mlxlm.train.budget import batch_settings, seconds_per_token, validation_settings
 from mlxlm.utils.errors import ConfigError
 
 GFLOPS = 60.0
@@ -22,8 +22,8 @@ def machine(monkeypatch):
         tokens = settings.tokens_per_step
         return SimpleNamespace(step=tokens * config.flops_per_token(128, training=True) / (GFLOPS / 2 * 1e9))
 
-    monkeypatch.setattr(time_budget, "probe", probe)
-    monkeypatch.setattr(time_budget, "measure_matmul", lambda seconds, dtype: GFLOPS)
+    monkeypatch.setattr(budget, "probe", probe)
+    monkeypatch.setattr(budget, "measure_matmul", lambda seconds, dtype: GFLOPS)
     return probes
 
 
@@ -64,7 +64,9 @@ def test_the_refusal_names_a_preset_and_a_time_that_work(machine):
 
 def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
     config = load_preset("1m")
-    with pytest.raises(ConfigError, match=r"of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --max-seq"):
+    with pytest.raises(
+        ConfigError, match=r"of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --max-seq"
+    ):
         seconds_per_token(config, 60.0, {"batch_size": 512, "max_seq_length": 512})
     for given, tokens in (({"max_seq_length": 16384}, "16,384"), ({"grad_accumulation_steps": 64}, "16,384")):
         [name] = given
@@ -84,21 +86,19 @@ def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path
         patch.setattr(
             "mlxlm.train.start.seconds_per_token", lambda config, *_rest: measured.append(config.vocab_size) or 1e-6
         )
-        patch.setattr("mlxlm.train.start._fits", lambda config, values, num_processes: values["batch_size"] <= 2)
+        patch.setattr("mlxlm.train.start.fits_memory", lambda config, settings: settings.batch_size <= 2)
         run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
     assert measured == [run.config.vocab_size] and run.config.vocab_size < 1000 and run.settings.batch_size == 2
 
 
 @pytest.mark.parametrize("seconds, rows", [({1: 1.0, 4: 1.2}, 4), ({1: 1.0, 4: 1.5}, 1)])
 def test_a_step_has_a_row_for_each_core_where_that_costs_little(monkeypatch, seconds, rows):
-    monkeypatch.setattr(time_budget, "num_batch_shards", lambda rows: rows)
+    monkeypatch.setattr(budget, "num_batch_shards", lambda rows: rows)
     monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 4)
-    monkeypatch.setattr(
-        time_budget, "probe", lambda config, settings: SimpleNamespace(step=seconds[settings.batch_size])
-    )
-    assert time_budget.min_rows(load_preset("1m"), {"max_seq_length": 64}) == rows
-    monkeypatch.setattr(time_budget, "num_batch_shards", lambda rows: 1)  # a GPU
-    assert time_budget.min_rows(load_preset("1m"), {"max_seq_length": 64}) == 1
+    monkeypatch.setattr(budget, "probe", lambda config, settings: SimpleNamespace(step=seconds[settings.batch_size]))
+    assert budget.min_rows(load_preset("1m"), {"max_seq_length": 64}) == rows
+    monkeypatch.setattr(budget, "num_batch_shards", lambda rows: 1)  # a GPU
+    assert budget.min_rows(load_preset("1m"), {"max_seq_length": 64}) == 1
 
 
 def test_validation_has_a_fortieth_of_the_time_each():
@@ -115,7 +115,7 @@ def test_validation_has_a_fortieth_of_the_time_each():
 
 
 def test_time_that_is_over_before_training_is_refused(tmp_path, text_file, tokenizer_folder):
-    with pytest.raises(ConfigError, match="preparing the training took .* of the 0s given .try: --minutes 1"):
+    with pytest.raises(ConfigError, match="preparing the training took .* of 0s .try: --minutes 1"):
         start_run(tmp_path / "run", [text_file], load_preset("0.3m"), tokenizer=tokenizer_folder, minutes=1e-9)
     assert not (tmp_path / "run").exists()
 

@@ -1,0 +1,209 @@
+"""How long a run trains, and the batch size, sequence length and validation that follow from a time limit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlxlm.backend import platform
+from mlxlm.backend.cpu_cores import num_batch_shards
+from mlxlm.config import ModelConfig
+from mlxlm.families import load_preset, preset_names
+from mlxlm.plan.machines import measure_matmul
+from mlxlm.plan.scaling_law import ScalingLaw
+from mlxlm.train.deadline import VALIDATION_FRACTION
+from mlxlm.train.settings import TrainSettings
+from mlxlm.train.step_benchmark import Probe, probe
+from mlxlm.utils.errors import ConfigError
+from mlxlm.utils.formatting import human_count, human_seconds
+
+MEASURING_LABEL = "measuring the speed of training steps"
+TRAINING_FRACTION = 0.9  # of the time: the rest is for validating and saving
+_TARGET_STEPS = 4000  # in two minutes, 512 tokens per step did better than 2,048
+_MAX_ROWS = 32
+_SHORT, _LONG = 256, 512  # tokens of a sequence; long ones if a step still has two of them
+_MIN_TOKENS = 100 * _SHORT  # with fewer, a model learns little more than the frequencies of tokens
+_RECOMMENDED_TOKENS = 1000 * _SHORT  # for the hint to someone who has too little time
+_CORE_UTILIZATION = 0.75  # of all cores: with fewer rows there are more updates of the same tokens, which is worth more
+_MIN_STEPS = 20  # with fewer, a run can't end within 5% of its time
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to train: at most one of `tokens`, `epochs`, `minutes` and `steps`.
+
+    Attributes:
+        tokens: Tokens to train on.
+        epochs: Passes over the text (fine-tuning).
+        minutes: Wall-clock minutes from `start_time` to the end of the run.
+        steps: Steps.
+        duty_cycle: Percentage of the time that the run computes. See `PowerPolicy`.
+        start_time: When the minutes begin to count, as of `time.monotonic()`. Default: now.
+        num_processes: Processes that train together. See `ProcessGroup`.
+        scaling_law: Chooses the model size for the minutes; None: that of Hoffmann et al. 2022.
+
+    Raises:
+        ConfigError: More than one duration, or a duration that is not positive.
+    """
+
+    tokens: float | None = None
+    epochs: float | None = None
+    minutes: float | None = None
+    steps: int | None = None
+    duty_cycle: float = 100.0
+    start_time: float = field(default_factory=time.monotonic)
+    num_processes: int = 1
+    scaling_law: ScalingLaw | None = None
+
+    def __post_init__(self) -> None:
+        check_duration(tokens=self.tokens, epochs=self.epochs, minutes=self.minutes, steps=self.steps)
+
+    def seconds_left(self) -> float:
+        """Return the wall-clock seconds left of `minutes`. Raises ConfigError if there are none."""
+        used = time.monotonic() - self.start_time
+        if (left := 60 * self.minutes - used) <= 0:
+            problem = f"preparing the training took {human_seconds(used)} of {human_seconds(60 * self.minutes)}"
+            raise ConfigError(problem, f"--minutes {math.ceil(2 * used / 60)}")
+        return left
+
+    def compute_seconds_left(self) -> float:
+        """Return the part of `seconds_left` in which the run computes."""
+        return self.seconds_left() * self.duty_cycle / 100
+
+
+def check_duration(**durations: float | None) -> None:
+    """Raise ConfigError unless at most one of these is given, and is a positive number."""
+    given = {name: value for name, value in durations.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} each say how long to train", "only one of them")
+    for name, value in given.items():
+        if not (isinstance(value, int | float) and 0 < value < float("inf")):
+            raise ConfigError(f"{name} is {value!r}, it must be a positive number")
+
+
+def num_rows(tokens_per_step: float, length: int) -> int:
+    """Return the power of two of rows that is nearest to `tokens_per_step` tokens."""
+    return 2 ** round(math.log2(min(_MAX_ROWS, max(1.0, tokens_per_step / length))))
+
+
+def batch_settings(config: ModelConfig, tokens: float, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with a sequence length and a batch size, if they have none, for training on `tokens`."""
+    values = dict(values)
+    length = _LONG if tokens >= _TARGET_STEPS * 2 * _LONG else _SHORT
+    values.setdefault("max_seq_length", min(length, config.max_position_embeddings))
+    row = values["max_seq_length"] * values.get("grad_accumulation_steps", 1)
+    values.setdefault("batch_size", num_rows(tokens / _TARGET_STEPS, row))
+    return values
+
+
+def min_rows(config: ModelConfig, values: Mapping[str, Any]) -> int:
+    """Return the fewest rows that a step should have: one for each core, if that uses the cores much better.
+
+    The cores of a CPU share the rows of a batch. A single row is computed on all of them together, which can take
+    several times as long beside other programs: measured 670 tokens/s with one row and 4,600 with many.
+    """
+    cores = platform.cpu_cores()
+    if num_batch_shards(cores) == 1:
+        return 1
+    settings = TrainSettings.provisional({**values, "grad_accumulation_steps": 1})
+    config = config.with_changes(max_position_embeddings=settings.max_seq_length)
+    one, all_cores = (probe(config, replace(settings, batch_size=rows)).step for rows in (1, cores))
+    return cores if one > _CORE_UTILIZATION * all_cores else 1
+
+
+def validation_settings(benchmark: Probe, seconds: float, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with settings for validation, if they have none, in a run of `seconds`.
+
+    It validates as often as the time allows, see `Deadline`, on no more tokens than two validations have time for.
+    """
+    settings = TrainSettings.provisional(values)
+    batch = settings.batch_size * settings.max_seq_length
+    max_tokens = settings.eval_tokens
+    if benchmark.validation:
+        max_tokens = int(VALIDATION_FRACTION / 2 * seconds / benchmark.validation) * batch
+    eval_tokens = max(batch, min(TrainSettings.eval_tokens, max_tokens))
+    return {"eval_every": None, "save_every": 0, "eval_tokens": eval_tokens, **values}
+
+
+def time_limit_settings(
+    benchmark: Probe, budget: Budget, values: Mapping[str, Any], validation_tokens: int
+) -> dict[str, Any]:
+    """Return `values` with the time limit, the steps that fit into it, and settings for validation."""
+    seconds = budget.seconds_left()
+    values = validation_settings(benchmark, seconds, {**values, "time_limit": seconds})
+    settings = TrainSettings.provisional(values)
+    return {**values, "steps": benchmark.steps_in(seconds * budget.duty_cycle / 100, settings, validation_tokens)}
+
+
+def seconds_per_token(
+    config: ModelConfig, seconds: float, values: Mapping[str, Any], num_processes: int = 1, finetuning: bool = False
+) -> float:
+    """Measure the time that training `config` takes per token, by steps of two short rows.
+
+    Args:
+        config: The model.
+        seconds: The time of the run.
+        values: Settings.
+        num_processes: Processes that train together.
+        finetuning: Whether the run is a fine-tuning run, which may see few tokens.
+
+    Raises:
+        ConfigError: In `seconds` the model would see too few tokens to learn anything.
+    """
+    settings = TrainSettings.provisional({**values, "batch_size": 2, "grad_accumulation_steps": 1})
+    length = min(_SHORT, config.max_position_embeddings, values.get("max_seq_length", _SHORT))
+    # No model is faster than large matrix products: if even they take too long, no step needs to be tried.
+    flops = config.flops_per_token(length // 2, training=True)
+    fastest = flops / (measure_matmul(seconds=0.1, dtype=settings.dtype) * 1e9) / num_processes
+    _check_time(config, seconds, fastest, values, num_processes, finetuning)
+    settings = replace(settings, max_seq_length=length)
+    token_seconds = probe(config, settings).step / settings.tokens_per_step / num_processes
+    _check_time(config, seconds, token_seconds, values, num_processes, finetuning)
+    return token_seconds
+
+
+def _check_time(
+    config: ModelConfig,
+    seconds: float,
+    token_seconds: float,
+    values: Mapping[str, Any],
+    num_processes: int,
+    finetuning: bool,
+) -> None:
+    """Raise ConfigError if at `token_seconds` seconds per token, `seconds` are too few for a useful run."""
+    tokens, settings = seconds / token_seconds, TrainSettings.provisional(values)
+    rows = settings.batch_size if "batch_size" in values else 1
+    fixed_length = finetuning or "max_seq_length" in values
+    length = settings.max_seq_length if fixed_length else min(_SHORT, config.max_position_embeddings)
+    step_tokens = rows * length * settings.grad_accumulation_steps
+    limit = human_seconds(seconds) if seconds >= 10 else f"{seconds:.2g}s"
+    subject = f"in {limit} a model of {human_count(config.parameter_count())} parameters"
+    if not finetuning and tokens < _MIN_TOKENS:
+        minutes = math.ceil(_RECOMMENDED_TOKENS * token_seconds / TRAINING_FRACTION / 60)
+        preset = _largest_preset(config, seconds, token_seconds)
+        hint = (f"--preset {preset}, or " if preset else "") + f"--minutes {minutes:,}"
+        raise ConfigError(f"{subject} would see about {human_count(tokens)} tokens here, too few to learn from", hint)
+    if tokens < _MIN_STEPS * step_tokens:
+        large = {
+            "--batch-size": rows > 1,
+            "--max-seq-length": length > _SHORT,
+            "--grad-accumulation-steps": settings.grad_accumulation_steps > num_processes,
+        }
+        remedies = [f"a smaller {flag}" for flag, is_large in large.items() if is_large]
+        remedies.append(f"--minutes {math.ceil(2 * _MIN_STEPS * step_tokens * token_seconds / 60):,}")
+        steps = f"{human_count(tokens / step_tokens)} steps of {step_tokens:,} tokens"
+        raise ConfigError(f"{subject} would make {steps} here, too few to learn from", ", or ".join(remedies))
+
+
+def _largest_preset(config: ModelConfig, seconds: float, token_seconds: float) -> str | None:
+    """Return the largest preset, smaller than `config`, that can be trained in `seconds`."""
+    flops = config.flops_per_token(_SHORT // 2, training=True)
+    names = []
+    for name in preset_names():
+        ratio = load_preset(name).flops_per_token(_SHORT // 2, training=True) / flops
+        if ratio < 1 and _RECOMMENDED_TOKENS * token_seconds * ratio <= seconds:
+            names.append(name)
+    return names[-1] if names else None

@@ -1,0 +1,110 @@
+"""The tokenizer and the token shards of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxlm.data import DataOptions, Manifest, prepare, total_bytes, training_texts
+from mlxlm.data.manifest import is_prepared
+from mlxlm.data.sources import unseekable_source
+from mlxlm.tokenizer import Tokenizer, load, train
+from mlxlm.utils.errors import DataError
+
+Phase = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
+
+
+class TooFewTokensError(DataError):
+    """The text is shorter than one sequence."""
+
+
+def no_phase(_label: str, _total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+    """Show nothing: the default for `phase`."""
+    return nullcontext(lambda _n: None)
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """The tokenizer of a run.
+
+    Attributes:
+        path: Folder or file of a tokenizer. None: that of the prepared data, or train one on the text.
+        tokenizer_type: Type of the tokenizer to train: "byte-level" or "sentencepiece".
+        vocab_size: Vocabulary size of the tokenizer to train. None: the configuration's, or as much as the text
+            supports.
+    """
+
+    path: str | Path | None = None
+    tokenizer_type: str = "byte-level"
+    vocab_size: int | None = None
+
+
+def prepared_source(sources: Sequence[str | Path]) -> Path | None:
+    """Return the folder of prepared data that `sources` consists of; None for text.
+
+    Raises:
+        DataError: Prepared data is mixed with other sources.
+    """
+    folders = [Path(s) for s in sources if is_prepared(s)]
+    if folders and len(sources) > 1:
+        hint = "it alone, or text files"
+        raise DataError(f"{folders[0]} is prepared data and can't be mixed with other sources", hint)
+    return folders[0] if folders else None
+
+
+def check_sources(data: DataOptions, tokenizer: TokenizerOptions) -> Path | None:
+    """Return the folder of prepared data, or None for text. Raises DataError for options that contradict it."""
+    prepared = prepared_source(data.sources)
+    if prepared and data.validation:
+        raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
+    if prepared and data.weights:
+        raise DataError(f"{prepared} is prepared already, with its own weights", "mlxlm prepare PATH=WEIGHT ...")
+    if (stream := unseekable_source(data.sources)) is not None and tokenizer.path is None:
+        hint = "a file, or mlxlm pretrain --tokenizer PATH"
+        raise DataError(f"{stream} can be read only once, so it can't train a tokenizer too", hint)
+    return prepared
+
+
+def existing_tokenizer(options: TokenizerOptions, prepared: Path | None) -> Tokenizer | None:
+    """Load the tokenizer at `options.path` or of the prepared data; None if one has to be trained."""
+    if options.path is not None:
+        return load(options.path)
+    return load(prepared / "tokenizer") if prepared else None
+
+
+def train_tokenizer(
+    data: DataOptions, options: TokenizerOptions, vocab_size: int, seed: int, phase: Phase = no_phase
+) -> Tokenizer:
+    """Train a tokenizer on the text that `prepare` trains on, without what it holds out for validation.
+
+    `vocab_size` is reduced if the text doesn't support it, unless `options.vocab_size` asks for it.
+    """
+    label = f"training a {options.tokenizer_type} tokenizer of {vocab_size} tokens"
+    with phase(label, total_bytes(data.sources)) as advance:
+        texts = training_texts(data, seed=seed, progress=advance)
+        return train(texts, vocab_size, options.tokenizer_type, exact=options.vocab_size is not None)
+
+
+def prepare_shards(data: DataOptions, tokenizer: Tokenizer, out: Path, seed: int, phase: Phase = no_phase) -> Path:
+    """Tokenize the text into the folder `out`, and return `out`."""
+    with phase("preparing tokens", total_bytes([*data.sources, *data.validation])) as advance:
+        prepare(data, tokenizer, out, seed=seed, progress=advance)
+    return out
+
+
+def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, data: Path) -> None:
+    """Raise DataError if the shards in `data` were made with another tokenizer."""
+    if manifest.fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{data} was prepared with another tokenizer", "the one it was prepared with")
+
+
+def check_shards(manifest: Manifest, tokenizer: Tokenizer, max_seq_length: int, data: Path) -> None:
+    """Raise DataError if the shards in `data` were made with another tokenizer, or have too few tokens."""
+    check_tokenizer(manifest, tokenizer, data)
+    if (tokens := manifest.train.tokens) < max_seq_length + 1:
+        hint = f"--max-seq-length {tokens - 1}, or more text" if tokens > 2 else "more text"
+        raise TooFewTokensError(f"the text has {tokens} tokens, less than one sequence of {max_seq_length}", hint)
+    if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
+        raise DataError("nothing is held out for validation", "more documents, or mlxlm pretrain --validation FILE")
