@@ -288,8 +288,8 @@ def test_every_answer_is_learned_to_its_end(new_run, tmp_path):
     assert (stops - starts).max() <= 49
     [told] = describe(run)
     assert told == (
-        "16 conversations: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are cut inside "
-        "of an answer or its question, which goes on in the next row; each pass has every answer to its end "
+        "16 conversations: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are split inside "
+        "an answer or its question, which continues in the next row; each epoch has every answer to its end "
         "(try: --max-seq-length 128)"
     )
     run = new_run("short", sources=[held] * 5)
@@ -354,12 +354,12 @@ def test_the_command(tmp_path, base, talks, command):
     options = ["--steps", "4", "--batch-size", "2", "--max-seq-length", "48"]
     code, printed, told = command(base, talks, "--out", out, *options)
     assert code == 0 and printed == f"{out}\n" and "step 0: validation" in told
-    assert "a chat with it holds 128 tokens, its context: mlxlm chat --context-overflow drop" in told
+    assert "the context of this model is 128 tokens: mlxlm chat --context-overflow drop" in told
     chat = Chat(load(out), max_tokens=5, temperature=0.0)
     "".join(part.text for part in chat.ask("the cat"))
     assert chat.messages[-1].role == "assistant" and len(chat.messages[-1].ids) <= 5
     code, _, told = command("--resume", out)
-    assert code == 0 and "finished its 4 steps already" in told
+    assert code == 0 and "had already finished its 4 steps" in told
     for wrong in (["--resume", out, "--steps", "3"], ["--resume", out, base], [base, "--out", tmp_path / "x"]):
         assert command(*wrong)[0] == 2
     idle = ["--validation", talks, "--validation-fraction", "0.1"]

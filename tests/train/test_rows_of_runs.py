@@ -106,7 +106,7 @@ def test_a_run_of_an_earlier_version_says_that_its_rows_differ(new_run):
         file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "version"}))
         events = finish(Run.open(run.path), resume=True, stop_at=4)
         warnings[name] = [e.message for e in events if isinstance(e, TrainingWarning)]
-    assert warnings["concatenated"] == [] and "packed this run's rows in another way" in warnings["packed"][0]
+    assert warnings["concatenated"] == [] and "packed the rows of this run differently" in warnings["packed"][0]
 
 
 def readers() -> list[threading.Thread]:
