@@ -191,7 +191,7 @@ SHARDS = {
             {"model.norm.weight": v["weight_map"]["model.embed_tokens.weight"]})),
         "model.norm.weight is not in",
     ),
-    "no object": (in_json("model.safetensors.index.json", lambda v: [1]), "index.json.*not an object"),
+    "no object": (in_json("model.safetensors.index.json", lambda v: [1]), "index.json.*not a JSON object"),
 }  # fmt: skip
 
 

@@ -4,9 +4,7 @@ import json
 import os
 import shutil
 import struct
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +20,6 @@ from mlxlm.generation.loaded_model import load
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import load as load_tokenizer
 from mlxlm.train.finetune import open_base_model
-from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError, MlxlmError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -208,17 +205,6 @@ def test_a_run_with_a_pipe_for_its_state(tmp_path):
     os.mkfifo(tmp_path / "checkpoints" / "step-2" / "state.json")
     (tmp_path / "checkpoints" / "step-1" / "state.json").write_text('{"validation_loss": 1.5}')
     assert best_checkpoint(tmp_path).name == "step-1"
-
-
-def test_files_are_read_to_their_limit(tmp_path):
-    path = tmp_path / "x"
-    path.write_bytes(b"12345")
-    assert read_bytes(path, 5, CheckpointError) == b"12345"
-    with pytest.raises(CheckpointError, match="x has 5 bytes, more than the 4 that are read"):
-        read_bytes(path, 4, CheckpointError)
-    if sys.platform == "linux":  # a file that says it has none
-        with pytest.raises(CheckpointError, match="more than the 4 that are read"):
-            read_bytes(Path("/proc/self/status"), 4, CheckpointError)
 
 
 def test_ggufs_beside_a_configuration(model_dir):
