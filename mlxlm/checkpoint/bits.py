@@ -1,5 +1,7 @@
-"""Floating-point values through their bits: on a CPU, MLX finds the largest of 33 million bfloat16 values in 160 ms,
-numpy that of their bits in 9."""
+"""Compare floating-point values through their bits.
+
+On a CPU, MLX needs 160 ms for the maximum of 33 million bfloat16 values, NumPy 9 ms for that of their bits.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,23 @@ import numpy as np
 from mlxlm.backend.mlx import mx
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-_LARGEST = 65504.0  # of float16
+_MAX_FLOAT16 = 65504.0
 
 
 def bits_of(value: mx.array) -> np.ndarray:
-    """The bits of an array as unsigned numbers; a view where MLX's memory can be seen."""
+    """The bits of an array as unsigned integers, without a copy where NumPy can view MLX's memory."""
     return np.array(mx.contiguous(value).view(_UNSIGNED[value.dtype.size]), copy=False)
 
 
 def bitwise_equal(a: mx.array, b: mx.array) -> bool:
-    """Whether two arrays of one shape and dtype are equal to the bit."""
+    """Whether two arrays of the same shape and dtype have the same bits."""
     return np.array_equal(bits_of(a), bits_of(b))
 
 
 def max_abs(value: mx.array) -> float:
-    """The largest magnitude of float16, bfloat16 or float32 values; NaN if one is NaN.
+    """The largest absolute value of float16, bfloat16 or float32 values; NaN if any is NaN.
 
-    Without their sign, the bits of floats are in the order of the values, NaN above infinity.
+    Without the sign, the bits of floats sort like their values, with NaN above infinity.
     """
     bits = bits_of(value)
     if not bits.size:
@@ -39,5 +41,5 @@ def max_abs(value: mx.array) -> float:
 
 
 def fits_float16(value: mx.array) -> bool:
-    """Whether float16 has room for all values; NaN and infinity, which it has too, are another matter."""
-    return value.dtype == mx.float16 or not _LARGEST < max_abs(value) < float("inf")
+    """Whether all finite values are in the range of float16."""
+    return value.dtype == mx.float16 or not _MAX_FLOAT16 < max_abs(value) < float("inf")

@@ -1,4 +1,4 @@
-"""Quantized matrices as MLX keeps them: which layers have them, whether they are whole, and their float32 form."""
+"""MLX's quantized matrices: check their parts, dequantize them, and build the layers that use them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from mlxlm.utils.errors import CheckpointError
 def unpacked_shapes(
     tensors: LazyTensors, quantization: Mapping[str, Any] | None, source: str
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, those of quantized matrices unpacked, their scales and biases left out.
+    """Return the shapes by name, with the unpacked shapes of quantized matrices and without scales and biases.
 
-    Raises CheckpointError, naming `source` and the layer, for parts that don't belong together, and for values
-    that are no floating-point numbers where a decoder has them.
+    Raises:
+        CheckpointError: Names `source` and a layer whose parts don't belong together, or a tensor that is not
+            floating-point.
     """
     shapes = {}
     for name, tensor in tensors.items():
@@ -26,17 +27,17 @@ def unpacked_shapes(
         if packed and part in ("scales", "biases") and f"{layer}.weight" in tensors:
             continue
         if packed and part == "weight":
-            shapes[name] = _unpacked(layer, tensors, quantization or {}, source)
+            shapes[name] = _unpacked_shape(layer, tensors, quantization or {}, source)
         elif mx.issubdtype(tensor.dtype, mx.floating):
             shapes[name] = tensor.shape
         else:
-            hint = None if quantization else "an unquantized checkpoint, or one that MLX quantized"
+            hint = None if quantization else "an unquantized checkpoint, or one quantized by MLX"
             raise CheckpointError(f"{source}: {name} is of type {tensor.stored_dtype}, not floating-point", hint)
     return shapes
 
 
 def dequantize_tensors(tensors: LazyTensors, quantization: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """The same tensors with every quantized matrix in float32, nothing rounded on the way."""
+    """Return the tensors with every quantized matrix dequantized to float32, without intermediate rounding."""
     result = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
@@ -44,58 +45,58 @@ def dequantize_tensors(tensors: LazyTensors, quantization: Mapping[str, Any]) ->
             if part in ("scales", "biases"):
                 continue
             if part == "weight":
-                tensor = _in_float32(layer, tensors, module_quantization(quantization, layer))
+                tensor = _dequantized(layer, tensors, module_quantization(quantization, layer))
         result[name] = tensor
     return result
 
 
 def quantize_modules(module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any]) -> None:
-    """Replace the layers of `module` that have scales in `tensors`, below `prefix`, by MLX's quantized ones."""
+    """Replace the layers of `module` that have scales in `tensors` below `prefix` by MLX's quantized layers."""
 
-    def plan(name: str, _module: nn.Module):
+    def predicate(name: str, _module: nn.Module):
         return module_quantization(quantization, prefix + name) if f"{prefix}{name}.scales" in tensors else False
 
-    nn.quantize(module, class_predicate=plan)
+    nn.quantize(module, class_predicate=predicate)
 
 
-def _unpacked(layer: str, tensors: LazyTensors, quantization: Mapping[str, Any], source: str) -> tuple[int, int]:
-    """Shape of a quantized matrix before it was packed, after checking its parts against the plan."""
+def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str, Any], source: str) -> tuple[int, int]:
+    """Unpacked shape of a quantized matrix, after checking its parts against the configuration."""
     plan = module_quantization(quantization, layer)
     if plan is None:
-        raise CheckpointError(f"{source}: {layer} has scales, and config.json says that it is not quantized")
+        raise CheckpointError(f"{source}: {layer} has scales, but config.json says that it is not quantized")
     bits, group_size, mode = plan["bits"], plan["group_size"], plan["mode"]
     names = ("weight", "scales", "biases") if mode == "affine" else ("weight", "scales")
     parts = [tensors.get(f"{layer}.{part}") for part in names]
     if any(part is None or len(part.shape) != 2 for part in parts) or (
         mode != "affine" and f"{layer}.biases" in tensors
     ):
-        wanted = ", ".join(names[:-1]) + f" and {names[-1]}"
-        raise CheckpointError(f"{source}: {layer} ({mode}) needs {wanted} alone, each with two dimensions")
+        expected = ", ".join(names[:-1]) + f" and {names[-1]}"
+        raise CheckpointError(f"{source}: {layer} ({mode}) needs {expected}, each with two dimensions")
     packed, *rest = parts
     rows, words = packed.shape
     width = words * 32 // bits
-    kind = rest[0].dtype
-    fits = (
+    dtype = rest[0].dtype
+    matches = (
         packed.dtype == mx.uint32
         and words * 32 % bits == 0
         and width % group_size == 0
-        and all(part.dtype == kind and part.shape == (rows, width // group_size) for part in rest)
-        and (mx.issubdtype(kind, mx.floating) if mode == "affine" else kind == mx.uint8)
+        and all(part.dtype == dtype and part.shape == (rows, width // group_size) for part in rest)
+        and (mx.issubdtype(dtype, mx.floating) if mode == "affine" else dtype == mx.uint8)
     )
-    if not fits:
+    if not matches:
         raise CheckpointError(
-            f"{source}: {layer} is not of {bits} bits in groups of {group_size} ({mode}), as config.json says"
+            f"{source}: {layer} does not have {bits} bits in groups of {group_size} ({mode}), as config.json says"
         )
     return rows, width
 
 
-def _in_float32(layer: str, tensors: LazyTensors, plan: dict[str, Any]) -> LazyTensor:
+def _dequantized(layer: str, tensors: LazyTensors, plan: dict[str, Any]) -> LazyTensor:
     packed, scales, biases = (tensors.get(f"{layer}.{part}") for part in ("weight", "scales", "biases"))
 
     def read() -> mx.array:
         if biases is None:
             return mx.dequantize(packed.read(), scales.read(), None, **plan, dtype=mx.float32)
-        # In the scales' own 16 bits MLX would round each weight.
+        # With 16-bit scales, MLX would round each weight to 16 bits.
         parts = (part.read().astype(mx.float32) for part in (scales, biases))
         return mx.dequantize(packed.read(), *parts, **plan)
 

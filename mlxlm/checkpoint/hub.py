@@ -1,4 +1,4 @@
-"""Models by their id on the Hugging Face hub: downloaded into its cache, or found there."""
+"""Download models from the Hugging Face hub, or find them in its cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mlxlm.checkpoint import pytorch, safetensors
 from mlxlm.utils.errors import CheckpointError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
-_COMMON = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
-_FILES = [*_COMMON, "model*.safetensors"]  # others are other forms of the same weights: consolidated.safetensors
-_PYTORCH = [*_COMMON, "pytorch_model*.bin"]
+_OTHER_FILES = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
+_SAFETENSORS = [*_OTHER_FILES, "model*.safetensors"]  # not consolidated.safetensors, the same weights again
+_PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
 
 
 def is_id(text: str) -> bool:
@@ -20,28 +20,30 @@ def is_id(text: str) -> bool:
 
 
 def download(id: str) -> Path:
-    """The folder of a model of the hub, in the hub's own cache; only what isn't there yet is fetched.
+    """Download a model into the hub's cache, unless it is there, and return its folder.
 
-    PyTorch's files only where there are no safetensors. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN mean what they mean
-    to the hub's own tools. Raises CheckpointError for a model that can't be had, with what would help.
+    PyTorch files are only downloaded if there are no safetensors. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are respected.
+
+    Raises:
+        CheckpointError: The model can't be downloaded, with a hint.
     """
-    folder = _snapshot(id, _FILES)
+    folder = _snapshot(id, _SAFETENSORS)
     if safetensors.has_weights(folder):
         return folder
     folder = _snapshot(id, _PYTORCH)
     if pytorch.has_weights(folder):
         return folder
     raise CheckpointError(
-        f"{id} has no safetensors and no PyTorch weights here",
-        "HF_HUB_OFFLINE=0 if it was downloaded in part; one file of it by its path if it has GGUF files (hf download)",
+        f"{id} has no safetensors and no PyTorch weights",
+        "HF_HUB_OFFLINE=0 if the download is incomplete; hf download and the path of one file if it has GGUF files",
     )
 
 
 def download_config(id: str) -> Path:
-    """The file with a model's configuration, without its weights. Raises CheckpointError as `download` does."""
+    """Download a model's config.json only and return its path. Raises CheckpointError as `download` does."""
     folder = _snapshot(id, ["config.json"])
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{id} has no config.json", "one of its files by its path, if it has GGUF files")
+        raise CheckpointError(f"{id} has no config.json", "hf download and the path of one file if it has GGUF files")
     return folder / "config.json"
 
 
@@ -54,14 +56,16 @@ def _snapshot(id: str, patterns: list[str]) -> Path:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except errors.GatedRepoError:
         raise CheckpointError(
-            f"{id} is gated", f"asking for access at https://huggingface.co/{repository}, then hf auth login"
+            f"{id} is gated", f"request access at https://huggingface.co/{repository}, then hf auth login"
         ) from None
     except errors.RepositoryNotFoundError:
         raise CheckpointError(
-            f"there is no {id} here, nor a model of this name on the hub", "another spelling, or hf auth login"
+            f"there is no path {id}, nor a model of this name on the hub", "check the spelling, or hf auth login"
         ) from None
     except errors.RevisionNotFoundError:
-        raise CheckpointError(f"{repository} has no revision {revision}", "a branch, tag or commit of it") from None
+        raise CheckpointError(
+            f"{repository} has no revision {revision}", "one of its branches, tags or commits"
+        ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         offline = huggingface_hub.constants.HF_HUB_OFFLINE
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Tensors that are described but not read: what every format of checkpoint gives, and every writer takes."""
+"""Tensors that are described but not yet read: the form between all readers and writers of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from mlxlm.backend.mlx import mx
 class LazyTensor:
     """One tensor of a checkpoint.
 
-    `read()` returns it as an array of `shape` and `dtype`, lazily where the format allows, and keeps nothing:
-    a tensor that was read, used and dropped has left memory (one part of a fused tensor keeps the others for those who
-    read them next: see `to_decoder_weights`). `stored` is the file's own word for its type
-    ("BF16", "Q4_K") and `nbytes` what it takes there.
+    Attributes:
+        shape: Shape of the array.
+        dtype: Dtype of the array.
+        stored_dtype: The file's name for its type ("BF16", "Q4_K").
+        nbytes: Bytes in the file.
+        read: Returns the array, lazily where the format allows. Nothing is cached, so an array that is no longer
+            used is freed (except for the parts of a fused tensor, see `to_decoder_weights`).
     """
 
     shape: tuple[int, ...]
@@ -30,7 +33,7 @@ class LazyTensor:
         shape: tuple[int, ...] | None = None,
         dtype: mx.Dtype | None = None,
     ) -> LazyTensor:
-        """The same tensor with `function` applied to what is read; `shape` and `dtype` where that changes them."""
+        """Return a tensor that applies `function` to the array; give `shape` and `dtype` if it changes them."""
         read = self.read
         return replace(
             self,
@@ -40,32 +43,32 @@ class LazyTensor:
         )
 
     def astype(self, dtype: mx.Dtype) -> LazyTensor:
-        """The same values in `dtype`."""
+        """Return a tensor that converts the array to `dtype`."""
         return self if dtype == self.dtype else self.transform(lambda value: value.astype(dtype), dtype=dtype)
 
 
 LazyTensors = Mapping[str, LazyTensor]
 
-UNQUANTIZED_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))  # stored types that hold the weights themselves
+UNQUANTIZED_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))  # stored types of unquantized weights
 
 
 def lazy_tensor(value: mx.array) -> LazyTensor:
-    """An array that is already in memory, or a graph that makes one."""
+    """Wrap an array, evaluated or not."""
     name = str(value.dtype).removeprefix("mlx.core.")
     return LazyTensor(tuple(value.shape), value.dtype, name, value.nbytes, lambda: value)
 
 
-def with_read_progress(tensors: LazyTensors, told: Callable[[int, int], None]) -> dict[str, LazyTensor]:
-    """The same tensors, each telling when it is read how many bytes of all are done: `told(done, total)`."""
+def with_read_progress(tensors: LazyTensors, on_progress: Callable[[int, int], None]) -> dict[str, LazyTensor]:
+    """Return tensors that call `on_progress(bytes read, total bytes)` when they are read."""
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
 
-    def telling(tensor: LazyTensor) -> LazyTensor:
-        def tell(value: mx.array) -> mx.array:
+    def report_reads(tensor: LazyTensor) -> LazyTensor:
+        def report(value: mx.array) -> mx.array:
             nonlocal done
             done = min(done + tensor.nbytes, total)  # a writer may read a tensor twice
-            told(done, total)
+            on_progress(done, total)
             return value
 
-        return tensor.transform(tell)
+        return tensor.transform(report)
 
-    return {name: telling(tensor) for name, tensor in tensors.items()}
+    return {name: report_reads(tensor) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""A model from its files, ready to run."""
+"""Load a model, ready to run."""
 
 from __future__ import annotations
 
@@ -19,57 +19,59 @@ from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
 
-_MOST = 0.9  # of memory, for the weights
+_MAX_MEMORY_FRACTION = 0.9  # for the weights
 
 
 def load_model(source: Path | str) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
-    """A model in evaluation mode. `source`: see `open_checkpoint`.
+    """Load a model in evaluation mode; see `open_checkpoint` for `source` and `load_checkpoint` for the dtypes.
 
-    Raises CheckpointError or ConfigError naming the file and the field.
+    Raises:
+        CheckpointError, ConfigError: Names the file and the field.
     """
     return load_checkpoint(open_checkpoint(source))
 
 
 def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
-    """The model of an open checkpoint.
+    """Load the model of an open checkpoint in evaluation mode.
 
-    On a GPU the weights keep their dtype and quantization, and are read on first use. On the CPU they are read at
-    once, and everything becomes float32, since MLX's half-precision and quantized products there are 10 to 1000
-    times slower. Matrices whose float32 form would not fit into memory stay as they are, with a warning.
+    On a GPU, weights keep their dtype and quantization and are read on first use. On a CPU, they are read immediately
+    and converted to float32, since MLX's half-precision and quantized products are 10 to 1000 times slower there. If
+    float32 doesn't fit in memory, weights keep their dtype, with a warning.
 
-    Raises CheckpointError for weights that memory has no room for at all.
+    Raises:
+        CheckpointError: The weights don't fit in memory at all.
     """
     config = checkpoint.config
     if config is None:
         return load_with_mlx_lm(checkpoint)
     model = Decoder(config)
-    _fill(model, checkpoint.tensors, "", config.quantization, not ON_CPU or _fits_float32(checkpoint))
+    _load_weights(model, checkpoint.tensors, "", config.quantization, not ON_CPU or _fits_float32(checkpoint))
     return model, config
 
 
 def fits_float32(config: ModelConfig, memory: int) -> bool:
-    """Whether so much memory has room for the weights in float32, and for what else there is."""
+    """Whether `memory` bytes have room for the weights in float32 and for everything else."""
     return 4 * config.parameter_count() < 0.7 * memory
 
 
 def _fits_float32(checkpoint: Checkpoint) -> bool:
-    """Whether this machine has room for the weights in float32; a warning if not, an error if not even as they are."""
+    """Whether the weights fit in memory in float32. Warns if not; raises if they don't fit in their dtype either."""
     memory, needed = platform.total_memory(), 4 * checkpoint.config.parameter_count()
     if fits_float32(checkpoint.config, memory):
         return True
     stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    fewer = "mlxlm quantize" if checkpoint.config.quantization is None else "mlxlm quantize, with fewer bits"
-    if stored >= _MOST * memory:
+    hint = "mlxlm quantize" if checkpoint.config.quantization is None else "mlxlm quantize with fewer bits"
+    if stored >= _MAX_MEMORY_FRACTION * memory:
         raise CheckpointError(
-            f"{checkpoint.path}: its weights take {stored / 1e9:.3g} GB, this machine has {memory / 1e9:.3g} GB", fewer
+            f"{checkpoint.path}: its weights take {stored / 1e9:.3g} GB, this machine has {memory / 1e9:.3g} GB", hint
         )
     problem = f"{checkpoint.path} needs {needed / 1e9:.3g} GB in float32, this machine has {memory / 1e9:.3g} GB"
-    warnings.warn(f"{problem}: it stays as it is, and is slow on a CPU (try: {fewer})", stacklevel=3)
+    warnings.warn(f"{problem}: it keeps its dtype, which is slow on a CPU (try: {hint})", stacklevel=3)
     return False
 
 
 def load_float32_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
-    """All weights of a decoder by name, in float32 and dequantized: what training begins with."""
+    """Load all weights of a decoder by name, dequantized, in float32, as training needs them."""
     quantization = checkpoint.config.quantization
     return _in_float32(dequantize_tensors(checkpoint.tensors, quantization) if quantization else checkpoint.tensors)
 
@@ -77,24 +79,28 @@ def load_float32_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
 def load_submodule(
     module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any] | None = None
 ) -> None:
-    """Fill `module`, one part of a decoder, with the tensors below `prefix` ("model.layers.3", or "" for all).
+    """Load the weights of one part of a decoder.
 
-    In float32 on a CPU, dequantized, whatever the whole model takes; elsewhere a quantized matrix becomes one of MLX's
-    quantized layers.
+    On a CPU they are dequantized to float32; on a GPU, quantized matrices become MLX's quantized layers.
+
+    Args:
+        module: The part, changed in place.
+        tensors: Tensors of the whole decoder.
+        prefix: Where the part is: "model.layers.3", or "" for all of it.
+        quantization: The configuration's `quantization`.
     """
-    _fill(module, tensors, f"{prefix}." if prefix else "", quantization, fits=True)
+    _load_weights(module, tensors, f"{prefix}." if prefix else "", quantization, fits_float32=True)
 
 
-def _fill(
-    module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any] | None, fits: bool
+def _load_weights(
+    module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any] | None, fits_float32: bool
 ) -> None:
-    """`fits`: on a CPU, whether there is room for float32."""
     part = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    if quantization and ON_CPU and fits:
+    if quantization and ON_CPU and fits_float32:
         part = dequantize_tensors(part, quantization)
     elif quantization:
         quantize_modules(module, part, prefix, quantization)
-    if ON_CPU and (fits or quantization):  # with scales of 16 bits, quantized products are slower still
+    if ON_CPU and (fits_float32 or quantization):  # with 16-bit scales, quantized products are even slower
         values = _in_float32(part)
     else:
         values = {name: tensor.read() for name, tensor in part.items()}
@@ -103,13 +109,15 @@ def _fill(
 
 
 def _in_float32(tensors: LazyTensors) -> dict[str, mx.array]:
-    """Floating-point values read and converted, few tensors at a time and on two processor cores.
+    """Read and convert floating-point values, few tensors at a time, on two cores.
 
-    Left to the first use, all that is read would be in memory together with all that it is converted to: half as
-    much again for 16-bit weights, and a third more time.
+    Converting on first use would keep both forms of all weights in memory: 50% more for 16-bit weights, and a third
+    more time.
     """
     try:
         values = eval_in_parallel(lambda t=tensor: as_float32(t.read()) for tensor in tensors.values())
         return dict(zip(tensors, values, strict=True))
     except RuntimeError as error:
-        raise CheckpointError(f"the weights can't be read: {error}", "a file that nobody writes meanwhile") from None
+        raise CheckpointError(
+            f"the weights can't be read: {error}", "a file that no other program is writing"
+        ) from None

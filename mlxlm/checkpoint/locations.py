@@ -1,4 +1,4 @@
-"""Where a model's files lie: in one folder, or in a run with its checkpoints."""
+"""Find a model's files: in one folder, or in a run with its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError
 
 RUN_FILE = "train.json"
-MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; a run's own is that of its best checkpoint
-_LARGEST_STATE = 4 << 20  # bytes of state.json, which has some hundreds
+MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; in a run, that of its best checkpoint
+_MAX_STATE = 4 << 20  # bytes of state.json, which has a few hundred
 
 
 @dataclass(frozen=True)
 class Location:
-    """`root` has config.json and the tokenizer, `weights` the safetensors; the same folder unless in a run."""
+    """`root` has config.json and the tokenizer, `weights` the safetensors; they differ for a checkpoint of a run."""
 
     root: Path
     weights: Path
 
 
 def locate(path: Path | str) -> Location:
-    """Find a model: a model folder, a run (its best checkpoint, or its own weights where the checkpoints are gone), or
-    `RUN/checkpoints/step-N`.
+    """Find a model: a model folder, a run, or `RUN/checkpoints/step-N`.
 
-    Raises CheckpointError if there is none.
+    Of a run, this is the best checkpoint, or the run's own weights if it has no checkpoints.
+
+    Raises:
+        CheckpointError: There is no model.
     """
     path = Path(path)
     if not path.is_dir():
@@ -41,11 +43,12 @@ def locate(path: Path | str) -> Location:
     if best is None and (path / MODEL_FILE).is_file():
         return Location(path, path)
     if best is None:
-        raise CheckpointError(f"{path} is a run without a checkpoint yet", "mlxlm pretrain --resume with it")
+        raise CheckpointError(f"{path} is a run that has no checkpoint yet", "mlxlm pretrain --resume")
     return Location(path, best)
 
 
 def is_run_folder(path: Path) -> bool:
+    """Whether a folder is a training run."""
     return (path / RUN_FILE).is_file()
 
 
@@ -55,7 +58,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def best_checkpoint(run: Path) -> Path | None:
-    """The one with the lowest validation loss, of equals the latest; None if there is no checkpoint."""
+    """The checkpoint with the lowest validation loss, the latest of equal ones; None if there is none."""
     return min(
         list_checkpoints(run),
         key=lambda c: (validation_loss(read_checkpoint_state(c)), -checkpoint_step(c)),
@@ -64,21 +67,21 @@ def best_checkpoint(run: Path) -> Path | None:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The step of `.../step-N`, or -1 for another name."""
+    """The step of `.../step-N`, -1 for other names."""
     prefix, _, number = checkpoint.name.partition("-")
     return int(number) if prefix == "step" and number.isascii() and number.isdigit() else -1
 
 
 def read_checkpoint_state(checkpoint: Path) -> dict[str, Any]:
-    """What `state.json` of a checkpoint says; {} where it can't be read."""
+    """The content of a checkpoint's `state.json`; {} if it can't be read."""
     try:
-        state = json.loads(read_bytes(checkpoint / "state.json", _LARGEST_STATE, CheckpointError))
+        state = json.loads(read_bytes(checkpoint / "state.json", _MAX_STATE, CheckpointError))
     except (CheckpointError, ValueError, RecursionError):
         return {}
     return state if isinstance(state, dict) else {}
 
 
 def validation_loss(state: Mapping[str, Any]) -> float:
-    """Of a checkpoint with this state; infinite where it was not validated."""
+    """Validation loss in a checkpoint's state; infinity if there was no validation."""
     loss = state.get("validation_loss")
     return loss if isinstance(loss, int | float) else float("inf")

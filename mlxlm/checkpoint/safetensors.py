@@ -1,4 +1,4 @@
-"""safetensors files: checked before MLX reads them, and written tensor by tensor.
+"""Read safetensors files, checked before MLX maps them, and write them tensor by tensor.
 
 Format: 8 bytes of header length (little-endian), a JSON header with dtype, shape and offsets of each
 tensor, then the data (https://github.com/huggingface/safetensors).
@@ -15,10 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.bits import max_abs
+from mlxlm.checkpoint.bits import bits_of, max_abs
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, lazy_tensor
 from mlxlm.checkpoint.locations import MODEL_FILE
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_object
@@ -29,53 +27,51 @@ from mlxlm.utils.json_files import write_json
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
-_FILES = "model*.safetensors"
+_PATTERN = "model*.safetensors"
 
-# What MLX reads, by the format's names. It gives 8-bit floats as bytes.
+# Dtypes that MLX reads, by the format's names; it returns 8-bit floats as bytes.
 DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
     "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
     "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8, "BOOL": mx.bool_,
 }  # fmt: skip
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes, for types that numpy lacks
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
 
-# A header is about 120 bytes a tensor and becomes some 10 times that in memory. The largest files in use, 5 GB
-# shards of models with hundreds of experts, have a few thousand tensors.
+# A header has about 120 bytes per tensor and needs about 10 times that in memory. The largest files in use, 5 GB shards
+# of models with hundreds of experts, have a few thousand tensors.
 _MAX_HEADER = 8_000_000
 _MAX_DIMENSIONS = 8
 
 
-def check_file(path: Path) -> list[str]:
-    """The names of a file's tensors, after checking that every byte they claim is there.
-
-    Raises CheckpointError naming the file and what is wrong with it. Reads the header only.
-    """
-    return list(file_tensors(path))
-
-
 def file_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file, described; every byte they claim is there. Raises as `check_file` does."""
+    """Describe the tensors of one file; see `file_header`."""
     return file_header(path)[0]
 
 
 def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """`file_tensors` and the metadata of one file. Raises as `check_file` does."""
+    """Read the header of one file, and check that it has all bytes of all tensors.
+
+    Returns:
+        The tensors and the metadata.
+
+    Raises:
+        CheckpointError: Names the file, the tensor and what is wrong with it.
+    """
     with open_regular(path, CheckpointError) as file:
         size = path.stat().st_size
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= size - 8:
-            raise CheckpointError(f"{path} is not a whole safetensors file: its header is cut off")
+            raise CheckpointError(f"{path} is not a complete safetensors file: its header is cut off")
         if length > _MAX_HEADER:
-            raise CheckpointError(f"{path}: a header of {length} bytes; {_MAX_HEADER} are more than any model has")
+            raise CheckpointError(f"{path}: the header has {length} bytes, at most {_MAX_HEADER} are possible")
         raw = file.read(length)
     header = json_object(raw, f"{path}: the safetensors header")
     metadata = header.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata  # MLX writes null where it was given none
+    metadata = {} if metadata is None else metadata  # MLX writes null if there is none
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: malformed safetensors header (__metadata__ is not an object of texts)")
-    reader = _Reader(path)
+        raise CheckpointError(f"{path}: malformed safetensors header (__metadata__ is not an object of strings)")
+    arrays = _LazyArrays(path)
     tensors, spans = {}, []
     for name, entry in header.items():
         dtype, shape, first, last = _entry(path, name, entry)
@@ -86,7 +82,7 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
             )
         if first < last:
             spans.append((first, last, name))
-        tensors[name] = LazyTensor(shape, DTYPES[dtype], dtype, last - first, reader.of(name))
+        tensors[name] = LazyTensor(shape, DTYPES[dtype], dtype, last - first, arrays.reader(name))
     spans.sort()
     for (_, end, name), (first, _, other) in pairwise(spans):
         if first < end:
@@ -95,45 +91,51 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has a model's safetensors, or their index."""
-    return (folder / INDEX).exists() or any(folder.glob(_FILES))
+    """Whether a folder has safetensors of a model or their index."""
+    return (folder / INDEX).exists() or any(folder.glob(_PATTERN))
 
 
 def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
-    """All tensors of a model folder: by `model.safetensors.index.json` where there is one, else of
-    `model.safetensors`, else of every `model*.safetensors`. Raises CheckpointError naming the file and the tensor."""
+    """Describe all tensors of a model folder.
+
+    They are those of `model.safetensors.index.json` if there is one, else of `model.safetensors`, else of all
+    `model*.safetensors`.
+
+    Raises:
+        CheckpointError: Names the file and the tensor.
+    """
     if (folder / INDEX).exists():
         return indexed_tensors(folder / INDEX, file_tensors)
-    if (folder / MODEL_FILE).exists():  # what lies beside it are variants: model.fp16.safetensors
+    if (folder / MODEL_FILE).exists():  # others are variants of it: model.fp16.safetensors
         return joined_tensors([folder / MODEL_FILE], file_tensors)
-    if not (files := sorted(folder.glob(_FILES))):
-        wanted = "model*.safetensors, pytorch_model*.bin or .gguf file"
-        raise CheckpointError(f"{folder} has no {wanted}", "the folder of a model or of a run")
+    if not (files := sorted(folder.glob(_PATTERN))):
+        expected = "model*.safetensors, pytorch_model*.bin or .gguf file"
+        raise CheckpointError(f"{folder} has no {expected}", "the folder of a model or a run")
     return joined_tensors(files, file_tensors)
 
 
 def load_weights(folder: Path) -> dict[str, mx.array]:
-    """All tensors of a model folder, read on first use. Raises as `folder_tensors` does."""
+    """Load all tensors of a model folder lazily. Raises as `folder_tensors` does."""
     return {name: tensor.read() for name, tensor in folder_tensors(folder).items()}
 
 
 def save_weights(folder: Path, weights: Mapping[str, mx.array], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a model's arrays; see `write_shards`."""
+    """Write a model's arrays to a folder; see `write_shards`."""
     write_shards(folder, {name: lazy_tensor(value) for name, value in weights.items()}, shard_bytes)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, mx.array]) -> None:
-    """One safetensors file of arrays; see `write_file`."""
+    """Write arrays to one safetensors file; see `write_file`."""
     write_file(path, {name: lazy_tensor(value) for name, value in tensors.items()})
 
 
 def write_shards(
     folder: Path, tensors: LazyTensors, shard_bytes: int = SHARD_BYTES, finite: bool = False, format: str = "mlx"
 ) -> None:
-    """Write `model.safetensors`, or shards of at most `shard_bytes` with an index as Hugging Face names them.
+    """Write `model.safetensors`, or shards of at most `shard_bytes` and their index with Hugging Face's names.
 
-    A single tensor larger than that gets a shard of its own. One tensor is in memory at a time. Raises as
-    `write_file` does.
+    A larger tensor gets a shard of its own. One tensor is in memory at a time. See `write_tensors` for the other
+    arguments and the errors.
     """
     shards: list[dict[str, LazyTensor]] = [{}]
     filled = total = 0
@@ -157,26 +159,26 @@ def write_shards(
 
 
 def write_file(path: Path, tensors: LazyTensors, finite: bool = False, format: str = "mlx") -> None:
-    """One safetensors file, by `write_tensors`. It appears whole or not at all; one process may write it at a time.
+    """Write one safetensors file atomically; only one process may write it at a time.
 
-    Raises as `write_tensors` does, and CheckpointError naming the file if the disk refuses.
+    See `write_tensors` for the arguments. Raises CheckpointError also if the disk is full.
     """
-    with _appearing(path) as file:
+    with _replace_when_done(path) as file:
         write_tensors(file, path, tensors, finite, format)
 
 
 def write_hashed(path: Path, tensors: LazyTensors, format: str = "mlx") -> str:
-    """`write_file`; returns the file's SHA-256."""
-    with _appearing(path) as file:
+    """As `write_file`; returns the file's SHA-256."""
+    with _replace_when_done(path) as file:
         hashing = HashingWriter(file)
         write_tensors(hashing, path, tensors, format=format)
     return hashing.hexdigest()
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[BinaryIO]:
-    """A file to fill, which becomes `path` at the end. Raises CheckpointError if the disk refuses."""
-    partial = path.with_name(f".{path.name}.partial")  # `path` may be where lazy values still come from
+def _replace_when_done(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that becomes `path` at the end. Raises CheckpointError if the disk is full."""
+    partial = path.with_name(f".{path.name}.partial")  # lazy values may still be read from `path`
     with os_errors_as(CheckpointError, "write", path):
         try:
             with partial.open("wb") as file:
@@ -194,11 +196,18 @@ def write_tensors(
     format: str = "mlx",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """The content of a safetensors file, tensor by tensor, into one that is open and will be at `path`. `finite`:
-    values must be. `format` is what the metadata says the values are for: transformers wants "pt". `metadata` is more
-    of it.
+    """Write the content of a safetensors file, one tensor in memory at a time.
 
-    Raises CheckpointError naming the tensor that can't be read or isn't finite.
+    Args:
+        file: An open file.
+        path: Its name, for errors.
+        tensors: The tensors by name.
+        finite: Raise for values that are not finite.
+        format: The metadata's "format"; transformers needs "pt".
+        metadata: More metadata.
+
+    Raises:
+        CheckpointError: Names a tensor that can't be read, isn't finite or has a dtype that safetensors lacks.
     """
     order = _order(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": format, **(metadata or {})}}
@@ -206,7 +215,7 @@ def write_tensors(
     for name in order:
         tensor, start = tensors[name], end
         if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, which safetensors doesn't keep")
+            raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, which safetensors doesn't support")
         end += _nbytes(tensor)
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, ensure_ascii=False).encode("utf-8")
@@ -217,57 +226,59 @@ def write_tensors(
 
 
 def _order(tensors: LazyTensors) -> list[str]:
-    """The order of the data, in which each tensor begins at a multiple of its element's size.
+    """Order the data so that each tensor starts at a multiple of its element size.
 
-    A quantized matrix's parts, which are made together, stay together where their bytes allow it: else all scales
-    would wait in memory until the last matrix is written. Then come the others, larger elements first.
+    The parts of a quantized matrix, which are computed together, stay together where their sizes allow it; otherwise
+    all scales would stay in memory until the last matrix is written. Then the others, larger elements first.
     """
     packed: dict[str, int] = {}  # module: bytes
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         if part in ("weight", "scales", "biases") and f"{module}.scales" in tensors:
             packed[module] = packed.get(module, 0) + _nbytes(tensor)
-    places = {module: place for place, (module, nbytes) in enumerate(packed.items()) if nbytes % 4 == 0}
+    positions = {module: i for i, (module, nbytes) in enumerate(packed.items()) if nbytes % 4 == 0}
 
     def key(name: str) -> tuple[int, int]:
         size, module = tensors[name].dtype.size, name.rpartition(".")[0]
         if size > 4:
             return 0, 0
-        return (1, places[module]) if module in places else (2, -size)
+        return (1, positions[module]) if module in positions else (2, -size)
 
     return sorted(tensors, key=key)
 
 
 def as_float32(value: mx.array) -> mx.array:
-    """Floating-point values in float32, others as they are."""
+    """Convert floating-point values to float32, leave others unchanged."""
     return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
 
 
-class _Reader:
-    """Hands out lazy arrays of one file, each once: an array that was evaluated keeps its values as long as
-    someone has it, so a second reading is by a fresh array."""
+class _LazyArrays:
+    """Returns the lazy arrays of one file, each once.
+
+    An evaluated array keeps its values, so reading a tensor again needs a new array.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fresh: dict[str, mx.array] = {}
+        self.unread: dict[str, mx.array] = {}
 
-    def of(self, name: str) -> Callable[[], mx.array]:
+    def reader(self, name: str) -> Callable[[], mx.array]:
         return lambda: self.read(name)
 
     def read(self, name: str) -> mx.array:
-        if name not in self.fresh:
+        if name not in self.unread:
             try:
-                self.fresh = mx.load(str(self.path), format="safetensors")
+                self.unread = mx.load(str(self.path), format="safetensors")
             except (RuntimeError, ValueError) as error:
                 raise CheckpointError(f"{self.path} can't be read: {error}") from None
         try:
-            return self.fresh.pop(name)
+            return self.unread.pop(name)
         except KeyError:
             raise CheckpointError(f"{self.path} has changed: tensor {name} is gone") from None
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape and the first and last offset of one entry of a header, each checked."""
+    """Check one entry of a header; return dtype, shape, start and end."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{path}: tensor {name} needs dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -281,13 +292,13 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         or len(shape) > _MAX_DIMENSIONS
         or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
     ):
-        raise CheckpointError(f"{path}: tensor {name} has no possible shape: {short_repr(shape)}")
+        raise CheckpointError(f"{path}: tensor {name} has an impossible shape: {short_repr(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        raise CheckpointError(f"{path}: tensor {name} has no two offsets: {offsets}")
+        raise CheckpointError(f"{path}: tensor {name} has no pair of offsets: {offsets}")
     first, last = offsets
     needed = math.prod(shape) * DTYPES[dtype].size
     if not 0 <= first <= last or last - first != needed:
-        raise CheckpointError(f"{path}: tensor {name} claims {last - first} bytes, its shape needs {needed}")
+        raise CheckpointError(f"{path}: tensor {name} has {last - first} bytes, its shape needs {needed}")
     return dtype, tuple(shape), first, last
 
 
@@ -298,11 +309,11 @@ def _nbytes(tensor: LazyTensor) -> int:
 def _bytes_of(tensor: LazyTensor, name: str, path: Path, finite: bool) -> memoryview:
     value = tensor.read()
     if tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype:
-        raise CheckpointError(f"{path}: tensor {name} was read as {value.dtype} {list(value.shape)}")
+        raise CheckpointError(f"{path}: tensor {name} was described wrongly, it is {value.dtype} {list(value.shape)}")
     if value.size == 0:
         return memoryview(b"")
     try:
-        raw = np.array(mx.contiguous(value).view(_BITS[value.dtype.size]), copy=False)
+        raw = bits_of(value)
     except RuntimeError as error:
         raise CheckpointError(f"{path}: tensor {name} can't be read: {error}") from None
     if finite and mx.issubdtype(value.dtype, mx.floating) and not max_abs(value) < math.inf:

@@ -1,4 +1,4 @@
-"""The tensors of a model that lies in several files, with or without an index of them."""
+"""Tensors of a model in several files, with or without an index."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from mlxlm.utils.json_files import parse_json_object
 _MAX_INDEX = 24_000_000  # bytes
 _MAX_VALUES = 250_000
 _MAX_FILES = 1_000
-_MAX_TENSORS = 50_000  # of all files, and one more for each megabyte: DeepSeek-V3 has 92,000 in 690 GB
+_MAX_TENSORS = 50_000  # in all files, plus one per megabyte: DeepSeek-V3 has 92,000 in 690 GB
 
 
 def joined_tensors(
     files: Sequence[Path], read_file: Callable[[Path], Mapping[str, LazyTensor]]
 ) -> dict[str, LazyTensor]:
-    """The tensors of several files together, `read_file` reading one. Raises CheckpointError for a tensor that is in
-    two of them."""
+    """Join the tensors of several files, each read by `read_file`.
+
+    Raises:
+        CheckpointError: A tensor is in two files.
+    """
     tensors: dict[str, LazyTensor] = {}
-    for file, found in _each(files, read_file):
-        for name, tensor in found.items():
+    for file, file_tensors in _read_files(files, read_file):
+        for name, tensor in file_tensors.items():
             if name in tensors:
-                raise CheckpointError(f"{file}: tensor {name} is in another file of {file.parent} too")
+                raise CheckpointError(f"{file}: tensor {name} is also in another file of {file.parent}")
             tensors[name] = tensor
     return tensors
 
 
 def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
-    """The tensors that a Hugging Face index lists, each out of the file it names, `read_file` reading one.
+    """Return the tensors that a Hugging Face index lists, each from the file it names, read by `read_file`.
 
-    Raises CheckpointError for a file outside the index's folder or not there, and for a tensor that isn't in its file.
+    Raises:
+        CheckpointError: A file is missing or outside of the index's folder, or lacks one of its tensors.
     """
     weight_map = json_object(read_bytes(index, _MAX_INDEX, CheckpointError), str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -44,10 +48,11 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTe
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise CheckpointError(f"{index} points outside its folder: {file}")
         with os_errors_as(CheckpointError, "find a file that is listed in", index):  # its name may be too long
-            there = (index.parent / file).is_file()
-        if not there:
+            exists = (index.parent / file).is_file()
+        if not exists:
             raise CheckpointError(f"{index}: {file} is missing", "download or copy the whole folder again")
-    files = {file.name: found for file, found in _each([index.parent / file for file in listed], read_file)}
+    paths = [index.parent / file for file in listed]
+    files = {path.name: file_tensors for path, file_tensors in _read_files(paths, read_file)}
     tensors = {}
     for name, file in weight_map.items():
         if name not in files[file]:
@@ -56,23 +61,23 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTe
     return tensors
 
 
-def _each(
+def _read_files(
     files: Sequence[Path], read_file: Callable[[Path], Mapping[str, LazyTensor]]
 ) -> Iterator[tuple[Path, Mapping[str, LazyTensor]]]:
-    """Each file with its tensors, as long as there aren't more of them than a model has."""
+    """Yield each file with its tensors, up to the limits above."""
     if len(files) > _MAX_FILES:
-        raise CheckpointError(f"{files[0].parent}: {len(files)} files of weights, more than any model has")
-    room = _MAX_TENSORS
+        raise CheckpointError(f"{files[0].parent}: {len(files)} weight files, more than any model has")
+    remaining = _MAX_TENSORS
     for file in files:
-        found = read_file(file)
-        room += (file.stat().st_size >> 20) - len(found)
-        if room < 0:
-            raise CheckpointError(f"{file}: with it, the files have more tensors than any model of their size")
-        yield file, found
+        file_tensors = read_file(file)
+        remaining += (file.stat().st_size >> 20) - len(file_tensors)
+        if remaining < 0:
+            raise CheckpointError(f"{file}: the files up to this one have more tensors than any model of their size")
+        yield file, file_tensors
 
 
 def json_object(raw: bytes, name: str) -> dict[str, Any]:
-    """The JSON object in `raw`, with no more values than fit in little memory."""
+    """Parse a JSON object with a limited number of values; `name` names it in errors."""
     if raw.count(b",") > _MAX_VALUES:
         raise CheckpointError(f"{name} has more than {_MAX_VALUES} values, more than any model has")
     return parse_json_object(raw, name, CheckpointError)

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint goes along with its weights, file by file where the source has files of its own."""
+"""Copy a checkpoint's tokenizer to a new model folder."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.locations import locate
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 
-FOLDER_FORMATS = ("safetensors", "pytorch")  # formats whose files lie in one folder with those of the tokenizer
+FOLDER_FORMATS = ("safetensors", "pytorch")  # formats with the tokenizer's files in the same folder
 
-# Every file that a tokenizer, a chat template or generation settings can be in, as Hugging Face names them.
-FILES = (
+# Hugging Face's files of tokenizers, chat templates and generation settings.
+_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[str]:
-    """Give the model in `folder` the source's tokenizer files as they are, or a tokenizer rebuilt out of another
-    format. Returns warnings: where the source has none.
+    """Copy the source's tokenizer files to `folder`, or write the tokenizer of another format.
 
-    Raises TokenizerError for one that can't be read: see `check_tokenizer`.
+    Returns:
+        A warning if the source has no tokenizer.
+
+    Raises:
+        TokenizerError: The tokenizer can't be read.
     """
     warnings = check_tokenizer(checkpoint)
     if checkpoint.format in FOLDER_FORMATS:
         root = locate(checkpoint.path).root
-        for name in FILES:
+        for name in _FILES:
             if (root / name).is_file():
-                shutil.copyfile(root / name, folder / name)  # what a hub's folder has are links
+                shutil.copyfile(root / name, folder / name)  # the hub's cache has symbolic links
     elif not warnings:
         checkpoint.load_tokenizer().save(folder)
     return warnings
 
 
 def check_tokenizer(checkpoint: Checkpoint) -> list[str]:
-    """A warning where the checkpoint has no tokenizer. Raises TokenizerError where it has one that can't be read, since
-    a copy of the model would be of no use, either."""
+    """Return a warning if the checkpoint has no tokenizer; raise TokenizerError if it has one that can't be read."""
     try:
         checkpoint.load_tokenizer()
     except MissingTokenizerError as error:
         return [f"the model has no tokenizer: {error.message}"]
     except TokenizerError as error:
-        hint = "; ".join(filter(None, (error.hint, "move the tokenizer's files away to write the weights alone")))
+        hint = "; ".join(filter(None, (error.hint, "remove the tokenizer's files to write the weights only")))
         raise TokenizerError(f"the tokenizer can't be read: {error.message}", hint) from error
     return []

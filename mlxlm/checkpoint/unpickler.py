@@ -1,8 +1,8 @@
-"""What a pickle of PyTorch's says about tensors, read by an interpreter that has no way to run code.
+"""Read the tensor descriptions in a PyTorch pickle with an interpreter that can't run code.
 
-Python's own unpickler calls whatever a pickle names. This one knows the operations that `torch.save` writes for
-a dictionary of tensors (pickle protocols 2 to 5, https://docs.python.org/3/library/pickletools.html), makes plain
-descriptions of them, and refuses every other operation and name.
+Python's unpickler calls whatever a pickle names. This one only knows the operations that `torch.save` writes for a
+dictionary of tensors (pickle protocols 2 to 5, https://docs.python.org/3/library/pickletools.html), and raises for
+every other operation and name.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 
 class PickleError(Exception):
-    """A pickle that is not a dictionary of tensors; the text says why."""
+    """A pickle that is not a dictionary of tensors."""
 
 
 @dataclass(frozen=True)
-class Name:
-    """An object of a module that the pickle refers to: `torch._utils._rebuild_tensor_v2`. Nothing is imported."""
+class GlobalName:
+    """A global that the pickle refers to, such as `torch._utils._rebuild_tensor_v2`. Nothing is imported."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A block of numbers in a record of its own."""
+    """A PyTorch storage, in the record `key`."""
 
     kind: str  # "BFloat16Storage"
     key: str
@@ -36,7 +36,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor: part of a storage. Sizes and strides count elements; nothing is checked yet."""
+    """A tensor: a view of a storage. Shape and strides count elements and are not checked yet."""
 
     storage: Storage
     offset: Any
@@ -56,32 +56,36 @@ _DTYPES = {
     f"torch.{kind}"
     for kind in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-_KNOWN = _STORAGES | _DTYPES | {_REBUILD, _PARAMETER, _ORDERED, _SIZE}
-_LARGEST_KEY = 2**31  # of numbers: optimizers count parameters
+_ALLOWED = _STORAGES | _DTYPES | {_REBUILD, _PARAMETER, _ORDERED, _SIZE}
+_MAX_INT_KEY = 2**31  # optimizers number their parameters
 
-# A tensor takes about 40 operations, and no file in use has 10,000 of them.
+# A tensor needs about 40 operations, and no file in use has 10,000 tensors.
 _MAX_OPERATIONS = 500_000
 _MARK = object()
 
 
 def read_pickle(raw: bytes) -> Any:
-    """Dictionaries, lists, tuples, numbers and texts, with `TensorView`s for tensors. Raises PickleError."""
-    machine = _Machine(raw)
+    """Return dictionaries, lists, tuples, numbers and strings, with a `TensorView` for each tensor.
+
+    Raises:
+        PickleError: The pickle is malformed or has other contents.
+    """
+    unpickler = _Unpickler(raw)
     try:
-        return machine.run()
+        return unpickler.run()
     except (IndexError, struct.error):
         raise PickleError("it is cut off or malformed") from None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PickleError(f"it is malformed ({type(error).__name__})") from None
 
 
-class _Machine:
-    """The stack and memory of a pickle being read."""
+class _Unpickler:
+    """The interpreter: the stack and the memo of a pickle."""
 
     def __init__(self, raw: bytes) -> None:
-        self.raw, self.at = raw, 0
+        self.raw, self.position = raw, 0
         self.stack: list[Any] = []
-        self.memory: dict[int, Any] = {}
+        self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         for _ in range(_MAX_OPERATIONS):
@@ -95,28 +99,28 @@ class _Machine:
         raise PickleError(f"it has more than {_MAX_OPERATIONS} operations")
 
     def take(self, count: int) -> bytes:
-        part = self.raw[self.at : self.at + count]
+        part = self.raw[self.position : self.position + count]
         if len(part) < count:
             raise IndexError
-        self.at += count
+        self.position += count
         return part
 
     def number(self, format: str) -> int:
         return struct.unpack(format, self.take(struct.calcsize(format)))[0]
 
     def line(self) -> str:
-        end = self.raw.index(b"\n", self.at)
-        return self.take(end + 1 - self.at)[:-1].decode("utf-8")
+        end = self.raw.index(b"\n", self.position)
+        return self.take(end + 1 - self.position)[:-1].decode("utf-8")
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
     def pop_to_mark(self) -> list[Any]:
-        at = len(self.stack) - 1
-        while self.stack[at] is not _MARK:  # an IndexError where there is none
-            at -= 1
-        values = self.stack[at + 1 :]
-        del self.stack[at:]
+        mark = len(self.stack) - 1
+        while self.stack[mark] is not _MARK:  # IndexError if there is none
+            mark -= 1
+        values = self.stack[mark + 1 :]
+        del self.stack[mark:]
         return values
 
     def text(self, format: str) -> None:
@@ -124,9 +128,9 @@ class _Machine:
 
     def name(self, module: str, name: str) -> None:
         full = f"{module}.{name}"
-        if full not in _KNOWN:
-            raise PickleError(f"it names {full}, and code in a file is never run")
-        self.push(Name(full))
+        if full not in _ALLOWED:
+            raise PickleError(f"it refers to {full}, and code in a file is never run")
+        self.push(GlobalName(full))
 
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
@@ -154,13 +158,13 @@ class _Machine:
         target = self.stack[-1]
         if type(target) is not dict or len(values) % 2:
             raise TypeError
-        # The hash of nested tuples can take for ever, and many large numbers have the same one.
-        if any(type(key) is not str and not (type(key) is int and 0 <= key < _LARGEST_KEY) for key in values[::2]):
+        # Hashing nested tuples can take forever, and many large integers share a hash.
+        if any(type(key) is not str and not (type(key) is int and 0 <= key < _MAX_INT_KEY) for key in values[::2]):
             raise TypeError
         target.update(zip(values[::2], values[1::2], strict=True))
 
     def build(self) -> None:
-        """An object's attributes: a state_dict has `_metadata`, which says nothing about tensors."""
+        """Drop an object's attributes, such as the `_metadata` of a state_dict."""
         self.stack.pop()
         if type(self.stack[-1]) is not dict:
             raise TypeError
@@ -178,9 +182,9 @@ class _Machine:
             storage, offset, shape, strides = arguments[:4]
             if type(storage) is not Storage:
                 raise TypeError
-            marks = arguments[6] if len(arguments) > 6 else None
-            if isinstance(marks, dict) and any(marks.values()):  # "conj" and "neg": the numbers mean others
-                raise PickleError(f"a tensor is marked {', '.join(map(str, marks))} (resolve_neg, resolve_conj)")
+            flags = arguments[6] if len(arguments) > 6 else None
+            if isinstance(flags, dict) and any(flags.values()):  # "conj" and "neg": lazily conjugated or negated
+                raise PickleError(f"a tensor has {', '.join(map(str, flags))} set (resolve_neg, resolve_conj)")
             self.push(TensorView(storage, offset, shape, strides))
         elif type(arguments[0] if arguments else None) is {_PARAMETER: TensorView, _SIZE: tuple}.get(name, object):
             self.push(arguments[0])
@@ -190,19 +194,19 @@ class _Machine:
             raise TypeError
 
 
-def _at(index: Callable[[_Machine], int], store: bool) -> Callable[[_Machine], None]:
-    """To or from the memory, at the index that follows."""
+def _memo(index: Callable[[_Unpickler], int], store: bool) -> Callable[[_Unpickler], None]:
+    """Store the top of the stack in the memo, or push from it, at the index that follows."""
 
-    def put(machine: _Machine) -> None:
-        machine.memory[index(machine)] = machine.stack[-1]
+    def put(unpickler: _Unpickler) -> None:
+        unpickler.memo[index(unpickler)] = unpickler.stack[-1]
 
-    def get(machine: _Machine) -> None:
-        machine.push(machine.memory[index(machine)])
+    def get(unpickler: _Unpickler) -> None:
+        unpickler.push(unpickler.memo[index(unpickler)])
 
     return put if store else get
 
 
-_OPERATIONS: dict[bytes, Callable[[_Machine], Any]] = {
+_OPERATIONS: dict[bytes, Callable[[_Unpickler], Any]] = {
     pickle.PROTO: lambda m: m.take(1),
     pickle.FRAME: lambda m: m.take(8),
     pickle.MARK: lambda m: m.push(_MARK),
@@ -212,7 +216,7 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], Any]] = {
     pickle.BININT: lambda m: m.push(m.number("<i")),
     pickle.BININT1: lambda m: m.push(m.number("<B")),
     pickle.BININT2: lambda m: m.push(m.number("<H")),
-    pickle.LONG1: _Machine.long1,
+    pickle.LONG1: _Unpickler.long1,
     pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
     pickle.BINUNICODE: lambda m: m.text("<I"),
     pickle.SHORT_BINUNICODE: lambda m: m.text("<B"),
@@ -227,14 +231,14 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], Any]] = {
     pickle.APPENDS: lambda m: m.append(m.pop_to_mark()),
     pickle.SETITEM: lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
     pickle.SETITEMS: lambda m: m.set_items(m.pop_to_mark()),
-    pickle.BINPUT: _at(lambda m: m.number("<B"), store=True),
-    pickle.LONG_BINPUT: _at(lambda m: m.number("<I"), store=True),
-    pickle.MEMOIZE: _at(lambda m: len(m.memory), store=True),
-    pickle.BINGET: _at(lambda m: m.number("<B"), store=False),
-    pickle.LONG_BINGET: _at(lambda m: m.number("<I"), store=False),
+    pickle.BINPUT: _memo(lambda m: m.number("<B"), store=True),
+    pickle.LONG_BINPUT: _memo(lambda m: m.number("<I"), store=True),
+    pickle.MEMOIZE: _memo(lambda m: len(m.memo), store=True),
+    pickle.BINGET: _memo(lambda m: m.number("<B"), store=False),
+    pickle.LONG_BINGET: _memo(lambda m: m.number("<I"), store=False),
     pickle.GLOBAL: lambda m: m.name(m.line(), m.line()),
-    pickle.STACK_GLOBAL: _Machine.stack_global,
-    pickle.BINPERSID: _Machine.persistent,
-    pickle.REDUCE: _Machine.reduce,
-    pickle.BUILD: _Machine.build,
+    pickle.STACK_GLOBAL: _Unpickler.stack_global,
+    pickle.BINPERSID: _Unpickler.persistent,
+    pickle.REDUCE: _Unpickler.reduce,
+    pickle.BUILD: _Unpickler.build,
 }

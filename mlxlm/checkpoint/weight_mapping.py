@@ -1,4 +1,4 @@
-"""From a file's tensors to the decoder's and back, by the layout of its family; nothing is read here."""
+"""Rename, split and reorder a file's tensors to the decoder's and back, lazily."""
 
 from __future__ import annotations
 
@@ -13,121 +13,124 @@ from mlxlm.utils.errors import CheckpointError
 def to_decoder_weights(
     weight_mappings: Sequence[WeightMapping], tensors: LazyTensors, source: str
 ) -> dict[str, LazyTensor]:
-    """The decoder's tensors out of the file's. Names that `weight_mappings` doesn't know stay as they are.
+    """Convert a file's tensors to the decoder's. Names without a mapping stay as they are.
 
-    A fused tensor is read once for its parts: those that nobody has read yet stay in memory until they are, or until a
-    part of another one is.
+    A fused tensor is read once for its parts: the other parts stay in memory until they are read, or until a part of
+    another tensor is. The rows of a quantized matrix are independent, so weights, scales and biases are split alike.
 
-    Rows of a quantized matrix are as separate as those of any other, so weights, scales and biases take the
-    same way. Raises CheckpointError, naming `source`, for a tensor whose rows don't add up.
+    Raises:
+        CheckpointError: Names `source` and a tensor whose number of rows is wrong.
     """
-    known = {stored.name: stored for stored in weight_mappings}
-    last: dict[str, list[mx.array]] = {}  # the parts of one fused tensor, so that three modules read it once
+    by_name = {mapping.name: mapping for mapping in weight_mappings}
+    cache: dict[str, list[mx.array]] = {}  # the unread parts of one fused tensor
     result = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
-        stored = known.get(module)
-        if stored is None:
+        mapping = by_name.get(module)
+        if mapping is None:
             result[name] = tensor
             continue
-        whole = _turned(tensor, stored, parameter)
-        if stored.interleaved:
-            if not whole.shape or whole.shape[0] % (2 * stored.interleaved):
-                problem = f"is {list(tensor.shape)}, which {stored.interleaved} heads of rotary pairs don't divide"
+        whole = _transpose(tensor, mapping, parameter)
+        if mapping.interleaved:
+            if not whole.shape or whole.shape[0] % (2 * mapping.interleaved):
+                problem = f"is {list(tensor.shape)}, which {mapping.interleaved} heads of rotary pairs don't divide"
                 raise CheckpointError(f"{source}: {name} {problem}")
-            whole = whole.transform(lambda value, heads=stored.interleaved: _halves(value, heads))
-        if len(stored.modules) == 1:
-            result[f"{stored.modules[0]}.{parameter}"] = whole
+            whole = whole.transform(lambda value, heads=mapping.interleaved: _pairs_to_halves(value, heads))
+        if len(mapping.modules) == 1:
+            result[f"{mapping.modules[0]}.{parameter}"] = whole
             continue
-        if not whole.shape or whole.shape[0] != sum(stored.rows):
+        if not whole.shape or whole.shape[0] != sum(mapping.rows):
             raise CheckpointError(
-                f"{source}: {name} is {list(tensor.shape)}, config.json says {sum(stored.rows)} rows"
-                f" ({', '.join(m.rpartition('.')[2] for m in stored.modules)})"
+                f"{source}: {name} is {list(tensor.shape)}, config.json says {sum(mapping.rows)} rows"
+                f" ({', '.join(m.rpartition('.')[2] for m in mapping.modules)})"
             )
-        for i, (part, rows) in enumerate(zip(stored.modules, stored.rows, strict=True)):
+        for i, (part, rows) in enumerate(zip(mapping.modules, mapping.rows, strict=True)):
             result[f"{part}.{parameter}"] = LazyTensor(
                 (rows, *whole.shape[1:]), whole.dtype, whole.stored_dtype, whole.nbytes * rows // whole.shape[0],
-                _part_reader(last, name, i, whole.read, stored),
+                _part_reader(cache, name, i, whole.read, mapping),
             )  # fmt: skip
     return result
 
 
 def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTensors) -> dict[str, LazyTensor]:
-    """The file's tensors out of the decoder's: the inverse of `to_decoder_weights`. Raises CheckpointError where a
-    fused tensor lacks a part, or its parts are quantized differently."""
-    home = {module: stored for stored in weight_mappings for module in stored.modules}
+    """Convert the decoder's tensors to a file's: the inverse of `to_decoder_weights`.
+
+    Raises:
+        CheckpointError: A fused tensor lacks a part, or its parts are quantized differently.
+    """
+    by_module = {module: mapping for mapping in weight_mappings for module in mapping.modules}
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
-        stored = home.get(module)
-        if stored is None:
+        mapping = by_module.get(module)
+        if mapping is None:
             result[name] = tensor
             continue
-        target = f"{stored.name}.{parameter}"
+        target = f"{mapping.name}.{parameter}"
         if target in result:
             continue
-        parts = [tensors.get(f"{part}.{parameter}") for part in stored.modules]
+        parts = [tensors.get(f"{part}.{parameter}") for part in mapping.modules]
         if any(part is None or part.shape[1:] != tensor.shape[1:] or part.dtype != tensor.dtype for part in parts):
-            raise CheckpointError(f"{target} joins {', '.join(stored.modules)}, which are not of one kind")
-        if len(parts) > 1 and tuple(part.shape[0] for part in parts) != stored.rows:
-            raise CheckpointError(f"{target} joins {', '.join(stored.modules)}, which need {stored.rows} rows")
-        whole = tensor if len(parts) == 1 else _joined(parts, stored)
-        if stored.interleaved:
-            whole = whole.transform(lambda value, heads=stored.interleaved: _pairs(value, heads))
-        result[target] = _turned(whole, stored, parameter)
+            raise CheckpointError(f"{target} joins {', '.join(mapping.modules)}, which have different shapes or dtypes")
+        if len(parts) > 1 and tuple(part.shape[0] for part in parts) != mapping.rows:
+            raise CheckpointError(f"{target} joins {', '.join(mapping.modules)}, which need {mapping.rows} rows")
+        whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
+        if mapping.interleaved:
+            whole = whole.transform(lambda value, heads=mapping.interleaved: _halves_to_pairs(value, heads))
+        result[target] = _transpose(whole, mapping, parameter)
     return result
 
 
-def _turned(tensor: LazyTensor, stored: WeightMapping, parameter: str) -> LazyTensor:
-    if not stored.transposed or parameter != "weight" or len(tensor.shape) != 2:
+def _transpose(tensor: LazyTensor, mapping: WeightMapping, parameter: str) -> LazyTensor:
+    if not mapping.transposed or parameter != "weight" or len(tensor.shape) != 2:
         return tensor
     return tensor.transform(mx.transpose, shape=tensor.shape[::-1])
 
 
 def _part_reader(
-    last: dict[str, list[mx.array]], name: str, index: int, read: Callable[[], mx.array], stored: WeightMapping
+    cache: dict[str, list[mx.array]], name: str, index: int, read: Callable[[], mx.array], mapping: WeightMapping
 ) -> Callable[[], mx.array]:
     def part() -> mx.array:
-        parts = last.get(name)
+        parts = cache.get(name)
         if parts is None or parts[index] is None:
-            parts = _split(read(), stored)
-            last.clear()
-            last[name] = parts
+            parts = _split(read(), mapping)
+            cache.clear()
+            cache[name] = parts
         value, parts[index] = parts[index], None
         if all(other is None for other in parts):
-            last.clear()
+            cache.clear()
         return value
 
     return part
 
 
-def _split(whole: mx.array, stored: WeightMapping) -> list[mx.array]:
+def _split(whole: mx.array, mapping: WeightMapping) -> list[mx.array]:
     tail = whole.shape[1:]
-    grouped = whole.reshape(stored.groups, -1, *tail)
+    grouped = whole.reshape(mapping.groups, -1, *tail)
     ends, end = [], 0
-    for rows in stored.rows[:-1]:
-        end += rows // stored.groups
+    for rows in mapping.rows[:-1]:
+        end += rows // mapping.groups
         ends.append(end)
     return [part.reshape(-1, *tail) for part in mx.split(grouped, ends, axis=1)]
 
 
-def _joined(parts: Sequence[LazyTensor], stored: WeightMapping) -> LazyTensor:
+def _fuse(parts: Sequence[LazyTensor], mapping: WeightMapping) -> LazyTensor:
     tail = parts[0].shape[1:]
 
     def read() -> mx.array:
-        grouped = [part.read().reshape(stored.groups, -1, *tail) for part in parts]
+        grouped = [part.read().reshape(mapping.groups, -1, *tail) for part in parts]
         return mx.concatenate(grouped, axis=1).reshape(-1, *tail)
 
     rows = sum(part.shape[0] for part in parts)
     return LazyTensor((rows, *tail), parts[0].dtype, parts[0].stored_dtype, sum(part.nbytes for part in parts), read)
 
 
-def _halves(value: mx.array, heads: int) -> mx.array:
-    """Rows in rotary pairs -> a head's first halves, then its second ones."""
+def _pairs_to_halves(value: mx.array, heads: int) -> mx.array:
+    """Reorder each head's rows from rotary pairs to the first of each pair, then the second."""
     tail = value.shape[1:]
     return value.reshape(heads, -1, 2, *tail).swapaxes(1, 2).reshape(-1, *tail)
 
 
-def _pairs(value: mx.array, heads: int) -> mx.array:
+def _halves_to_pairs(value: mx.array, heads: int) -> mx.array:
     tail = value.shape[1:]
     return value.reshape(heads, 2, -1, *tail).swapaxes(1, 2).reshape(-1, *tail)

@@ -27,7 +27,7 @@ from mlxlm.checkpoint.locations import (
     validation_loss,
 )
 from mlxlm.checkpoint.open import open_checkpoint
-from mlxlm.checkpoint.safetensors import check_file, write_hashed
+from mlxlm.checkpoint.safetensors import file_tensors, write_hashed
 from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import MANIFEST_FILE, is_prepared
@@ -258,7 +258,7 @@ class Run:
     def _load(self, step: TrainStep, folder: Path) -> dict[str, Any]:
         state = read_json(folder / STATE_FILE)
         optimizer = folder / OPTIMIZER_FILE
-        check_file(optimizer)
+        file_tensors(optimizer)
         tensors = open_checkpoint(folder).tensors
         try:
             saved = TrainSettings.from_dict(state["settings"], str(folder / STATE_FILE)).to_dict()

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_model, load_weights, save_weights
-from mlxlm.checkpoint.safetensors import check_file
+from mlxlm.checkpoint.safetensors import file_tensors
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
@@ -120,9 +120,9 @@ def test_a_pickle_is_never_opened(model_dir):
         load_model(model_dir)
 
 
-def test_check_file_lists_the_names(model_dir, tiny_config):
+def test_file_tensors_has_all_names(model_dir, tiny_config):
     wanted = {name for name, _ in tree_flatten(Decoder(tiny_config).parameters())}
-    assert set(check_file(model_dir / "model.safetensors")) == wanted
+    assert set(file_tensors(model_dir / "model.safetensors")) == wanted
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

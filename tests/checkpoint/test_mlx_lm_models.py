@@ -81,9 +81,9 @@ def test_a_module_that_exits_is_an_error_with_its_own_advice(write, capsys):
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "has rope_type 'linear'"),
         ({"quantization": "4 bits"}, "quantization is '4 bits', it must be an object"),
         ({"quantization": {"bits": 4}}, "group_size is None"),
-        ({"model_type": 3}, "model_type is 3, it must be a name"),
+        ({"model_type": 3}, "model_type is 3, it must be a string"),
         ({"model_type": "gpt_bigcode"}, "config.json lacks n_embd"),
-        ({}, "the weights don't fit the configuration: .* is missing .and 18 more"),
+        ({}, "the weights don't match the configuration: .* is missing .and 18 more"),
     ],
 )
 def test_errors_name_the_field(write, changes, expected):

@@ -75,15 +75,15 @@ def test_a_file_made_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        (("FloatStorage", "0", 12, 9, (4,), (1,)), "a goes beyond its storage"),
-        (("FloatStorage", "0", 12, 0, (3, 4), (5, 1)), "a goes beyond its storage"),
-        (("FloatStorage", "0", 13, 0, (13,), (1,)), "a goes beyond its storage"),
-        (("FloatStorage", "0", 12, 0, (2**30, 2**30), (0, 0)), "a has elements that share their memory"),
-        (("FloatStorage", "0", 12, 0, (2, 2), (1,)), "a has no possible shape"),
-        (("FloatStorage", "0", 12, -1, (2,), (1,)), "a has no possible shape"),
-        (("FloatStorage", "0", 12, 0, (-2,), (1,)), "a has no possible shape"),
+        (("FloatStorage", "0", 12, 9, (4,), (1,)), "a exceeds its storage"),
+        (("FloatStorage", "0", 12, 0, (3, 4), (5, 1)), "a exceeds its storage"),
+        (("FloatStorage", "0", 13, 0, (13,), (1,)), "a exceeds its storage"),
+        (("FloatStorage", "0", 12, 0, (2**30, 2**30), (0, 0)), "a has elements that share memory"),
+        (("FloatStorage", "0", 12, 0, (2, 2), (1,)), "a has impossible shape and strides"),
+        (("FloatStorage", "0", 12, -1, (2,), (1,)), "a has impossible shape and strides"),
+        (("FloatStorage", "0", 12, 0, (-2,), (1,)), "a has impossible shape and strides"),
         (("FloatStorage", "7", 12, 0, (2,), (1,)), "record archive/data/7, which is missing"),
-        (("QInt8Storage", "0", 12, 0, (2,), (1,)), "names torch.QInt8Storage"),
+        (("QInt8Storage", "0", 12, 0, (2,), (1,)), "refers to torch.QInt8Storage"),
     ],
 )
 def test_views_beyond_their_storage(tmp_path, entry, expected):
@@ -96,28 +96,28 @@ def test_views_beyond_their_storage(tmp_path, entry, expected):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"cos\nsystem\n(S'true'\ntR.", "names os.system"),
-        (b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93.", "names builtins.eval"),
+        (b"cos\nsystem\n(S'true'\ntR.", "refers to os.system"),
+        (b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93.", "refers to builtins.eval"),
         (b"\x80\x02\x8b\xff\xff\xff\x7f.", "LONG4|operation"),
         (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.", "operation"),
         (b"\x80\x02X\xff\xff\xff\xffabc.", "cut off"),
-        (b"\x80\x02}r\xff\xff\xff\xff.", "no tensors"),
-        (b"\x80\x02" + b"(" * 100_000 + b".", "no tensors|malformed"),
+        (b"\x80\x02}r\xff\xff\xff\xff.", "no dictionary of tensors"),
+        (b"\x80\x02" + b"(" * 100_000 + b".", "no dictionary of tensors|malformed"),
         (b"\x80\x02" + b"]" * 1_000_000 + b".", "more than"),
         (b"\x80\x02)" + b"2\x86" * 100 + b".", "operation"),
-        (b"\x80\x02)q\x00" + b"h\x00\x86q\x00" * 200 + b".", "no tensors"),
+        (b"\x80\x02)q\x00" + b"h\x00\x86q\x00" * 200 + b".", "no dictionary of tensors"),
         (b"\x80\x04)q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"h\x00\x93.", "malformed"),
         (b"\x80\x02})q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"Ns.", "malformed"),
         (b"", "cut off"),
         (b"t.", "cut off|malformed"),
-        (b"\x80\x02]q\x00h\x00a.", "no tensors"),
+        (b"\x80\x02]q\x00h\x00a.", "no dictionary of tensors"),
         (b"\x80\x02}J\xff\xff\xff\xffNs.", "malformed"),
         (b"\x80\x02}\x8a\x04\x00\x00\x00\x80Ns.", "malformed"),
     ],
 )
 def test_pickles_that_are_no_tensors(tmp_path, content, expected):
     path = archive(tmp_path / "x.bin", content, {})
-    with pytest.raises(CheckpointError, match=f"x.bin: its pickle is refused.*({expected})"):
+    with pytest.raises(CheckpointError, match=f"x.bin: unsupported pickle.*({expected})"):
         pytorch.file_tensors(path)
 
 
@@ -130,7 +130,7 @@ def test_archives_that_pytorch_does_not_write(tmp_path):
     with pytest.raises(CheckpointError, match="before 1.6"):
         pytorch.file_tensors(tmp_path / "b.bin")
     (tmp_path / "c.bin").write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(CheckpointError, match="not a whole PyTorch file"):
+    with pytest.raises(CheckpointError, match="not a complete PyTorch file"):
         pytorch.file_tensors(tmp_path / "c.bin")
     with zipfile.ZipFile(tmp_path / "d.bin", "w") as file:
         file.writestr("other/text", "x")
@@ -143,7 +143,7 @@ def test_the_interpreter_knows_what_python_pickles():
     value["c"] = collections.OrderedDict()
     for protocol in (2, 3, 4, 5):
         assert read_pickle(pickle.dumps(value, protocol)) == value
-    with pytest.raises(PickleError, match="names fractions.Fraction"):
+    with pytest.raises(PickleError, match="refers to fractions.Fraction"):
         import fractions
 
         read_pickle(pickle.dumps(fractions.Fraction(1, 2)))
@@ -192,10 +192,10 @@ def test_tensors_whose_numbers_mean_others(tmp_path, torch):
     negative = torch.view_as_complex(torch.randn(3, 2)).conj().imag
     assert negative.is_neg()
     torch.save({"w": negative}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="a tensor is marked neg"):
+    with pytest.raises(CheckpointError, match="a tensor has neg set"):
         pytorch.file_tensors(tmp_path / "x.pt")
     torch.save({"w": torch.ones(1, 6).expand(4, 6)}, tmp_path / "y.pt")
-    with pytest.raises(CheckpointError, match="w has elements that share their memory"):
+    with pytest.raises(CheckpointError, match="w has elements that share memory"):
         pytorch.file_tensors(tmp_path / "y.pt")
 
 
@@ -204,7 +204,7 @@ def test_modules_with_their_own_fields(tmp_path, torch):
     torch.save(module.state_dict(), tmp_path / "x.pt")
     assert set(pytorch.file_tensors(tmp_path / "x.pt")) == set(module.state_dict())
     torch.save(module, tmp_path / "y.pt")
-    with pytest.raises(CheckpointError, match="names torch.nn.modules.container.Sequential"):
+    with pytest.raises(CheckpointError, match="refers to torch.nn.modules.container.Sequential"):
         pytorch.file_tensors(tmp_path / "y.pt")
 
 

@@ -136,7 +136,7 @@ def test_matrices_that_stay_quantized(tmp_path, monkeypatch, place, mode):
         model, _ = load_checkpoint(checkpoint)
     else:
         memory(monkeypatch, 2 * stored)
-        with pytest.warns(UserWarning, match="GB in float32, this machine has .*: it stays as it is, and is slow"):
+        with pytest.warns(UserWarning, match="GB in float32, this machine has .*: it keeps its dtype, which is slow"):
             model, _ = load_checkpoint(checkpoint)
     first, last = model.layers
     assert is_quantized(first.mlp.down_proj) and is_quantized(last.self_attn.q_proj)
@@ -187,17 +187,17 @@ def test_weights_without_room_in_float32_stay_in_16_bits(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("plan", "change", "expected"),
     [
-        ({"group_size": 64, "bits": 8}, {}, "is not of 8 bits in groups of 64"),
-        ({"group_size": 32, "bits": 4}, {}, "is not of 4 bits in groups of 32"),
-        ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, {}, r"\(mxfp4\) needs weight and scales alone"),
+        ({"group_size": 64, "bits": 8}, {}, "does not have 8 bits in groups of 64"),
+        ({"group_size": 32, "bits": 4}, {}, "does not have 4 bits in groups of 32"),
+        ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, {}, r"\(mxfp4\) needs weight and scales, each"),
         ({"group_size": 64, "bits": 4, "lm_head": {"bits": 7, "group_size": 64}}, {}, "bits is 7"),
         ({"group_size": 64, "bits": 4, "mode": "int9"}, {}, "mode is 'int9'"),
         ({"group_size": 64, "bits": 4, "lm_head": "x"}, {}, "quantization of lm_head is 'x'"),
         ({"group_size": 64, "bits": 4, "model.layers.0.mlp.up_proj": False}, {}, "up_proj has scales"),
         (None, {"scales": None}, "needs weight, scales and biases|is of type uint32|is of type U32"),
         (None, {"biases": None}, "needs weight, scales and biases"),
-        (None, {"scales": mx.zeros((128, 2), mx.uint8)}, "is not of 4 bits"),
-        (None, {"weight": mx.zeros((128, 16), mx.int32)}, "is not of 4 bits"),
+        (None, {"scales": mx.zeros((128, 2), mx.uint8)}, "does not have 4 bits"),
+        (None, {"weight": mx.zeros((128, 16), mx.int32)}, "does not have 4 bits"),
         (None, {"scales": mx.zeros((2,))}, "each with two dimensions"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import tokenizers
 from tokenizers import AddedToken, decoders, models, processors
 
@@ -82,7 +84,7 @@ def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind == NORMAL and len(token) > MAX_PIECE_LENGTH:
             raise _error(keys, f"tokenizer.ggml.tokens has a token of more than {MAX_PIECE_LENGTH} characters")
-        if not NORMAL <= kind <= sentencepiece.BYTE or score != score:
+        if not NORMAL <= kind <= sentencepiece.BYTE or math.isnan(score):
             raise _error(keys, f"tokenizer.ggml: token {token[:40]!r} has type {kind} and score {score}")
         model.pieces.add(piece=token, score=score, type=kind)
     spec, rules = model.trainer_spec, model.normalizer_spec

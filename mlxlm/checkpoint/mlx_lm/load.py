@@ -116,12 +116,12 @@ def _load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 def _mismatch(text: str) -> str | None:
     """Reword MLX's error about weights that aren't those of the model as `open_checkpoint` words it."""
     if shapes := re.match(r"Expected shape (.+) but received shape (.+) for parameter (\S+)", text):
-        return f"the weights don't fit the configuration: {shapes[3]} is {shapes[2]}, it must be {shapes[1]}"
+        return f"the weights don't match the configuration: {shapes[3]} is {shapes[2]}, it must be {shapes[1]}"
     if not (names := re.match(r"(Missing|Received) (\d+) parameters(?: not in model)?:\s*(\S+?),?\.?(?:\s|$)", text)):
         return None
     problem = "is missing" if names[1] == "Missing" else "is not part of mlx_lm's model"
     more = f" (and {int(names[2]) - 1} more)" if names[2] != "1" else ""
-    return f"the weights don't fit the configuration: {names[3]} {problem}{more}"
+    return f"the weights don't match the configuration: {names[3]} {problem}{more}"
 
 
 def _count(values: Mapping[str, Any], model: nn.Module, *names: str) -> int:
