@@ -1,1 +1,1 @@
-"""Helpers without any knowledge of language models: errors, files, bounded reads, number formatting."""
+"""Errors, atomic files, bounded reads, JSON, number formatting: nothing here knows about language models."""

@@ -1,4 +1,4 @@
-"""Every error that a user can meet: what was wrong, and what would work."""
+"""The errors that mlxlm raises: what was wrong, and a hint of what would work."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# In a class of a regular expression: what, beside ASCII's, a terminal obeys or some readers take for a line end.
+# Characters beyond ASCII's that control a terminal or are line ends for some readers, for a regular expression's class.
 CONTROLS = "\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 
-_LONGEST = 2000  # characters of a message: a name out of a file can have millions
+_MAX_MESSAGE = 2000  # characters: a name from a file can have millions
 
 
 class MlxlmError(Exception):
-    """Base class. `str(error)` is one line of printable characters, whatever names out of a file are part of it;
-    `hint` says what would work (shown as "try: ...")."""
+    """Base class of all errors of mlxlm.
+
+    `str(error)` is one line of printable characters, even if the message contains names from a file.
+
+    Attributes:
+        message: What was wrong.
+        hint: What would work, shown as "(try: ...)", or None.
+    """
 
     def __init__(self, message: str, hint: str | None = None):
         super().__init__(message)
@@ -30,15 +36,15 @@ class MlxlmError(Exception):
 
 
 def one_line(text: str) -> str:
-    """Lines joined, and what a terminal would obey or can't show (escapes, lone surrogates) written out."""
+    """Join lines, and escape control characters and lone surrogates, so that a terminal can show the text."""
     text = re.sub(r"\s*[\r\n]\s*", " ", text)
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST - 200]} ... {text[-200:]}"
+    if len(text) > _MAX_MESSAGE:
+        text = f"{text[: _MAX_MESSAGE - 200]} ... {text[-200:]}"
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def short_repr(value: Any) -> str:
-    """The repr of a value out of a file, of long ones the beginning and the end."""
+    """The repr of a value from a file, shortened in the middle."""
     short = reprlib.Repr()
     short.maxlist = short.maxtuple = short.maxdict = 12
     short.maxstring = short.maxother = 100
@@ -46,48 +52,51 @@ def short_repr(value: Any) -> str:
 
 
 class PlatformError(MlxlmError):
-    """This machine lacks something: an MLX backend, a compiler, a device."""
+    """This machine lacks an MLX backend, a compiler or a device."""
 
 
 class ConfigError(MlxlmError):
-    """A model configuration or a setting that cannot work."""
+    """A model configuration or a setting can't work."""
 
 
 class TokenizerError(MlxlmError):
-    """A tokenizer that cannot be read, trained or applied."""
+    """A tokenizer can't be read, trained or used."""
 
 
 class MissingTokenizerError(TokenizerError):
-    """A model without any tokenizer."""
+    """A model has no tokenizer."""
 
 
 class DataError(MlxlmError):
-    """Text or token shards that cannot be read or are too small."""
+    """Text or token shards can't be read or are too small."""
 
 
 class CheckpointError(MlxlmError):
-    """Weights or a run directory that cannot be read or written."""
+    """Weights or a run directory can't be read or written."""
 
 
 class TrainingError(MlxlmError):
-    """A run that had to stop; the last good checkpoint is named."""
+    """A run had to stop; the message names the last good checkpoint."""
 
 
 class GenerationError(MlxlmError):
-    """A prompt or a sampling setting that cannot be served."""
+    """A prompt or a sampling option can't work."""
 
 
 @contextmanager
-def os_errors_as(kind: type[MlxlmError], what: str, path: Path | str) -> Iterator[None]:
-    """Turn an OSError on `path` (missing, read-only, full disk) into one line of `kind`.
+def os_errors_as(error_type: type[MlxlmError], action: str, path: Path | str) -> Iterator[None]:
+    """Convert an OSError (missing file, read-only or full disk) to an error of mlxlm.
 
-    `what` completes "cannot ...": `os_errors_as(DataError, "read", path)`.
+    Args:
+        error_type: The error to raise.
+        action: Completes "cannot ...", such as "read".
+        path: The file or folder that the error message names.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise kind(f"cannot {what} {path}: {reason}", _HINTS.get(error.errno)) from error
+        raise error_type(f"cannot {action} {path}: {reason}", _HINTS.get(error.errno)) from error
 
 
 _HINTS = {

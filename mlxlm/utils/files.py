@@ -1,4 +1,4 @@
-"""Writes that a crash can't leave half done: a temporary name, a flush to disk, a rename."""
+"""Atomic writes: a temporary name, a flush to disk, a rename. A crash leaves no partial files."""
 
 from __future__ import annotations
 
@@ -22,20 +22,29 @@ from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
 
 @contextmanager
 def atomic_new_folder(
-    path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
+    path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
 ) -> Iterator[Path]:
-    """Fill a hidden folder beside `path`; at the end it is flushed to disk and becomes `path`, else it goes.
+    """Write a new folder atomically.
 
-    Raises `kind` if `path` exists (an empty folder may), with `hint`, or if the disk refuses.
+    Yields a hidden folder next to `path` to write to. On success it is flushed to disk and renamed to `path`; on an
+    error it is removed.
+
+    Args:
+        path: The folder. It may exist if it is empty.
+        error_type: The error to raise.
+        hint: The hint if `path` exists.
+
+    Raises:
+        error_type: `path` exists, or writing fails.
     """
-    check_not_exists(path, kind, hint)
+    check_not_exists(path, error_type, hint)
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(kind, "write", path), _parent(path):
+    with os_errors_as(error_type, "write", path), _parent(path):
         _remove_abandoned(path)
         partial.mkdir()
         try:
-            with _named(partial, path):
+            with _rename_in_errors(partial, path):
                 yield partial
             for file in partial.rglob("*"):
                 _flush(file)
@@ -48,28 +57,31 @@ def atomic_new_folder(
 
 @contextmanager
 def atomic_new_files(
-    path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
+    path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
 ) -> Iterator[Path]:
-    """Fill a hidden folder beside `path` with files; at the end they move to `path`'s folder, `path` itself last.
+    """Write several new files atomically.
 
-    One that is there already stays if it is the same, and is an error if it is another; `path` must not exist.
-    On any error nothing new is left.
+    Yields a hidden folder next to `path` to write files to. On success they are moved to the folder of `path`, `path`
+    itself last; on an error none of them remains. A file with the same content may exist, except `path`.
+
+    Raises:
+        error_type: `path` or another version of a file exists, or writing fails.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(kind, "write", path), _parent(path):
-        _check_no_file(path, kind, hint)
+    with os_errors_as(error_type, "write", path), _parent(path):
+        _check_no_file(path, error_type, hint)
         _remove_abandoned(path)
         partial.mkdir()
         moved: list[Path] = []
         try:
-            with _named(partial / path.name, path), _named(partial, path.parent):
+            with _rename_in_errors(partial / path.name, path), _rename_in_errors(partial, path.parent):
                 yield partial
             for file in sorted(partial.iterdir(), key=lambda file: file.name == path.name):
                 target = path.with_name(file.name)
                 if file.name != path.name and target.is_file() and filecmp.cmp(file, target, shallow=False):
                     continue
-                _check_no_file(target, kind, hint)
+                _check_no_file(target, error_type, hint)
                 _flush(file)
                 file.replace(target)
                 moved.append(target)
@@ -84,22 +96,23 @@ def atomic_new_files(
 
 @contextmanager
 def atomic_new_file(
-    path: Path | str, kind: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
+    path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
 ) -> Iterator[BinaryIO]:
-    """Fill a hidden file beside `path`; at the end it is flushed to disk and becomes `path`, else it goes.
+    """Write a new file atomically: yields a hidden file that is flushed and renamed to `path` on success.
 
-    Raises `kind` if `path` exists, with `hint`, or if the disk refuses.
+    Raises:
+        error_type: `path` exists (with `hint`), or writing fails.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(kind, "write", path), _parent(path):
-        _check_no_file(path, kind, hint)
+    with os_errors_as(error_type, "write", path), _parent(path):
+        _check_no_file(path, error_type, hint)
         _remove_abandoned(path)
         try:
             with partial.open("xb") as file:
                 yield file
             _flush(partial)
-            _check_no_file(path, kind, hint)  # again, since writing can take minutes
+            _check_no_file(path, error_type, hint)  # again, since writing can take minutes
             partial.replace(path)
             _flush(path.parent)
         finally:
@@ -107,9 +120,14 @@ def atomic_new_file(
 
 
 def working_folder(path: Path) -> Path:
-    """Make a hidden folder beside `path` for what it is made of, which the caller removes. What processes that were
-    killed have left of theirs goes. Raises CheckpointError if the disk refuses."""
-    parts = path.with_name(f"{path.name}-parts")  # another name than `new_folder(path)`'s own
+    """Create a hidden folder next to `path` for temporary files. The caller removes it.
+
+    Folders that killed processes left are removed.
+
+    Raises:
+        CheckpointError: Writing fails.
+    """
+    parts = path.with_name(f"{path.name}-parts")  # not the hidden folder of `atomic_new_folder(path)`
     folder = parts.with_name(f".{parts.name}.{os.getpid()}.partial")
     with os_errors_as(CheckpointError, "write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,23 +138,23 @@ def working_folder(path: Path) -> Path:
 
 @contextmanager
 def _parent(path: Path) -> Iterator[None]:
-    """The folders above `path`, made where they are missing; those made go again on any error, if still empty."""
-    made = [folder for folder in path.parents if not folder.exists()]
+    """Create missing parent folders; on an error, remove them again if they are empty."""
+    created = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield
-        for folder in made:
+        for folder in created:
             _flush(folder.parent)
     except BaseException:
-        for folder in made:
-            with suppress(OSError):  # something else is in it by now
+        for folder in created:
+            with suppress(OSError):  # not empty
                 folder.rmdir()
         raise
 
 
 @contextmanager
-def _named(partial: Path, final: Path) -> Iterator[None]:
-    """Errors name what a person asked for, not the hidden folder, which will be gone."""
+def _rename_in_errors(partial: Path, final: Path) -> Iterator[None]:
+    """In error messages, replace the hidden folder, which will be removed, with the final name."""
     try:
         yield
     except MlxlmError as error:
@@ -145,26 +163,27 @@ def _named(partial: Path, final: Path) -> Iterator[None]:
         raise type(error)(error.message.replace(str(partial), str(final)), error.hint) from error
 
 
-def _check_no_file(path: Path, kind: type[MlxlmError], hint: str) -> None:
+def _check_no_file(path: Path, error_type: type[MlxlmError], hint: str) -> None:
     if path.exists() or path.is_symlink():
-        raise kind(f"{path} already exists", hint)
+        raise error_type(f"{path} already exists", hint)
 
 
-def check_not_exists(path: Path | str, kind: type[MlxlmError], hint: str) -> None:
-    """Raise `kind` if something is at `path`, an empty folder excepted."""
+def check_not_exists(path: Path | str, error_type: type[MlxlmError], hint: str) -> None:
+    """Raise `error_type` if `path` exists and isn't an empty folder."""
     path = Path(path)
     if path.is_symlink() or path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise kind(f"{path} already exists", hint)
+        raise error_type(f"{path} already exists", hint)
 
 
 @contextmanager
-def atomic_write(path: Path, kind: type[MlxlmError] = CheckpointError) -> Iterator[BinaryIO]:
-    """Fill a hidden file beside `path`; at the end it is flushed to disk and takes `path`'s place, else it goes.
+def atomic_write(path: Path, error_type: type[MlxlmError] = CheckpointError) -> Iterator[BinaryIO]:
+    """Write or replace a file atomically: yields a hidden file that is flushed and renamed to `path` on success.
 
-    Raises `kind` if the disk refuses.
+    Raises:
+        error_type: Writing fails.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(kind, "write", path):
+    with os_errors_as(error_type, "write", path):
         _remove_abandoned(path)
         try:
             with partial.open("wb") as file:
@@ -177,10 +196,12 @@ def atomic_write(path: Path, kind: type[MlxlmError] = CheckpointError) -> Iterat
 
 
 def stage_copy(source: Path, target: Path) -> Path:
-    """A hidden file beside `target` with the content of `source`, complete on the disk, to `commit_file`. It is a
-    hard link, or a copy where the disk has none.
+    """Copy `source` to a hidden file next to `target`, to be renamed with `commit_file`.
 
-    Raises CheckpointError if the disk refuses.
+    It is a hard link, or a flushed copy on a disk without links.
+
+    Raises:
+        CheckpointError: Writing fails.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     with os_errors_as(CheckpointError, "write", target):
@@ -189,7 +210,7 @@ def stage_copy(source: Path, target: Path) -> Path:
             partial.hardlink_to(source)
         except OSError:
             try:
-                shutil.copy2(source, partial)  # with its time, by which `same_file` knows a copy
+                shutil.copy2(source, partial)  # keeps the modification time, for `same_file`
                 _flush(partial)
             except BaseException:
                 partial.unlink(missing_ok=True)
@@ -198,14 +219,14 @@ def stage_copy(source: Path, target: Path) -> Path:
 
 
 def commit_file(partial: Path, target: Path) -> None:
-    """Give a complete file its name, for good. Raises CheckpointError if the disk refuses."""
+    """Rename a complete hidden file to `target`, and flush the folder."""
     with os_errors_as(CheckpointError, "write", target):
         partial.replace(target)
         _flush(target.parent)
 
 
 def same_file(first: Path, second: Path) -> bool:
-    """Whether both are there and one is a link to the other, or a copy that `stage_copy` made."""
+    """Whether both files exist and one is a hard link to the other or its copy by `stage_copy`."""
     if not first.is_file() or not second.is_file():
         return False
     one, other = first.stat(), second.stat()
@@ -213,7 +234,7 @@ def same_file(first: Path, second: Path) -> bool:
 
 
 def has_hard_links(folder: Path) -> bool:
-    """Whether the disk of `folder` has hard links: FAT and some network drives don't."""
+    """Whether the disk of `folder` supports hard links; FAT and some network drives don't."""
     with suppress(OSError), TemporaryDirectory(prefix=".links.", dir=folder) as probe:
         first = Path(probe, "first")
         first.touch()
@@ -221,27 +242,27 @@ def has_hard_links(folder: Path) -> bool:
             Path(probe, "second").hardlink_to(first)
         except OSError as error:
             return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return True  # also where the disk is too full to try
+    return True  # or the disk is full
 
 
-def write_bytes(path: Path, content: bytes, kind: type[MlxlmError] = CheckpointError) -> None:
-    """Write or replace a file as a whole. Raises `kind` if the disk refuses."""
-    with atomic_write(path, kind) as file:
+def write_bytes(path: Path, content: bytes, error_type: type[MlxlmError] = CheckpointError) -> None:
+    """Write or replace a file atomically. Raises `error_type` if that fails."""
+    with atomic_write(path, error_type) as file:
         file.write(content)
 
 
 def write_figure(path: Path, figure: Any, *, dpi: int = 120) -> None:
-    """Write a matplotlib figure as the kind of picture that its name says. Raises CheckpointError as `write_bytes`."""
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=dpi, format=path.suffix[1:].lower())
-    write_bytes(path, picture.getvalue())
+    """Write a matplotlib figure in the format of the file's suffix. Raises CheckpointError if that fails."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=dpi, format=path.suffix[1:].lower())
+    write_bytes(path, image.getvalue())
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what processes that were killed have left of `path`."""
+    """Remove hidden files and folders for `path` that killed processes left."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         owner = partial.name.split(".")[-2]
-        # An own pid is that of an earlier process, as in containers, where each begins with the same.
+        # Our own pid is an earlier process's: in containers, pids repeat.
         if owner.isdigit() and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner))):
             if partial.is_dir():
                 shutil.rmtree(partial, ignore_errors=True)

@@ -1,25 +1,25 @@
-"""Numbers as people read them: three digits and a unit."""
+"""Numbers for people: three significant digits and a unit."""
 
 from __future__ import annotations
 
 
 def human_bytes(n: float) -> str:
-    """Decimal units: 1234567890 -> 1.23 GB."""
+    """Bytes in decimal units: 1234567890 -> 1.23 GB."""
     return _scaled(n, (" B", " kB", " MB", " GB", " TB", " PB"))
 
 
 def human_count(n: float) -> str:
-    """1234567 -> 1.23M."""
+    """A count: 1234567 -> 1.23M."""
     return _scaled(n, ("", "k", "M", "B", "T"))
 
 
 def human_flops(n: float) -> str:
-    """Operations in a second: 104e9 -> 104 GFLOP/s."""
+    """Floating-point operations per second: 104e9 -> 104 GFLOP/s."""
     return _scaled(n, (" ", " k", " M", " G", " T", " P")) + "FLOP/s"
 
 
 def human_seconds(s: float) -> str:
-    """75 -> 1m15s."""
+    """A duration in seconds: 75 -> 1m15s."""
     s = max(0, round(s))
     if s < 60:
         return f"{s}s"

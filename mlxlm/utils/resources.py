@@ -1,4 +1,4 @@
-"""Finds `metal_kernels/` and `models/`: beside the package in a checkout, inside it in a wheel."""
+"""Paths of `metal_kernels/` and `models/`: next to the package in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def resource(*parts: str) -> Path:
-    """The path of a file or folder that ships with mlxlm, e.g. `resource("models", "presets")`.
+    """The path of a file or folder that ships with mlxlm, such as `resource("models", "presets")`.
 
-    Raises PlatformError if this installation lacks it.
+    Raises:
+        PlatformError: This installation lacks it.
     """
     for root in (_PACKAGE / "_data", _PACKAGE.parent):
         path = root.joinpath(*parts)
