@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.context import Context, eval_caches
+from mlxlm.generation.context import Context
+from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.kernels import cross_entropy
 from mlxlm.utils.errors import CheckpointError

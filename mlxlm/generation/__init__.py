@@ -1,19 +1,20 @@
-"""Generation: prefill a prompt, decode token by token, stream text; many texts at once; the score of a given text.
+"""Text generation: load a model, generate or stream a text, generate a batch, score a text.
 
 loaded = load("runs/stories")
 print(generate(loaded, "Once upon a time", temperature=0.8, seed=1).text)
 for chunk in stream(loaded, "Once upon a time"):
     print(chunk.text, end="")
-for result in batch(loaded, ["Once", "Twice"], samples=4):
+for result in batch(loaded, ["Once", "Twice"], num_samples=4):
     print(result.text)
 """
 
-from mlxlm.generation.batching import Request, batch, run_batch
+from mlxlm.generation.batching import batch, run_batch
 from mlxlm.generation.context import Context
 from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.loaded_model import LoadedModel, load
 from mlxlm.generation.logit_filters import filter_logits
 from mlxlm.generation.options import GenerationOptions, SamplingOptions
+from mlxlm.generation.request_queue import Request
 from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.scoring import Score, score

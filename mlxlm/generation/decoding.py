@@ -1,15 +1,12 @@
-"""Prefill and decode: token ids in, token ids out, with an exact account of what the cache holds."""
+"""Prefill and decoding of one text: token ids in, token ids out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
-from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.generation.context import PREFILL_STEP_SIZE, Context, async_eval, clear_memory_cache
-
-# Tokens; on a GPU the step in which caches grow. On a CPU as fast, and 9,000 tokens take 0.35 GB instead of 0.55.
-CLEAR_CACHE_INTERVAL = 16 if ON_CPU else 256
+from mlxlm.backend.mlx import mx
+from mlxlm.generation.context import PREFILL_STEP_SIZE, Context
+from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
 
 
 def generate_tokens(
@@ -21,27 +18,33 @@ def generate_tokens(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     on_prefill: Callable[[int], None] | None = None,
 ) -> Iterator[int]:
-    """Yield up to `max_tokens` (at least 1) ids that follow `prompt` (at least one id).
+    """Yield up to `max_tokens` ids that follow `prompt`.
 
-    The prompt's prefix that `context` already holds is not read again; the rest is read in chunks, each
-    evaluated before the next. `on_prefill(n)` is told after each chunk how many tokens the context holds.
+    Step t+1 is dispatched before token t is read, so that the device never waits for Python.
 
-    `sampler` maps logits `[1, V]` to a token `[1]` and must not evaluate: step t+1 is dispatched before token t is
-    read, so that the device never waits for Python. If it has `accept`, that is told every token as it is read; if
-    its `needs_last_token` is true, only the forward pass of step t+1 is dispatched by then, and the draw waits until token t
-    was observed and taken.
+    Closing the generator at any yield is exact: `context` then holds the prompt and every token yielded, except for the
+    last one if `max_tokens` was reached, which is never fed back. Any exception inside a step, such as
+    KeyboardInterrupt, empties the context, since its layers may be at different positions. One raised by
+    `on_prefill` keeps the chunks read so far.
 
-    Closing the generator at any yield is exact: `context` then holds the prompt and every token yielded,
-    without the last one only where `max_tokens` was reached, as it was never fed back. An exception (a
-    KeyboardInterrupt inside a step, say) may find layers at different positions: the context is emptied. One
-    raised by `on_prefill` leaves the chunks that were read. Raises GenerationError where another text has
-    used `context` between two yields, which stays that one's.
+    Args:
+        context: Keeps its longest common prefix with `prompt`; only the rest is read.
+        prompt: At least one id.
+        sampler: Maps logits `[1, V]` to a token `[1]`, without evaluating anything. Its `accept`, if any, is called
+            with every token. With `needs_last_token`, only the forward pass of step t+1 is dispatched ahead, and the
+            token is drawn after `accept`.
+        max_tokens: At least 1.
+        prefill_step_size: The prompt is read in chunks of this size, each evaluated before the next.
+        on_prefill: Called after each chunk with the number of tokens in the context.
+
+    Raises:
+        GenerationError: If another text has used `context` between two yields. The context stays the other text's.
     """
     needs_last_token, accept = getattr(sampler, "needs_last_token", False), getattr(sampler, "accept", None)
     model = context.model
     with wired_limit():
-        held = context.trim_to_prefix(prompt, max_tokens)
-        context.read(prompt[held:-1], prefill_step_size, on_prefill)
+        num_cached = context.trim_to_prefix(prompt, max_tokens)
+        context.read(prompt[num_cached:-1], prefill_step_size, on_prefill)
 
         def forward(token: mx.array) -> mx.array:
             return model(token[None], cache=context.caches)[:, -1]
@@ -49,10 +52,10 @@ def generate_tokens(
         with context.transaction() as ids:
             token = async_eval(sampler(forward(mx.array(prompt[-1:]))))
             ids.append(prompt[-1])
-        for n in range(1, max_tokens + 1):
+        for step in range(1, max_tokens + 1):
             with context.transaction() as ids:
                 following = None
-                if n < max_tokens:
+                if step < max_tokens:
                     logits = forward(token)
                     following = async_eval(logits if needs_last_token else sampler(logits))
                 value = token.item()
@@ -60,38 +63,13 @@ def generate_tokens(
                     ids.append(value)
                 if accept is not None:
                     accept(value)
-                if n % CLEAR_CACHE_INTERVAL == 0:
-                    clear_memory_cache()
-            seen = context.version
+                clear_memory_cache_at(step)
+            version = context.version
             yield value
             if following is None:
                 return
-            context.check_unchanged(seen)
+            context.check_unchanged(version)
             if needs_last_token:
                 with context.transaction():
                     following = async_eval(sampler(following))
             token = following
-
-
-_wired = {"users": 0, "before": 0}
-
-
-@contextmanager
-def wired_limit() -> Iterator[None]:
-    """On Metal, keep weights and cache resident: macOS would page out a large model between tokens.
-
-    The first of several texts at once raises the limit, the last one lowers it.
-    """
-    if ON_CPU or not mx.metal.is_available():
-        yield
-        return
-    if _wired["users"] == 0:
-        _wired["before"] = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
-    _wired["users"] += 1
-    try:
-        yield
-    finally:
-        _wired["users"] -= 1
-        if _wired["users"] == 0:
-            mx.synchronize()  # the limit must not change under a step in flight
-            mx.set_wired_limit(_wired["before"])

@@ -1,4 +1,4 @@
-"""A model together with its tokenizer, as generation and chat take it."""
+"""A model together with its tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from mlxlm.utils.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`model(tokens, cache=None) -> logits`, the tokenizer it was trained with, and its configuration."""
+    """A model, its tokenizer and its configuration.
+
+    Attributes:
+        model: `model(tokens, cache=None) -> logits`, see the model package.
+        tokenizer: The tokenizer that it was trained with.
+        config: The configuration, ours or that of an mlx_lm model.
+        path: Where it was loaded from.
+    """
 
     model: nn.Module = field(repr=False)
     tokenizer: tokenizer.Tokenizer
@@ -23,29 +30,35 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text: the configuration's and the tokenizer's."""
+        """Tokens that end a text, from the configuration and the tokenizer."""
         eos = self.tokenizer.eos_id
         ends = self.config.eos_ids | (frozenset() if eos is None else {eos})
         return frozenset(id for id in ends if id < self.config.vocab_size)
 
     @property
     def supports_batching(self) -> bool:
-        """Whether several texts can grow side by side; else each waits for the one before it."""
+        """Whether several texts can be decoded together; otherwise one after another."""
         return getattr(self.model, "supports_batching", False)
 
 
 def load(path: Path | str) -> LoadedModel:
-    """Load a model; `path`: see `open_checkpoint`.
+    """Load a model and its tokenizer.
 
-    Raises CheckpointError, ConfigError or TokenizerError naming the file, and CheckpointError for a
-    tokenizer with more tokens than the model. Fewer are normal: vocabularies are padded.
+    Args:
+        path: See `open_checkpoint`.
+
+    Raises:
+        CheckpointError: For unreadable weights, and for a tokenizer with more tokens than the model. Fewer are normal:
+            vocabularies are padded.
+        ConfigError: For an invalid configuration.
+        TokenizerError: For an invalid tokenizer.
     """
     source = checkpoint.open_checkpoint(path)
     model, config = checkpoint.load_checkpoint(source)
-    tokens = source.load_tokenizer()
-    if tokens.min_vocab_size > config.vocab_size:
+    text_tokenizer = source.load_tokenizer()
+    if text_tokenizer.min_vocab_size > config.vocab_size:
         raise CheckpointError(
-            f"{path}: the tokenizer has {tokens.min_vocab_size} tokens and the model {config.vocab_size}",
+            f"{path}: the tokenizer has {text_tokenizer.min_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
-    return LoadedModel(model, tokens, config, Path(path))
+    return LoadedModel(model, text_tokenizer, config, Path(path))

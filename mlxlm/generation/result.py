@@ -1,4 +1,4 @@
-"""What a text is made of, and what is reported of it."""
+"""Chunks, results and timings of generated texts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ FinishReason = Literal["stop", "eos", "length", "context", "constraint"]
 
 @dataclass(frozen=True)
 class GenerationChunk:
-    """What one token adds to the text: "" while a character or a stop string is undecided.
+    """What one token adds to the text.
 
-    `finish_reason` is set on the last chunk only; `logprob` where log-probabilities were asked for.
+    Attributes:
+        text: The added text; "" while a character or a stop string is incomplete.
+        token: The token's id.
+        finish_reason: Set on the last chunk only.
+        logprob: The log-probabilities, if requested.
     """
 
     text: str
@@ -29,9 +33,14 @@ class GenerationChunk:
 class Timings:
     """Seconds and rates of one text; None for what hasn't been measured yet.
 
-    prompt_tokens_per_second counts the tokens that were read, not those already in the cache, up to the
-    first new token; tokens_per_second the new tokens after the first. In a batch, both are those of one row while
-    the others run beside it. peak_memory_bytes is MLX's highest use meanwhile, weights included.
+    In a batch, the rates are those of one row while the others run beside it.
+
+    Attributes:
+        time_to_first_token: Seconds.
+        prompt_tokens_per_second: Rate of reading the prompt's tokens that were not in the cache, up to the first new
+            token.
+        tokens_per_second: Rate of the new tokens after the first one.
+        peak_memory_bytes: MLX's peak memory meanwhile, weights included.
     """
 
     time_to_first_token: float | None
@@ -42,15 +51,21 @@ class Timings:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A text and how it came about.
+    """A generated text and how it came about.
 
-    `tokens` are the ids generated, with the end token or the stop string's, if any. `finish_reason`:
-    "eos" an end token or the end of what a constraint asks for, "stop" a stop string, "length" max_tokens, "context"
-    the model's context is full, "constraint" nothing that this model can say would fulfil the constraint, None if the
-    text was left before its end.
-    `cached_tokens` of the `prompt_tokens` didn't have to be read. `logprobs`, where they were asked for: those of each
-    token of `tokens`. `constraint_error`: why a constrained text doesn't fulfil its constraint, None if it does.
-    `speculation`: what came of the tokens proposed, where any were.
+    Attributes:
+        text: The text, without the stop string or the end token.
+        tokens: The generated ids, including the end token or those of the stop string.
+        prompt_tokens: The number of tokens of the prompt.
+        cached_tokens: How many of them were in the cache already.
+        finish_reason: "eos" for an end token or a completed constraint, "stop" for a stop string, "length" for
+            max_tokens, "context" if the model's context is full, "constraint" if no token of this model can fulfill
+            the constraint, None if the text was left before its end.
+        seed: The seed of the text.
+        timings: Seconds and rates.
+        logprobs: The log-probabilities of each of `tokens`, if requested.
+        constraint_error: Why a constrained text doesn't fulfill its constraint; None if it does.
+        speculation: The statistics of speculative decoding, if it was used.
     """
 
     text: str

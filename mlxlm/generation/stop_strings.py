@@ -1,4 +1,4 @@
-"""Stop strings: text that ends an answer and isn't part of it."""
+"""Stop strings: text that ends a generated text and isn't part of it."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a streamed text at the stop string that is completed first, however the text is split up.
+    """Cuts a streamed text at the stop string that is completed first, however the text is split into chunks.
 
-    What `push` and `flush` return joins to the text before the cut. Text that could be the beginning of a
-    stop string is held back until it is decided. Where two stop strings are completed by the same
-    character, the longer one is cut off.
+    The returned pieces join to the text before the cut. Text that could begin a stop string is buffered until that is
+    decided. If one character completes two stop strings, the longer one is cut off.
+
+    Attributes:
+        matched: Whether a stop string was completed.
     """
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = stops
-        self._held = ""
+    def __init__(self, stop: Sequence[str]):
+        self._stop = stop
+        self._buffer = ""
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Add text; return what is certain not to belong to a stop string. After `matched` is set: ""."""
+        """Add text. Returns the text that can't belong to a stop string; "" once `matched`."""
         if self.matched:
             return ""
-        self._held += text
-        starts = [(self._held.find(stop), len(stop)) for stop in self._stops]
+        self._buffer += text
+        starts = [(self._buffer.find(stop), len(stop)) for stop in self._stop]
         cuts = [(start + length, start) for start, length in starts if start >= 0]
         if cuts:
             self.matched = True
-            _, certain = min(cuts)
+            _, decided = min(cuts)
         else:
-            certain = len(self._held) - self._undecided()
-        text, self._held = self._held[:certain], self._held[certain:]
+            decided = len(self._buffer) - self._undecided_length()
+        text, self._buffer = self._buffer[:decided], self._buffer[decided:]
         return text
 
     def flush(self) -> str:
-        """What was held back, once no more text comes. After `matched` is set: ""."""
-        text, self._held = self._held, ""
+        """Return the buffered text at the end of the text; "" once `matched`."""
+        text, self._buffer = self._buffer, ""
         return "" if self.matched else text
 
-    def _undecided(self) -> int:
-        """The length of the longest end of the held text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if self._held.endswith(tuple(stop[:length] for stop in self._stops if length < len(stop))):
+    def _undecided_length(self) -> int:
+        """The length of the longest suffix of the buffer that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._buffer)), 0, -1):
+            if self._buffer.endswith(tuple(stop[:length] for stop in self._stop if length < len(stop))):
                 return length
         return 0

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from mlxlm.backend import device
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
-from mlxlm.generation.decoding import wired_limit
+from mlxlm.generation.device_memory import wired_limit
 from mlxlm.plan import Training, suggest_change, training_memory
 from mlxlm.plan.advice import usable_memory
 from mlxlm.train.settings import TrainSettings

@@ -313,7 +313,7 @@ def test_an_interrupt_ends_a_batch_and_the_next_is_whole(lm):
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"num_samples": 0}, "num_samples is 0"),
-        ({"prompts": "one"}, "no list of texts"),
+        ({"prompts": "one"}, "not a list of texts"),
         ({"prompts": [3, 4]}, "prompt 1: the prompt is neither a text nor a list of ids"),
         ({"prompts": ["one", []]}, "prompt 2: the prompt is empty"),
         ({"prompts": ["one", [10**12]]}, "prompt 2: the prompt has ids that this model doesn't have"),

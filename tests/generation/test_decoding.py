@@ -3,9 +3,8 @@
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import Context, generate_tokens
-from mlxlm.generation import context as context_module
-from mlxlm.generation.decoding import CLEAR_CACHE_INTERVAL
+from mlxlm.generation import Context, device_memory, generate_tokens
+from mlxlm.generation.device_memory import CLEAR_CACHE_INTERVAL
 from tests.generation.reference_decoding import PROMPT, greedy, naive
 
 
@@ -144,7 +143,7 @@ def test_greedy_tokens_equal_those_of_mlx_lm(lm):
 
 
 def test_freed_buffers_do_not_pile_up(lm, monkeypatch):
-    monkeypatch.setattr(context_module, "MAX_FREED_BYTES", 1 << 20)
+    monkeypatch.setattr(device_memory, "MAX_FREED_BYTES", 1 << 20)
     kept = []
     for n, _ in enumerate(generate_tokens(Context(lm.model), PROMPT, greedy, 768), 1):
         if n % CLEAR_CACHE_INTERVAL == 0:

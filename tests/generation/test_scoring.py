@@ -1,7 +1,6 @@
 """Scores: what a plain forward pass says of every token, whatever the tokenizer puts in front."""
 
 import math
-import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import generate, score
+from mlxlm.generation import generate, score, scoring
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
@@ -32,7 +31,7 @@ def near(values):
 @given(st.text(alphabet="The quick, brown世", min_size=1, max_size=60), st.integers(1, 40))
 def test_every_token_behind_the_start_token_in_any_chunks(lm, text, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["mlxlm.generation.scoring"], "_CHUNK", chunk)
+        patch.setattr(scoring, "_CHUNK_SIZE", chunk)
         found = score(lm, text)
     ids = lm.tokenizer.encode(text)
     assert found.tokens == ids[1:] and found.logprobs == near(plain(lm.model, ids))

@@ -34,7 +34,7 @@ def test_settings(lm, arguments, message):
 def test_what_takes_them(lm):
     with pytest.raises(GenerationError, match="kv is 8"):
         Context(lm.model, 8)
-    with pytest.raises(GenerationError, match="no text"):
+    with pytest.raises(GenerationError, match="must be strings"):
         score(lm, [1, 2])
 
 

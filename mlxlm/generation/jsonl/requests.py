@@ -13,9 +13,9 @@ from typing import Any
 
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.cache.options import is_int_at_least
-from mlxlm.generation.batching import Request
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.request_queue import Request
 from mlxlm.generation.stream_generate import encode_prompt
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError

@@ -1,0 +1,67 @@
+"""Device memory while decoding: evaluation of caches, freed buffers, wired memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from mlxlm.backend.mlx import ON_CPU, async_eval_arrays, eval_arrays, mx
+
+T = TypeVar("T")
+# Decoding steps between two calls of `clear_memory_cache`. 256 is the step in which caches grow on a GPU. On a CPU, 16
+# is as fast, and 9,000 tokens take 0.35 GB instead of 0.55.
+CLEAR_CACHE_INTERVAL = 16 if ON_CPU else 256
+# Freed bytes that a CPU's allocator may keep; without a limit, 20,000 tokens of a small model leave 6 GB.
+MAX_FREED_BYTES = 256 << 20
+
+
+def async_eval(result: T) -> T:
+    """Start to compute an array, or a tuple of arrays, and return it."""
+    async_eval_arrays(result)
+    return result
+
+
+def eval_caches(caches: Sequence, *arrays: mx.array) -> None:
+    """Compute the state of `caches`, and `arrays`, and give freed buffers back."""
+    eval_arrays([cache.state for cache in caches], *arrays)
+    clear_memory_cache()
+
+
+def clear_memory_cache() -> None:
+    """Give freed buffers back: attention over a growing cache frees ever new sizes, which pile up in the allocator.
+
+    On a CPU only above `MAX_FREED_BYTES`, since fresh memory costs page faults there.
+    """
+    if not ON_CPU or mx.get_cache_memory() > MAX_FREED_BYTES:
+        mx.clear_cache()
+
+
+def clear_memory_cache_at(step: int) -> None:
+    """`clear_memory_cache` in every `CLEAR_CACHE_INTERVAL`-th step of decoding."""
+    if step % CLEAR_CACHE_INTERVAL == 0:
+        clear_memory_cache()
+
+
+_wired = {"users": 0, "previous_limit": 0}
+
+
+@contextmanager
+def wired_limit() -> Iterator[None]:
+    """On Metal, keep weights and caches resident: macOS would page out a large model between tokens.
+
+    If several texts are generated at once, the first raises the limit and the last restores it.
+    """
+    if ON_CPU or not mx.metal.is_available():
+        yield
+        return
+    if _wired["users"] == 0:
+        _wired["previous_limit"] = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+    _wired["users"] += 1
+    try:
+        yield
+    finally:
+        _wired["users"] -= 1
+        if _wired["users"] == 0:
+            mx.synchronize()  # the limit must not change during a step
+            mx.set_wired_limit(_wired["previous_limit"])
