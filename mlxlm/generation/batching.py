@@ -142,7 +142,7 @@ def ordered_results(results: Iterable[tuple[int, Result]]) -> Iterator[Generatio
 def _run_sequentially(
     lm: LoadedModel, context: Context, queue: RequestQueue, count_tokens: Callable[..., None]
 ) -> Iterator[tuple[int, Result]]:
-    """Serve one request after another with one context, so that a prefix shared with the last prompt isn't read again."""
+    """Serve one request after another with one context: a prefix shared with the last prompt isn't read again."""
     while not queue.exhausted:
         yield from queue.fill(1)
         for index, request in queue.take(1):
@@ -193,5 +193,5 @@ def _run_rows(
 
 
 def _num_admitted(num_waiting: int, num_free: int, batch_size: int) -> int:
-    """How many requests start now. A start copies the caches of all rows, so that a backlog starts several at a time."""
+    """How many requests start now: since a start copies the caches of all rows, a backlog starts several at a time."""
     return 0 if num_free < num_waiting and num_free * 4 < batch_size else num_free

@@ -1,4 +1,4 @@
-"""Drafters: where guesses of a text's next tokens come from."""
+"""Drafters of speculative decoding: they guess a text's next tokens."""
 
 from __future__ import annotations
 
@@ -7,138 +7,154 @@ from typing import Protocol
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions
-from mlxlm.generation.context import Context, async_eval
+from mlxlm.generation.context import Context
+from mlxlm.generation.device_memory import async_eval
 from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.sampling import Sampler
 from mlxlm.utils.errors import GenerationError
 
-CANDIDATES = 16  # places of a pair of tokens that are looked at, the latest ones
+MAX_CANDIDATES = 16  # positions after a pair of tokens that are compared, the latest ones
 MAX_NGRAM = 32  # tokens of a suffix that are compared
 
 
 class DraftState(Protocol):
-    """What a drafter keeps of one text. It is told what follows the prompt, in order, as it becomes known.
+    """A drafter's state for one text.
 
-    `last_draft_matched`: whether the last token read is the one that was expected; None where expecting one costs a computation.
-    False is also for those that have no guesses left. `num_unread`: tokens that the next proposal has to read first.
+    Attributes:
+        last_draft_matched: Whether the last token read is the one that was expected. False also if no more drafts will
+            come. None if expecting a token costs a computation.
+        num_unread: How many tokens the next draft has to read first.
     """
 
     last_draft_matched: bool | None
     num_unread: int
 
     def read(self, tokens: Sequence[int]) -> None:
-        """`tokens` follow what was read so far."""
+        """Append the next `tokens` of the text."""
 
-    def propose(self, count: int, sampler, vocab_size: int) -> mx.array | None:
-        """1 to `count` ids, int32, for what follows; None for no guess. `sampler` is that of the text, after the last
-        token read, and isn't advanced; `vocab_size` is the width of its logits."""
+    def propose(self, count: int, sampler: Sampler, vocab_size: int) -> mx.array | None:
+        """Draft the next tokens.
+
+        Args:
+            count: The maximum number of tokens.
+            sampler: That of the text, after the last token read; not advanced.
+            vocab_size: The width of the text's logits.
+
+        Returns:
+            1 to `count` ids, int32; None for no draft.
+        """
 
     def close(self) -> None:
-        """The text ends here, or has failed."""
+        """End the text."""
 
 
 class Drafter(Protocol):
+    """Where drafts come from."""
+
     def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
-        """Guesses for the text that follows `prompt` in `context`. Raises GenerationError where there can't be any."""
+        """Start to draft the text that follows `prompt` in `context`. Raises GenerationError if that is impossible."""
 
     def check(self, lm: LoadedModel) -> None:
-        """Raise GenerationError where guesses can't be those of `lm`'s texts."""
+        """Raise GenerationError if the drafts can't be used for `lm`."""
 
 
 def max_trimmable_tokens(context: Context, n: int) -> int:
-    """Of `n` tokens to be read, how many at once can be read so that all of them could be forgotten again."""
-    return max(0, min([n, *(_can_take_back(cache, n) for cache in context.caches)]))
+    """How many of the next `n` tokens can be read at once so that all of them could be trimmed again."""
+    return max(0, min([n, *(_max_trimmable(cache, n) for cache in context.caches)]))
 
 
-def _can_take_back(cache, n: int) -> int:
+def _max_trimmable(cache, n: int) -> int:
     if isinstance(cache, KVCache):
         return n if cache.max_update_size is None else cache.max_update_size
     if not cache.is_trimmable():
         return 0
-    # A rotating cache of mlx_lm can't be trimmed any more once it is full.
-    longest = getattr(cache, "max_size", None)
-    return n if longest is None else longest - 1 - cache.offset
+    # A rotating cache of mlx_lm can no longer be trimmed once it is full.
+    max_size = getattr(cache, "max_size", None)
+    return n if max_size is None else max_size - 1 - cache.offset
 
 
 class PromptLookup:
-    """Guesses what followed the longest suffix of the text that it has seen before ("prompt lookup", Saxena 2023; LLMA,
-    Yang et al. 2023), in the prompt or in what was generated. It needs no model and no training, and pays where a text
-    repeats itself or its prompt: code, quotes, summaries, edits.
+    """Drafts what followed the longest earlier occurrence of the text's suffix, in the prompt or the generated text.
 
-    A suffix is at least two tokens; of places with equally long ones, the latest counts.
+    Prompt lookup decoding (Saxena 2023; LLMA, Yang et al. 2023). It needs no model, and pays if a text repeats itself
+    or its prompt: code, quotes, summaries, edits. A suffix has at least two tokens; of equally long matches, the latest
+    counts.
     """
 
     def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
-        draft_state = _Lookup()
-        draft_state.read(prompt)
-        return draft_state
+        """Start with the n-grams of the prompt."""
+        state = _PromptLookupState()
+        state.read(prompt)
+        return state
 
     def check(self, lm: LoadedModel) -> None:
-        """Every model's texts can be looked up."""
+        """Accept every model."""
 
 
-class _Lookup:
+class _PromptLookupState:
     def __init__(self) -> None:
         self.last_draft_matched: bool | None = False
         self.num_unread = 0
         self._ids: list[int] = []
-        self._places: dict[tuple[int, int], list[int]] = {}  # after each pair, the latest last
-        self._place: int | None = None
+        self._positions: dict[tuple[int, int], list[int]] = {}  # the positions after each pair, the latest last
+        self._match: int | None = None  # the position after the matched suffix
 
     def read(self, tokens: Sequence[int]) -> None:
         ids = self._ids
         for token in tokens:
-            self.last_draft_matched = self._place is not None and ids[self._place] == token
+            self.last_draft_matched = self._match is not None and ids[self._match] == token
             if len(ids) >= 2:
-                places = self._places.setdefault((ids[-2], ids[-1]), [])
-                places.append(len(ids))
-                if len(places) > CANDIDATES:
-                    del places[0]
+                positions = self._positions.setdefault((ids[-2], ids[-1]), [])
+                positions.append(len(ids))
+                if len(positions) > MAX_CANDIDATES:
+                    del positions[0]
             ids.append(token)
-            # Going on where the last guess was right saves the search.
-            self._place = self._place + 1 if self.last_draft_matched else self._find()
+            # Staying with a match that was right saves the search.
+            self._match = self._match + 1 if self.last_draft_matched else self._find_match()
 
-    def _find(self) -> int | None:
-        """The place behind the longest earlier occurrence of a suffix."""
+    def _find_match(self) -> int | None:
+        """The position after the longest earlier occurrence of a suffix."""
         best, longest = None, 1
-        for place in reversed(self._places.get(tuple(self._ids[-2:]), ())):
-            length = self._common(place)
+        for position in reversed(self._positions.get(tuple(self._ids[-2:]), ())):
+            length = self._match_length(position)
             if length > longest:
-                best, longest = place, length
+                best, longest = position, length
         return best
 
-    def _common(self, place: int) -> int:
-        """How many tokens before `place` equal those at the end."""
+    def _match_length(self, position: int) -> int:
+        """How many tokens before `position` equal the last ones."""
         ids, n = self._ids, 2
-        while n < MAX_NGRAM and n < place and ids[place - 1 - n] == ids[-1 - n]:
+        while n < MAX_NGRAM and n < position and ids[position - 1 - n] == ids[-1 - n]:
             n += 1
         return n
 
-    def propose(self, count: int, sampler, vocab_size: int) -> mx.array | None:
-        if self._place is None:
+    def propose(self, count: int, sampler: Sampler, vocab_size: int) -> mx.array | None:
+        if self._match is None:
             return None
-        found = self._ids[self._place : self._place + count]
-        period = len(found)  # what repeats up to the end is expected to go on
-        while len(found) < count:
-            found.append(found[-period])
-        return mx.array(found, mx.int32)
+        draft = self._ids[self._match : self._match + count]
+        period = len(draft)  # a repetition up to the end of the text is expected to continue
+        while len(draft) < count:
+            draft.append(draft[-period])
+        return mx.array(draft, mx.int32)
 
     def close(self) -> None:
         pass
 
 
 class DraftModel:
-    """Guesses by a smaller model with the same tokenizer (Leviathan et al. 2023; Chen et al. 2023).
+    """Drafts by a smaller model with the same tokenizer (Leviathan et al. 2023; Chen et al. 2023).
 
-    It draws with the text's own sampler: its settings, its history and its noise, so that two models that agree draw
-    the same tokens, at any temperature. Its key-value cache outlives a text, and is bounded as the text's is (it isn't
-    quantized: it is small).
+    It samples with the text's own settings, history and noise, so that two models that agree draw the same tokens at
+    any temperature. Its key-value cache outlives a text, and has the size of the text's. It is not quantized, since it
+    is small.
     """
 
     def __init__(self, lm: LoadedModel):
         self.lm = lm
-        self._spare: Context | None = None
+        self._idle_context: Context | None = None
 
     def check(self, lm: LoadedModel) -> None:
+        """Raise GenerationError if the tokenizers differ."""
         if self.lm.tokenizer.fingerprint != lm.tokenizer.fingerprint:
             raise GenerationError(
                 f"the draft model {self.lm.path} has another tokenizer than {lm.path}",
@@ -146,83 +162,85 @@ class DraftModel:
             )
 
     def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
-        size, limit = context.kv.size, self.lm.config.max_position_embeddings
-        kv = KVOptions() if size is None else KVOptions(size=min(size, limit), keep=context.kv.keep)
-        own, self._spare = self._spare, None  # a second text at the same time gets one of its own
-        if own is None or own.kv != kv:
-            own = Context(self.lm.model, kv)
-        own.trim_to_prefix(prompt, max_tokens)
-        if not max_trimmable_tokens(own, 1):
+        """Start to draft a text. Raises GenerationError if the draft model's cache can't be trimmed."""
+        size, context_length = context.kv.size, self.lm.config.max_position_embeddings
+        kv = KVOptions() if size is None else KVOptions(size=min(size, context_length), keep=context.kv.keep)
+        draft_context, self._idle_context = self._idle_context, None  # a concurrent text makes its own
+        if draft_context is None or draft_context.kv != kv:
+            draft_context = Context(self.lm.model, kv)
+        draft_context.trim_to_prefix(prompt, max_tokens)
+        if not max_trimmable_tokens(draft_context, 1):
             raise GenerationError(
-                f"the draft model {self.lm.path} can't take tokens back",
+                f"the cache of the draft model {self.lm.path} can't be trimmed",
                 "a draft model with attention in all layers",
             )
-        return _Drafting(own, prompt, limit if kv.size is None else None, self._returned)
+        return _DraftModelState(draft_context, prompt, context_length if kv.size is None else None, self._release)
 
-    def _returned(self, context: Context) -> None:
-        self._spare = context
+    def _release(self, context: Context) -> None:
+        self._idle_context = context
 
 
-class _Drafting:
+class _DraftModelState:
     def __init__(
-        self, context: Context, prompt: Sequence[int], limit: int | None, returned: Callable[[Context], None]
+        self, context: Context, prompt: Sequence[int], limit: int | None, release: Callable[[Context], None]
     ) -> None:
+        """`limit`: the model's context length; None if the cache rotates. `release` gets the context at the end."""
         self.last_draft_matched: bool | None = None
-        self._context, self._limit, self._returned = context, limit, returned
+        self._context, self._limit, self._release = context, limit, release
         self._unread = list(prompt[len(context) :])
-        self._guessed: mx.array | None = None  # the last proposal; the caches hold all of it but its last token
+        self._draft: mx.array | None = None  # the last draft; the caches hold it except for its last token
 
     @property
     def num_unread(self) -> int:
         return len(self._unread)
 
     def read(self, tokens: Sequence[int]) -> None:
-        self._unread.extend(tokens[self._settle(tokens) :])
+        self._unread.extend(tokens[self._trim_draft(tokens) :])
 
-    def _settle(self, tokens: Sequence[int]) -> int:
-        """Forget guesses that aren't in the text, which `tokens` continue; return how many of these are held."""
-        if self._guessed is None:
+    def _trim_draft(self, tokens: Sequence[int]) -> int:
+        """Trim the draft to its common prefix with `tokens`, which follow in the text; return the prefix's length."""
+        if self._draft is None:
             return 0
         with self._context.transaction() as ids:
-            guessed, self._guessed = self._guessed, None
-            ahead, kept = guessed.size - 1, 0
-            for guess, token in zip(guessed[:-1].tolist() if tokens else (), tokens, strict=False):
+            draft, self._draft = self._draft, None
+            num_held, num_matched = draft.size - 1, 0
+            for guess, token in zip(draft[:-1].tolist() if tokens else (), tokens, strict=False):
                 if guess != token:
                     break
-                kept += 1
-            if ahead > kept:
+                num_matched += 1
+            if num_held > num_matched:
                 for cache in self._context.caches:
-                    cache.trim(ahead - kept)
-            ids.extend(tokens[:kept])
-        return kept
+                    cache.trim(num_held - num_matched)
+            ids.extend(tokens[:num_matched])
+        return num_matched
 
-    def propose(self, count: int, sampler, vocab_size: int) -> mx.array | None:
+    def propose(self, count: int, sampler: Sampler, vocab_size: int) -> mx.array | None:
         context, unread = self._context, self._unread
         if self._limit is not None:
             count = min(count, self._limit - len(context) - len(unread))
         if count < 1:
-            self.last_draft_matched = False  # nothing more will come
+            self.last_draft_matched = False  # no more drafts will come
             return None
         if len(unread) > 2 or max_trimmable_tokens(context, len(unread)) < len(unread):
             context.read(unread[:-1])
             del unread[:-1]
         sampler = sampler.fork()
-        guessed: list[mx.array] = []
+        draft: list[mx.array] = []
         with context.transaction() as ids:
-            token = self._draw(mx.array(unread), sampler, vocab_size, guessed)
+            token = self._sample(mx.array(unread), sampler, vocab_size, draft)
             ids.extend(unread)
             unread.clear()
             count = min(count, 1 + max_trimmable_tokens(context, count - 1))
-            while len(guessed) < count and token is not None:
-                token = self._draw(token, sampler, vocab_size, guessed)
-            self._guessed = mx.concatenate(guessed)
-        return self._guessed
+            while len(draft) < count and token is not None:
+                token = self._sample(token, sampler, vocab_size, draft)
+            self._draft = mx.concatenate(draft)
+        return self._draft
 
-    def _draw(self, tokens: mx.array, sampler, vocab_size: int, guessed: list[mx.array]) -> mx.array | None:
-        """Read `tokens`, add the one drawn to `guessed`, and return it; None if nothing can follow it."""
-        logits = _of_width(self._context.model(tokens[None], cache=self._context.caches)[:, -1], vocab_size)
-        token = mx.maximum(sampler(logits), 0)  # logits that aren't numbers: a wrong guess
-        guessed.append(async_eval(token))
+    def _sample(self, tokens: mx.array, sampler: Sampler, vocab_size: int, draft: list[mx.array]) -> mx.array | None:
+        """Read `tokens`, append the next token to `draft` and return it; None if nothing can follow it."""
+        logits = _pad_vocab(self._context.model(tokens[None], cache=self._context.caches)[:, -1], vocab_size)
+        token = mx.maximum(sampler(logits), 0)  # logits that aren't finite give a wrong guess
+        draft.append(async_eval(token))
         if sampler.needs_last_token:
             sampler.accept(token.item())
             if sampler.finished or sampler.error:
@@ -230,12 +248,12 @@ class _Drafting:
         return token
 
     def close(self) -> None:
-        self._settle(())
-        self._returned(self._context)
+        self._trim_draft(())
+        self._release(self._context)
 
 
-def _of_width(logits: mx.array, vocab_size: int) -> mx.array:
-    """Vocabularies are padded, and not always to the same size."""
+def _pad_vocab(logits: mx.array, vocab_size: int) -> mx.array:
+    """Logits of width `vocab_size`: vocabularies are padded, and not always to the same size."""
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         return mx.pad(logits, ((0, 0), (0, missing)), constant_values=-mx.inf)

@@ -15,7 +15,7 @@ def random_seed() -> int:
 
 
 def derive_seed(seed: int, id: str, sample: int) -> int:
-    """The seed of sample number `sample` of the request `id`: a hash of all three, so that no two share one by accident.
+    """The seed of sample number `sample` of request `id`: a hash of all three, so that no two share one by accident.
 
     It has 53 bits, since jq 1.6 and JavaScript round longer integers.
     """

@@ -36,8 +36,8 @@ class BatchRow:
 class RunningBatch:
     """Texts that are decoded together, with their caches stacked.
 
-    As in `generate_tokens`, step t+1 is dispatched before the tokens of step t are read. A finished row keeps computing,
-    and its tokens are dropped, until `remove_finished` removes it, which copies the caches of all other rows.
+    As in `generate_tokens`, step t+1 is dispatched before the tokens of step t are read. A finished row keeps
+    computing, and its tokens are dropped, until `remove_finished` removes it, which copies the caches of all others.
     """
 
     def __init__(self, model, context_length: int):

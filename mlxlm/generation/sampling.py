@@ -76,9 +76,9 @@ class LogitsProcessor:
 class Sampler:
     """Draws the tokens of one text: `sampler(logits [1, V]) -> token [1]`, int32, without evaluating either.
 
-    The order of the steps is that of `SamplingOptions`. The last is the draw: the highest logit plus Gumbel noise, which
-    follows the softmax of the logits (Gumbel 1954; Maddison et al. 2014, section 2). At temperature 0 it is the highest
-    logit. The token is -1 if the highest logit isn't finite; `accept` raises for it.
+    The order of the steps is that of `SamplingOptions`. The last is the draw: the highest logit plus Gumbel noise,
+    which follows the softmax of the logits (Gumbel 1954; Maddison et al. 2014, section 2). At temperature 0 it is the
+    highest logit. The token is -1 if the highest logit isn't finite; `accept` raises for it.
 
     The noise of token t depends on the seed and on t alone. So a text depends neither on what else the process draws
     nor on the other rows of a batch, and two similar models mostly draw the same tokens with the same seed.
@@ -255,7 +255,7 @@ def sample_batch(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 
 
 def _sample_group(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
-    """`sample_batch` for samplers that share a processor key, the number of logprobs, and whether there is a matcher."""
+    """`sample_batch` for samplers with the same processor key and number of logprobs, all or none with a matcher."""
     processor = samplers[0].processor
     state = PenaltyState.stack_rows([sampler.penalty_row(logits.shape[-1]) for sampler in samplers])
     matchers = [sampler.matcher for sampler in samplers if sampler.matcher is not None]

@@ -1,4 +1,4 @@
-"""Speculative decoding: guessed tokens are checked several at a time, and the text stays what it would have been."""
+"""Speculative decoding: several drafted tokens are verified in one forward pass; the text stays the same."""
 
 from __future__ import annotations
 
@@ -9,31 +9,36 @@ from copy import copy
 from dataclasses import dataclass
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.generation.context import PREFILL_STEP_SIZE, UNLIMITED, Context, async_eval, clear_memory_cache
-from mlxlm.generation.decoding import CLEAR_CACHE_INTERVAL, wired_limit
+from mlxlm.generation.context import PREFILL_STEP_SIZE, UNLIMITED, Context
+from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
 from mlxlm.generation.draft_length import MEASURING, DraftLengthController
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
 from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.sampling import Sampler
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
-# Logits by which the drawn token must lead the next best one: many times the difference that computing several rows at
-# once makes, through rounding there and in the keys and values left behind. Measured on a CPU with models of 14M to 82M
-# parameters and up to 33 rows: 1e-5 in float32, and nothing in float16 and bfloat16. GPUs, not measured, multiply
-# float32 with 10 bits where there are several rows.
+# The lead in logits that a token needs over the runner-up: many times the rounding difference between computing several
+# rows at once and one, in the logits and in the keys and values left behind. Measured on a CPU with models of 14M to
+# 82M parameters and up to 33 rows: 1e-5 in float32, nothing in float16 and bfloat16. Not measured on GPUs, which
+# multiply float32 with 10 bits if there are several rows.
 _HALF = {mx.float16: 0.1, mx.bfloat16: 0.5}
 MARGINS = dict.fromkeys((mx.float32, mx.float16, mx.bfloat16), 0.002) if ON_CPU else {mx.float32: 0.1, **_HALF}
 # A quantized cache rounds a difference to another step: measured 0.002 in float32, 0.01 in float16, 0.04 in bfloat16.
 QUANTIZED_MARGINS = {mx.float32: 0.03 if ON_CPU else 0.1, **_HALF}
-MAX_DRAFT_TOKENS = 32  # proposals at a time; below the positions that a sliding window can give back
+MAX_DRAFT_TOKENS = 32  # fewer than the positions by which a sliding window can be trimmed
 
 
 @dataclass
 class SpeculationStats:
-    """What came of a text's proposals so far.
+    """Statistics of one text.
 
-    proposed, accepted: tokens. rounds: forward passes over proposals. decided_again: draws that were too close, and
-    were taken from a plain step instead. reason: why no proposals are being made, None where some are.
+    Attributes:
+        proposed: Drafted tokens.
+        accepted: How many of them were accepted.
+        rounds: Forward passes over drafts.
+        num_redecoded: Tokens that were too close to the runner-up, and were decoded again in a plain step.
+        reason: Why nothing is being drafted; None if something is.
     """
 
     proposed: int = 0
@@ -44,94 +49,112 @@ class SpeculationStats:
 
     @property
     def active(self) -> bool:
-        """Whether proposals are being made."""
+        """Whether tokens are being drafted."""
         return self.reason is None
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of proposals accepted; None before there were any."""
+        """The fraction of drafted tokens that were accepted; None before there were any."""
         return self.accepted / self.proposed if self.proposed else None
 
 
 class SpeculativeDecoder:
-    """Lets a drafter guess up to `num_draft_tokens` tokens ahead, and the model check them in one forward pass.
+    """Drafts up to `num_draft_tokens` tokens, which the model verifies in one forward pass.
 
     A pass over k + 1 tokens costs little more than one over a single token, since the weights are read once either way.
-    The model draws at every position with its own settings and its own noise, and a guess is accepted if it is what
-    was drawn (Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding"). So
-    every token is the one that plain decoding draws, greedy or sampled, whatever was guessed; with an exact account of
-    rounding: where the drawn token leads the next best one by less than a margin (`MARGINS`, `QUANTIZED_MARGINS`), a
-    plain step decides.
+    The model samples at every position with its own options and noise, and a drafted token is accepted if it equals the
+    sampled one (Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding"). So
+    every token, greedy or sampled, is the one of plain decoding. Rounding can't change that: where the sampled token
+    leads the runner-up by less than a margin (`MARGINS`, `QUANTIZED_MARGINS`), a plain step decides.
 
-    How many are guessed, and whether at all, follows from what was measured: see `DraftLengthController`. A drafter that costs nothing
-    (n-gram lookup) is also checked against plain steps, and only proposes where its last guess was right.
+    How many tokens are drafted, and whether any, depends on measured times: see `DraftLengthController`. A drafter
+    without cost (prompt lookup) is also compared with plain steps, and drafts only if its last guess was right.
 
-    One Speculation is for the texts of one model, one after another or at once; `stats` is of the one begun last.
+    One decoder serves the texts of one model, one after another or concurrently.
+
+    Attributes:
+        drafter: Where drafts come from.
+        stats: The statistics of the text that began last.
     """
 
     def __init__(self, drafter: Drafter, num_draft_tokens: int = 8):
-        """Raises GenerationError for a number of guesses that can't work."""
+        """Decode with `drafter`. Raises GenerationError for an invalid `num_draft_tokens`."""
         if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise GenerationError(
-                f"{num_draft_tokens} proposals at a time can't work", f"1 to {MAX_DRAFT_TOKENS}, such as 8"
-            )
+            raise GenerationError(f"num_draft_tokens is {num_draft_tokens}", f"1 to {MAX_DRAFT_TOKENS}, such as 8")
         self.drafter = drafter
         self.stats = SpeculationStats()
         self._draft_length = DraftLengthController(num_draft_tokens)
 
     def check(self, lm: LoadedModel) -> None:
-        """Raise GenerationError where this drafter can't serve the texts of `lm` (another tokenizer)."""
+        """Raise GenerationError if the drafter can't serve `lm`, such as for another tokenizer."""
         self.drafter.check(lm)
 
-    def tokens(
+    def generate_tokens(
         self,
         context: Context,
         prompt: Sequence[int],
-        sampler,
+        sampler: Sampler,
         max_tokens: int,
         *,
         prefill_step_size: int = PREFILL_STEP_SIZE,
         on_prefill: Callable[[int], None] | None = None,
     ) -> Iterator[int]:
-        """The ids of `generate_tokens`, with its arguments and its promises; `sampler` is a Sampler."""
+        """As `decoding.generate_tokens`, with a Sampler."""
         self.stats = SpeculationStats()
         text = _Text(context, sampler, self._draft_length, self.stats)
-        return text.tokens(self.drafter, prompt, max_tokens, prefill_step_size, on_prefill)
+        return text.generate_tokens(self.drafter, prompt, max_tokens, prefill_step_size, on_prefill)
 
 
 @dataclass
-class _Step:
-    """A pass over one token. `result`: the token drawn, `[1]`; where draws wait, the logits `[1, V]`."""
+class _PlainStep:
+    """A dispatched pass over one token.
+
+    Attributes:
+        result: The sampled token, `[1]`; logits `[1, V]` if the sampler needs the last token.
+        ahead: Whether it was dispatched before the previous token was read.
+    """
 
     result: mx.array
-    in_line: bool  # dispatched before the token before was read
+    ahead: bool
 
 
 @dataclass
 class _Round:
-    """A pass over the last token and k guesses. `result`: the tokens drawn and their gaps, `[k + 1]` each; where draws
-    wait, the logits `[k + 1, V]`."""
+    """A dispatched pass over the last token and k drafted ones.
 
-    last: int
+    Attributes:
+        last_token: The last token.
+        draft: `[k]`.
+        result: The sampled tokens and their margins, `[k + 1]` each; logits `[k + 1, V]` if the sampler needs the
+            last token.
+        timed: Whether its time counts: not if the drafter had a long text to read first.
+    """
+
+    last_token: int
     draft: mx.array
     result: tuple[mx.array, mx.array] | mx.array
-    counts: bool  # in the measured times: the drafter had no long text to read first
+    timed: bool
 
 
 class _Text:
-    """The decoding of one text. While it computes, the caches are ahead of `context.ids`: by proposals in flight, by
-    accepted tokens not yet yielded. At a yield the context shows copies without them (arrays are shared, nothing is
-    computed), so that leaving there, or never coming back, is exact."""
+    """The decoding of one text.
 
-    def __init__(self, context: Context, sampler, pace: DraftLengthController, stats: SpeculationStats):
-        self._context, self._sampler, self._draft_length, self._stats = context, sampler, pace, stats
+    During a step the caches are ahead of `context.ids`, by the draft in flight and by accepted tokens not yet yielded.
+    At a yield the context shows copies of the caches without them (they share arrays, nothing is computed), so that
+    leaving there is exact.
+    """
+
+    def __init__(
+        self, context: Context, sampler: Sampler, draft_length: DraftLengthController, stats: SpeculationStats
+    ):
+        self._context, self._sampler, self._draft_length, self._stats = context, sampler, draft_length, stats
         kv = context.kv
         self._margins = QUANTIZED_MARGINS if kv.key_bits or kv.value_bits else MARGINS
-        self._held = 0  # tokens that the caches have read
-        self._alike = _alike_up_to(context.model)
-        self._read_at: float | None = None
+        self._cache_length = 0  # tokens that the caches have read
+        self._max_length = _max_speculative_length(context.model)
+        self._read_time: float | None = None
 
-    def tokens(
+    def generate_tokens(
         self,
         drafter: Drafter,
         prompt: Sequence[int],
@@ -143,156 +166,158 @@ class _Text:
         self._draft_state: DraftState = drafter.begin(context, prompt, max_tokens)
         try:
             with wired_limit():
-                held = context.trim_to_prefix(prompt, max_tokens)
-                context.read(prompt[held:-1], prefill_step_size, on_prefill)
-                self._held = len(prompt) - 1
+                num_cached = context.trim_to_prefix(prompt, max_tokens)
+                context.read(prompt[num_cached:-1], prefill_step_size, on_prefill)
+                self._cache_length = len(prompt) - 1
                 with context.transaction() as ids:
-                    flight = self._step(mx.array(prompt[-1:]), in_line=False)
+                    first_step = self._dispatch_step(mx.array(prompt[-1:]), ahead=False)
                     ids.append(prompt[-1])
-                yield from self._decode(flight, max_tokens)
+                yield from self._decode(first_step, max_tokens)
         finally:
             self._draft_state.close()
 
-    def _decode(self, flight: _Step | _Round | None, left: int) -> Iterator[int]:
-        """`left`: how many tokens are still to come, those of `flight` included."""
-        context, done = self._context, 0
-        known: deque[int] = deque()
-        caches, seen = context.caches, context.version
-        while left:
-            context.check_unchanged(seen)
+    def _decode(self, in_flight: _PlainStep | _Round | None, remaining: int) -> Iterator[int]:
+        """Yield `remaining` tokens, those of `in_flight` included."""
+        context, step = self._context, 0
+        decided: deque[int] = deque()
+        caches, version = context.caches, context.version
+        while remaining:
+            context.check_unchanged(version)
             with context.transaction() as ids:
-                context.caches = caches  # no copy is left, so that buffers are written in place
-                while not known:
-                    decided, flight = self._collect(flight, left)
-                    known.extend(decided)
-                token, left, done = known.popleft(), left - 1, done + 1
+                context.caches = caches  # without the copies, so that buffers are written in place
+                while not decided:
+                    tokens, in_flight = self._collect(in_flight, remaining)
+                    decided.extend(tokens)
+                token, remaining, step = decided.popleft(), remaining - 1, step + 1
                 self._sampler.accept(token)
-                if left and not known and flight is None:
-                    flight = self._next(token, left)
-                if self._held > len(ids):
+                if remaining and not decided and in_flight is None:
+                    in_flight = self._dispatch(token, remaining)
+                if self._cache_length > len(ids):
                     ids.append(token)
-                if done % CLEAR_CACHE_INTERVAL == 0:
-                    clear_memory_cache()
-                if surplus := self._held - len(ids):
-                    context.caches = [_without(cache, surplus) for cache in caches]
-            seen = context.version
+                clear_memory_cache_at(step)
+                if surplus := self._cache_length - len(ids):
+                    context.caches = [_trimmed_copy(cache, surplus) for cache in caches]
+            version = context.version
             yield token
 
-    # Passes
-
-    def _step(self, token: mx.array, in_line: bool) -> _Step:
-        logits = self._forward(token)[-1:]
-        self._vocab_size, self._margin = logits.shape[-1], self._margins[logits.dtype]
-        return _Step(async_eval(logits if self._sampler.needs_last_token else self._sampler(logits)), in_line)
-
-    def _forward(self, tokens: mx.array) -> mx.array:
-        """tokens `[T]` -> logits `[T, V]`."""
-        self._held += tokens.size
-        return self._context.model(tokens[None], cache=self._context.caches)[0]
-
-    def _next(self, token: int, left: int) -> _Step | _Round:
-        """Read `token`, of which the value is known, with guesses behind it where that pays."""
-        proposals = min(self._proposals(), left - 1, self._alike - self._held - 1)
-        proposals = min(proposals, max_trimmable_tokens(self._context, proposals + 1) - 1)
+    def _dispatch(self, token: int, remaining: int) -> _PlainStep | _Round:
+        """Dispatch a pass over `token`, with a draft after it if that pays."""
+        length = min(self._next_draft_length(), remaining - 1, self._max_length - self._cache_length - 1)
+        length = min(length, max_trimmable_tokens(self._context, length + 1) - 1)
         draft, sampler = None, self._sampler
-        over = sampler.needs_last_token and (sampler.finished or sampler.error)  # nothing can be drawn
-        if proposals > 0 and not over:
+        ended = sampler.needs_last_token and (sampler.finished or sampler.error)  # nothing can be sampled
+        if length > 0 and not ended:
             num_unread = self._draft_state.num_unread
-            draft = self._draft_state.propose(proposals, sampler, self._vocab_size)
+            draft = self._draft_state.propose(length, sampler, self._vocab_size)
         if draft is None:
-            return self._step(mx.array([token]), in_line=False)
+            return self._dispatch_step(mx.array([token]), ahead=False)
         logits = self._forward(mx.concatenate([mx.array([token], mx.int32), draft]))
         result = logits if sampler.needs_last_token else sampler.verify_draft(logits, draft)
         self._stats.rounds += 1
         self._stats.proposed += draft.size
-        return _Round(token, draft, async_eval(result), counts=num_unread <= 2)
+        return _Round(token, draft, async_eval(result), timed=num_unread <= 2)
 
-    def _proposals(self) -> int:
-        """How many guesses the next round may have."""
-        proposals, reason = self._draft_length.next_draft_length(), self._draft_length.reason
-        if self._held + 2 > self._alike:
-            proposals, reason = 0, "the model's positions depend on how many tokens are read at once here"
+    def _dispatch_step(self, token: mx.array, ahead: bool) -> _PlainStep:
+        logits = self._forward(token)[-1:]
+        self._vocab_size, self._margin = logits.shape[-1], self._margins[logits.dtype]
+        return _PlainStep(async_eval(logits if self._sampler.needs_last_token else self._sampler(logits)), ahead)
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """Logits `[T, V]` after tokens `[T]`."""
+        self._cache_length += tokens.size
+        return self._context.model(tokens[None], cache=self._context.caches)[0]
+
+    def _next_draft_length(self) -> int:
+        """How many tokens the next draft may have."""
+        length, reason = self._draft_length.next_draft_length(), self._draft_length.reason
+        if self._cache_length + 2 > self._max_length:
+            length, reason = 0, "the model's positions depend on how many tokens are read at once here"
         elif max_trimmable_tokens(self._context, 2) < 2:
-            proposals, reason = 0, "the key-value cache can't take tokens back here"
-        elif proposals and self._draft_state.last_draft_matched is False:
-            proposals, reason = 0, "there is no guess of what comes next"
-        self._stats.reason = None if proposals else reason
-        return proposals
+            length, reason = 0, "the key-value cache can't be trimmed here"
+        elif length and self._draft_state.last_draft_matched is False:
+            length, reason = 0, "the drafter has no guess of what comes next"
+        self._stats.reason = None if length else reason
+        return length
 
-    # What came of them
+    def _collect(self, in_flight: _PlainStep | _Round, remaining: int) -> tuple[list[int], _PlainStep | None]:
+        """Read the result of a pass.
 
-    def _collect(self, flight: _Step | _Round, left: int) -> tuple[list[int], _Step | None]:
-        """The tokens that are decided by a pass, and the step that is on its way already, if any."""
-        if isinstance(flight, _Step):
-            known, following = self._collect_step(flight, left)
-            counts, kind = flight.in_line, 0
+        Returns:
+            The tokens that it decides, and the step that was dispatched ahead, if any.
+        """
+        if isinstance(in_flight, _PlainStep):
+            tokens, following = self._collect_step(in_flight, remaining)
+            timed, draft_length = in_flight.ahead, 0
         else:
-            known, following = self._collect_round(flight)
-            counts, kind = flight.counts, flight.draft.size
+            tokens, following = self._collect_round(in_flight)
+            timed, draft_length = in_flight.timed, in_flight.draft.size
         now = time.perf_counter()
-        if counts and self._read_at is not None:
-            self._draft_length.record_time(kind, now - self._read_at)
-        self._read_at = now
-        return known, following
+        if timed and self._read_time is not None:
+            self._draft_length.record_time(draft_length, now - self._read_time)
+        self._read_time = now
+        return tokens, following
 
-    def _collect_step(self, flight: _Step, left: int) -> tuple[list[int], _Step | None]:
-        token = async_eval(self._sampler(flight.result)) if self._sampler.needs_last_token else flight.result
-        # Where no guess is to come, the next step doesn't wait for the token to be read.
-        following = self._step(token, in_line=True) if left > 1 and self._proposals() == 0 else None
+    def _collect_step(self, step: _PlainStep, remaining: int) -> tuple[list[int], _PlainStep | None]:
+        token = async_eval(self._sampler(step.result)) if self._sampler.needs_last_token else step.result
+        # If no draft comes next, the next step doesn't wait for the token to be read.
+        plain = remaining > 1 and self._next_draft_length() == 0
+        following = self._dispatch_step(token, ahead=True) if plain else None
         value = token.item()
-        expected = self._draft_state.last_draft_matched
-        self._draft_state.read([value])
-        if expected and self._draft_state.last_draft_matched is not None:
-            self._draft_length.record_acceptance(
-                int(self._draft_state.last_draft_matched), int(not self._draft_state.last_draft_matched)
-            )
+        state = self._draft_state
+        had_guess = state.last_draft_matched
+        state.read([value])
+        if had_guess and state.last_draft_matched is not None:
+            self._draft_length.record_acceptance(int(state.last_draft_matched), int(not state.last_draft_matched))
         return [value], following
 
-    def _collect_round(self, flight: _Round) -> tuple[list[int], _Step | None]:
-        needs_last_token = self._sampler.needs_last_token
-        tokens, gaps = (
-            async_eval(self._sampler.verify_draft(flight.result, flight.draft)) if needs_last_token else flight.result
-        )
-        draft, drawn, leads = flight.draft.tolist(), tokens.tolist(), gaps.tolist()
-        accepted = 0
-        while accepted < len(draft) and draft[accepted] == drawn[accepted]:
-            accepted += 1
-        sure = 0
-        while sure <= accepted and leads[sure] >= self._margin:
-            sure += 1
-        if sure:
-            self._sampler.accept_draft(tokens[:sure])
-        if sure > accepted:
-            self._forget(len(draft) - accepted)
-            known, following = drawn[:sure], None
+    def _collect_round(self, round: _Round) -> tuple[list[int], _PlainStep | None]:
+        result = round.result
+        if self._sampler.needs_last_token:
+            result = async_eval(self._sampler.verify_draft(result, round.draft))
+        draft, sampled, margins = round.draft.tolist(), result[0].tolist(), result[1].tolist()
+        num_accepted = 0
+        while num_accepted < len(draft) and draft[num_accepted] == sampled[num_accepted]:
+            num_accepted += 1
+        num_certain = 0
+        while num_certain <= num_accepted and margins[num_certain] >= self._margin:
+            num_certain += 1
+        if num_certain:
+            self._sampler.accept_draft(result[0][:num_certain])
+        tokens, following = sampled[:num_certain], None
+        if num_certain > num_accepted:
+            self._trim(len(draft) - num_accepted)
         else:
-            # Row `sure` is too close: the token that it has read is read again, alone.
-            accepted = sure
-            self._forget(len(draft) + 1 - sure)
-            known, last = drawn[:sure], drawn[sure - 1] if sure else flight.last
-            following = self._step(mx.array([last]), in_line=False)
+            # The next token is too close to the runner-up: the token before it is read again, alone.
+            num_accepted = num_certain
+            self._trim(len(draft) + 1 - num_certain)
+            last_token = tokens[-1] if tokens else round.last_token
+            following = self._dispatch_step(mx.array([last_token]), ahead=False)
             self._stats.num_redecoded += 1
-        self._stats.accepted += accepted
-        self._draft_length.record_acceptance(accepted, int(following is None and accepted < len(draft)))
-        self._draft_state.read(known)
-        return known, following
+        self._stats.accepted += num_accepted
+        rejected = following is None and num_accepted < len(draft)
+        self._draft_length.record_acceptance(num_accepted, int(rejected))
+        self._draft_state.read(tokens)
+        return tokens, following
 
-    def _forget(self, n: int) -> None:
-        self._held -= n
+    def _trim(self, n: int) -> None:
+        self._cache_length -= n
         for cache in self._context.caches if n else ():
             cache.trim(n)
 
 
-def _alike_up_to(model) -> int:
-    """The length up to which reading tokens together is reading them one by one: with "dynamic" positions, those of
-    tokens beyond the model's own context depend on the last one that is read with them."""
+def _max_speculative_length(model) -> int:
+    """The length up to which reading several tokens at once equals reading them one by one.
+
+    With "dynamic" RoPE scaling, the positions of tokens beyond the original context depend on the last token that is
+    read with them.
+    """
     if isinstance(model, Decoder) and (model.config.rope_scaling or {}).get("rope_type") == "dynamic":
         return model.config.max_position_embeddings
     return UNLIMITED
 
 
-def _without(cache, n: int):
-    """A copy of a cache that doesn't hold the last n tokens. Arrays are shared."""
-    shorter = cache.copy() if hasattr(cache, "copy") else copy(cache)
-    shorter.trim(n)
-    return shorter
+def _trimmed_copy(cache, n: int):
+    """A copy of a cache without its last n tokens, which shares its arrays."""
+    trimmed = cache.copy() if hasattr(cache, "copy") else copy(cache)
+    trimmed.trim(n)
+    return trimmed

@@ -144,7 +144,7 @@ class TextStream(Iterator[GenerationChunk]):
         sequence.start()
         # `generate_tokens` trims again, to no effect; the number is needed here, before `on_prefill` is called.
         sequence.num_cached = context.trim_to_prefix(sequence.prompt, sequence.limit)
-        decode = generate_tokens if self._speculation is None else self._speculation.tokens
+        decode = generate_tokens if self._speculation is None else self._speculation.generate_tokens
         ids = decode(context, sequence.prompt, sequence.sampler, sequence.limit, on_prefill=self._on_prefill)
         if self._speculation is not None:
             self._stats = self._speculation.stats  # of this text; the next text gets its own

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mlxlm.generation.draft_length import LONGEST_PAUSE, PLAIN, SHORTEST_PAUSE, DraftLengthController
+from mlxlm.generation.draft_length import LONGEST_PAUSE, PLAIN_STEPS, SHORTEST_PAUSE, DraftLengthController
 
 
 class Machine:
@@ -52,7 +52,7 @@ def test_the_choice_is_near_the_best_there_is(each, right):
 def test_plain_steps_come_first_and_then_a_few_guesses():
     machine = Machine(16, 0.05, 1.0).run(40)
     first = machine.rounds.index(next(k for k in machine.rounds if k))
-    assert first == 2 * PLAIN and machine.rounds[first] == 4
+    assert first == 2 * PLAIN_STEPS and machine.rounds[first] == 4
     assert max(machine.rounds) == 16 and machine.rounds[-1] >= 14
 
 

@@ -51,7 +51,7 @@ def test_every_token_and_every_yield_is_that_of_the_plain_engine(lm, kind, wrong
     wanted = list(generate_tokens(plain, PROMPT, Greedy(), 56))
     speculation, sampler = always(Oracle(wanted, wrong), count), Greedy()
     found = []
-    for token in speculation.tokens(ours, PROMPT, sampler, 56):
+    for token in speculation.generate_tokens(ours, PROMPT, sampler, 56):
         found.append(token)
         assert sampler.observed == found
         assert ours.ids == PROMPT + (found if len(found) < 56 else found[:-1])
@@ -69,7 +69,7 @@ def test_every_token_and_every_yield_is_that_of_the_plain_engine(lm, kind, wrong
 def test_a_draft_model_that_is_the_model_is_always_right(lm, kind):
     wanted = list(generate_tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60))
     speculation = always(DraftModel(lm), 5)
-    assert list(speculation.tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60)) == wanted
+    assert list(speculation.generate_tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60)) == wanted
     stats = speculation.stats
     assert stats.accepted == stats.proposed > (0 if kind == "rotating, tiny" else 40)
 
@@ -78,7 +78,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(lm, kind):
 def test_leaving_anywhere_is_exact_and_the_text_goes_on_from_there(lm, taken):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context = Context(lm.model)
-    stream = always(Oracle(wanted, 6), 5).tokens(context, PROMPT, Greedy(), 40)
+    stream = always(Oracle(wanted, 6), 5).generate_tokens(context, PROMPT, Greedy(), 40)
     found = [next(stream) for _ in range(taken)]
     stream.close()
     assert context.ids == PROMPT + found and exact(context)
@@ -90,7 +90,7 @@ def test_leaving_anywhere_is_exact_and_the_text_goes_on_from_there(lm, taken):
 def test_a_text_whose_context_another_one_used_does_not_go_on(lm):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context, speculation = Context(lm.model), always(Oracle(wanted), 5)
-    left = speculation.tokens(context, PROMPT, Greedy(), 40)
+    left = speculation.generate_tokens(context, PROMPT, Greedy(), 40)
     found = [next(left) for _ in range(9)]
     again = list(generate_tokens(context, PROMPT + found, Greedy(), 31))
     with pytest.raises(GenerationError, match="another text"):
@@ -101,7 +101,7 @@ def test_a_text_whose_context_another_one_used_does_not_go_on(lm):
 def test_a_text_left_behind_can_be_closed_late(lm):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context = Context(lm.model)
-    left = always(Oracle(wanted), 5).tokens(context, PROMPT, Greedy(), 40)
+    left = always(Oracle(wanted), 5).generate_tokens(context, PROMPT, Greedy(), 40)
     found = [next(left) for _ in range(9)]
     again = list(generate_tokens(context, PROMPT + found, Greedy(), 31))
     left.close()
@@ -113,7 +113,7 @@ def test_no_pass_goes_beyond_the_limit(lm, limit):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 20))
     context = Context(lm.model)
     speculation = always(Oracle(wanted), 8)
-    assert list(speculation.tokens(context, PROMPT, Greedy(), limit)) == wanted[:limit]
+    assert list(speculation.generate_tokens(context, PROMPT, Greedy(), limit)) == wanted[:limit]
     assert context.ids == PROMPT + wanted[: limit - 1] and exact(context)
 
 
@@ -146,9 +146,9 @@ def test_an_interrupt_in_a_pass_leaves_empty_contexts_that_work_again(lm, n):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 20))
     speculation, context = always(DraftModel(lm), 3), Context(lm.model)
     with pytest.raises(KeyboardInterrupt):
-        list(speculation.tokens(context, PROMPT, Failing(n), 20))
+        list(speculation.generate_tokens(context, PROMPT, Failing(n), 20))
     assert context.ids == [] and exact(context)
-    assert list(speculation.tokens(context, PROMPT, Greedy(), 20)) == wanted
+    assert list(speculation.generate_tokens(context, PROMPT, Greedy(), 20)) == wanted
     assert speculation.stats.accepted == speculation.stats.proposed > 0
 
 
@@ -164,11 +164,11 @@ def test_a_draft_reads_a_prompt_once_and_a_longer_one_from_where_it_departs(lm):
 
     draft = DraftModel(LoadedModel(Counting(), lm.tokenizer, lm.config, lm.path))
     speculation, context = always(draft, 3), Context(lm.model)
-    found = list(speculation.tokens(context, PROMPT, Greedy(), 20))
+    found = list(speculation.generate_tokens(context, PROMPT, Greedy(), 20))
     assert sum(calls) <= len(PROMPT) + 20
     calls.clear()
     longer = PROMPT + found + [8, 9]
-    again = list(speculation.tokens(context, longer, Greedy(), 20))
+    again = list(speculation.generate_tokens(context, longer, Greedy(), 20))
     assert again == list(generate_tokens(Context(lm.model), longer, Greedy(), 20))
     assert sum(calls) <= 3 + 2 + 20
 
@@ -177,7 +177,7 @@ def test_two_texts_of_one_speculation_at_once(lm):
     prompts = [PROMPT, PROMPT[:6] + [3, 4]]
     wanted = [list(generate_tokens(Context(lm.model), prompt, Greedy(), 25)) for prompt in prompts]
     speculation = always(DraftModel(lm), 4)
-    streams = [speculation.tokens(Context(lm.model), prompt, Greedy(), 25) for prompt in prompts]
+    streams = [speculation.generate_tokens(Context(lm.model), prompt, Greedy(), 25) for prompt in prompts]
     assert [list(pair) for pair in zip(*zip(*streams, strict=True), strict=True)] == wanted
     assert speculation.stats.proposed
 
@@ -193,7 +193,7 @@ def test_close_draws_are_decided_by_a_plain_step(lm):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 30))
     speculation, context, sampler = always(Oracle(wanted), 4), Context(lm.model), Flat()
     found = []
-    for token in speculation.tokens(context, PROMPT, sampler, 30):
+    for token in speculation.generate_tokens(context, PROMPT, sampler, 30):
         found.append(token)
         assert context.ids == PROMPT + (found if len(found) < 30 else found[:-1]) and exact(context)
     assert found == wanted and sampler.committed == 30
