@@ -1,4 +1,4 @@
-"""Many short prompts at once beside one by one: tokens/s over all of them, in turn, and whether the texts are equal.
+"""Throughput of many short prompts, as a batch and one by one, and whether the texts are equal.
 
 python benchmarks/batching.py [--prompts 32] [--tokens 64] [--rounds 3] [--sizes 26m 110m]
 """
@@ -25,10 +25,10 @@ def main() -> None:
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as folder:
             make_models(Path(folder), size, [16])
-            found, equal = measure(Path(folder, "16-bit"), options)
-        ratios = [alone / together for alone, together in zip(found["one by one"], found["batch"], strict=True)]
+            results, equal = measure(Path(folder, "16-bit"), options)
+        ratios = [alone / together for alone, together in zip(results["one by one"], results["batch"], strict=True)]
         produced = options.prompts * options.tokens
-        for name, times in found.items():
+        for name, times in results.items():
             rows.append((f"{size}: {name}", f"{spread([produced / t for t in times])} tokens/s"))
         rows.append((f"{size}: speed-up", f"{spread(ratios)} x; equal texts: {equal} of {options.prompts}"))
         result[size] = {"speed_up": round(median(ratios), 2), "equal": equal}
@@ -55,14 +55,14 @@ def measure(path: Path, options: argparse.Namespace) -> tuple[dict[str, list[flo
         return (mlxlm.generate(lm, p, seed=s, **settings) for p, s in zip(prompts, seeds, strict=True))
 
     mlxlm.generate(lm, prompts[0], **settings)  # warm-up
-    found = in_turn(
+    results = in_turn(
         options.rounds,
         **{
             "one by one": lambda: timed("alone", alone),
             "batch": lambda: timed("batch", lambda: mlxlm.batch(lm, prompts, seed=1, **settings)),
         },
     )
-    return found, sum(a == b for a, b in zip(texts["alone"], texts["batch"], strict=True))
+    return results, sum(a == b for a, b in zip(texts["alone"], texts["batch"], strict=True))
 
 
 if __name__ == "__main__":

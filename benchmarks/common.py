@@ -1,4 +1,4 @@
-"""What the benchmarks share: running two things in turn, a table, one JSON line."""
+"""Helpers of the benchmarks: alternate measurements, tables, JSON, peak memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def in_turn(rounds: int, **things: Callable[[], float]) -> dict[str, list[float]]:
-    """Call every thing once per round, so that a noisy moment of the machine hits all of them."""
-    found: dict[str, list[float]] = {name: [] for name in things}
+def in_turn(rounds: int, **functions: Callable[[], float]) -> dict[str, list[float]]:
+    """Call every function once per round, so that noise of the machine affects all of them."""
+    values: dict[str, list[float]] = {name: [] for name in functions}
     for i in range(rounds):
-        for name, thing in things.items():
-            found[name].append(thing())
-            print(f"round {i + 1}/{rounds} {name}: {found[name][-1]:.4g}", file=sys.stderr)
-    return found
+        for name, function in functions.items():
+            values[name].append(function())
+            print(f"round {i + 1}/{rounds} {name}: {values[name][-1]:.4g}", file=sys.stderr)
+    return values
 
 
 def median(values: list[float]) -> float:
+    """The median of some measurements."""
     return statistics.median(values)
 
 
 def spread(values: list[float]) -> str:
-    """The median with the smallest and largest value."""
+    """The median, and the range."""
     return f"{median(values):,.4g} ({min(values):,.4g} to {max(values):,.4g})"
 
 
 def report(title: str, rows: list[tuple[str, str]], result: dict[str, Any]) -> None:
-    """A table for people on stderr, one JSON line on stdout."""
+    """Print a table on stderr, and one JSON line on stdout."""
     width = max(len(name) for name, _ in rows)
     print(f"\n{title}", file=sys.stderr)
     for name, value in rows:
@@ -43,7 +44,7 @@ def report(title: str, rows: list[tuple[str, str]], result: dict[str, Any]) -> N
 
 
 def timed_command(command: list[str], **environment: str) -> tuple[float, int, str]:
-    """Run a command: wall seconds, peak resident bytes, its standard output. Raises if it fails."""
+    """Run a command; returns wall seconds, peak resident bytes and its standard output. Exits if it fails."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
         env={**os.environ, **environment}, text=True,
@@ -65,11 +66,11 @@ def peak_memory() -> int:
 
 @contextmanager
 def plain_mlx() -> Iterator[None]:
-    """Inside, what is traced has MLX's own attention, activation and loss where mlxlm has others."""
+    """Replace mlxlm's attention, activation and loss by MLX's own, for everything that is traced inside."""
     from mlxlm.backend.mlx import mx, nn
-    from mlxlm.model import attention as of_model
+    from mlxlm.model import attention as attention_module
     from mlxlm.model import feed_forward
-    from mlxlm.train import step as of_training
+    from mlxlm.train import step as step_module
 
     def attention(queries, keys, values, scale, **_):
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
@@ -77,12 +78,29 @@ def plain_mlx() -> Iterator[None]:
     def summed_loss(model, tokens, _segments, _weights):
         return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="sum")
 
-    places = ((of_model, "attention"), (feed_forward, "swiglu"), (of_training, "summed_loss"))
-    own = [getattr(*place) for place in places]
-    for place, other in zip(places, (attention, lambda gate, up: nn.silu(gate) * up, summed_loss), strict=True):
-        setattr(*place, other)
+    places = ((attention_module, "attention"), (feed_forward, "swiglu"), (step_module, "summed_loss"))
+    originals = [getattr(*place) for place in places]
+    for place, function in zip(places, (attention, lambda gate, up: nn.silu(gate) * up, summed_loss), strict=True):
+        setattr(*place, function)
     try:
         yield
     finally:
-        for place, function in zip(places, own, strict=True):
+        for place, function in zip(places, originals, strict=True):
             setattr(*place, function)
+
+
+def limit_memory() -> None:
+    """Limit this process to four fifths of the machine's memory, so that it fails instead of swapping."""
+    from mlxlm.backend import platform
+
+    if sys.platform == "linux":
+        limit = int(0.8 * platform.total_memory())
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def run_or_none(command: list[str]) -> dict[str, Any] | None:
+    """Run a command that prints JSON; None if it fails, as it does when it runs out of memory."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = done.stdout.strip() or done.stderr.strip()[-200:] or done.returncode
+    print(f"{' '.join(command[2:])}: {output}", file=sys.stderr)
+    return json.loads(done.stdout) if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""Loading, converting and quantizing beside mlx_lm.convert: time, peak memory, and the KL divergence of the result.
+"""Loading, converting and quantizing, compared with mlx_lm.convert: time, peak memory, KL divergence.
 
     python benchmarks/convert_quantize.py speed   [--preset 1b] [--rounds 2]
     python benchmarks/convert_quantize.py quality [--model DIR] [--text FILE] [--eval-text FILE]
@@ -45,7 +45,7 @@ def main() -> None:
 
 def speed(options: argparse.Namespace, folder: Path) -> None:
     source = folder / "source"
-    # In its own process: a child's peak begins with what its parent holds.
+    # In its own process: the peak memory of a child includes that of its parent.
     wanted = ["--preset", options.preset, "--shard-mb", str(options.shard_mb), "--make", str(source)]
     timed_command([sys.executable, __file__, "speed", *wanted])
     size = sum(f.stat().st_size for f in source.glob("*.safetensors"))
@@ -67,10 +67,10 @@ def speed(options: argparse.Namespace, folder: Path) -> None:
         peaks[name].append(peak)
         return seconds
 
-    found = in_turn(options.rounds, **{name: lambda name=name: run(name) for name in commands})
+    results = in_turn(options.rounds, **{name: lambda name=name: run(name) for name in commands})
     rows, result = [], {}
-    for name, times in found.items():
-        peak, ratio = max(peaks[name]) / 1e9, median(times) / median(found["read"])
+    for name, times in results.items():
+        peak, ratio = max(peaks[name]) / 1e9, median(times) / median(results["read"])
         rows.append((name, f"{spread(times)} s, peak {peak:.2f} GB, {ratio:.2f} x read"))
         result[name] = {"seconds": round(median(times), 2), "peak_gb": round(peak, 2)}
     report(
@@ -135,25 +135,25 @@ def quality(options: argparse.Namespace, folder: Path) -> None:
     for bits in (4, 3, 2):
         theirs = folder / f"mlx_lm-{bits}"
         command = [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(theirs), "-q", "--q-bits", str(bits)]
-        found = {"mlx_lm.convert": (timed_command(command)[0], theirs)}
+        results = {"mlx_lm.convert": (timed_command(command)[0], theirs)}
         for name, flags in METHODS.items():
             out = folder / f"{name}-{bits}"
             flags = [flag.format(bits=bits, bpw=bits_per_weight(theirs)) for flag in flags]
             calibrated = texts if name != "rtn" else []
             command = [*MLXLM, "quantize", str(source), "--out", str(out), *flags, *calibrated, "--no-evaluate"]
-            found[name] = (timed_command(command)[0], out)
-        for name, (seconds, out) in found.items():
-            said = compared(source, out, held_out, options.tokens)
-            bits_each = said["weights"]["bits_per_weight_b"]
-            change = said["bits_per_byte_b"] - said["bits_per_byte_a"]
+            results[name] = (timed_command(command)[0], out)
+        for name, (seconds, out) in results.items():
+            comparison = compared(source, out, held_out, options.tokens)
+            bits_each = comparison["weights"]["bits_per_weight_b"]
+            change = comparison["bits_per_byte_b"] - comparison["bits_per_byte_a"]
             rows.append(
                 (
                     f"{bits} bits, {name}",
-                    f"{bits_each:.3f} bits/weight, KL {said['kl']:.5f}, top-1 {100 * said['top1_agreement']:.1f} %, "
-                    f"{change:+.4f} bits per byte, {seconds:.1f} s",
+                    f"{bits_each:.3f} bits/weight, KL {comparison['kl']:.5f}, "
+                    f"top-1 {comparison['top1_agreement']:.1%}, {change:+.4f} bits per byte, {seconds:.1f} s",
                 )
             )
-            result[f"{bits} {name}"] = {"bits_per_weight": bits_each, "kl": said["kl"], "bpb": change}
+            result[f"{bits} {name}"] = {"bits_per_weight": bits_each, "kl": comparison["kl"], "bpb": change}
     report(f"quantizing {model}", rows, {"benchmark": "quantize_quality", **result})
 
 
@@ -166,21 +166,22 @@ METHODS = {
 
 
 def trained(folder: Path) -> Path:
-    """A model that has learned something, without the network."""
+    """Train a small model, without the network."""
     command = [*MLXLM, "quickstart", "--minutes", "2", "--no-chat", "--out", str(folder / "run")]
     timed_command(command)
     return folder / "run"
 
 
 def bits_per_weight(folder: Path) -> float:
+    """Of the model in a folder, by `mlxlm inspect`."""
     _, _, out = timed_command([*MLXLM, "inspect", str(folder), "--json"])
     return json.loads(out)["bits_per_weight"]
 
 
 def compared(source: Path, out: Path, held_out: list[str], tokens: int) -> dict[str, float]:
-    text = ["--calibration-text", held_out[1]] if held_out else []
-    _, _, answer = timed_command([*MLXLM, "compare", str(source), str(out), *text, "--tokens", str(tokens), "--json"])
-    return json.loads(answer)
+    """The result of `mlxlm compare`."""
+    command = [*MLXLM, "compare", str(source), str(out), *held_out, "--tokens", str(tokens), "--json"]
+    return json.loads(timed_command(command)[2])
 
 
 if __name__ == "__main__":

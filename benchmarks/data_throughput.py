@@ -1,9 +1,9 @@
-"""Tokens per second of `mlxlm prepare`, beside the tokenizers library's own encode_batch on the same text.
+"""Throughput of `mlxlm prepare`, compared with encode_batch of the tokenizers library on the same text.
 
     python benchmarks/data_throughput.py wikitext2-valid.txt --megabytes 32
     python benchmarks/data_throughput.py wikitext2-valid.txt --megabytes 300 --rounds 1     # memory of a large file
 
-The text is repeated to the size asked for. Each round: encode_batch of its pieces, or of the first 2000 (no
+The text is repeated to this size. Each round: encode_batch of its pieces, or of the first 2000 (no
 reading, no writing, no ids taken out), then `prepare` in this process, from file to shards; for a byte-level BPE and a
 SentencePiece model trained on the text, or the tokenizers given. At last the `mlxlm prepare` command, whose peak
 resident memory is measured; --dedup adds the search for near-duplicates (with the text cut into one document a line).
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pieces", type=int, default=2000, help="of the text, at most, for encode_batch: 33 MB")
-    parser.add_argument("--dedup", type=float, help="as of mlxlm prepare")
+    parser.add_argument("--dedup", type=float, help="the option of mlxlm prepare")
     options = parser.parse_args()
     content = options.text.read_text(encoding="utf-8")
     tokenizers = {path.name: load(path) for path in options.tokenizer} or {
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def repeated(content: str, folder: Path, options: argparse.Namespace) -> Path:
-    """A file of the size asked for; with --dedup of JSON lines, a document for each line of the text."""
+    """Write a file of this size; with --dedup as JSON lines, with a document for each line of the text."""
     file = folder / ("text.txt" if options.dedup is None else "text.jsonl")
     if options.dedup is not None:
         lines = [line for line in content.splitlines() if line.strip()]
@@ -82,8 +82,8 @@ def measured(kind: str, tokenizer: Tokenizer, file: Path, folder: Path, options:
         tokens.append(manifest.train.tokens + manifest.validation.tokens)
         return tokens[-1] / (time.perf_counter() - start)
 
-    found = in_turn(options.rounds, **{f"{kind} library": library, f"{kind} prepare": ours})
-    theirs, mine = found.values()
+    results = in_turn(options.rounds, **{f"{kind} library": library, f"{kind} prepare": ours})
+    theirs, mine = results.values()
     shutil.rmtree(out)
     saved = folder / f"tokenizer-{kind}"
     tokenizer.save(saved)

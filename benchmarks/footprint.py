@@ -1,4 +1,4 @@
-"""Wall time and peak memory of what people run: the help, a first token, the quickstart.
+"""Wall time and peak memory of common commands: the help, a first token, the quickstart.
 
 python benchmarks/footprint.py [--rounds 5] [--quickstart]
 """
@@ -21,7 +21,7 @@ def main() -> None:
     options = parser.parse_args()
     bin_folder = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own: on Linux a child's peak memory is at least what its parent had.
+        # In its own process: on Linux the peak memory of a child includes that of its parent.
         maker = Path(__file__).with_name("generation_speed.py")
         subprocess.run([sys.executable, maker, "--make", folder], check=True)
         small = str(Path(folder, "4-bit"))
@@ -31,15 +31,15 @@ def main() -> None:
             "mlxlm generate, first token": [str(bin_folder / "mlxlm"), "generate", small, *prompt],
             "mlx_lm.generate, first token": [str(bin_folder / "mlx_lm.generate"), "--model", small, *prompt],
         }
-        found = {name: [] for name in commands}
+        results = {name: [] for name in commands}
         for _ in range(options.rounds):
             for name, command in commands.items():
-                found[name].append(timed_command(command)[:2])
+                results[name].append(timed_command(command)[:2])
         if options.quickstart:
             command = [str(bin_folder / "mlxlm"), "quickstart", "--out", str(Path(folder, "run"))]
-            found["mlxlm quickstart"] = [timed_command(command)[:2]]
+            results["mlxlm quickstart"] = [timed_command(command)[:2]]
     rows, result = [], {}
-    for name, runs in found.items():
+    for name, runs in results.items():
         seconds, memory = median([s for s, _ in runs]), median([m for _, m in runs])
         rows.append((name, f"{seconds:.2f} s, {memory / 1e6:.0f} MB"))
         result[name] = {"seconds": round(seconds, 3), "bytes": int(memory)}

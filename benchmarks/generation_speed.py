@@ -1,11 +1,11 @@
-"""Prompt and decoding tokens/s, time to the first token and peak memory, beside mlx_lm on the same checkpoints.
+"""Prompt and decoding speed, time to the first token and peak memory, compared with mlx_lm on the same checkpoints.
 
     python benchmarks/generation_speed.py [--sizes 26m 110m 500m] [--contexts 0 2048 8192] [--rounds 3] [--model DIR]
 
-Models with random weights are written at 16 and 4 bits. Every measurement is a fresh process, the two in turn, with
-mlx_lm as it is installed, each computing as it does by default. A context before decoding is random keys and values
-put into the caches, since reading 8,192 tokens would take a peer an hour; prompts are measured apart. Decoding goes on
-for `--seconds` or `--tokens`, whichever is reached first.
+Models with random weights are written at 16 and 4 bits. Every measurement is a new process, alternating between the
+two, with mlx_lm as installed and the defaults of both. The context before decoding is random keys and values in the
+caches, because mlx_lm would take an hour to read 8,192 tokens; prompts are measured separately. Decoding runs for
+`--seconds` or `--tokens`, whichever is reached first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common import median, report, spread, timed_command
 
 PEERS = ("mlxlm", "mlx_lm")
 KINDS = {"prompt": "tokens/s", "decode": "tokens/s", "first_token": "s", "memory": "MB"}
-VOCABULARY = 32_000
+VOCAB_SIZE = 32_000
 SIZES = {  # hidden size, layers, heads, key heads, feed-forward: Llama's proportions
     "26m": (384, 8, 6, 6, 1024),
     "110m": (768, 12, 12, 12, 2048),
@@ -37,10 +37,12 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[0, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
-    parser.add_argument("--short", type=int, default=8, help="the same at 4 bits, slow in mlx_lm on a CPU")
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens to decode")
-    parser.add_argument("--seconds", type=float, default=8.0, help="longest time to decode")
-    parser.add_argument("--model", type=Path, help="a model folder instead")
+    parser.add_argument(
+        "--short", type=int, default=8, help="tokens of the prompt at 4 bits, which mlx_lm reads slowly on a CPU"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="maximum number of tokens to decode")
+    parser.add_argument("--seconds", type=float, default=8.0, help="maximum time to decode")
+    parser.add_argument("--model", type=Path, help="use this model folder instead")
     parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--make", type=Path, metavar="DIR", help="only write the first size's models into DIR")
     options = parser.parse_args()
@@ -60,17 +62,19 @@ def compare(options: argparse.Namespace) -> None:
                 models = {"given": options.model}
             else:
                 bits = [str(b) for b in options.bits]
-                # In its own process: a child's peak memory begins with what its parent holds.
+                # In its own process: the peak memory of a child includes that of its parent.
                 maker = [sys.executable, __file__, "--sizes", size, "--bits", *bits, "--make", folder]
                 timed_command(maker)
                 models = {f"{b}-bit": Path(folder, f"{b}-bit") for b in bits}
             for label, path in models.items():
                 for context in options.contexts:
                     case = f"{size}, {label}, context {context}"
-                    found = measure(path, case, context, options.short if label == "4-bit" else options.prompt, options)
+                    results = measure(
+                        path, case, context, options.short if label == "4-bit" else options.prompt, options
+                    )
                     result[case] = {}
                     for kind, unit in KINDS.items():
-                        ours, theirs = ([r[kind] for r in found[peer]] for peer in PEERS)
+                        ours, theirs = ([r[kind] for r in results[peer]] for peer in PEERS)
                         faster = unit == "tokens/s"
                         ratio = median([a / b if faster else b / a for a, b in zip(ours, theirs, strict=True)])
                         shown = f"{spread(ours)}; mlx_lm {spread(theirs)}; {ratio:.2f} x"
@@ -81,14 +85,14 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def measure(path: Path, case: str, context: int, prompt: int, options: argparse.Namespace) -> dict[str, list[dict]]:
-    found: dict[str, list[dict[str, float]]] = {peer: [] for peer in PEERS}
+    results: dict[str, list[dict[str, float]]] = {peer: [] for peer in PEERS}
     for _ in range(options.rounds):
         for peer in PEERS:
             arguments = [peer, path, context, prompt, options.tokens, options.seconds]
             _, peak, out = timed_command([sys.executable, __file__, "--worker", *map(str, arguments)])
-            found[peer].append({**json.loads(out.splitlines()[-1]), "memory": peak / 1e6})
-            print(f"{case}, {peer}: {found[peer][-1]}", file=sys.stderr)
-    return found
+            results[peer].append({**json.loads(out.splitlines()[-1]), "memory": peak / 1e6})
+            print(f"{case}, {peer}: {results[peer][-1]}", file=sys.stderr)
+    return results
 
 
 def make_models(folder: Path, size: str, bits: list[int]) -> None:
@@ -106,7 +110,7 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
     hidden, layers, heads, kv_heads, feed_forward = SIZES[size]
     config = ModelConfig(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        intermediate_size=feed_forward, vocab_size=VOCABULARY, max_position_embeddings=16_384, tie_word_embeddings=True,
+        intermediate_size=feed_forward, vocab_size=VOCAB_SIZE, max_position_embeddings=16_384, tie_word_embeddings=True,
     )  # fmt: skip
     source = folder / "source"
     source.mkdir()
@@ -118,13 +122,13 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
     if 16 in bits:
         convert(source, folder / "16-bit", dtype="float16", verify_output=False)
     if 4 in bits:
-        quantize(source, folder / "4-bit", bits=4, measure=False)
+        quantize(source, folder / "4-bit", bits=4, evaluate=False)
 
 
 def worker(peer: str, path: str, context: str, prompt: str, tokens: str, seconds: str) -> None:
     """Measure in this process and print one JSON line. The first token's time includes imports and loading."""
     start = time.perf_counter()
-    held, ids = int(context), [(7 * i) % 1000 for i in range(int(prompt))]
+    context_length, ids = int(context), [(7 * i) % 1000 for i in range(int(prompt))]
     open_peer = open_mlxlm if peer == "mlxlm" else open_mlx_lm
     generate = open_peer(Path(path))
     next(generate(ids, 0, 2))
@@ -133,7 +137,7 @@ def worker(peer: str, path: str, context: str, prompt: str, tokens: str, seconds
     next(generate(ids, 0, 2))  # once more: this one neither compiles nor reads weights
     read = time.perf_counter() - start
     times = []
-    for _ in generate(ids[:2], held, int(tokens)):
+    for _ in generate(ids[:2], context_length, int(tokens)):
         times.append(time.perf_counter())
         if len(times) > 2 and times[-1] - times[0] > float(seconds):
             break
@@ -148,13 +152,13 @@ def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
 
     model = mlxlm.load(path).model
 
-    def generate(ids: list[int], held: int, n: int) -> Iterator:
+    def generate(ids: list[int], context_length: int, n: int) -> Iterator:
         context = Context(model)
-        if held:
+        if context_length:
             with context.transaction() as read:
-                fill(context.caches, model, path, held)
-                read.extend(range(held))  # whatever they are, the prompt begins with them
-        return generate_tokens(context, [*range(held), *ids], lambda logits: mx.argmax(logits, axis=-1), n)
+                fill(context.caches, model, path, context_length)
+                read.extend(range(context_length))  # any tokens that the prompt begins with
+        return generate_tokens(context, [*range(context_length), *ids], lambda logits: mx.argmax(logits, axis=-1), n)
 
     return generate
 
@@ -167,21 +171,21 @@ def open_mlx_lm(path: Path) -> Callable[[list[int], int, int], Iterator]:
 
     model, _ = load_model(path)
 
-    def generate(ids: list[int], held: int, n: int) -> Iterator:
+    def generate(ids: list[int], context_length: int, n: int) -> Iterator:
         caches = make_prompt_cache(model)
-        if held:
-            fill(caches, model, path, held)
+        if context_length:
+            fill(caches, model, path, context_length)
         return generate_step(mx.array(ids), model, max_tokens=n, prompt_cache=caches)
 
     return generate
 
 
-def fill(caches: list, model, path: Path, held: int) -> None:
-    """Random keys and values of `held` tokens, in the dtype that the model computes in."""
+def fill(caches: list, model, path: Path, context_length: int) -> None:
+    """Fill the caches with random keys and values, in the dtype of the model."""
     import mlx.core as mx
 
     config = json.loads((path / "config.json").read_text())
-    shape = (1, config["num_key_value_heads"], held, config["head_dim"])
+    shape = (1, config["num_key_value_heads"], context_length, config["head_dim"])
     dtype = model(mx.array([[1]])).dtype
     for layer, cache in enumerate(caches):
         random = (mx.random.normal(shape, key=mx.random.key(2 * layer + i)) for i in range(2))

@@ -1,10 +1,10 @@
-"""Errors and device traffic of every Metal kernel, by running its text on the CPU. Not a timing.
+"""Errors and device-memory traffic of every Metal kernel, by running its source on the CPU. Not a timing.
 
     python benchmarks/kernel_traffic.py [--only NAME]
 
-"moved" is every byte that a thread loads from or stores to device memory, over the least possible: each input
-read once, each output written once. The counts have no noise. "error" is the largest one against float64,
-relative to the largest value. Needs clang 19, as the tests of the kernels do.
+"moved" is the bytes that threads load from and store to device memory, divided by the minimum: each input read once,
+each output written once. The counts have no noise. "error" is the largest error against float64, relative to the
+largest value. Needs clang 19, as the tests of the kernels do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     if reason := harness.available():
         raise SystemExit(f"error: {reason}")
-    rows, found = [], {}
+    rows, results = [], {}
     for name, case in cases().items():
         if options.only not in name:
             continue
@@ -47,20 +47,20 @@ def main() -> None:
         for dtype in DTYPES:
             key = str(dtype).removeprefix("mlx.core.")
             errors[key], ratios[key] = case(dtype)
-        found[name] = {"error": errors, "moved_over_least": ratios}
+        results[name] = {"error": errors, "moved_over_minimum": ratios}
         shown = "  ".join(f"{key}: error {errors[key]:.1e}, moved {ratios[key]:.3f}" for key in errors)
         rows.append((name, shown))
         print(f"{name}: {shown}", file=sys.stderr)
-    title = "kernels: largest error, bytes moved over the least possible"
-    report(title, rows, {"benchmark": "kernel_traffic", "cases": found})
+    title = "kernels: largest error, bytes moved, relative to the minimum"
+    report(title, rows, {"benchmark": "kernel_traffic", "cases": results})
 
 
 def random(shape, dtype, seed):
     return mx.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(dtype)
 
 
-def error(found: list[mx.array], wanted: list[np.ndarray]) -> float:
-    return max(float(np.abs(oracle.as64(f) - w).max() / np.abs(w).max()) for f, w in zip(found, wanted, strict=True))
+def error(results: list[mx.array], wanted: list[np.ndarray]) -> float:
+    return max(float(np.abs(oracle.as64(f) - w).max() / np.abs(w).max()) for f, w in zip(results, wanted, strict=True))
 
 
 def nbytes(*arrays: mx.array) -> int:
@@ -68,7 +68,7 @@ def nbytes(*arrays: mx.array) -> int:
 
 
 def run(function: Callable[[], list[mx.array]], kernels: str) -> tuple[list[mx.array], int]:
-    """Outputs, and the bytes moved by those launches whose kernel's name begins so."""
+    """The outputs, and the bytes moved by the kernels whose name starts with `kernels`."""
     with harness.use(seed=0) as log:
         out = function()
         mx.eval(out)

@@ -1,9 +1,9 @@
-"""Memory of one long text with a rotating cache beside a full one: sampled as it goes, flat or growing.
+"""Memory of generating one long text, with a rotating key-value cache and with a full one.
 
     python benchmarks/long_text.py [--tokens 20000] [--max-kv-size 1024] [--kv-bits 8]
 
-Each runs in a fresh process on a small Llama with random weights. The table shows MLX's active memory and the
-process's resident memory after each tenth of the text, the JSON line the growth between the second tenth and the last.
+Each runs in a new process on a small Llama with random weights. The table shows MLX's active memory and the resident
+memory of the process after each tenth of the text, the JSON line the growth between the second tenth and the last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--max-kv-size", type=int, default=1024)
-    parser.add_argument("--kv-bits", default="8", help="of the cache that is rotating and quantized")
+    parser.add_argument("--kv-bits", default="8", help="bits of the rotating quantized cache")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

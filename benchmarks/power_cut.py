@@ -1,14 +1,14 @@
-"""Does a run survive anything? Kills `mlxlm pretrain` at random moments and resumes it, until it is done; then
-compares it with an uninterrupted run, bit for bit.
+"""Kills `mlxlm pretrain` at random moments and resumes it until it is done, then compares it with an uninterrupted run,
+bit for bit.
 
     python benchmarks/power_cut.py [--kills 50] [--seed 0] [--steps 1500] [--image]
 
 A third of the kills come at any time after the start, a third in the middle of steps, a third while a checkpoint is
 written. A run that finishes before the last kill is compared, and another one begins.
 
-`--image` (Linux, as root) cuts the power instead: the run is on an ext4 file system in a file, and after each kill goes
-on with a copy of what had reached that file, without what the kernel still held back: names and contents that
-nobody flushed are lost.
+`--image` (Linux, as root) simulates power cuts: the run is on an ext4 file system in a file, and after each kill
+continues on a copy of that file, without what the kernel had not yet written: names and contents that were not flushed
+are lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEGABYTES = 64  # of the image
 
 
 class Folder:
-    """Where the run is. A cut leaves all that the process had written."""
+    """The folder of a run. A cut keeps everything that the process has written."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -50,7 +50,7 @@ class Folder:
 
 
 class Image(Folder):
-    """An ext4 file system in a file. A cut leaves what had reached the file."""
+    """An ext4 file system in a file. A cut keeps what has reached the file."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -66,7 +66,7 @@ class Image(Folder):
     def cut(self) -> None:
         left = self._file.with_suffix(".left")
         shutil.copyfile(self._file, left)
-        self.close()  # writes what was held back into the old file, which goes
+        self.close()  # flushes to the old file, which is replaced
         left.replace(self._file)
         self._mount()
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--image", action="store_true", help="lose what was not flushed, too")
+    parser.add_argument("--image", action="store_true", help="also lose what was not flushed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         result = measure(Path(temporary), options)

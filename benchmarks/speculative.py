@@ -1,12 +1,12 @@
-"""Decoding tokens/s with and without speculation, in turn, by n-gram lookup and by a draft model.
+"""Decoding speed with and without speculative decoding, by prompt lookup and by a draft model.
 
     python benchmarks/speculative.py MODEL [--draft-model MODEL] [--prose FILE] [--rounds 5] [--tokens 256]
 
-For lookup the words are given and the cost is MODEL's: its logits are raised where the wanted text goes on. `edit` is a
-source file written again with every fourth line changed, after a prompt with the file; `prose` is a passage that hardly
-repeats itself. With --draft-model, prose is also guessed by that model, made to be right about a given share of the words;
-and MODEL says what it wants itself, greedy and sampled. Every text is checked to be the same with and without. Each way
-has one warm-up, and keeps its Speculation, as a chat does.
+For prompt lookup the text is fixed and the cost is MODEL's: its logits are raised for the tokens of the text. `edit`
+is a source file with every fourth line changed, after a prompt with the file; `prose` is a passage that hardly repeats
+itself. With --draft-model, that model also proposes the prose, with a fixed share of correct tokens, and MODEL
+generates freely, greedy and sampled. The texts with and without speculation must be equal. Each case has one warm-up,
+and keeps its SpeculativeDecoder, as a chat does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--prose", type=Path, default=Path(__file__).parents[1] / "README.md", help="a text file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--most", type=int, default=8, help="proposals at a time")
+    parser.add_argument("--max-draft", type=int, default=8, help="maximum number of proposed tokens")
     options = parser.parse_args()
     lm = mlxlm.load(options.model)
     encode = lm.tokenizer.encode
@@ -48,11 +48,11 @@ def main() -> None:
         "edit, lookup": (scripted(lm, file + edit), file, GREEDY, PromptLookup()),
         "prose, lookup": (scripted(lm, prose), prose[:128], GREEDY, PromptLookup()),
     }
-    if options.draft:
-        small, rng = mlxlm.load(options.draft), random.Random(0)
+    if options.draft_model:
+        small, rng = mlxlm.load(options.draft_model), random.Random(0)
         for share in (0.3, 0.6, 0.8, 0.95):
-            heard = [id if rng.random() < share else (id + 1) % 256 for id in prose]
-            draft = DraftModel(scripted(small, heard))
+            guesses = [id if rng.random() < share else (id + 1) % 256 for id in prose]
+            draft = DraftModel(scripted(small, guesses))
             cases[f"prose, draft model right about {share:.0%}"] = scripted(lm, prose), prose[:128], GREEDY, draft
         cases["greedy, draft model"] = lm, prose[:128], GREEDY, DraftModel(small)
         cases["sampled, draft model"] = lm, prose[:128], SAMPLED, DraftModel(small)
@@ -60,26 +60,26 @@ def main() -> None:
     for name, (model, prompt, sampling, drafter) in cases.items():
         count = min(options.tokens, len(edit)) if prompt is file else options.tokens
         arguments = {"prompt": prompt, "max_tokens": count, **sampling}
-        speculation = SpeculativeDecoder(drafter, options.most)
+        speculation = SpeculativeDecoder(drafter, options.max_draft)
         plain, guessed = Run(model, None, arguments), Run(model, speculation, arguments)
         plain(), guessed()
-        found = in_turn(options.rounds, plain=plain, guessed=guessed, again=plain)
+        results = in_turn(options.rounds, plain=plain, guessed=guessed, again=plain)
         if plain.tokens != guessed.tokens:
             raise SystemExit(f"{name}: another text")
         ratio, noise = (
-            median([a / b for a, b in zip(found[way], found["plain"], strict=True)]) for way in ("guessed", "again")
+            median([a / b for a, b in zip(results[way], results["plain"], strict=True)]) for way in ("guessed", "again")
         )
         stats = guessed.stats
-        rows.append((f"{name}: plain", f"{spread(found['plain'])} tokens/s; once more {noise:.2f} x"))
-        said = f"{stats.accepted} of {stats.proposed} accepted; {stats.reason or 'active'}"
-        rows.append((f"{name}: speculation", f"{spread(found['guessed'])} tokens/s, {ratio:.2f} x; {said}"))
+        rows.append((f"{name}: plain", f"{spread(results['plain'])} tokens/s; once more {noise:.2f} x"))
+        counts_text = f"{stats.accepted} of {stats.proposed} accepted; {stats.reason or 'active'}"
+        rows.append((f"{name}: speculation", f"{spread(results['guessed'])} tokens/s, {ratio:.2f} x; {counts_text}"))
         counts = {"proposed": stats.proposed, "accepted": stats.accepted}
         result[name] = {"ratio": round(ratio, 2), "noise": round(noise, 2), **counts}
     report(f"speculation, {options.tokens} tokens", rows, {"benchmark": "speculative", "texts": result})
 
 
 class Scripted:
-    """A model that says `ids`: it computes all that `model` does, then raises the logits of what is to come."""
+    """A model that generates `ids`: it runs `model`, then raises the logits of the next tokens."""
 
     def __init__(self, model, ids: Sequence[int]):
         self._model, self._ids, self.layers = model, mx.array([*ids, *([0] * 64)]), model.layers
@@ -96,7 +96,7 @@ def scripted(lm: LoadedModel, ids: Sequence[int]) -> LoadedModel:
 
 
 class Run:
-    """One text; called, its tokens/s after the first token."""
+    """Generates one text when called, and returns tokens/s after the first token."""
 
     def __init__(self, lm: LoadedModel, speculation: SpeculativeDecoder | None, arguments: dict):
         self._loaded, self._arguments = lm, {**arguments, "speculation": speculation}

@@ -1,11 +1,11 @@
-"""Training tokens/s of mlxlm, of the same model in plain MLX, and of PyTorch, in turn on this machine.
+"""Training throughput of mlxlm, of the same model in plain MLX, and of PyTorch, alternating on this machine.
 
     python benchmarks/train_throughput.py [--models 1M,5M,25M,100M] [--rounds 5] [--profile]
 
 All train with AdamW on the same random tokens. "plain_mlx" is the same decoder with MLX's own attention, activation
 and cross-entropy, whole batches, compiled, with MLX's default allocator cache; "mlxlm_whole" is mlxlm without cutting
 the batch in parts. PyTorch is transformers' LlamaForCausalLM, eager, with torch.optim.AdamW, in float32 and with
-weights, activations and optimizer in bfloat16; it is left out where not installed. Each has a process of its own, and
+weights, activations and optimizer in bfloat16; it is skipped if it is not installed. Each has its own process, and
 ratios are medians over rounds.
 """
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-seq-length", type=int, default=256)
     parser.add_argument("--profile", action="store_true", help="also time the parts of a step by themselves")
-    parser.add_argument("--serve", nargs=2, metavar=("WAY", "MODEL"), help="train at each line read (for this program)")
+    parser.add_argument("--serve", nargs=2, metavar=("WAY", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(*options.serve, options)
@@ -78,9 +78,9 @@ def model_config(name: str) -> ModelConfig:
 
 
 def measured(name: str, options: argparse.Namespace, rows: list[tuple[str, str]]) -> dict:
-    """One model in all ways, each in a process of its own; adds to the `rows` of the table."""
+    """Measure one model in all ways, each in its own process; appends to the `rows` of the table."""
     config = model_config(name)
-    sizes = [f"--{key}={getattr(options, key.replace('-', '_'))}" for key in ("steps", "batch-size", "sequence-length")]
+    sizes = [f"--{key}={getattr(options, key.replace('-', '_'))}" for key in ("steps", "batch-size", "max-seq-length")]
     servers = {}
     for way in options.ways.split(","):
         command = [sys.executable, __file__, "--serve", way, name, *sizes]
@@ -94,25 +94,25 @@ def measured(name: str, options: argparse.Namespace, rows: list[tuple[str, str]]
         server.stdin.flush()
         return float(server.stdout.readline())
 
-    found = in_turn(options.rounds, **{way: partial(run, server) for way, server in servers.items()})
+    measurements = in_turn(options.rounds, **{way: partial(run, server) for way, server in servers.items()})
     for server in servers.values():
         server.stdin.close()
         server.wait()
-    first, ratios = next(iter(found)), {}
+    first, ratios = next(iter(measurements)), {}
     flops = config.flops_per_token(options.max_seq_length // 2, training=True)
-    for way, values in found.items():
+    for way, values in measurements.items():
         text = f"{spread(values)}, {flops * median(values) / 1e9:.0f} GFLOP/s"
         if way != first:
-            ratio = median([a / b for a, b in zip(found[first], values, strict=True)])
+            ratio = median([a / b for a, b in zip(measurements[first], values, strict=True)])
             ratios[f"{first}/{way}"] = round(ratio, 3)
             text += f", {first} is {ratio:.2f}"
         rows.append((f"{name} {way}", text))
-    speeds = {way: round(median(values), 1) for way, values in found.items()}
+    speeds = {way: round(median(values), 1) for way, values in measurements.items()}
     return {"parameters": config.parameter_count(), "tokens_per_second": speeds, "ratios": ratios}
 
 
 def serve(way: str, name: str, options: argparse.Namespace) -> None:
-    """Say that all is ready, then train and tell tokens/s at each line read. Ends at once where a way is missing."""
+    """Train and print tokens/s for each line of input, after a first line when ready; return if a way is missing."""
     config, B, T = model_config(name), options.batch_size, options.max_seq_length
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (B, T + 1)).astype(np.int32)
     makers = {
@@ -148,7 +148,7 @@ def ours(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], fl
 
 
 def whole(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], float] | None:
-    """The same with the whole batch in one part; None where it is so anyway."""
+    """The same with the whole batch in one part; None if it is not split anyway."""
     num_batch_shards = step_module.num_batch_shards
     if num_batch_shards(len(tokens)) == 1:
         return None
@@ -176,6 +176,7 @@ def plain(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], f
 
 
 def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int, *, dtype: str) -> Callable[[], float] | None:
+    """The same model of transformers with torch.optim.AdamW; None if they are not installed."""
     try:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM

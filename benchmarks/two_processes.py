@@ -1,9 +1,10 @@
-"""Tokens per second of one training process with two BLAS threads beside two processes with one each, in turn.
+"""Training throughput of one process with two BLAS threads, and of two processes with one thread each, alternating.
 
     python benchmarks/two_processes.py [--models 1m,5m] [--rounds 9] [--steps 4]
 
-A step is 2 x 8 sequences of 256 tokens: one process adds two batches up, of two each takes one and MLX's ring adds.
-Prints each round with the machine's load, and the median ratio: above 1 two processes are faster.
+A step is 2 x 8 sequences of 256 tokens: one process accumulates two batches; two processes take one each, and MLX's
+ring sums the gradients. Prints each round with the load of the machine, and the median ratio: above 1, two processes
+are faster.
 """
 
 import argparse
@@ -27,7 +28,7 @@ BATCH, LENGTH, BATCHES = 8, 256, 2
 
 
 def work(name: str) -> None:
-    """A process that is measured: rank 0 reads how many steps to do, and prints tokens per second."""
+    """Train in this process: rank 0 reads how many steps to do, and prints tokens per second."""
     import numpy as np
 
     from mlxlm.backend.mlx import mx

@@ -1,0 +1,35 @@
+"""The benchmarks import names that exist, and pass options that exist to mlxlm."""
+
+import ast
+import importlib
+
+import pytest
+
+from mlxlm.cli.main import COMMANDS, app
+from tests.paths import ROOT
+
+FILES = sorted((ROOT / "benchmarks").glob("*.py"))
+OTHER_PROGRAMS = {"--hf-path", "--mlx-path", "--q-bits", "--model", "--make", "--step", "--one", "--serve", "--work"}
+OTHER_PROGRAMS |= {"--worker", "--shard-mb", "--sizes"}  # these call themselves
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_imports_and_options_exist(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("mlxlm"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
+    parsed = {
+        argument.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument"
+        for argument in node.args
+    }
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    options = {text for text in strings if text.startswith("--") and text.isascii() and " " not in text} - parsed
+    commands = [app.get_command(None, name) for name in COMMANDS]
+    commands += [sub for command in commands for sub in getattr(command, "commands", {}).values()]
+    known = {option for command in commands for parameter in command.params for option in parameter.opts}
+    assert options <= known | OTHER_PROGRAMS | {"--help", "--"}
