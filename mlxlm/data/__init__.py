@@ -4,10 +4,9 @@ from mlxlm.data.bad_input import BadInput
 from mlxlm.data.batches import PACKINGS, Batch, TrainBatches, validation_batches
 from mlxlm.data.dataset import TokenDataset
 from mlxlm.data.manifest import Manifest, SplitInfo
-from mlxlm.data.options import DataOptions
+from mlxlm.data.options import DataOptions, parse_weighted_sources
 from mlxlm.data.prefetch import prefetch
 from mlxlm.data.prepare import prepare, training_texts
-from mlxlm.data.source_weights import parse_weighted_sources
 from mlxlm.data.sources import read_documents, read_texts, total_bytes
 from mlxlm.data.text import Document
 from mlxlm.data.tokenize import CHAT_TEMPLATE, ROLES, Chunk, check_role

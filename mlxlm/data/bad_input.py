@@ -1,4 +1,4 @@
-"""Input that can't be used: an error, or left out and counted."""
+"""What to do with input that can't be used: raise an error, or skip it and count it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ POLICIES = ("stop", "skip")
 
 
 class BadInput:
-    """What is done about a line that is not UTF-8 text or not valid JSON, a row without text, a malformed conversation.
+    """Handles lines that are not UTF-8 or not JSON, rows without text, and malformed conversations.
 
-    policy: "stop" raises an error that names it, "skip" leaves it out. Files that can't be read at all (missing, empty,
-        damaged, UTF-16) are errors in any case.
+    Files that can't be read at all (missing, empty, damaged, UTF-16) are errors with either policy.
+
+    Args:
+        policy: "stop" raises an error that names the line or row; "skip" leaves it out.
 
     Attributes:
-        skipped: how many lines and rows were left out.
+        skipped: Number of lines and rows left out.
 
-    Raises DataError for another policy.
+    Raises:
+        DataError: There is no such policy.
     """
 
     def __init__(self, policy: str = "stop"):
         if policy not in POLICIES:
             raise DataError(f"on_bad_input is '{policy}'", " or ".join(POLICIES))
-        self._stops = policy == "stop"
+        self._stop = policy == "stop"
         self.skipped = 0
 
     def __call__(self, error: DataError) -> None:
-        """Leave out what `error` is about, or raise it with this remedy."""
-        if self._stops:
+        """Skip the input that caused `error`, or raise the error with a hint at `--on-bad-input skip`."""
+        if self._stop:
             skip = "--on-bad-input skip"
             raise DataError(error.message, f"{error.hint}, or {skip}" if error.hint else skip) from error
         self.skipped += 1
 
 
 def raise_error(error: DataError) -> None:
-    """For readers without a choice: raise `error` as it is."""
+    """Raise `error` as it is: the default for `on_bad`."""
     raise error

@@ -1,4 +1,4 @@
-"""Batches of token windows: an endless shuffled order for training, one exact pass for validation."""
+"""Batches of token rows: shuffled epochs without end for training, one exact pass for validation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from mlxlm.data.packing import BestFitPacking, ConcatenatePacking, Packing, Span
 from mlxlm.utils.errors import DataError
 
 PACKINGS = {"concatenate": ConcatenatePacking, "best-fit": BestFitPacking}
+_NO_TARGETS_HINT = "a longer sequence length, or conversations with messages of the assistant"
 
 
 class Batch(NamedTuple):
-    """What one forward pass of training is given.
+    """The input of one forward pass in training.
 
-    tokens: int32 [B, T + 1]: inputs are [:, :-1], targets [:, 1:].
-    segment_ids: int32 [B, T], the number of the document that each input is of, rising along a row: attention stays
-        within a document. None: a row is one text.
-    loss_weights: float32 [B, T], what each target counts (0: it isn't learned). None: each counts 1.
+    Attributes:
+        tokens: int32 `[B, T + 1]`: inputs are [:, :-1], targets [:, 1:].
+        segment_ids: int32 `[B, T]`: the document of each input, increasing along a row; attention stays within a
+            document. None: each row is one text.
+        loss_weights: float32 `[B, T]`: the weight of each target in the loss, 0 for none. None: all are 1.
     """
 
     tokens: np.ndarray
@@ -32,22 +34,29 @@ class Batch(NamedTuple):
 class TrainBatches:
     """Batches of rows of `max_seq_length` + 1 tokens, epoch after epoch, without end.
 
-    Batch `index` is a pure function of the arguments and `index`: a resumed run needs no state but its step. A part of
-    the data that has a weight of its own gives its share of the tokens (see `Mixture`), and goes through its own
-    epochs. With `num_processes`, several take turns at the batches of one: batch i of rank r is batch i · ranks + r of a
-    single one.
+    Batch `index` is a pure function of the arguments and `index`, so a resumed run needs no state but its step. A part
+    of the data with a weight of its own gives its share of the tokens (see `Mixture`), and has its own epochs. With
+    several processes, batch i of rank r is batch i · num_processes + r of a single process.
 
-    packing: "concatenate" (windows of all text in a row) or "best-fit" (rows of whole documents, padded: see
-        `BestFitPacking`). Padding is token 0, of no document, weighs 0 and comes last in a row.
-    document_mask: batches say which document each token is of.
-    mask_prompt: batches weigh what is to be learned of conversations: see `TokenDataset.loss_mask`.
+    Args:
+        data: Training tokens.
+        batch_size: Rows per batch.
+        max_seq_length: Targets per row.
+        seed: Determines the order.
+        packing: "concatenate" (windows of the concatenated text) or "best-fit" (rows of whole documents, padded at the
+            end with token 0 of weight 0, see `BestFitPacking`).
+        document_mask: Give batches segment ids, so that attention stays within a document.
+        mask_prompt: Only the assistant's messages are targets, see `TokenDataset.loss_mask`.
+        rank: Of this process.
+        num_processes: Processes that train together.
 
     Attributes:
-        rows: how many rows an epoch of all parts has.
-        dropped_fraction: the share of the drawn text that an epoch leaves out, because it doesn't fit into rows.
-        padding: the share of the rows that is padding.
+        rows: Rows per epoch of all parts.
+        dropped_fraction: Share of the drawn text that an epoch leaves out, because it doesn't fill a row.
+        padding: Share of the rows that is padding.
 
-    Raises DataError if the data, or a part of it, doesn't fill one row.
+    Raises:
+        DataError: The data, or a part of it, doesn't fill one row.
     """
 
     def __init__(
@@ -63,10 +72,10 @@ class TrainBatches:
         rank: int = 0,
         num_processes: int = 1,
     ):
-        self._batch_size, self._length = batch_size, max_seq_length
-        self._document_mask, self._answers_only = document_mask, mask_prompt
-        self._weighted = mask_prompt or packing == "best-fit"
-        self._rank, self._ranks = rank, num_processes
+        self._batch_size, self._max_seq_length = batch_size, max_seq_length
+        self._document_mask, self._mask_prompt = document_mask, mask_prompt
+        self._has_loss_weights = mask_prompt or packing == "best-fit"
+        self._rank, self._num_processes = rank, num_processes
         self._parts = data.parts
         pack = PACKINGS[packing]
         self._packings: list[Packing] = [
@@ -77,67 +86,29 @@ class TrainBatches:
         self._mixture = Mixture(weights, seed)
         self.rows = sum(p.rows for p in self._packings)
         shares = self._mixture.counts / self._mixture.counts.sum()
-        self.dropped_fraction = float(
-            sum(share * p.dropped_fraction for share, p in zip(shares, self._packings, strict=True))
-        )
-        self.padding = float(sum(share * p.padding for share, p in zip(shares, self._packings, strict=True)))
+        self.dropped_fraction = float(np.dot(shares, [p.dropped_fraction for p in self._packings]))
+        self.padding = float(np.dot(shares, [p.padding for p in self._packings]))
 
     def batch(self, index: int) -> Batch:
-        """Batch number `index`, of `batch_size` rows. Raises DataError where it has nothing to be learned."""
-        shape = self._batch_size, self._length
-        batch = _padding(shape, segment_ids=self._document_mask, weights=self._weighted)
-        first = (index * self._ranks + self._rank) * self._batch_size
+        """Batch number `index`, of `batch_size` rows. Raises DataError if it has no targets."""
+        shape = self._batch_size, self._max_seq_length
+        batch = _padding_batch(shape, segment_ids=self._document_mask, loss_weights=self._has_loss_weights)
+        first = (index * self._num_processes + self._rank) * self._batch_size
         for i in range(self._batch_size):
-            source, row = self._mixture.place(first + i)
-            _fill(batch, i, self._parts[source].data, self._packings[source].spans(row), self._answers_only)
+            source, row = self._mixture.locate(first + i)
+            _fill_row(batch, i, self._parts[source].data, self._packings[source].spans(row), self._mask_prompt)
         if batch.loss_weights is not None and not batch.loss_weights.any():
-            hint = "a longer sequence length, or conversations with messages of the assistant"
-            raise DataError(f"batch {index} of {self._parts[0].data.name} has nothing to be learned", hint)
+            raise DataError(f"batch {index} of {self._parts[0].data.name} has no training targets", _NO_TARGETS_HINT)
         return batch
 
     def epochs(self, index: int) -> dict[str, float]:
-        """How many epochs of each part have been seen before batch `index`."""
-        seen = self._mixture.rows_before(index * self._ranks * self._batch_size)
-        return {part.name: int(n) / p.rows for part, p, n in zip(self._parts, self._packings, seen, strict=True)}
+        """Epochs of each part before batch `index`."""
+        rows = self._mixture.rows_before(index * self._num_processes * self._batch_size)
+        return {part.name: int(n) / p.rows for part, p, n in zip(self._parts, self._packings, rows, strict=True)}
 
     def epoch_at(self, index: int) -> float:
-        """How many epochs have been seen before batch `index`: rows of all parts, by the rows that they have."""
-        return index * self._ranks * self._batch_size / self.rows
-
-
-def _padding(shape: tuple[int, int], *, segment_ids: bool, weights: bool) -> Batch:
-    """A batch of nothing but padding."""
-    return Batch(
-        np.zeros((shape[0], shape[1] + 1), np.int32),
-        np.zeros(shape, np.int32) if segment_ids else None,
-        np.zeros(shape, np.float32) if weights else None,
-    )
-
-
-def _fill(batch: Batch, row: int, data: TokenDataset, spans: list[Span], mask_prompt: bool) -> None:
-    """Write what `spans` have into a row of padding."""
-    ranges = [(span.start, span.stop) for span in spans]
-    n = sum(stop - start for start, stop in ranges)
-    batch.tokens[row, :n] = np.concatenate([data.slice(*span) for span in ranges])
-    if batch.loss_weights is not None:
-        loss_mask = [np.array(data.loss_mask(*s)) if mask_prompt else np.ones(s[1] - s[0], np.uint8) for s in ranges]
-        for span, of_span in zip(spans, loss_mask, strict=True):
-            if span.continues:
-                of_span[0] = 0
-        batch.loss_weights[row, : n - 1] = np.concatenate(loss_mask)[1:]
-    if batch.segment_ids is not None:
-        numbers = _numbered([data.segment_ids(*span) for span in ranges])
-        batch.segment_ids[row] = numbers[-1] + 1  # padding is of no document
-        batch.segment_ids[row, :n] = numbers[: batch.segment_ids.shape[1]]
-
-
-def _numbered(segment_ids: list[np.ndarray]) -> np.ndarray:
-    """Documents numbered along a row: each span begins another."""
-    numbers, first = [], 0
-    for of_span in segment_ids:
-        numbers.append(of_span + first)
-        first = numbers[-1][-1] + 1
-    return np.concatenate(numbers)
+        """Epochs of all parts together before batch `index`."""
+        return index * self._num_processes * self._batch_size / self.rows
 
 
 def validation_batches(
@@ -149,43 +120,48 @@ def validation_batches(
     document_mask: bool = False,
     mask_prompt: bool = False,
 ) -> Iterator[Batch]:
-    """One pass in order, every batch of the same shape, padded with tokens 0 of weight 0.
+    """One pass in order, in batches of one shape, padded with token 0 of weight 0.
 
-    Rows are windows: every target (token 1, 2, ... of the data) has weight 1 exactly once. With `mask_prompt` they
-    are conversations, as many in a row as fit whole, each from its start and cropped to a row; what counts is what is
-    to be learned, see `TokenDataset.loss_mask`, and those without it are left out. With `max_tokens`, only as many rows
-    as hold so many targets (at least one), spread evenly over the data. `document_mask`: see `TrainBatches`.
+    Args:
+        data: Tokens.
+        batch_size: Rows per batch.
+        max_seq_length: Targets per row.
+        max_tokens: Only as many rows as have this many targets (at least one row), spread evenly over the data.
+        document_mask: See `TrainBatches`.
+        mask_prompt: False: rows are windows, and every token after the first is a target exactly once. True: rows are
+            conversations, as many as fit whole, each from its start and cropped to a row; the assistant's messages are
+            the targets, and conversations without targets are left out.
 
-    Raises DataError if the data has fewer than two tokens, or none in it to be learned within a row.
+    Raises:
+        DataError: The data has fewer than two tokens, or no targets within a row.
     """
     if len(data) < 2:
         raise DataError(
             f"{data.name} has {len(data)} tokens, too few to predict any",
             "more text, or a larger validation fraction",
         )
-    rows = _whole_documents(data, max_seq_length) if mask_prompt else range(0, len(data) - 1, max_seq_length)
+    rows = _conversation_rows(data, max_seq_length) if mask_prompt else range(0, len(data) - 1, max_seq_length)
     if not rows:
-        problem = f"{data.name} has no answers that begin in rows of {max_seq_length} tokens"
-        raise DataError(problem, "a longer sequence length, or conversations with messages of the assistant")
+        raise DataError(f"{data.name} has no answers that begin in rows of {max_seq_length} tokens", _NO_TARGETS_HINT)
     count = len(rows) if max_tokens is None else max(1, min(len(rows), max_tokens // max_seq_length))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
     if not mask_prompt:
         chosen = [[Span(start, min(start + max_seq_length + 1, len(data)))] for start in chosen]
-    return _padded(data, chosen, (batch_size, max_seq_length), document_mask, mask_prompt)
+    return _padded_batches(data, chosen, (batch_size, max_seq_length), document_mask, mask_prompt)
 
 
-def _padded(
+def _padded_batches(
     data: TokenDataset, rows: list[list[Span]], shape: tuple[int, int], document_mask: bool, mask_prompt: bool
 ) -> Iterator[Batch]:
     for first in range(0, len(rows), shape[0]):
-        batch = _padding(shape, segment_ids=document_mask, weights=True)
+        batch = _padding_batch(shape, segment_ids=document_mask, loss_weights=True)
         for row, spans in enumerate(rows[first : first + shape[0]]):
-            _fill(batch, row, data, spans, mask_prompt)
+            _fill_row(batch, row, data, spans, mask_prompt)
         yield batch
 
 
-def _whole_documents(data: TokenDataset, length: int) -> list[list[Span]]:
-    """Rows of at most `length` + 1 tokens: documents in order, a longer one cropped, those without targets left out."""
+def _conversation_rows(data: TokenDataset, length: int) -> list[list[Span]]:
+    """Rows of at most `length` + 1 tokens: documents in order, longer ones cropped, those without targets left out."""
     rows: list[list[Span]] = []
     room = 0
     starts, stops = data.starts.bounds(np.arange(len(data.starts)))
@@ -198,3 +174,38 @@ def _whole_documents(data: TokenDataset, length: int) -> list[list[Span]]:
         rows[-1].append(Span(start, stop))
         room -= stop - start
     return rows
+
+
+def _padding_batch(shape: tuple[int, int], *, segment_ids: bool, loss_weights: bool) -> Batch:
+    """A batch of `shape` (B, T) of nothing but padding."""
+    return Batch(
+        np.zeros((shape[0], shape[1] + 1), np.int32),
+        np.zeros(shape, np.int32) if segment_ids else None,
+        np.zeros(shape, np.float32) if loss_weights else None,
+    )
+
+
+def _fill_row(batch: Batch, row: int, data: TokenDataset, spans: list[Span], mask_prompt: bool) -> None:
+    """Write the tokens of `spans` into a row of padding."""
+    ranges = [(span.start, span.stop) for span in spans]
+    n = sum(stop - start for start, stop in ranges)
+    batch.tokens[row, :n] = np.concatenate([data.slice(*span) for span in ranges])
+    if batch.loss_weights is not None:
+        masks = [np.array(data.loss_mask(*s)) if mask_prompt else np.ones(s[1] - s[0], np.uint8) for s in ranges]
+        for span, mask in zip(spans, masks, strict=True):
+            if span.continues:
+                mask[0] = 0
+        batch.loss_weights[row, : n - 1] = np.concatenate(masks)[1:]
+    if batch.segment_ids is not None:
+        segment_ids = _consecutive_ids([data.segment_ids(*span) for span in ranges])
+        batch.segment_ids[row] = segment_ids[-1] + 1  # padding has an id of its own
+        batch.segment_ids[row, :n] = segment_ids[: batch.segment_ids.shape[1]]
+
+
+def _consecutive_ids(segment_ids: list[np.ndarray]) -> np.ndarray:
+    """Number the documents of several spans along a row; each span starts a new document."""
+    numbered, first = [], 0
+    for ids in segment_ids:
+        numbered.append(ids + first)
+        first = numbered[-1][-1] + 1
+    return np.concatenate(numbered)

@@ -1,4 +1,4 @@
-"""Text that every Python installation carries, as conversations: enough to try everything without a download."""
+"""A built-in corpus: Python's language reference as conversations, to try everything without a download."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from pathlib import Path
 
 from mlxlm.utils.errors import DataError, os_errors_as
 
-_ANSWER = 600  # characters of an answer: with its question it fits into the context of the small presets
+_ANSWER_CHARS = 600  # an answer with its question fits the context of the small presets
 _QUESTIONS = ("{0}", "What is {0}?", "Tell me about {0}.", "Explain {0}.", "{0} in Python")
-_MORE = ("more", "Go on.", "And then?")
+_FOLLOW_UPS = ("more", "Go on.", "And then?")
 
 
 def python_reference() -> Iterator[list[dict[str, str]]]:
-    """Conversations about Python's language reference, from `pydoc_data.topics` of the standard library.
+    """Yield conversations about Python's language reference, from the standard library's `pydoc_data.topics`.
 
-    Each topic is cut into conversations: a question, some paragraphs as the answer, and "more" for the next
-    ones. Yields lists of messages. Raises DataError where Python lacks the module
-    (some minimal Linux packages leave it out).
+    Each topic is cut into conversations: a question, some paragraphs as the answer, and follow-ups for the next ones.
+
+    Yields:
+        Lists of messages with "role" and "content".
+
+    Raises:
+        DataError: Python lacks the module; some minimal Linux packages leave it out.
     """
     try:
         from pydoc_data.topics import topics
@@ -28,7 +32,7 @@ def python_reference() -> Iterator[list[dict[str, str]]]:
         raise DataError(
             "this Python lacks pydoc_data.topics", "a text file of yours: mlxlm quickstart MANIFEST_FILE"
         ) from None
-    questions, follow_ups = cycle(_QUESTIONS), cycle(_MORE)
+    questions, follow_ups = cycle(_QUESTIONS), cycle(_FOLLOW_UPS)
     for topic, text in sorted(topics.items()):
         parts = list(_parts(text))
         for start in range(0, len(parts), 3):
@@ -48,10 +52,10 @@ def write_python_reference(path: Path) -> None:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Paragraphs, joined up to _ANSWER characters; a longer paragraph stays whole."""
+    """Paragraphs, joined up to `_ANSWER_CHARS` characters; a longer paragraph stays whole."""
     part = ""
     for paragraph in re.split(r"\n\s*\n", text.strip()):
-        if part and len(part) + len(paragraph) > _ANSWER:
+        if part and len(part) + len(paragraph) > _ANSWER_CHARS:
             yield part
             part = ""
         part = f"{part}\n\n{paragraph}" if part else paragraph

@@ -1,4 +1,4 @@
-"""Leaving out documents that repeat an earlier one, to the byte or nearly."""
+"""Deduplication: leaves out documents that repeat an earlier one, exactly or nearly."""
 
 from __future__ import annotations
 
@@ -14,59 +14,62 @@ from mlxlm.data.minhash import MinHash, MinHashLSH
 from mlxlm.data.text import Document
 from mlxlm.utils.errors import DataError, os_errors_as
 
-_HELD = 1 << 24  # characters of one document that wait in memory until it is decided; more of it wait on disk
+_MAX_BUFFERED = 1 << 24  # characters of the current document in memory; longer ones are buffered on disk
 
 
 class DuplicateFilter:
-    """Lets through what was not there before: `filter(documents)`, of any number of sources one after another.
+    """Filters out duplicates: `for document in duplicate_filter(documents)`; can be called for several sources in turn.
 
-    Of documents alike the first stays. They are compared by the sets of their runs of five words, without case and
-    punctuation, and how similar these are is estimated, with a standard deviation of 0.04: see `mlxlm.data.minhash`.
-    A repetition to the byte is always found; with a threshold of 1 nothing else is. Memory: about a kilobyte for each
-    document that stays, whatever its length, and up to 64 MB of the document that is read.
+    Of similar documents the first stays. They are compared by the sets of their five-word shingles, ignoring case and
+    punctuation; the Jaccard similarity is estimated with a standard deviation of 0.04, see `mlxlm.data.minhash`.
+    Exact duplicates are always found; with a threshold of 1, nothing else is. Memory: about 1 kB for each document that
+    stays, whatever its length, and up to 64 MB of the current document.
+
+    Args:
+        threshold: Jaccard similarity from which on a document is a duplicate, above 0 and at most 1.
 
     Attributes:
-        found: what was left out so far.
+        stats: What was left out so far.
     """
 
     def __init__(self, threshold: float):
-        """threshold: the Jaccard similarity from which on a document counts as a duplicate, above 0 and at most 1."""
-        self.found = DedupStats(threshold)
+        self.stats = DedupStats(threshold)
         self._index = MinHashLSH(threshold)
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yield the documents that repeat no earlier one."""
         for document in documents:
             with ExitStack() as stack:
-                shingles, digest, size = MinHash(), hashlib.blake2b(digest_size=8), 0
-                held = _Held(stack)
+                minhash, digest, size = MinHash(), hashlib.blake2b(digest_size=8), 0
+                buffer = _PieceBuffer(stack)
                 for piece in document.pieces:
-                    held.add(piece)
-                    size += _read(piece, shingles, digest)
+                    buffer.add(piece)
+                    size += _update(piece, minhash, digest)
                 for role, content in document.messages or ():
-                    # Their lengths keep apart what a plain join could make alike.
+                    # With the lengths, different conversations can't have the same bytes.
                     digest.update(f"{len(role)},{len(content)},{role}".encode())
-                    size += _read(content, shingles, digest)
-                    shingles.add(" ")
-                same = self._index.add(shingles.min_hashes(digest.digest()), digest.digest())
-                self.found.documents += 1
-                if same is None:
-                    yield replace(document, pieces=held.pieces())
+                    size += _update(content, minhash, digest)
+                    minhash.add(" ")
+                duplicate = self._index.add(minhash.signature(digest.digest()), digest.digest())
+                self.stats.documents += 1
+                if duplicate is None:
+                    yield replace(document, pieces=buffer.pieces())
                     continue
-                self.found.exact += same
-                self.found.near += not same
-                self.found.bytes += size
+                self.stats.exact += duplicate == "exact"
+                self.stats.near += duplicate == "near"
+                self.stats.bytes += size
 
 
-def _read(text: str, shingles: MinHash, digest) -> int:
-    """Takes in a part of a document; returns its size in bytes."""
+def _update(text: str, minhash: MinHash, digest) -> int:
+    """Add a part of a document to its MinHash and digest; returns its size in bytes."""
     content = text.encode("utf-8")
     digest.update(content)
-    shingles.add(text)
+    minhash.add(text)
     return len(content)
 
 
-class _Held:
-    """The pieces of a document, to be read again."""
+class _PieceBuffer:
+    """The pieces of a document, to read again: in memory, or in a temporary file if there are many."""
 
     def __init__(self, stack: ExitStack):
         self._stack = stack
@@ -77,12 +80,12 @@ class _Held:
     def add(self, piece: str) -> None:
         self._pieces.append(piece)
         self._size += len(piece)
-        if self._size > _HELD:
+        if self._size > _MAX_BUFFERED:
             with os_errors_as(DataError, "write", "a temporary file"):
                 if self._file is None:
                     self._file = self._stack.enter_context(TemporaryFile())  # noqa: SIM115
-                for held in self._pieces:
-                    content = held.encode("utf-8")
+                for buffered in self._pieces:
+                    content = buffered.encode("utf-8")
                     self._file.write(len(content).to_bytes(4, "little") + content)
             self._pieces, self._size = [], 0
 

@@ -1,4 +1,4 @@
-"""Documents that can be read more than once."""
+"""Reads documents more than once, also from streams that can be read only once."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from mlxlm.utils.errors import DataError
 
 
 class DocumentReader:
-    """Reads the documents of sources; stdin and pipes again only after `spool_streams`."""
+    """Reads the documents of sources; stdin and named pipes can be read again after `spool_streams`."""
 
     def __init__(self, stdin: IO[bytes] | None, text_column: str | None):
         self._stdin, self._text_column = stdin, text_column
-        self._is_copy = False
+        self._is_spooled = False
 
     def __call__(
         self, paths: Sequence[str | Path], on_bad: OnBad, advance: Advance | None = None
     ) -> Iterator[Document]:
-        """See `read_documents`. Conversations with an unknown role are bad input."""
-        if self._is_copy:
+        """Yield documents as `read_documents` does. Conversations with an unknown role are bad input."""
+        if self._is_spooled:
             self._stdin.seek(0)
-        for document in read_documents(
+        documents = read_documents(
             paths, stdin=self._stdin, advance=advance, text_column=self._text_column, on_bad=on_bad
-        ):
+        )
+        for document in documents:
             try:
                 for role, _ in document.messages or ():
                     check_role(role, document.location)
@@ -41,17 +42,17 @@ class DocumentReader:
                 yield document
 
     def spool_streams(self, paths: Sequence[str | Path], folder: Path, stack: ExitStack) -> list[str | Path]:
-        """`paths`, what can be read only once being copied into `folder` until `stack` is closed."""
-        found: list[str | Path] = []
+        """Copy stdin and named pipes into `folder`, until `stack` is closed; returns the paths to read instead."""
+        spooled: list[str | Path] = []
         for path in paths:
-            if str(path) == STDIN and self._stdin is not None and not self._is_copy:
+            if str(path) == STDIN and self._stdin is not None and not self._is_spooled:
                 copy = stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
                 shutil.copyfileobj(self._stdin, copy, READ_BYTES)
-                self._stdin, self._is_copy = copy, True
+                self._stdin, self._is_spooled = copy, True
             elif Path(path).is_fifo():
                 copy = Path(stack.enter_context(TemporaryDirectory(dir=folder)), Path(path).name)
                 with open(path, "rb") as pipe, open(copy, "wb") as file:
                     shutil.copyfileobj(pipe, file, READ_BYTES)
                 path = copy
-            found.append(path)
-        return found
+            spooled.append(path)
+        return spooled

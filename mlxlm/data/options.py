@@ -14,6 +14,8 @@ from mlxlm.data.sources import STDIN
 from mlxlm.data.split import check_fraction
 from mlxlm.utils.errors import DataError
 
+_WEIGHTS_HINT = "wiki.txt=0.7 books=0.3: all sources with a weight, or none"
+
 
 @dataclass(frozen=True)
 class DataOptions:
@@ -71,3 +73,35 @@ class DataOptions:
 def source_name(path: str | Path) -> str:
     """The file name of a source, or "stdin"."""
     return "stdin" if str(path) == STDIN else Path(path).name or str(path)
+
+
+def parse_weighted_sources(sources: Sequence[str | Path]) -> tuple[list[str | Path], list[float] | None]:
+    """Split sources written as PATH=WEIGHT. A path that exists as written has no weight.
+
+    Returns:
+        The paths, and the weights divided by their sum; None if no source has a weight.
+
+    Raises:
+        DataError: Only some sources have weights, or a weight is not positive.
+    """
+    pairs = [_split_weight(source) for source in sources]
+    paths, weights = [path for path, _ in pairs], [weight for _, weight in pairs if weight is not None]
+    if not weights:
+        return paths, None
+    if len(weights) < len(paths):
+        unweighted = next(path for path, weight in pairs if weight is None)
+        raise DataError(f"{unweighted} has no weight, but other sources do", _WEIGHTS_HINT)
+    try:
+        return paths, normalize_weights(weights)
+    except ValueError as error:
+        raise DataError(str(error), _WEIGHTS_HINT) from None
+
+
+def _split_weight(source: str | Path) -> tuple[str | Path, float | None]:
+    path, equals, weight = str(source).rpartition("=")
+    if not equals or not path or Path(source).exists():
+        return source, None
+    try:
+        return path, float(weight)
+    except ValueError:
+        return source, None

@@ -1,4 +1,4 @@
-"""Reading ahead in a thread, so that the disk works while the step computes."""
+"""Reads ahead in a thread, so that the disk works while the training step computes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ T = TypeVar("T")
 
 
 def prefetch(read: Callable[[int], T], numbers: Iterable[int], prefetch_factor: int = 2) -> Iterator[T]:
-    """`read(n)` for each of `numbers`, in order, up to `prefetch_factor` of them before they are asked for.
+    """Yield `read(n)` for each of `numbers`, in order, computing up to `prefetch_factor` results ahead.
 
-    `read` runs in one thread of its own, one call after another. What it raises is raised where its result would have
-    come, and nothing after it is read; an error of `numbers` itself comes up to `prefetch_factor` results early. When the
-    iterator ends or is closed, the thread has ended: close it where it may be left early.
+    `read` runs in one thread, one call at a time. An exception in it is raised where its result would have come, and
+    ends the iteration; an exception in `numbers` can come up to `prefetch_factor` results early. Close the iterator if
+    you may leave it early: then its thread has ended.
     """
     rest = iter(numbers)
     pending: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(1, "read ahead") as pool:
+    with ThreadPoolExecutor(1, "prefetch") as pool:
         try:
             pending.extend(pool.submit(read, n) for n in islice(rest, prefetch_factor))
             while pending:
-                found = pending.popleft().result()
+                result = pending.popleft().result()
                 pending.extend(pool.submit(read, n) for n in islice(rest, 1))
-                yield found
+                yield result
         finally:
             for future in pending:
                 future.cancel()

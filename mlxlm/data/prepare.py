@@ -1,4 +1,4 @@
-"""Text into token shards: bounded memory, all or nothing."""
+"""Tokenizes text into shards: in bounded memory, all or nothing."""
 
 from __future__ import annotations
 
@@ -72,18 +72,13 @@ def prepare(
     """
     fraction = None if data.validation else data.validation_fraction
     with atomic_new_folder(out, DataError) as folder, ExitStack() as stack:
-        reader = DocumentReader(data.stdin, data.text_column)
-        parts = _parts(data)
-        if fraction and encode is None:
-            parts = [(name, weight, reader.spool_streams(paths, folder, stack)) for name, weight, paths in parts]
-        bad = BadInput(data.on_bad_input)
-        builder = _Builder(tokenizer, folder, shard_tokens, stack, reader, bad, data.dedup, encode, progress)
-        for name, weight, paths in parts:
+        builder = _Builder(data, tokenizer, folder, stack, shard_tokens, encode, progress)
+        for name, weight, paths in _parts(data):
             builder.add_part(name, weight, paths, fraction, seed)
         if data.validation:
             builder.add(data.validation, builder.validation)
         tokenizer.save(folder / "tokenizer")
-        return builder.finish([source_name(path) for path in (*data.sources, *data.validation)])
+        return builder.finish()
 
 
 def training_texts(data: DataOptions, *, seed: int = 0, progress: Advance | None = None) -> Iterator[str]:
@@ -111,140 +106,137 @@ def _parts(data: DataOptions) -> list[tuple[str, float, Sequence[str | Path]]]:
 
 
 class _Builder:
-    """Tokenizes documents into the shards of the two splits."""
+    """Writes documents into the shards of the two splits. Its files are closed with `stack`."""
 
     def __init__(
         self,
+        data: DataOptions,
         tokenizer: Tokenizer,
         folder: Path,
-        shard_tokens: int,
         stack: ExitStack,
-        reader: DocumentReader,
-        bad: BadInput,
-        dedup: float | None,
+        shard_tokens: int,
         encode: Encode | None,
         progress: Advance | None,
     ):
-        self._tokenizer = tokenizer
-        self._folder = folder
-        self._shard_tokens = shard_tokens
-        self._stack = stack
-        self._reader = reader
-        self._bad = bad
-        self._dedup = dedup
-        self._unique = None if dedup is None else DuplicateFilter(dedup)
-        self._encode = encode
-        self._progress = progress
-        self._dtype_name = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        self._dtype = np.dtype(self._dtype_name).newbyteorder("<")
-        self._chat_documents = 0
+        self._data, self._tokenizer, self._folder, self._stack = data, tokenizer, folder, stack
+        self._shard_tokens, self._encode, self._progress = shard_tokens, encode, progress
+        self._read_documents = DocumentReader(data.stdin, data.text_column)
+        self._bad_input = BadInput(data.on_bad_input)
+        self._duplicate_filter = None if data.dedup is None else DuplicateFilter(data.dedup)
+        self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        self._num_conversations = 0
         self._parts: list[TrainPart] = []
-        self._splits: set[str] = set()
+        self._split_kinds: set[str] = set()
         self.validation = self._writer("validation", 0)
 
     def add_part(
         self, name: str, weight: float, paths: Sequence[str | Path], fraction: float | None, seed: int
     ) -> None:
-        """Write `paths` as a part: `fraction` of it for validation; None: all of it for training."""
+        """Write `paths` as a part, `fraction` of it for validation; None: validation comes from other files."""
         train = self._writer("train", sum(len(part.train.shards) for part in self._parts))
         if fraction is None:
             self.add(paths, train)
-            self._splits.add("files")
+            self._split_kinds.add("files")
         elif self._encode is not None:
             self._encode_and_split(paths, train, fraction, seed)
-            self._splits.add("documents")
+            self._split_kinds.add("documents")
         else:
-            split = ValidationSplit(lambda: self._read_before(paths), fraction, seed)
+            if fraction:  # the first documents are read twice
+                paths = self._read_documents.spool_streams(paths, self._folder, self._stack)
+            split = ValidationSplit(lambda: self._preview(paths), fraction, seed)
             self._tokenize_and_split(split, paths, train)
-            self._splits.add(split.kind)
+            self._split_kinds.add(split.kind)
         self._parts.append(TrainPart(name, weight, train.finish()))
         if not self._parts[-1].train.tokens:
             raise DataError(f"nothing of {name} is left to train on", "a source with more text")
 
-    def _writer(self, split: str, first: int) -> ShardWriter:
-        writer = ShardWriter(self._folder, split, self._dtype, self._shard_tokens, first)
-        return self._stack.enter_context(closing(writer))
-
     def add(self, paths: Sequence[str | Path], writer: ShardWriter) -> None:
+        """Write all documents of `paths` into one split."""
         if self._encode is None:
-            chunks = tokenize(self._read(paths), self._tokenizer)
+            chunks = tokenize(self._documents(paths), self._tokenizer)
         else:
-            chunks = itertools.chain.from_iterable(self._encoded(paths))
+            chunks = itertools.chain.from_iterable(self._encoded_documents(paths))
         for chunk in chunks:
             writer.add(*chunk)
 
-    def _tokenize_and_split(self, split: ValidationSplit, paths: Sequence[str | Path], train: ShardWriter) -> None:
-        held_out: deque[bool] = deque()  # of the documents that are being tokenized
+    def finish(self) -> Manifest:
+        """Complete the validation split and write the manifest."""
+        manifest = Manifest(
+            fingerprint=self._tokenizer.fingerprint,
+            vocab_size=self._tokenizer.vocab_size,
+            dtype=self._dtype,
+            validation_split=self._split_kinds.pop() if len(self._split_kinds) == 1 else "mixed",
+            num_conversations=self._num_conversations,
+            sources=[source_name(path) for path in (*self._data.sources, *self._data.validation)],
+            parts=self._parts,
+            validation=self.validation.finish(),
+            dedup=self._duplicate_filter and self._duplicate_filter.stats,
+            skipped=self._bad_input.skipped,
+        )
+        write_json(self._folder / MANIFEST_FILE, manifest.to_dict())
+        return manifest
 
-        def noted() -> Iterator[Document]:
-            for held, document in split(self._read(paths)):
-                held_out.append(held)
+    def _writer(self, split: str, first: int) -> ShardWriter:
+        dtype = np.dtype(self._dtype).newbyteorder("<")
+        return self._stack.enter_context(closing(ShardWriter(self._folder, split, dtype, self._shard_tokens, first)))
+
+    def _tokenize_and_split(self, split: ValidationSplit, paths: Sequence[str | Path], train: ShardWriter) -> None:
+        held_out: deque[bool] = deque()  # for the documents in `tokenize`
+
+        def documents() -> Iterator[Document]:
+            for is_held_out, document in split(self._documents(paths)):
+                held_out.append(is_held_out)
                 yield document
 
-        target = train
-        for chunk in tokenize(noted(), self._tokenizer):
+        writer = train
+        for chunk in tokenize(documents(), self._tokenizer):
             if chunk.starts_document:
-                target = self.validation if held_out.popleft() else train
-            target.add(*chunk)
+                writer = self.validation if held_out.popleft() else train
+            writer.add(*chunk)
 
     def _encode_and_split(self, paths: Sequence[str | Path], train: ShardWriter, fraction: float, seed: int) -> None:
-        writers = (self.validation if held else train for held in validation_draws(fraction, seed))
-        few, waiting = min_documents_to_split(fraction), []  # documents until there are enough to draw from
-        for chunks in self._encoded(paths):
-            waiting.append(chunks)
-            if few <= len(waiting):
-                few = 0
-                _write(waiting, writers)
-                waiting = []
-        if waiting:
-            held = min(len(waiting) - 1, math.ceil(fraction * len(waiting)))
-            _write(waiting[: len(waiting) - held], itertools.repeat(train))
-            _write(waiting[len(waiting) - held :], itertools.repeat(self.validation))
+        writers = (self.validation if held_out else train for held_out in validation_draws(fraction, seed))
+        enough, pending = min_documents_to_split(fraction), []
+        for chunks in self._encoded_documents(paths):
+            pending.append(chunks)
+            if len(pending) >= enough:
+                enough = 0
+                _write(pending, writers)
+                pending = []
+        if pending:  # too few to draw from: hold out the last
+            held_out = min(len(pending) - 1, math.ceil(fraction * len(pending)))
+            _write(pending[: len(pending) - held_out], itertools.repeat(train))
+            _write(pending[len(pending) - held_out :], itertools.repeat(self.validation))
 
-    def _encoded(self, paths: Sequence[str | Path]) -> Iterator[list[Chunk]]:
-        for document in self._read(paths):
+    def _encoded_documents(self, paths: Sequence[str | Path]) -> Iterator[list[Chunk]]:
+        for document in self._documents(paths):
             try:
                 chunks = list(self._encode(document))
             except DataError as error:
-                self._chat_documents -= document.messages is not None
-                self._bad(error)
+                self._num_conversations -= document.messages is not None
+                self._bad_input(error)
             else:
                 yield chunks
 
-    def finish(self, sources: list[str]) -> Manifest:
-        """Complete the shards of validation, then the manifest."""
-        result = Manifest(
-            fingerprint=self._tokenizer.fingerprint,
-            vocab_size=self._tokenizer.vocab_size,
-            dtype=self._dtype_name,
-            validation_split=self._splits.pop() if len(self._splits) == 1 else "mixed",
-            num_conversations=self._chat_documents,
-            sources=sources,
-            parts=self._parts,
-            validation=self.validation.finish(),
-            dedup=self._unique and self._unique.found,
-            skipped=self._bad.skipped,
-        )
-        write_json(self._folder / MANIFEST_FILE, result.to_dict())
-        return result
-
-    def _read(self, paths: Sequence[str | Path]) -> Iterator[Document]:
-        document = None
-        read_before = self._unique.found.documents if self._unique else 0
-        source = self._reader(paths, self._bad, self._progress)
-        for document in source if self._unique is None else self._unique(source):
-            self._chat_documents += document.messages is not None
+    def _documents(self, paths: Sequence[str | Path]) -> Iterator[Document]:
+        """Read documents, without duplicates, and count them. Raises DataError if there are none."""
+        document, dedup = None, self._duplicate_filter
+        previously_read = dedup.stats.documents if dedup else 0
+        documents = self._read_documents(paths, self._bad_input, self._progress)
+        for document in dedup(documents) if dedup else documents:
+            self._num_conversations += document.messages is not None
             yield document
-        if document is None and self._unique and self._unique.found.documents > read_before:
+        if document is None and dedup and dedup.stats.documents > previously_read:
             raise DataError("all documents of a source repeat earlier ones", "preparing without it, or without dedup")
         if document is None:
-            skipped = f": all {self._bad.skipped} lines were skipped as bad input" if self._bad.skipped else ""
+            count = self._bad_input.skipped
+            skipped = f": all {count} lines were skipped as bad input" if count else ""
             raise DataError(f"there is no text in the sources{skipped}", "files with some text")
 
-    def _read_before(self, paths: Sequence[str | Path]) -> Iterator[Document]:
-        """What `_read` will give, counted nowhere."""
-        source = self._reader(paths, copy.copy(self._bad))
-        return source if self._unique is None else copy.deepcopy(self._unique)(source)
+    def _preview(self, paths: Sequence[str | Path]) -> Iterator[Document]:
+        """What `_documents` will yield, without counting."""
+        documents = self._read_documents(paths, copy.copy(self._bad_input))
+        return documents if self._duplicate_filter is None else copy.deepcopy(self._duplicate_filter)(documents)
 
 
 def _write(documents: Iterable[Iterable[Chunk]], writers: Iterator[ShardWriter]) -> None:

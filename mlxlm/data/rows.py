@@ -1,4 +1,4 @@
-"""Rows of data, from JSON lines or tables, as documents."""
+"""Turns rows of JSON lines and tables into documents."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from mlxlm.data.bad_input import OnBad
 from mlxlm.data.text import Document, invalid_utf8, split_pieces
 from mlxlm.utils.errors import DataError
 
-TEXT_COLUMNS = ("text", "messages")  # where text is looked for
-MAX_ROW_BYTES = 1 << 28  # bytes of a line: it is held whole, and a file without line ends may be of any size
+TEXT_COLUMNS = ("text", "messages")  # that are read by default
+MAX_ROW_BYTES = 1 << 28  # of a line: it is in memory as a whole, and a file may have no line ends
 _EXAMPLE = 'rows such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
 def json_documents(
     stream: IO[bytes], name: str, explicit: bool, text_column: str | None, on_bad: OnBad
 ) -> Iterator[Document]:
-    """A document for each line of JSON; `explicit`: a stream without any is an error; `on_bad` is called with the error of
-    each line that has none, which is left out. See `read_documents` of data.sources."""
+    """Yield a document per line of JSON, see `read_documents`. An empty stream is an error if it is `explicit`."""
     empty = True
     offset = number = 0
     while line := stream.readline(MAX_ROW_BYTES + 1):
@@ -49,21 +48,23 @@ def json_documents(
 
 
 def _document(line: bytes, location: str, offset: int, text_column: str | None) -> Document | None:
-    row = _parsed(line, location, offset)
-    found = row.keys() & ({text_column} if text_column else set(TEXT_COLUMNS))
-    if found and all(row[key] is None for key in found):  # as the empty cells of tables
+    row = _parse_object(line, location, offset)
+    keys = row.keys() & ({text_column} if text_column else set(TEXT_COLUMNS))
+    if keys and all(row[key] is None for key in keys):  # like an empty cell of a table
         return None
-    found = {key for key in found if row[key] is not None}
-    if len(found) != 1:
-        raise DataError(f"{location} must have {_wanted(text_column)}", f"{_EXAMPLE}, or --text-column NAME")
-    [key] = found
+    keys = {key for key in keys if row[key] is not None}
+    if len(keys) != 1:
+        expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
+        raise DataError(f"{location} must have {expected}", f"{_EXAMPLE}, or --text-column NAME")
+    [key] = keys
     return document_from_cell(row[key], key, location)
 
 
 def document_from_cell(value: Any, column: str, location: str) -> Document | None:
-    """The document in a column of a row, a text or a list of messages; None if it has no text.
+    """The document in a cell: a text or a list of messages; None if it has no text.
 
-    Raises DataError, naming `location`, for what is neither.
+    Raises:
+        DataError: The value is neither; the message names `location`.
     """
     if column == "messages" or column != "text" and isinstance(value, list):
         messages = [_message(message, location) for message in _list(value, location)]
@@ -72,11 +73,7 @@ def document_from_cell(value: Any, column: str, location: str) -> Document | Non
     return Document(location, split_pieces(iter((text,)))) if text else None
 
 
-def _wanted(text_column: str | None) -> str:
-    return f"'{text_column}'" if text_column else "either 'text' or 'messages'"
-
-
-def _parsed(line: bytes, location: str, offset: int) -> dict[str, Any]:
+def _parse_object(line: bytes, location: str, offset: int) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -84,7 +81,7 @@ def _parsed(line: bytes, location: str, offset: int) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{location} is not valid JSON: {error}", _EXAMPLE) from error
     if not isinstance(row, dict):
-        raise DataError(f"{location} must have either 'text' or 'messages': it is no JSON object", _EXAMPLE)
+        raise DataError(f"{location} must have either 'text' or 'messages': it is not a JSON object", _EXAMPLE)
     return row
 
 
@@ -102,7 +99,7 @@ def _message(message: Any, location: str) -> tuple[str, str]:
 
 def _string(value: Any, location: str, field: str) -> str:
     if not isinstance(value, str):
-        hint = "text in all messages, and no calls of tools" if field == "content" else None
+        hint = "text in all messages, and no tool calls" if field == "content" else None
         raise DataError(f"{location}: '{field}' is not text but {type(value).__name__}", hint)
     try:
         value.encode("utf-8")

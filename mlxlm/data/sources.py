@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, JSON lines, tables, compressed or not, and stdin; read in bounded memory."""
+"""Reads text from files, folders, JSON lines, tables and stdin, compressed or not, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxlm.utils.errors import DataError, os_errors_as
 STDIN = "-"
 COMPRESSED = (".gz", ".zst")
 _COMPRESSIBLE = (".txt", ".md", ".jsonl")
-FOLDER_SUFFIXES = (*_COMPRESSIBLE, *TABLE_SUFFIXES)  # what is taken from a folder
+FOLDER_SUFFIXES = (*_COMPRESSIBLE, *TABLE_SUFFIXES)  # files that are read from a folder
 
 
 def read_documents(
@@ -32,27 +32,35 @@ def read_documents(
     text_column: str | None = None,
     on_bad: OnBad = raise_error,
 ) -> Iterator[Document]:
-    """The documents of `paths`, in order; each must be read to its end before the next is asked for.
+    """Yield the documents of `paths` in order. Read each to its end before the next.
 
-    A path is a text file (one document), a .jsonl file (one per row: {"text": ...} or {"messages": [{"role",
-    "content"}, ...]}), either also with .gz or .zst, a .parquet or .arrow file (one per row, of the column "text" or
-    "messages"), a folder (its files of these kinds, recursively, sorted; hidden and empty ones are left out; of what
-    Hugging Face's `save_to_disk` wrote just the data) or "-": `stdin`, one text. Rows without text are left out. A
-    byte order mark is removed; nothing else is changed.
+    Args:
+        paths: Each is one of:
 
-    advance: called with the number of bytes read from disk (before decompression), as they are read.
-    text_column: the name of the column (in JSON lines, the key) that holds the text or the messages.
-    on_bad: called with the error of each line or row that can't be used, which is then left out; by default it is
-        raised. See `BadInput`.
+            - a text file: one document;
+            - a .jsonl file: one document per line, {"text": ...} or {"messages": [{"role", "content"}, ...]};
+            - either of these compressed, as .gz or .zst;
+            - a .parquet or .arrow file: one document per row, from the column "text" or "messages";
+            - a folder: its files of these kinds, recursively and sorted, without hidden and empty ones; of a dataset
+              that Hugging Face's `save_to_disk` wrote, the data files;
+            - "-": `stdin`, one text.
 
-    Raises DataError, naming the file and the line, row or byte, for a path that is missing, empty, unreadable, not
-    UTF-8 text or damaged, and for rows that are not as above.
+            Rows without text are left out. A byte order mark is removed; nothing else is changed.
+        stdin: The stream for "-".
+        advance: Called with the number of bytes read from disk, before decompression.
+        text_column: Column (in JSON lines, key) that holds the text or the messages.
+        on_bad: Called with the error of each line or row that can't be used, which is then left out; raises it by
+            default. See `BadInput`.
+
+    Raises:
+        DataError: A path is missing, empty, unreadable, damaged or not UTF-8, or a row is not as above; the message
+            names the file and the line, row or byte.
     """
     advance = advance or (lambda _: None)
     for path, explicit in _files(paths):
         if path == STDIN:
             if stdin is None:
-                raise DataError("stdin was asked for, but there is none", "a file")
+                raise DataError("there is no stdin to read", "a file")
             yield from text_document(stdin, "stdin", advance, explicit, on_bad)
             continue
         if path.suffix.lower() in TABLE_SUFFIXES:
@@ -60,7 +68,7 @@ def read_documents(
             continue
         name = str(path)
         with reading(name), open(path, "rb", buffering=0) as raw:
-            counted = io.BufferedReader(_Counted(raw, advance), READ_BYTES)
+            counted = io.BufferedReader(_CountingReader(raw, advance), READ_BYTES)
             stream = _decompressed(counted, path)
             if _plain_suffix(path) == ".jsonl":
                 yield from json_documents(stream, name, explicit, text_column, on_bad)
@@ -76,7 +84,7 @@ def read_texts(
     text_column: str | None = None,
     on_bad: OnBad = raise_error,
 ) -> Iterator[str]:
-    """All text of `read_documents(...)` in pieces, contents of conversations included: for training tokenizers."""
+    """Yield the text of `read_documents` in pieces, with the messages of conversations: for training tokenizers."""
     for document in read_documents(paths, stdin=stdin, advance=advance, text_column=text_column, on_bad=on_bad):
         yield from document.pieces
         for _, content in document.messages or ():
@@ -84,13 +92,17 @@ def read_texts(
 
 
 def unseekable_source(paths: Sequence[str | Path]) -> str | None:
-    """The first of `paths` that can't be read a second time: "stdin", or a named pipe; None where all can."""
-    once = next((path for path in paths if str(path) == STDIN or Path(path).is_fifo()), None)
-    return "stdin" if str(once) == STDIN else None if once is None else str(once)
+    """The first of `paths` that can be read only once: "stdin" or a named pipe; None if there is none."""
+    for path in paths:
+        if str(path) == STDIN:
+            return "stdin"
+        if Path(path).is_fifo():
+            return str(path)
+    return None
 
 
 def total_bytes(paths: Sequence[str | Path]) -> int | None:
-    """The bytes on disk that `read_documents(paths)` will read; None where stdin is among them."""
+    """Bytes on disk that `read_documents(paths)` reads; None if stdin is among them."""
     files = [path for path, _ in _files(paths)]
     if STDIN in files:
         return None
@@ -103,17 +115,16 @@ def _size(path: str | Path) -> int:
 
 
 def _files(paths: Sequence[str | Path]) -> Iterator[tuple[str | Path, bool]]:
-    """Files of `paths` in order, each with whether it was named, by the user or by a saved dataset (and not just found
-    in a folder)."""
+    """Files of `paths` in order, each with whether the user or a saved dataset names it, so that it must have text."""
     for path in paths:
         if str(path) == STDIN:
             yield STDIN, True
         elif (path := Path(path)).is_dir():
-            found = False
+            is_empty = True
             for file, explicit in _folder(path):
-                found = True
+                is_empty = False
                 yield file, explicit
-            if not found:
+            if is_empty:
                 kinds = f"{', '.join(_COMPRESSIBLE)} (also as .gz or .zst), {' or '.join(TABLE_SUFFIXES)} files"
                 raise DataError(f"no text in {path}", f"a folder with {kinds}")
         elif path.exists():
@@ -132,13 +143,13 @@ def _folder(path: Path) -> Iterator[tuple[Path, bool]]:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(names):
             file = Path(folder, name)
-            # A pipe would be waited for for ever; a link to nothing is an error when it is read.
+            # Opening a pipe would block; a broken link is an error when it is read.
             if not name.startswith(".") and _plain_suffix(file) in FOLDER_SUFFIXES and not file.is_fifo():
                 yield file, False
 
 
 def _plain_suffix(path: Path) -> str:
-    """The suffix below the compression's: ".jsonl" for x.jsonl.gz. Tables are compressed inside: none has another."""
+    """The suffix without compression: ".jsonl" for x.jsonl.gz. Tables are compressed internally."""
     suffix = path.suffix.lower()
     if suffix not in COMPRESSED:
         return suffix
@@ -146,8 +157,8 @@ def _plain_suffix(path: Path) -> str:
     return inner if inner not in TABLE_SUFFIXES else suffix
 
 
-class _Counted(io.RawIOBase):
-    """Reads of a raw file, counted."""
+class _CountingReader(io.RawIOBase):
+    """A raw file whose reads are counted."""
 
     def __init__(self, raw: Any, advance: Advance):
         self._raw = raw

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, a document for each row. They are read by pyarrow, which the extra "data" brings."""
+"""Reads Parquet and Arrow files, a document per row, with pyarrow (the extra "data")."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from mlxlm.data.text import Advance, Document, reading
 from mlxlm.utils.errors import DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
-_ROWS = 64  # that are Python objects at a time: documents can be long
-_BUFFER = 1 << 20  # bytes of a parquet column that are read at once
+_ROWS = 64  # converted to Python objects at a time: documents can be long
+_BUFFER_BYTES = 1 << 20  # of a Parquet column that are read at a time
 
 
 def table_documents(
     path: Path, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
 ) -> Iterator[Document]:
-    """A document for each row; rows whose cell is null or empty are left out, and those that `on_bad` is told of. See
-    `read_documents` of data.sources.
+    """Yield a document per row, see `read_documents`. Rows whose cell is null or empty are left out.
 
-    One page of one column (parquet) or a batch of rows mapped into memory (arrow) is held at a time.
+    Memory: one page of one column (Parquet), or a memory-mapped batch of rows (Arrow).
     """
     with reading(str(path)):
         size = path.stat().st_size
     if size == 0 and not explicit:
         return
-    told = 0
-    number = 0
+    reported = number = 0
     for column, values, share in _columns(path, text_column):
         for value in values:
             number += 1
@@ -42,15 +40,15 @@ def table_documents(
             if document is not None:
                 yield document
         done = int(share * size)
-        advance(done - told)
-        told = done
-    advance(size - told)
+        advance(done - reported)
+        reported = done
+    advance(size - reported)
     if number == 0 and explicit:
         raise DataError(f"{path} has no rows", "a file with some text")
 
 
 def _columns(path: Path, text_column: str | None) -> Iterator[tuple[str, list[Any], float]]:
-    """The column's name, cells of some rows, and the share of the file that is done."""
+    """Yield the column's name, cells of some rows, and the fraction of the file read so far."""
     pyarrow = _pyarrow(path)
     with reading(str(path)), _table_errors(path, pyarrow):
         if path.suffix.lower() == ".parquet":
@@ -63,7 +61,7 @@ def _columns(path: Path, text_column: str | None) -> Iterator[tuple[str, list[An
 def _parquet(path: Path, text_column: str | None) -> Iterator[tuple[str, list[Any], float]]:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
+    with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
         column = _column(file.schema_arrow, path, text_column)
         done, rows = 0, max(1, file.metadata.num_rows)
         for batch in file.iter_batches(_ROWS, columns=[column], use_threads=False):
@@ -72,7 +70,7 @@ def _parquet(path: Path, text_column: str | None) -> Iterator[tuple[str, list[An
 
 
 def _arrow(pyarrow, source, path: Path, text_column: str | None) -> Iterator[tuple[str, list[Any], float]]:
-    """Of the file format and of the stream format, which `save_to_disk` writes."""
+    """Read the file format, or the stream format that `save_to_disk` writes."""
     size = max(1, source.size())
     if source.read(6) == b"ARROW1":
         reader = pyarrow.ipc.open_file(source)
@@ -83,10 +81,10 @@ def _arrow(pyarrow, source, path: Path, text_column: str | None) -> Iterator[tup
         reader = pyarrow.ipc.open_stream(source)
         batches = ((batch, source.tell() / size) for batch in reader)
     column = _column(reader.schema, path, text_column)
-    place = reader.schema.get_field_index(column)
+    index = reader.schema.get_field_index(column)
     before = 0.0
     for batch, share in batches:
-        cells = batch.column(place)
+        cells = batch.column(index)
         for start in range(0, len(cells), _ROWS):
             read = min(1.0, (start + _ROWS) / len(cells))  # of the batch, which can be the whole file
             yield column, _cells(cells.slice(start, _ROWS)), before + read * (share - before)
@@ -94,32 +92,32 @@ def _arrow(pyarrow, source, path: Path, text_column: str | None) -> Iterator[tup
 
 
 def _cells(values: Any) -> list[Any]:
-    values.validate(full=True)  # offsets are numbers out of a file, and reads at them are not checked
+    values.validate(full=True)  # pyarrow reads at the offsets in the file without checking them
     return values.to_pylist()
 
 
 def _column(schema: Any, path: Path, text_column: str | None) -> str:
-    """The name of the column with text. Raises DataError, with the names there are, if it isn't exactly one."""
+    """The name of the column with text. Raises DataError, with the names of all columns, if there isn't exactly one."""
     names = list(schema.names)
-    found = [name for name in names if name in ((text_column,) if text_column else TEXT_COLUMNS)]
-    if len(found) != 1:
-        wanted = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
-        there = ", ".join(f"'{name}'" for name in names[:20]) or "none"
-        raise DataError(f"{path} must have one column {wanted}; its columns are {there}", "--text-column NAME")
-    return found[0]
+    matches = [name for name in names if name in ((text_column,) if text_column else TEXT_COLUMNS)]
+    if len(matches) != 1:
+        expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
+        columns = ", ".join(f"'{name}'" for name in names[:20]) or "none"
+        raise DataError(f"{path} must have one column {expected}; its columns are {columns}", "--text-column NAME")
+    return matches[0]
 
 
 @contextmanager
 def _table_errors(path: Path, pyarrow) -> Iterator[None]:
-    """What pyarrow makes of damaged files, as a DataError that names the file."""
+    """Turn pyarrow's errors for damaged files into a DataError that names the file."""
     try:
         yield
     except DataError:
         raise
     except MemoryError as error:
-        raise DataError(f"{path} asks for more memory than there is", "a complete copy of the file") from error
+        raise DataError(f"{path} needs more memory than there is", "a complete copy of the file") from error
     except OSError as error:
-        if error.errno is not None:  # of the disk
+        if error.errno is not None:  # a disk error
             raise
         raise DataError(f"{path} is damaged: {error}", "a complete copy of the file") from error
     except (pyarrow.ArrowException, ValueError, KeyError) as error:

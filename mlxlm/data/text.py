@@ -1,4 +1,4 @@
-"""A text as a stream of pieces, decoded and cut in bounded memory."""
+"""Documents as streams of text pieces, decoded and split in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ Advance = Callable[[int], None]
 
 @dataclass
 class Document:
-    """One text, as a stream of pieces to be read once and in order; or one conversation.
+    """A text, as a stream of pieces to read once and in order, or a conversation.
 
-    pieces: text of about PIECE characters each, cut after a line end where there is one. Empty for a conversation.
-    messages: (role, content) pairs, or None for a text.
-    location: the file, with the line for JSON lines, for messages about it.
-    begins, ends: False where the document was cut there: no token says that it begins or ends.
+    Attributes:
+        location: The file, with the line or row, for error messages.
+        pieces: Text of about `PIECE_CHARS` characters each, split after a line end if possible. Empty for a
+            conversation.
+        messages: (role, content) pairs; None for a text.
+        add_bos: False if the document was cut at its start.
+        add_eos: False if the document was cut at its end.
     """
 
     location: str
@@ -40,7 +43,7 @@ class Document:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Errors of the disk and of the decompressors, as a DataError that names the file."""
+    """Turn errors of the disk and of decompression into a DataError that names the file."""
     try:
         with os_errors_as(DataError, "read", name):
             yield
@@ -49,6 +52,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 def text_document(stream: IO[bytes], name: str, advance: Advance, explicit: bool, on_bad: OnBad) -> Iterator[Document]:
+    """Yield the text of a stream as one document; none if it is empty, which is an error if it is `explicit`."""
     pieces = split_pieces(_decoded(stream, name, advance, on_bad))
     first = next(pieces, None)
     if first is not None:
@@ -63,26 +67,28 @@ def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 
 def _decoded(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> Iterator[str]:
-    """The stream's text in chunks of lines; `on_bad` is told of each line that is not UTF-8 text, which is left out. Of
-    a line that is longer than READ bytes it is the part that is read together."""
-    done, number = 0, 1  # bytes before those that are held, and the line that these begin in
-    held = b""
+    """Yield the stream's text in chunks of lines. Lines that are not UTF-8 go to `on_bad` and are left out.
+
+    Of a line longer than `READ_BYTES`, only the part that was read together with the bad byte is left out.
+    """
+    offset, number = 0, 1  # of the first byte in the buffer, and its line
+    buffer = b""
     with reading(name):
         while True:
             chunk = stream.read(READ_BYTES)
             advance(len(chunk))
-            held += chunk
-            if done == 0 and held[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            buffer += chunk
+            if offset == 0 and buffer[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 hint = f"iconv -f UTF-16 -t UTF-8 {name}"
                 raise DataError(f"{name} is UTF-16, not UTF-8 text", hint)
-            end = held.rfind(b"\n") + 1
-            if not chunk or (not end and len(held) >= READ_BYTES):
-                end = len(held) if not chunk else _character_end(held)
-            block, held = held[:end], held[end:]
-            text = "".join(_lines(block, name, done, number, on_bad))
-            if done == 0:
+            end = buffer.rfind(b"\n") + 1
+            if not chunk or (not end and len(buffer) >= READ_BYTES):
+                end = len(buffer) if not chunk else _character_end(buffer)
+            block, buffer = buffer[:end], buffer[end:]
+            text = "".join(_decoded_lines(block, name, offset, number, on_bad))
+            if offset == 0:
                 text = text.removeprefix("\ufeff")
-            done += len(block)
+            offset += len(block)
             number += block.count(b"\n")
             if text:
                 yield text
@@ -91,17 +97,17 @@ def _decoded(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> I
 
 
 def _character_end(data: bytes) -> int:
-    """Where the last character of `data` that may be complete ends."""
+    """End of the last character of `data` that can be complete."""
     for back in range(1, min(4, len(data) + 1)):
-        if data[-back] >= 0xC0:  # begins a character of two to four bytes
+        if data[-back] >= 0xC0:  # first byte of a multi-byte character
             return len(data) - back
         if data[-back] < 0x80:
             break
     return len(data)
 
 
-def _lines(block: bytes, name: str, done: int, number: int, on_bad: OnBad) -> Iterator[str]:
-    """The text of `block`, which begins at byte `done` in line `number`: at once, or line by line where one is bad."""
+def _decoded_lines(block: bytes, name: str, offset: int, number: int, on_bad: OnBad) -> Iterator[str]:
+    """Decode `block`, which starts at byte `offset` in line `number`: at once, or line by line if a line is bad."""
     if b"\0" not in block:
         try:
             yield block.decode("utf-8")
@@ -111,29 +117,30 @@ def _lines(block: bytes, name: str, done: int, number: int, on_bad: OnBad) -> It
     for line in io.BytesIO(block):
         try:
             if b"\0" in line:
-                raise invalid_utf8(name, done + line.index(b"\0"), "a zero byte", number)
+                raise invalid_utf8(name, offset + line.index(b"\0"), "a zero byte", number)
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            on_bad(invalid_utf8(name, done + error.start, f"0x{line[error.start]:02X}", number))
+            on_bad(invalid_utf8(name, offset + error.start, f"0x{line[error.start]:02X}", number))
         except DataError as error:
             on_bad(error)
-        done += len(line)
+        offset += len(line)
         number += 1
 
 
 def invalid_utf8(name: str, offset: int, what: str, line: int | None = None) -> DataError:
+    """The error for a byte that is not UTF-8 text; `what` describes it."""
     message = f"{name} is not UTF-8 text: {what} at byte {offset}" + (f", in line {line}" if line else "")
     return DataError(message, "text files, or .jsonl; other encodings can be converted with iconv")
 
 
 def split_pieces(chunks: Iterator[str]) -> Iterator[str]:
-    """Cut a text into pieces of about PIECE characters, where tokens rarely cross: see `_cut`."""
+    """Split a text into pieces of about `PIECE_CHARS` characters, where tokens rarely cross: see `_piece_end`."""
     buffer = ""
     for chunk in chunks:
         buffer += chunk
         start = 0
         while len(buffer) - start > PIECE_CHARS:
-            end = _cut(buffer, start)
+            end = _piece_end(buffer, start)
             yield buffer[start:end]
             start = end
         buffer = buffer[start:]
@@ -141,9 +148,12 @@ def split_pieces(chunks: Iterator[str]) -> Iterator[str]:
         yield buffer
 
 
-def _cut(text: str, start: int) -> int:
-    """Where the piece from `start` ends: after a single line end between visible text, else after any line end
-    before visible text, else before a lone space, else after PIECE characters."""
+def _piece_end(text: str, start: int) -> int:
+    """Where the piece from `start` ends.
+
+    After a single line end between visible text, else after any line end before visible text, else before a single
+    space, else after `PIECE_CHARS` characters.
+    """
     stop = start + PIECE_CHARS
     fallback = end = text.rfind("\n", start, stop) + 1
     while end > start and (text[end].isspace() or text[end - 2 : end - 1].isspace()):

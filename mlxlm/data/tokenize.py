@@ -1,4 +1,4 @@
-"""Documents into chunks of token ids, tokenized in parallel batches."""
+"""Turns documents into chunks of token ids, in parallel batches."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from mlxlm.data.text import Document
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError
 
-# What a conversation looks like to a model trained here. `tokenize` gives exactly these tokens, then EOS.
+# The chat template of models trained here. `tokenize` gives exactly these tokens, then EOS.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 ROLES = ("system", "user", "assistant")
-BATCH_CHARS = 1 << 18  # characters tokenized at once: some 50 ms of work of two cores, and 15 MB of encodings
+BATCH_CHARS = 1 << 18  # characters tokenized at a time: about 50 ms on two cores, and 15 MB of encodings
 
 
 class Chunk(NamedTuple):
-    """Ids of a part of a document, special tokens included; `text_bytes` are the text's UTF-8 bytes only.
+    """Token ids of a part of a document.
 
-    loss_mask: for each id whether a model is to learn it (uint8), in a conversation the assistant's words with their
-    <|end|>; None: all are, it is a text.
+    Attributes:
+        ids: Token ids, with special tokens.
+        text_bytes: UTF-8 size of the text, without special tokens.
+        starts_document: Whether the first id starts a document.
+        loss_mask: uint8, 1 for each id that is a training target: in a conversation, the assistant's messages with
+            their <|end|>. None for a text: all are targets.
     """
 
     ids: np.ndarray
@@ -36,30 +40,35 @@ class Chunk(NamedTuple):
 
 
 class _Part(NamedTuple):
+    """Text between special tokens."""
+
     before: list[int]
     text: str
     after: list[int]
     starts_document: bool = False
-    continues: bool = False  # the text goes on where the part before stopped
-    loss_mask: bool | None = None  # of text and `after`; None: not of a conversation
+    continues: bool = False  # the text of the previous part
+    loss_mask: bool | None = None  # of the text and `after`; None: the document is a text
 
 
 def tokenize(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """The chunks of all documents in order: BOS, text, EOS (each where the tokenizer has one, BOS unless it
-    is EOS), or a conversation as CHAT_TEMPLATE renders it, and EOS. Text is never parsed for special tokens.
+    """Yield the chunks of all documents in order.
 
-    Raises DataError for a conversation with a role that has no token, and for a tokenizer with neither BOS
-    nor EOS: nothing would mark where a document ends.
+    A text is BOS, text, EOS (BOS and EOS if the tokenizer has them, BOS only if it differs from EOS); a conversation is
+    what `CHAT_TEMPLATE` renders, and EOS. Text is never parsed for special tokens.
+
+    Raises:
+        DataError: A conversation has a role without a token, or the tokenizer has neither BOS nor EOS, so that nothing
+            would mark where a document ends.
     """
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
-        raise DataError("the tokenizer has no token that begins or ends a text", "one from mlxlm tokenizer train")
-    # The library's threads work on one batch while this one reads the next, and hands on the one before.
+        raise DataError("the tokenizer has neither a BOS nor an EOS token", "one from mlxlm tokenizer train")
+    # While the tokenizer's threads work on one batch, this thread reads the next and yields the previous one.
     with ThreadPoolExecutor(1, "mlxlm tokenize") as pool:
         encoding = None
         for batch in _batches(source, tokenizer):
-            before, encoding = encoding, pool.submit(_encode, batch, tokenizer)
-            if before is not None:
-                yield from before.result()
+            previous, encoding = encoding, pool.submit(_encode, batch, tokenizer)
+            if previous is not None:
+                yield from previous.result()
         if encoding is not None:
             yield from encoding.result()
 
@@ -70,7 +79,7 @@ def _batches(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[
     for document in source:
         for part in _parts(document, tokenizer):
             batch.append(part)
-            size += len(part.text) + 16  # 16: a bound on the number of parts without text
+            size += len(part.text) + 16  # 16 bounds the number of parts without text
             if size >= BATCH_CHARS:
                 yield batch
                 batch, size = [], 0
@@ -80,14 +89,14 @@ def _batches(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[
 
 def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    # Where one token serves as both (GPT-2's <|endoftext|>), once between two texts is enough.
+    # If one token is both (GPT-2's <|endoftext|>), once between two texts is enough.
     bos = [] if tokenizer.bos_id in (None, tokenizer.eos_id) else [tokenizer.bos_id]
     if document.messages is None:
         before, first = bos if document.add_bos else [], True
         for piece in document.pieces:
             yield _Part(before if first else [], piece, [], first, continues=not (first and document.add_bos))
             first = False
-        if first:  # the end of a text that was cut can have no text
+        if first:  # the second part of a text that was cut can be empty
             yield _Part(before, "", [], starts_document=True)
     else:
         yield _Part(bos, "", [], starts_document=True, loss_mask=False)
@@ -99,10 +108,10 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
         yield _Part([], "", eos, loss_mask=None if document.messages is None else False)
 
 
-def check_role(role: str, location: str, known: Collection[str] = ROLES) -> None:
-    """Raise DataError for the role of a message, `location`, that isn't one of those known."""
-    if role not in known:
-        raise DataError(f"{location}: role '{role}' is not known", f"one of {', '.join(known)}")
+def check_role(role: str, location: str, roles: Collection[str] = ROLES) -> None:
+    """Raise DataError if a message has none of these roles; the message names `location`."""
+    if role not in roles:
+        raise DataError(f"{location}: role '{role}' is not known", f"one of {', '.join(roles)}")
 
 
 def _role_id(tokenizer: Tokenizer, role: str, location: str) -> int:

@@ -70,7 +70,7 @@ class MlxlmModel(TemplateLM):
         ids = self.tokenizer.eos_id, self.tokenizer.bos_id, *sorted(self._loaded.eos_token_ids)
         found = next((id for id in ids if id is not None), None)
         if found is None:
-            raise ConfigError("the tokenizer has no token that begins or ends a text", "another model")
+            raise ConfigError("the tokenizer has neither a BOS nor an EOS token", "another model")
         return found
 
     @property

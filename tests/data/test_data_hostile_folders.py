@@ -9,7 +9,7 @@ import pytest
 
 from mlxlm.data import DataOptions, prepare, read_documents, total_bytes
 from mlxlm.data.dedup import DuplicateFilter
-from mlxlm.data.source_weights import parse_weighted_sources
+from mlxlm.data.options import parse_weighted_sources
 from mlxlm.data.text import Document
 from mlxlm.utils.errors import DataError
 
@@ -65,7 +65,7 @@ def test_a_threshold_of_one_leaves_out_repetitions_alone():
     texts = [" ".join([*words[:200], f"other{n}", *words[200:]]) for n in range(200)]  # Jaccard 0.975 with each other
     unique = DuplicateFilter(1)
     assert len(list(unique(_documents([*texts, *texts])))) == 200
-    assert (unique.found.exact, unique.found.near) == (200, 0)
+    assert (unique.stats.exact, unique.stats.near) == (200, 0)
 
 
 def test_repetitions_are_found_in_crowded_buckets():
@@ -74,8 +74,8 @@ def test_repetitions_are_found_in_crowded_buckets():
     unique = DuplicateFilter(0.999)
     kept = len(list(unique(_documents(texts))))
     list(unique(_documents(texts)))
-    assert unique.found.exact + unique.found.near == 240 - kept
-    assert unique.found.exact >= kept
+    assert unique.stats.exact + unique.stats.near == 240 - kept
+    assert unique.stats.exact >= kept
 
 
 def test_a_source_that_repeats_another_is_said_to(tmp_path, byte_level):

@@ -354,5 +354,5 @@ def test_cutting_a_long_text_into_pieces_changes_no_ids(name, tmp_path):
 def test_a_tokenizer_without_an_end_is_refused(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     mute = Tokenizer(byte_level._runtime, {})
-    with pytest.raises(DataError, match="no token that begins or ends a text"):
+    with pytest.raises(DataError, match="neither a BOS nor an EOS token"):
         prepare(DataOptions([tmp_path / "a.txt"]), mute, tmp_path / "out")

@@ -108,7 +108,7 @@ def test_folders_of_save_to_disk(tmp_path):
         ("state.json", '{"_data_files": [{}]}', "no plain file name"),
         ("state.json", '{"_data_files": [], "_indices_data_files": [{"filename": "i"}]}', "flatten_indices"),
         ("dataset_dict.json", '{"splits": ["../train"]}', "field 'splits' is not a list of folder names"),
-        ("dataset_dict.json", '{"splits": ["train"]}', "train is no saved dataset"),
+        ("dataset_dict.json", '{"splits": ["train"]}', "train is not a saved dataset"),
     ],
 )
 def test_folders_that_are_damaged(tmp_path, name, content, message):

@@ -175,6 +175,6 @@ def test_the_commands(byte_level, text, tmp_path):
     done = CliRunner().invoke(command, [*arguments, *where], catch_exceptions=False)
     assert done.exit_code == 0
     assert "train: a.jsonl, 75.0%" in done.stdout
-    assert "left out 6 exact and 0 near duplicates of 37 documents (16.2%" in done.stderr
+    assert "dropped 6 exact and 0 near duplicates of 37 documents (16.2%" in done.stderr
     assert [part.name for part in Manifest.read(tmp_path / "out").parts] == ["a.jsonl", "b.jsonl"]
     assert CliRunner().invoke(command, [*arguments[:4], "--dedup", "0", *where]).exit_code == 2

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlxlm.data import DataOptions, TokenDataset, TrainBatches, packing, prepare, validation_batches
 from mlxlm.data.dataset import DatasetPart, DocumentStarts
-from mlxlm.data.mixture import BLOCK, Mixture
+from mlxlm.data.mixture import BLOCK_ROWS, Mixture
 from mlxlm.data.packing import BestFitPacking, first_fit_decreasing
 from mlxlm.utils.errors import DataError
 
@@ -122,7 +122,7 @@ def test_epochs_differ_in_what_meets_and_in_order(lengths):
     assert [tuple(BestFitPacking(data, 130, 1).spans(i)) for i in range(rows.rows)] != epochs[0]
 
 
-def test_any_row_is_found_by_packing_one_chapter(monkeypatch):
+def test_any_row_is_found_by_packing_one_block(monkeypatch):
     """However many come before it, though chapters differ in their rows."""
     monkeypatch.setattr(packing, "PACKING_BLOCK", 64)
     data = Documents([90] * 50 + np.random.default_rng(1).integers(1, 30, 950).tolist())
@@ -199,15 +199,15 @@ class Mixed:
 @settings(max_examples=60)
 def test_a_block_has_the_rows_of_its_weights(weights, seed, block):
     mixture = Mixture(weights, seed)
-    assert mixture.counts.sum() == BLOCK and mixture.counts.min() >= 1
-    wanted = np.array(weights) / sum(weights) * BLOCK
+    assert mixture.counts.sum() == BLOCK_ROWS and mixture.counts.min() >= 1
+    wanted = np.array(weights) / sum(weights) * BLOCK_ROWS
     assert (np.abs(mixture.counts - wanted) < 1 + len(weights)).all()
-    places = [mixture.place(block * BLOCK + i) for i in range(BLOCK)]
+    places = [mixture.locate(block * BLOCK_ROWS + i) for i in range(BLOCK_ROWS)]
     for source, count in enumerate(mixture.counts.tolist()):
         assert [n for s, n in places if s == source] == list(range(block * count, (block + 1) * count))
     sources = [s for s, _ in places]
     for at in (0, 1, 313, 999):
-        before = mixture.rows_before(block * BLOCK + at)
+        before = mixture.rows_before(block * BLOCK_ROWS + at)
         assert before.tolist() == [block * c + sources[:at].count(i) for i, c in enumerate(mixture.counts)]
 
 
@@ -216,7 +216,7 @@ def test_weights_to_a_thousandth():
     assert Mixture([1.0], 0).counts.tolist() == [1000]
     assert Mixture([1.0, 1e-9], 0).counts.tolist() == [999, 1]
     first, second = (Mixture([0.5, 0.5], seed) for seed in (0, 1))
-    assert [first.place(i) for i in range(50)] != [second.place(i) for i in range(50)]
+    assert [first.locate(i) for i in range(50)] != [second.locate(i) for i in range(50)]
     with pytest.raises(DataError, match="1001 sources with weights are too many .try: at most 1000"):
         Mixture([1.0] * 1001, 0)
 
@@ -234,7 +234,7 @@ def test_every_source_goes_through_its_own_epochs():
     late = TrainBatches(Mixed((0.5, small), (0.5, large)), 4, 16, 0).batch(499).tokens
     assert np.array_equal(rows[-4:], late)
     alone = TrainBatches(small, 1, 16, 0)  # the rows of the first source, as they would come alone
-    of_small = [row for row, (s, _) in zip(rows, map(batches._mixture.place, range(2000)), strict=True) if s == 0]
+    of_small = [row for row, (s, _) in zip(rows, map(batches._mixture.locate, range(2000)), strict=True) if s == 0]
     assert all(np.array_equal(row, alone.batch(i).tokens[0]) for i, row in enumerate(of_small))
 
 
@@ -287,7 +287,7 @@ def test_rows_without_anything_to_learn_make_up_no_batch():
             validation_batches(data, 2, 20, mask_prompt=True, **form)
     [batch] = validation_batches(data, 2, 29, mask_prompt=True)
     assert batch.loss_weights.sum() == 1 and batch.tokens[0, 0] == 40
-    with pytest.raises(DataError, match="batch 1 of the train data has nothing to be learned"):
+    with pytest.raises(DataError, match="batch 1 of the train data has no training targets"):
         TrainBatches(data, 1, 20, 0, packing="best-fit", mask_prompt=True).batch(1)
 
 
@@ -322,13 +322,13 @@ def test_prepared_parts_have_their_weights(folder, byte_level):
     assert [(p.name, p.weight) for p in data.parts] == [("a.jsonl", 0.75), ("b.jsonl", 0.25)]
     assert sum(len(p.data) for p in data.parts) == len(data)
     batches = TrainBatches(data, 10, 16, 0, packing="best-fit")
-    places = [batches._mixture.place(row) for row in range(BLOCK)]
+    places = [batches._mixture.locate(row) for row in range(BLOCK_ROWS)]
     of_a = [np.diff([s[:2] for s in batches._packings[part].spans(row)]).sum() * (part == 0) for part, row in places]
     tokens = [np.diff([s[:2] for s in batches._packings[part].spans(row)]).sum() for part, row in places]
     assert sum(of_a) / sum(tokens) == pytest.approx(0.75, abs=0.01)
-    assert batches.padding == pytest.approx(1 - sum(tokens) / (17 * BLOCK), abs=0.01)
+    assert batches.padding == pytest.approx(1 - sum(tokens) / (17 * BLOCK_ROWS), abs=0.01)
     rows = TrainBatches(data, 10, 16, 0)
-    assert sum(rows._mixture.place(row)[0] == 0 for row in range(BLOCK)) == 750
+    assert sum(rows._mixture.locate(row)[0] == 0 for row in range(BLOCK_ROWS)) == 750
     assert set(batches.epochs(1)) == {"a.jsonl", "b.jsonl"}
 
 

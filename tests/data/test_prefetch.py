@@ -10,7 +10,7 @@ from mlxlm.utils.errors import DataError
 
 
 def reading_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("read ahead")]
+    return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize("prefetch_factor", [1, 2, 5])

@@ -110,7 +110,7 @@ def test_a_run_of_an_earlier_version_says_that_its_rows_differ(new_run):
 
 
 def readers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("read ahead")]
+    return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
 def test_a_run_that_is_left_leaves_no_reader(new_run):
