@@ -1,4 +1,4 @@
-"""Files made to harm: each is one error that names the file and the field, at once and in little memory."""
+"""Malicious files: each is one error that names the file and the field, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -14,47 +14,24 @@ import pytest
 from mlxlm.checkpoint import save_weights
 from mlxlm.convert import convert
 from mlxlm.utils.errors import MlxlmError
-from tests.checkpoint.hostile import KINDS, MEMORY, SECONDS, Sample, Victim, make, weights
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    """Whole checkpoints by kind, made when first asked for."""
-    made: dict[str, Sample] = {}
-
-    def sample(kind: str) -> Sample:
-        if kind not in made:
-            made[kind] = make(kind, tmp_path_factory.mktemp("whole") / kind)
-        return made[kind]
-
-    return sample
-
-
-@pytest.fixture(scope="module")
-def victims(samples):
-    """One child process for each kind."""
-    running: dict[str, Victim] = {}
-    yield lambda kind: running.setdefault(kind, Victim(samples(kind).source))
-    for victim in running.values():
-        victim.close()
+from tests.checkpoint.child_process import complaint
+from tests.checkpoint.samples import KINDS, Sample, weights
 
 
 @pytest.fixture
-def broken(samples, victims, tmp_path):
-    """`broken(kind, change, expected)`: a copy of a whole checkpoint, changed, is one error like `expected`."""
+def is_one_error(valid_sample, child, tmp_path):
+    """`is_one_error(kind, change, expected)`: a copy of a valid checkpoint, changed, is one error like `expected`."""
     count = 0
 
     def check(kind: str, change, expected: str) -> None:
         nonlocal count
         count += 1
-        sample = samples(kind).copy(tmp_path / f"broken{count}")
+        valid = valid_sample(kind)
+        sample = valid.copy(tmp_path / f"damaged{count}")
         change(sample)
-        found = victims(kind).open(sample.source)
-        assert found["ended"] is None and found["stray"] is None, found
-        assert len(found["errors"]) == 1, found
-        [error] = found["errors"]
-        assert re.search(expected, error) and f"broken{count}" in error and "\n" not in error, error
-        assert found["seconds"] < SECONDS and found["growth"] < MEMORY, found
+        result = child.open(sample.source, valid.source)
+        assert complaint(result, f"damaged{count}") is None, result
+        assert len(result["errors"]) == 1 and re.search(expected, result["errors"][0]), result
 
     return check
 
@@ -106,14 +83,14 @@ def packed(at: int, form: str, *values: int):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_truncated_anywhere(samples, broken, kind):
-    target = samples(kind).targets[0]
+def test_truncated_files(valid_sample, is_one_error, kind):
+    target = valid_sample(kind).targets[0]
     size = target.stat().st_size
     # A GGUF file ends with padding, SentencePiece's model with settings that may be absent, JSON with a line end.
     last = size - {"gguf": 40, "gguf-bpe": 40, "tokenizer-model": 40}.get(kind, 2)
-    lengths = {0, 1, 3, 7, 8, 9, 23, 24, 27, 28, 100, 255, 256, 1000, *range(0, last, last // 12), last}
+    lengths = {0, 1, 7, 8, 23, 28, 100, 256, *range(0, last, last // 5), last}
     for length in sorted(length for length in lengths if length <= last):
-        broken(kind, in_target(lambda data, length=length: data[:length]), target.name)
+        is_one_error(kind, in_target(lambda data, length=length: data[:length]), target.name)
 
 
 def empty_tensors(count: int) -> bytes:
@@ -150,7 +127,7 @@ SAFETENSORS = {
     "many empty tensors": (in_target(lambda data: empty_tensors(45_000)), "the weights don't match"),
     "more tensors than any model has": (in_target(lambda data: empty_tensors(90_000)), "more than any model has"),
     "deep nesting": (
-        in_target(lambda d: struct.pack("<Q", 200_000) + b'{"a":' + b"[" * 199_995), "the safetensors header can't be read",
+        in_target(lambda d: struct.pack("<Q", 200_000) + b'{"a":' + b"[" * 199_995), "header can't be read",
     ),
     "a name that leads elsewhere": (
         in_header(lambda h: h.update({"../../x": h.pop("model.norm.weight")})), r"\.\./\.\./x is not part|is missing",
@@ -162,8 +139,8 @@ SAFETENSORS = {
 
 
 @pytest.mark.parametrize("case", SAFETENSORS)
-def test_safetensors(broken, case):
-    broken("safetensors", *SAFETENSORS[case])
+def test_safetensors(is_one_error, case):
+    is_one_error("safetensors", *SAFETENSORS[case])
 
 
 def million_names() -> bytes:
@@ -175,8 +152,8 @@ SHARDS = {
         lambda s: sorted(s.folder.glob("model-*.safetensors"))[1].unlink(), "model-00002-of-.* is missing",
     ),
     "a name with ../": (
-        in_json("model.safetensors.index.json", lambda v: v["weight_map"].update({"x": "../whole/model.safetensors"})),
-        "index.json points outside its folder: ../whole",
+        in_json("model.safetensors.index.json", lambda v: v["weight_map"].update({"x": "../valid/model.safetensors"})),
+        "index.json points outside its folder: ../valid",
     ),
     "an absolute name": (
         in_json("model.safetensors.index.json", lambda v: v["weight_map"].update({"x": "/etc/passwd"})),
@@ -196,8 +173,8 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("case", SHARDS)
-def test_shards(broken, case):
-    broken("shards", *SHARDS[case])
+def test_shards(is_one_error, case):
+    is_one_error("shards", *SHARDS[case])
 
 
 CONFIGS = {
@@ -219,13 +196,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_configurations(broken, case):
+def test_configurations(is_one_error, case):
     change, expected = CONFIGS[case]
-    broken("config", in_json("config.json", lambda v: v.update(change)), expected)
+    is_one_error("config", in_json("config.json", lambda v: v.update(change)), expected)
 
 
 QUANTIZED = {
-    "bits that are no whole number": (
+    "bits that are no valid number": (
         in_json("config.json", lambda v: v["quantization"].update(bits=4.0)), "bits is 4.0",
     ),
     "other bits": (in_json("config.json", lambda v: v["quantization"].update(bits=8)), "bits"),
@@ -242,8 +219,8 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("case", QUANTIZED)
-def test_quantized(broken, case):
-    broken("quantized", *QUANTIZED[case])
+def test_quantized(is_one_error, case):
+    is_one_error("quantized", *QUANTIZED[case])
 
 
 def gguf_number(key: str, form: str, value: int):
@@ -304,8 +281,8 @@ GGUF = {
 
 
 @pytest.mark.parametrize("case", GGUF)
-def test_gguf(broken, case):
-    broken("gguf", *GGUF[case])
+def test_gguf(is_one_error, case):
+    is_one_error("gguf", *GGUF[case])
 
 
 LLAMA2C = {
@@ -316,22 +293,22 @@ FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size"
 
 @pytest.mark.parametrize("case", LLAMA2C)
 @pytest.mark.parametrize("version", [0, 1])
-def test_llama2c(broken, version, case):
+def test_llama2c(is_one_error, version, case):
     for i, field in enumerate(FIELDS):
         if (version, case, field) == (0, "negative", "vocab_size"):
             continue  # an untied head, for one token
-        broken(f"llama2c-{version}", packed((8 if version else 0) + 4 * i, "i", LLAMA2C[case]), "model.bin")
+        is_one_error(f"llama2c-{version}", packed((8 if version else 0) + 4 * i, "i", LLAMA2C[case]), "model.bin")
 
 
-def test_llama2c_tokenizers(broken):
-    broken("llama2c-tokenizer", packed(8, "I", 2**32 - 1), "tokenizer.bin: token 0 is 4294967295 bytes long")
-    broken("llama2c-tokenizer", packed(0, "I", 0), "tokenizer.bin: token 0 .* max_token_length is 0")
-    broken("llama2c-tokenizer", packed(4, "f", float("nan")), "tokenizer.bin: the score of token 0 is nan")
-    broken("llama2c-tokenizer", lambda sample: sample.targets[0].unlink(), "no tokenizer beside .*model.bin")
+def test_llama2c_tokenizers(is_one_error):
+    is_one_error("llama2c-tokenizer", packed(8, "I", 2**32 - 1), "tokenizer.bin: token 0 is 4294967295 bytes long")
+    is_one_error("llama2c-tokenizer", packed(0, "I", 0), "tokenizer.bin: token 0 .* max_token_length is 0")
+    is_one_error("llama2c-tokenizer", packed(4, "f", float("nan")), "tokenizer.bin: the score of token 0 is nan")
+    is_one_error("llama2c-tokenizer", lambda sample: sample.targets[0].unlink(), "no tokenizer beside .*model.bin")
 
 
 class Payload:
-    """What a pickle can do to who loads it."""
+    """A pickle that runs a command when it is loaded."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -343,7 +320,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("how", ["pickle", "zip", "safetensors", "gguf", "llama2c-0"])
-def test_a_pickle_never_runs(broken, tmp_path, how):
+def test_pickles_never_run(is_one_error, tmp_path, how):
     marker = tmp_path / "ran"
     payload = pickle.dumps({"model.norm.weight": Payload(marker)}, protocol=2)
 
@@ -356,15 +333,15 @@ def test_a_pickle_never_runs(broken, tmp_path, how):
         else:
             target.write_bytes(payload)
 
-    broken({"pickle": "pytorch", "zip": "pytorch"}.get(how, how), change, "pytorch_model.bin|model.")
+    is_one_error({"pickle": "pytorch", "zip": "pytorch"}.get(how, how), change, "pytorch_model.bin|model.")
     assert not marker.exists()
     if how == "pickle":
-        pickle.loads(payload)  # it does run, where someone loads it
+        pickle.loads(payload)  # it does run with Python's unpickler
         assert marker.exists()
 
 
 def in_pickle(*changes: tuple[bytes, bytes]):
-    """Bytes of the pickle in a PyTorch file replaced, the archive whole."""
+    """Bytes of the pickle in a PyTorch file replaced, the archive valid."""
 
     def write(sample: Sample) -> None:
         target = sample.targets[0]
@@ -390,18 +367,18 @@ PYTORCH = {
 
 
 @pytest.mark.parametrize("case", PYTORCH)
-def test_pytorch(broken, case):
-    broken("pytorch", *PYTORCH[case])
+def test_pytorch(is_one_error, case):
+    is_one_error("pytorch", *PYTORCH[case])
 
 
-def test_a_pytorch_archive_that_grows(broken):
-    """A kilobyte of deflated zeros for each megabyte: nothing is inflated before its size is known."""
+def test_pytorch_zip_bomb(is_one_error):
+    """300 MB of deflated zeros: nothing is inflated before its size is known."""
 
     def change(sample: Sample) -> None:
         with zipfile.ZipFile(sample.targets[0], "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
             archive.writestr("pytorch_model/data.pkl", bytes(300 << 20))
 
-    broken("pytorch", change, "pytorch_model.bin")
+    is_one_error("pytorch", change, "pytorch_model.bin")
 
 
 TOKENIZERS = {
@@ -418,8 +395,8 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("case", TOKENIZERS)
-def test_tokenizers(broken, case):
-    broken("tokenizer-json", *TOKENIZERS[case])
+def test_tokenizers(is_one_error, case):
+    is_one_error("tokenizer-json", *TOKENIZERS[case])
 
 
 @pytest.mark.parametrize(
@@ -428,17 +405,17 @@ def test_tokenizers(broken, case):
      ("tokenizer-json", "tokenizer_config.json"), ("tokenizer-model", "tokenizer.model"),
      ("llama2c-tokenizer", "tokenizer.bin")],
 )  # fmt: skip
-def test_a_small_file_that_has_gigabytes(broken, kind, name):
-    """Nothing but a hole on the disk."""
+def test_huge_sparse_files(is_one_error, kind, name):
+    """A sparse file of 3 GB."""
 
     def change(sample: Sample) -> None:
         with (sample.folder / name).open("wb") as file:
             file.truncate(3 << 30)
 
-    broken(kind, change, f"{name}.* bytes")
+    is_one_error(kind, change, f"{name}.* bytes")
 
 
-def test_a_sentencepiece_model_with_a_piece_of_a_megabyte(broken):
+def test_sentencepiece_piece_of_a_megabyte(is_one_error):
     from sentencepiece import sentencepiece_model_pb2
 
     def change(data: bytes) -> bytes:
@@ -446,12 +423,12 @@ def test_a_sentencepiece_model_with_a_piece_of_a_megabyte(broken):
         proto.pieces.add(piece="a" * 10**6, score=-1.0)
         return proto.SerializeToString()
 
-    broken("tokenizer-model", in_target(change), "tokenizer.model.*piece of more than")
+    is_one_error("tokenizer-model", in_target(change), "tokenizer.model.*piece of more than")
 
 
 @pytest.mark.parametrize("out", ["model", "model.gguf", "model.bin"])
-def test_values_that_are_no_numbers_are_not_written(samples, tmp_path, out):
-    sample = samples("tokenizer-model").copy(tmp_path / "broken")
+def test_values_that_are_not_finite_are_not_written(valid_sample, tmp_path, out):
+    sample = valid_sample("tokenizer-model").copy(tmp_path / "damaged")
     values = weights()
     values["model.norm.weight"] = values["model.norm.weight"] * float("nan")
     save_weights(sample.folder, values)

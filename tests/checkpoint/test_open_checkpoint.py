@@ -164,7 +164,9 @@ def test_many_files_have_no_more_tensors_than_one(tmp_path):
     for shard in range(3):
         empty = {f"{shard}.{i}": entry(0, 0, [0]) for i in range(20_000)}
         header_file(tmp_path / f"model-0000{shard}-of-00003.safetensors", empty)
-    with pytest.raises(CheckpointError, match="model-00002-of-00003.safetensors: the files up to this one have more tensors"):
+    with pytest.raises(
+        CheckpointError, match="model-00002-of-00003.safetensors: the files up to this one have more tensors"
+    ):
         folder_tensors(tmp_path)
     (tmp_path / "other").mkdir()
     index = {"weight_map": {f"w{i}": f"{i}.safetensors" for i in range(1001)}}

@@ -1,14 +1,11 @@
-"""Small whole checkpoints of every format, and a child process that opens broken ones."""
+"""Small valid checkpoints of every format, to be damaged by tests."""
 
 from __future__ import annotations
 
 import io
 import json
-import selectors
 import shutil
 import struct
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,42 +26,39 @@ CONFIG = ModelConfig(
     vocab_size=VOCAB, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 TEXT = "the cat sat on a mat and saw two birds in the old garden while rain fell on a hat, that cat.\n" * 20
-MEMORY = 200  # MB that a broken file may cost
-SECONDS = 3.0  # of processor time: one on a machine that does nothing else
-PATIENCE = 20.0  # seconds by the clock, on a machine that does other things too
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A checkpoint in `folder`, opened by `source`; `targets` are the files that are worth breaking."""
+    """A checkpoint in `folder`, opened by `source`; `targets` are the files that tests damage."""
 
     folder: Path
     source: Path
     targets: tuple[Path, ...]
 
     def copy(self, to: Path) -> Sample:
-        """The same in a folder of its own."""
+        """Copy it to another folder."""
         shutil.copytree(self.folder, to)
 
-        def moved(path: Path) -> Path:
+        def in_copy(path: Path) -> Path:
             return to / path.relative_to(self.folder)
 
-        return Sample(to, moved(self.source), tuple(map(moved, self.targets)))
+        return Sample(to, in_copy(self.source), tuple(map(in_copy, self.targets)))
 
 
 def llama_tokenizer() -> Tokenizer:
-    """SentencePiece as Llama 2 has it: a space first, bytes from 3."""
+    """A SentencePiece tokenizer like Llama 2's: a dummy prefix, bytes from id 3."""
     import sentencepiece as spm
 
-    written = io.BytesIO()
+    proto = io.BytesIO()
     spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_writer=written, model_type="bpe", vocab_size=VOCAB,
+        sentence_iterator=iter(TEXT.splitlines()), model_writer=proto, model_type="bpe", vocab_size=VOCAB,
         hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity",
         remove_extra_whitespaces=False, minloglevel=2,
     )  # fmt: skip
-    model = sentencepiece.parse(written.getvalue(), "test")
+    model = sentencepiece.parse(proto.getvalue(), "test")
     names = sentencepiece.special_names(model)
-    return Tokenizer(sentencepiece.convert(model), names, sentencepiece_model=written.getvalue())
+    return Tokenizer(sentencepiece.convert(model), names, sentencepiece_model=proto.getvalue())
 
 
 def weights() -> dict:
@@ -74,7 +68,7 @@ def weights() -> dict:
 
 
 def make(kind: str, folder: Path) -> Sample:
-    """A whole checkpoint: one of KINDS."""
+    """Make a valid checkpoint, one of KINDS."""
     folder.mkdir()
     return KINDS[kind](folder)
 
@@ -117,7 +111,7 @@ def _tokenizer_json(folder: Path) -> Sample:
 
 
 def _tokenizer_json_llama(folder: Path) -> Sample:
-    """Llama 2's kind without SentencePiece's file: a normalizer, byte fallback, a sequence of decoders."""
+    """Llama 2's tokenizer without SentencePiece's file: a normalizer, byte fallback, a sequence of decoders."""
     save_weights(folder, weights())
     sample = _folder(folder, "tokenizer.json", llama_tokenizer())
     (folder / "tokenizer.model").unlink()
@@ -125,7 +119,7 @@ def _tokenizer_json_llama(folder: Path) -> Sample:
 
 
 def _tokenizer_json_unigram(folder: Path) -> Sample:
-    """A kind with another model and most other parts."""
+    """Another model and most other components of tokenizers."""
     import tokenizers as hf
 
     runtime = hf.Tokenizer(hf.models.Unigram())
@@ -274,65 +268,3 @@ KINDS = {
     "tokenizer-gpt2": _tokenizer_gpt2,
     "tokenizer-model": _tokenizer_model,
 }
-
-
-class Victim:
-    """The child process of `victim.py`, started again after each end of it."""
-
-    def __init__(self, whole: Path):
-        self.whole = whole
-        self.process: subprocess.Popen | None = None
-
-    def open(self, path: Path) -> dict:
-        """What `victim.py` answers; `ended` says why, where it doesn't."""
-        if self.process is None:
-            command = [sys.executable, str(Path(__file__).with_name("victim.py"))]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            if self._ask(self.whole, patience=120) != "ready\n":
-                raise AssertionError(f"a whole checkpoint ended the process: {self.whole}")
-        line = self._ask(path, PATIENCE)
-        if not line:
-            return {"errors": [], "stray": None, "ended": self.close(), "seconds": 0, "growth": 0}
-        found = json.loads(line)
-        if found["growth"] > MEMORY:  # a peak stays: the next answer needs a new process
-            self.close()
-        return {**found, "ended": None}
-
-    def _ask(self, path: Path, patience: float) -> str:
-        """The next line of the child; "" if it ended or says nothing for `patience` seconds."""
-        self.process.stdin.write(f"{path}\n")
-        self.process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            return self.process.stdout.readline() if selector.select(patience) else ""
-
-    def close(self) -> str:
-        """End the process, and say how it had ended by itself."""
-        if self.process is None:
-            return ""
-        try:
-            self.process.stdin.close()
-            how = f"it ended with {self.process.wait(timeout=1)}"
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            how = "it hung"
-        self.process.stdout.close()
-        self.process = None
-        return how
-
-
-def complaint(found: dict, name: str) -> str | None:
-    """What is wrong with an answer for a broken file below `name`; None if nothing is."""
-    if found["ended"]:
-        return found["ended"]
-    if found["stray"]:
-        return found["stray"]
-    if found["seconds"] > SECONDS:
-        return f"{found['seconds']:.1f} s"
-    if found["growth"] > MEMORY:
-        return f"{found['growth']:.0f} MB"
-    for error in found["errors"]:
-        if "\n" in error or name not in error:
-            return f"not one line that names the file: {error}"
-    return None
