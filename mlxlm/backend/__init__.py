@@ -1,1 +1,1 @@
-"""The machine: MLX and its BLAS, platform and memory facts, memory bandwidth, CPU cores, compiled CPU kernels."""
+"""MLX and its BLAS, facts about the machine, memory bandwidth, and the files of MLX's CPU compiler."""

@@ -1,7 +1,7 @@
-"""The library that computes MLX's matrix products on Linux. Importing this module does not import MLX.
+"""The BLAS library that computes MLX's matrix products on Linux. Importing this module does not import MLX.
 
-MLX's Linux CPU wheel is linked to the reference BLAS (7.5 GFLOP/s in a float32 product of 1024 x 1024 matrices on two
-cores; MKL or OpenBLAS give about 230). It takes `cblas_sgemm` from whatever library the process has when MLX comes.
+MLX's Linux CPU wheel is linked to the reference BLAS: 7.5 GFLOP/s in a float32 product of 1024 x 1024 matrices on two
+cores, where MKL or OpenBLAS reach about 230. MLX uses the `cblas_sgemm` of a library that is loaded before it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,231 +23,249 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.utils.errors import PlatformError
 
-# Debian, Fedora and conda names of a library that exports cblas_sgemm. A plain `libblas` may be the slow
-# reference implementation, so it is not listed.
-_SYSTEM = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libblis.so.3", "libblis.so")
+# Libraries with cblas_sgemm on Debian, Fedora and conda. A plain `libblas` may be the slow reference implementation.
+_SYSTEM_LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libblis.so.3", "libblis.so")
 _NAMES = {"mkl": "MKL", "openblas": "OpenBLAS", "blis": "BLIS"}
 
-# What sets and what tells the number of threads; numpy's OpenBLAS has names of its own.
-_THREADS = (
+# Functions that set and get the number of threads, in MKL, OpenBLAS and numpy's OpenBLAS.
+_THREAD_FUNCTIONS = (
     ("MKL_Set_Num_Threads", "MKL_Get_Max_Threads"),
     ("openblas_set_num_threads", "openblas_get_num_threads"),
     ("scipy_openblas_set_num_threads64_", "scipy_openblas_get_num_threads64_"),
 )
 
-# MKL has no AVX-512 for processors of AMD, where OpenBLAS takes its kernels of these names. On the one machine that was
-# tried, a virtual EPYC of 2024, single products on one core ran at 250 GFLOP/s instead of 120; below 8 rows MKL was up
-# to 7 times as fast. OpenBLAS's threads wait for each other in a loop, which on a busy machine took longer than the
-# product: it has those products only that run on one thread.
-_AVX512 = (b"SkylakeX", b"Cooperlake", b"SapphireRapids", b"Zen5")
-_FEW, _ALL, _NONE = 8, 0, 2**31 - 1
+# MKL doesn't use AVX-512 on AMD processors, where OpenBLAS uses its kernels of these names. On the one machine that was
+# measured, a virtual EPYC of 2024, products on one core ran at 250 instead of 120 GFLOP/s, but with fewer than 8 rows
+# MKL was up to 7 times as fast. OpenBLAS's threads wait in a spin loop, which on a busy machine took longer than the
+# product: it only computes products that run on one thread.
+_AVX512_KERNELS = (b"SkylakeX", b"Cooperlake", b"SapphireRapids", b"Zen5")
+_MIN_OPENBLAS_SIZE = 8  # rows and columns
+_ALWAYS_OPENBLAS, _NEVER_OPENBLAS = 0, 2**31 - 1
 
-_SECOND = "apt-get install gcc, a cache folder that can be written, numpy from PyPI"
-INSTALL = "pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
+_INSTALL_BLAS = "pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
+_ENABLE_ROUTER = "apt-get install gcc, a writable cache folder, numpy from PyPI"
 
 
 @dataclass(frozen=True)
 class Blas:
-    """What answers MLX's `cblas_sgemm`. `path` is None for the library MLX ships with. `unavailable_reason`: why numpy's OpenBLAS,
-    which would be faster, could not be taken as well or instead."""
+    """The library behind MLX's `cblas_sgemm`.
+
+    Attributes:
+        name: Its name, or "reference" for the slow one in MLX's wheel.
+        path: Path of the library; None if MLX uses its own.
+        unavailable_reason: Why numpy's OpenBLAS, which would be faster, can't be used as well or instead.
+    """
 
     name: str
     path: str | None
     _libraries: tuple[ctypes.CDLL, ...] = field(default=(), repr=False)
     _router: ctypes.CDLL | None = field(default=None, repr=False)
     unavailable_reason: str | None = None
-    _entering: Any = field(default_factory=threading.Lock, repr=False, compare=False)
-    _inside: list[None] = field(default_factory=list, repr=False)  # one for each that is in `single_threaded`
-    _before: list[int] = field(default_factory=list, repr=False)  # the threads that the libraries had
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _single_threaded: list[None] = field(default_factory=list, repr=False)  # one entry per open `single_threaded`
+    _saved_threads: list[int] = field(default_factory=list, repr=False)  # each library's number of threads before
 
     @cached_property
-    def _threads(self) -> list[tuple]:
-        calls = [(lib, *names) for lib in self._libraries for names in _THREADS if hasattr(lib, names[0])]
-        return [(getattr(lib, sets), getattr(lib, tells)) for lib, sets, tells in calls]
+    def _thread_functions(self) -> list[tuple[Callable[[int], None], Callable[[], int]]]:
+        return [
+            (getattr(library, setter), getattr(library, getter))
+            for library in self._libraries
+            for setter, getter in _THREAD_FUNCTIONS
+            if hasattr(library, setter)
+        ]
 
     @property
     def sets_threads(self) -> bool:
         """Whether `single_threaded` works."""
-        return bool(self._libraries) and len(self._threads) == len(self._libraries)
+        return bool(self._libraries) and len(self._thread_functions) == len(self._libraries)
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
-        """Inside, a product runs on the thread that asks for it alone; several may at the same time.
+        """Inside, each product runs on its calling thread, so that several threads can compute products at once.
 
-        The libraries' numbers of threads are the process's: several threads may be inside, the last one puts them back.
+        The number of threads belongs to the process: it is restored when the last thread leaves the context.
         """
-        with self._entering:
-            if not self._inside:
-                self._before[:] = [tells() for _, tells in self._threads]
-                for sets, _ in self._threads:
-                    sets(1)
+        with self._lock:
+            if not self._single_threaded:
+                self._saved_threads[:] = [get_threads() for _, get_threads in self._thread_functions]
+                for set_threads, _ in self._thread_functions:
+                    set_threads(1)
                 if self._router is not None:
-                    self._router.mlxlm_least(_FEW)
-            self._inside.append(None)
+                    self._router.mlxlm_set_min_size(_MIN_OPENBLAS_SIZE)
+            self._single_threaded.append(None)
         try:
             yield
         finally:
-            with self._entering:
-                self._inside.pop()
-                if not self._inside:
+            with self._lock:
+                self._single_threaded.pop()
+                if not self._single_threaded:
                     if self._router is not None:
-                        self._router.mlxlm_least(_NONE)
-                    for (sets, _), number in zip(self._threads, self._before, strict=True):
-                        sets(number)
+                        self._router.mlxlm_set_min_size(_NEVER_OPENBLAS)
+                    for (set_threads, _), number in zip(self._thread_functions, self._saved_threads, strict=True):
+                        set_threads(number)
 
 
 _loaded: Blas | None = None
 
-# Whether MLX was there before this package: then it is too late for another BLAS.
-mlx_came_first = "mlx.core" in sys.modules
+# Whether MLX was imported before this package, which is too late for another BLAS.
+mlx_imported_first = "mlx.core" in sys.modules
 
 
 def load_blas() -> Blas:
-    """Load an optimised CBLAS before MLX is imported, so that MLX's `cblas_sgemm` resolves to it.
+    """Load an optimized CBLAS before MLX is imported, so that MLX's `cblas_sgemm` resolves to it.
 
     Order: `$MLXLM_BLAS` (a path; "numpy" for the OpenBLAS inside numpy; "none"), MKL from PyPI, the system's OpenBLAS
-    or BLIS, numpy's. On a processor of AMD with AVX-512, numpy's comes beside MKL, for products on one thread. It takes
-    a C compiler, since its functions have other names than MLX asks for. `blas_warning` says where that failed.
+    or BLIS, numpy's OpenBLAS. On AMD processors with AVX-512, numpy's OpenBLAS is used besides MKL, for products on one
+    thread. numpy's functions have other names than `cblas_sgemm`, so that this needs a C compiler; `blas_warning` tells
+    if it failed.
 
-    On macOS MLX uses Accelerate and Metal: nothing is loaded, and `$MLXLM_BLAS` has no effect. Raises PlatformError if
-    it can't be loaded on Linux, since a choice must not be dropped in silence.
+    On macOS MLX uses Accelerate and Metal: nothing is loaded, and `$MLXLM_BLAS` has no effect.
+
+    Raises:
+        PlatformError: `$MLXLM_BLAS` can't be loaded.
     """
     global _loaded
     if _loaded is None:
-        _loaded = _find()
+        _loaded = _find_blas()
     return _loaded
 
 
 def blas_warning() -> str | None:
-    """One line if a faster BLAS was wanted and could not be had: products run on MLX's reference one, or on MKL
-    alone; else None."""
+    """One line if a faster BLAS can't be used, with what to install; else None."""
     blas = load_blas()
     if blas.name == "reference":
-        why = f" ({blas.unavailable_reason})" if blas.unavailable_reason else ""
-        return f"no fast BLAS found{why}: matrix products are about 25 times slower (try: {INSTALL})"
+        reason = f" ({blas.unavailable_reason})" if blas.unavailable_reason else ""
+        return f"no fast BLAS found{reason}: matrix products are about 25 times slower (try: {_INSTALL_BLAS})"
     if blas.unavailable_reason:
-        lost = "training is slower on this processor and rounds in another way"
-        return f"{blas.name} works without numpy's OpenBLAS, {lost}: {blas.unavailable_reason} (try: {_SECOND})"
+        return (
+            f"{blas.name} works without numpy's OpenBLAS, so that training is slower on this processor and rounds "
+            f"differently: {blas.unavailable_reason} (try: {_ENABLE_ROUTER})"
+        )
     return None
 
 
-def _find() -> Blas:
+def _find_blas() -> Blas:
     if sys.platform == "darwin":
         return Blas("Accelerate", None)
-    # Sums that don't depend on the alignment of memory, so that equal runs are equal to the bit.
+    # Sums that don't depend on memory alignment, so that equal runs are bit-equal.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-    chosen = os.environ.get("MLXLM_BLAS")
-    if chosen == "none":
+    choice = os.environ.get("MLXLM_BLAS")
+    if choice == "none":
         return Blas("MLX's own", None)
-    if chosen:
+    if choice:
         try:
-            return _routed(None) if chosen == "numpy" else _opened(chosen)
+            return _load_router(None) if choice == "numpy" else _load_library(choice)
         except OSError as error:
             hint = 'the full path of a CBLAS library, or "numpy"'
-            raise PlatformError(f"MLXLM_BLAS={chosen} can't be loaded: {error}", hint) from None
+            raise PlatformError(f"MLXLM_BLAS={choice} can't be loaded: {error}", hint) from None
     for path in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*")):
         unavailable_reason = None
-        if _amd_with_avx512():
+        if _is_amd_with_avx512():
             try:
-                return _routed(str(path))
+                return _load_router(str(path))
             except OSError as error:
                 unavailable_reason = str(error)
             except _NotFaster:
                 pass
         with suppress(OSError):
-            return replace(_opened(str(path)), unavailable_reason=unavailable_reason)
-    for path in _SYSTEM:
+            return replace(_load_library(str(path)), unavailable_reason=unavailable_reason)
+    for path in _SYSTEM_LIBRARIES:
         with suppress(OSError):
-            return _opened(path)
+            return _load_library(path)
     try:
-        return _routed(None)
+        return _load_router(None)
     except OSError as error:
         return Blas("reference", None, unavailable_reason=str(error))
 
 
-def _opened(path: str) -> Blas:
-    handle = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    if not hasattr(handle, "cblas_sgemm"):
+def _load_library(path: str) -> Blas:
+    library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    if not hasattr(library, "cblas_sgemm"):
         raise OSError("it has no cblas_sgemm")
-    lowered = Path(path).name.lower()
-    name = next((label for key, label in _NAMES.items() if key in lowered), Path(path).name)
-    return Blas(name, path, (handle,))
+    file_name = Path(path).name
+    name = next((label for key, label in _NAMES.items() if key in file_name.lower()), file_name)
+    return Blas(name, path, (library,))
 
 
-def _routed(mkl: str | None) -> Blas:
-    """numpy's OpenBLAS, alone, or beside the MKL at a path. Raises OSError where that can't be had, _NotFaster where
-    MKL alone is as good."""
-    path = _in_numpy()
-    openblas = ctypes.CDLL(path)
-    wide = _function(openblas, "scipy_cblas_sgemm64_")
-    if mkl is None:
-        router = _router(None, wide)
-        router.mlxlm_least(_ALL)
-        _seen_by_mlx(router)
-        return Blas("OpenBLAS", path, (openblas,))
-    kernels = _function(openblas, "scipy_openblas_get_corename64_")
-    kernels.restype = ctypes.c_char_p
-    if kernels() not in _AVX512:
+def _load_router(mkl_path: str | None) -> Blas:
+    """Load numpy's OpenBLAS, alone or besides MKL, behind the cblas_sgemm of blas_route.c.
+
+    Raises:
+        OSError: A library can't be loaded, or the router can't be compiled.
+        _NotFaster: MKL alone is as fast.
+    """
+    openblas_path = _numpy_openblas_path()
+    openblas = ctypes.CDLL(openblas_path)
+    large_gemm = _get_function(openblas, "scipy_cblas_sgemm64_")
+    if mkl_path is None:
+        router = _make_router(None, large_gemm)
+        router.mlxlm_set_min_size(_ALWAYS_OPENBLAS)
+        _expose_to_mlx(router)
+        return Blas("OpenBLAS", openblas_path, (openblas,))
+    get_kernels = _get_function(openblas, "scipy_openblas_get_corename64_")
+    get_kernels.restype = ctypes.c_char_p
+    if get_kernels() not in _AVX512_KERNELS:
         raise _NotFaster
-    few = ctypes.CDLL(mkl)
-    router = _router(_function(few, "cblas_sgemm"), wide)
-    router.mlxlm_least(_NONE)
-    _seen_by_mlx(router)
-    return Blas("MKL and OpenBLAS", mkl, (few, openblas), router)
+    mkl = ctypes.CDLL(mkl_path)
+    router = _make_router(_get_function(mkl, "cblas_sgemm"), large_gemm)
+    router.mlxlm_set_min_size(_NEVER_OPENBLAS)
+    _expose_to_mlx(router)
+    return Blas("MKL and OpenBLAS", mkl_path, (mkl, openblas), router)
 
 
 class _NotFaster(Exception):
-    """numpy's OpenBLAS has no kernels with AVX-512 here."""
+    """numpy's OpenBLAS has no AVX-512 kernels for this processor."""
 
 
-def _function(library: ctypes.CDLL, name: str) -> Any:
+def _get_function(library: ctypes.CDLL, name: str) -> Any:
     try:
         return getattr(library, name)
     except AttributeError:
         raise OSError(f"{library._name} has no {name}") from None
 
 
-def _router(few: Any | None, many: Any) -> ctypes.CDLL:
-    """The library of blas_route.c between these two functions, not yet where MLX finds it."""
+def _make_router(small_gemm: Any | None, large_gemm: Any) -> ctypes.CDLL:
+    """The library of blas_route.c with these two functions, not yet visible to MLX."""
     try:
-        router = ctypes.CDLL(str(_compiled()))
-    except OSError:  # a power cut may have left it cut short
-        router = ctypes.CDLL(str(_compiled(again=True)))
-    addresses = [None if function is None else ctypes.cast(function, ctypes.c_void_p) for function in (few, many)]
-    _function(router, "mlxlm_route")(*addresses)
+        router = ctypes.CDLL(str(_compile_router()))
+    except OSError:  # truncated by a power cut
+        router = ctypes.CDLL(str(_compile_router(force=True)))
+    functions = (small_gemm, large_gemm)
+    addresses = [None if function is None else ctypes.cast(function, ctypes.c_void_p) for function in functions]
+    _get_function(router, "mlxlm_set_libraries")(*addresses)
     return router
 
 
-def _seen_by_mlx(router: ctypes.CDLL) -> None:
-    """The last step: from here on all products of MLX go through the router."""
+def _expose_to_mlx(router: ctypes.CDLL) -> None:
+    """The last step: from here on, all of MLX's products go through the router."""
     ctypes.CDLL(router._name, mode=ctypes.RTLD_GLOBAL)
 
 
-def _in_numpy() -> str:
-    """The path of the OpenBLAS in numpy's wheel, which is found without importing numpy."""
+def _numpy_openblas_path() -> str:
+    """Path of the OpenBLAS in numpy's wheel, without importing numpy."""
     numpy = find_spec("numpy")
-    found = sorted(Path(numpy.origin).parents[1].glob("numpy.libs/libscipy_openblas64_*.so*")) if numpy else []
-    if not found:
-        raise OSError("numpy is not a wheel with OpenBLAS in it")
-    return str(found[0])
+    paths = sorted(Path(numpy.origin).parents[1].glob("numpy.libs/libscipy_openblas64_*.so*")) if numpy else []
+    if not paths:
+        raise OSError("numpy is not a wheel with OpenBLAS")
+    return str(paths[0])
 
 
-def _compiled(again: bool = False) -> Path:
-    """The library of blas_route.c, compiled at the first time, or `again`."""
+def _compile_router(force: bool = False) -> Path:
+    """Path of the library of blas_route.c, compiled if it isn't in the cache or with `force`."""
     source = Path(__file__).with_name("blas_route.c").read_bytes()
     try:
         library = platform.cache_folder() / f"blas-{os.uname().machine}-{zlib.crc32(source):08x}.so"
-        if again or not library.exists():
-            from tempfile import TemporaryDirectory  # not in every start of the program
+        if force or not library.exists():
+            from tempfile import TemporaryDirectory  # here to keep the start of the program fast
 
             from mlxlm.utils import files
 
             with TemporaryDirectory() as folder:
-                made = Path(folder, library.name)
-                command = ["cc", "-x", "c", "-O2", "-shared", "-fPIC", "-o", str(made), "-"]
+                output = Path(folder, library.name)
+                command = ["cc", "-x", "c", "-O2", "-shared", "-fPIC", "-o", str(output), "-"]
                 subprocess.run(command, input=source, capture_output=True, check=True)
                 library.parent.mkdir(parents=True, exist_ok=True)
-                files.write_bytes(library, made.read_bytes(), PlatformError)
+                files.write_bytes(library, output.read_bytes(), PlatformError)
     except FileNotFoundError:
         raise OSError("there is no C compiler, cc") from None
     except (PlatformError, subprocess.SubprocessError) as error:
@@ -255,10 +273,10 @@ def _compiled(again: bool = False) -> Path:
     return library
 
 
-def _amd_with_avx512() -> bool:
+def _is_amd_with_avx512() -> bool:
     try:
         with open("/proc/cpuinfo") as file:
-            first = file.read(8192)
+            cpuinfo = file.read(8192)
     except OSError:
         return False
-    return "AuthenticAMD" in first and " avx512f " in first
+    return "AuthenticAMD" in cpuinfo and " avx512f " in cpuinfo

@@ -1,7 +1,7 @@
-/* cblas_sgemm for MLX: products of few rows or columns by one library, all others by another.
+/* cblas_sgemm for MLX: products with few rows or columns by one library, all others by another.
  *
- * mlxlm/blas.py compiles this, and says by `mlxlm_route` which functions they are. MLX finds `cblas_sgemm` here
- * because this library is loaded before it. The function in numpy counts in 64 bits.
+ * mlxlm/backend/blas.py compiles this and sets the two functions with `mlxlm_set_libraries`. MLX finds this cblas_sgemm
+ * because this library is loaded before MLX. numpy's OpenBLAS has 64-bit integers.
  */
 #include <stdint.h>
 
@@ -9,22 +9,22 @@ typedef void (*Gemm)(int, int, int, int, int, int, float, const float*, int, con
 typedef void (*Gemm64)(int, int, int, int64_t, int64_t, int64_t, float, const float*, int64_t, const float*, int64_t,
                        float, float*, int64_t);
 
-static Gemm narrow;
-static Gemm64 wide;
-static int least;
+static Gemm small_gemm;
+static Gemm64 large_gemm;
+static int min_size;
 
-void mlxlm_route(Gemm few, Gemm64 many) {
-  narrow = few;
-  wide = many;
+void mlxlm_set_libraries(Gemm small, Gemm64 large) {
+  small_gemm = small;
+  large_gemm = large;
 }
 
-/* Products whose result has fewer than `smallest` rows or columns go to `few`. Not while one is being computed. */
-void mlxlm_least(int smallest) { least = smallest; }
+/* Products with fewer than `size` rows or columns go to the first library. Must not be called during a product. */
+void mlxlm_set_min_size(int size) { min_size = size; }
 
 void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
                  const float* b, int ldb, float beta, float* c, int ldc) {
-  if (m < least || n < least)
-    narrow(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  if (m < min_size || n < min_size)
+    small_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
   else
-    wide(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    large_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }

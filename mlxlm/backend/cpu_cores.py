@@ -1,4 +1,4 @@
-"""How a CPU's cores share the rows of a batch in training."""
+"""How the rows of a batch are divided among a CPU's cores in training."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from mlxlm.backend.mlx import ON_CPU
 
 
 def num_batch_shards(batch_size: int) -> int:
-    """Into how many parts the rows of a batch are cut here: one for each core of a CPU, or 1, which is not at all.
+    """Number of parts that a batch is divided into: one per CPU core, or 1 if it isn't divided.
 
-    Cores that have unequally many rows wait for each other: where a quarter of their time would be lost, the
-    batch stays whole. So it does where the threads of the BLAS can't be set. Each part has gradients of its own, as
-    large as the weights. Measured on two cores only.
+    A batch isn't divided if unequal parts would waste a quarter of the cores' time, or if the BLAS can't be limited to
+    one thread. Each part has its own gradients, as large as the weights. Measured on two cores only.
     """
     cores = platform.cpu_cores()
     if not ON_CPU or not load_blas().sets_threads or batch_size < cores:
         return 1
-    most_rows = -(-batch_size // cores)
-    return cores if 4 * batch_size > 3 * cores * most_rows else 1
+    largest_shard = -(-batch_size // cores)
+    return cores if 4 * batch_size > 3 * cores * largest_shard else 1

@@ -5,21 +5,23 @@ from __future__ import annotations
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
 
-_processes = 1  # that train together on this machine
+_num_processes = 1  # that train together on this machine
 
 
-def split_memory_between(processes: int) -> None:
-    """From now on `device_memory` is what each of so many processes may use; NVIDIA GPUs are each one's own."""
-    global _processes
-    _processes = processes
+def split_memory_between(num_processes: int) -> None:
+    """Make `device_memory` the share of one of several processes. Each has an NVIDIA GPU of its own."""
+    global _num_processes
+    _num_processes = num_processes
 
 
 def device_memory() -> int | None:
-    """Bytes that a model may use on the default device: a CPU's and an NVIDIA GPU's whole memory, on Metal what macOS
-    recommends. None for a GPU that doesn't say."""
+    """Bytes that a model may use on the default device, or None if a GPU doesn't tell.
+
+    A CPU's and an NVIDIA GPU's whole memory; on Metal, the working set that macOS recommends.
+    """
     if ON_CPU:
-        return platform.total_memory() // _processes
+        return platform.total_memory() // _num_processes
     info = mx.device_info()
-    if recommended := info.get("max_recommended_working_set_size"):
-        return recommended // _processes
+    if working_set := info.get("max_recommended_working_set_size"):
+        return working_set // _num_processes
     return info.get("total_memory") or None

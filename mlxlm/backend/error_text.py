@@ -1,4 +1,4 @@
-"""One line for any error."""
+"""A one-line description of any exception."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxlm.utils.errors import MlxlmError
 
 
 def describe_error(error: Exception) -> str:
-    """One line for any error, ours or not."""
+    """Describe any exception in one line, with a hint where there is one."""
     if isinstance(error, MlxlmError):
         return " ".join(str(error).split())
     if isinstance(error, MemoryError):
@@ -19,6 +19,6 @@ def describe_error(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and ("malloc" in text or "Insufficient Memory" in text):
         return f"out of memory: {text} (try: a smaller model, batch or context)"
-    if isinstance(error, RuntimeError) and (broken := failed_kernel_path(text)):
-        return f"a kernel that MLX compiled can't be loaded: {text} (try: rm {shlex.quote(broken)})"
+    if isinstance(error, RuntimeError) and (kernel := failed_kernel_path(text)):
+        return f"a kernel that MLX compiled can't be loaded: {text} (try: rm {shlex.quote(kernel)})"
     return f"internal error: {type(error).__name__}: {text} (try: the same command with --debug, and report it)"

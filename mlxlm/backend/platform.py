@@ -14,12 +14,12 @@ INSTALL_BACKEND = "pip install 'mlxlm[cpu]' (or cuda12, cuda13 for an NVIDIA GPU
 
 
 def cpu_cores() -> int:
-    """Cores this process may use (its affinity, not the machine's total)."""
+    """Number of CPU cores that this process may use: its affinity, not the machine's total."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_compiler() -> bool:
-    """Whether `mx.compile` can build CPU code: MLX calls g++ for it."""
+    """Whether there is g++, which MLX needs for `mx.compile` on a CPU."""
     try:
         return subprocess.run(["g++", "--version"], capture_output=True, check=False).returncode == 0
     except OSError:
@@ -27,7 +27,7 @@ def has_compiler() -> bool:
 
 
 def total_memory() -> int:
-    """Bytes of physical memory, or of the container's limit where that is lower."""
+    """Bytes of physical memory, or the container's limit if that is lower."""
     import psutil
 
     total = psutil.virtual_memory().total
@@ -42,18 +42,18 @@ def total_memory() -> int:
 
 
 def process_memory() -> int:
-    """Resident bytes of this process."""
+    """Bytes of resident memory of this process."""
     import psutil
 
     return psutil.Process().memory_info().rss
 
 
 def chip() -> str:
-    """The processor's name, e.g. "Apple M2 Max"."""
+    """Name of the processor, such as "Apple M2 Max"."""
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-        out = subprocess.run(command, capture_output=True, text=True, check=False)
-        return out.stdout.strip() or "Apple silicon"
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        return result.stdout.strip() or "Apple silicon"
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -66,41 +66,41 @@ def chip() -> str:
 
 
 def on_battery() -> bool | None:
-    """Whether this machine runs on its battery now; None where it has none, or none that can be seen."""
+    """Whether this machine runs on battery; None if it has no battery or doesn't tell."""
     if sys.platform == "linux":
-        return _discharging(Path("/sys/class/power_supply"))
+        return _linux_on_battery(Path("/sys/class/power_supply"))
     import psutil
 
     try:
         battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
-    except OSError:  # a driver that is gone
+    except OSError:  # the driver was removed
         return None
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
-def _discharging(supplies: Path) -> bool | None:
-    """`on_battery` by Linux's power supplies. psutil takes them by their names, a wireless mouse for the machine's."""
+def _linux_on_battery(folder: Path) -> bool | None:
+    """`on_battery` by Linux's power supplies. psutil goes by their names and takes a wireless mouse for the machine."""
 
-    def says(supply: Path, name: str) -> str:
+    def read(supply: Path, name: str) -> str:
         try:
             return (supply / name).read_text().strip()
-        except OSError:  # without that fact, or gone
+        except OSError:  # the supply lacks this attribute or was removed
             return ""
 
-    found = [supply for supply in supplies.iterdir() if says(supply, "scope") != "Device"] if supplies.is_dir() else []
-    states = {says(supply, "status") for supply in found if says(supply, "type") == "Battery"}
+    supplies = [supply for supply in folder.iterdir() if read(supply, "scope") != "Device"] if folder.is_dir() else []
+    states = {read(supply, "status") for supply in supplies if read(supply, "type") == "Battery"}
     if not states:
         return None
-    if mains := {says(supply, "online") for supply in found if says(supply, "type") == "Mains"} & {"0", "1"}:
+    if mains := {read(supply, "online") for supply in supplies if read(supply, "type") == "Mains"} & {"0", "1"}:
         return "1" not in mains
     return "Discharging" in states or (None if states <= {"Unknown", ""} else False)
 
 
 def thermal_state() -> str | None:
-    """ "hot" where the machine slows down or is about to, "cool" well below that, "warm" between; None: unknown.
+    """How hot this machine is: "cool", "warm", "hot" (it is slowed down or soon will be) or None if unknown.
 
-    On macOS by the system's thermal pressure (`OSThermalNotification.h`): nominal is cool, moderate is warm, heavy and
-    beyond are hot. On Linux by the sensors that have a critical temperature: hot from 5 degrees below it, cool from 15.
+    On macOS by the thermal pressure (`OSThermalNotification.h`): nominal is cool, moderate is warm, others are hot. On
+    Linux by the sensors with a critical temperature: hot within 5 degrees of it, cool from 15 degrees below it.
     """
     if sys.platform == "darwin":
         level = _thermal_pressure(ctypes.CDLL("/usr/lib/libSystem.dylib"))
@@ -108,24 +108,27 @@ def thermal_state() -> str | None:
     import psutil
 
     try:
-        found = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
-    except OSError:  # a driver that is gone
+        sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+    except OSError:  # the driver was removed
         return None
     # Sensors that aren't connected show 0, -128 or 255, and limits of 0 or 65261.
-    distances = [
-        s.critical - s.current for sensors in found.values() for s in sensors if _sane(s.critical) and _sane(s.current)
+    margins = [
+        sensor.critical - sensor.current
+        for group in sensors.values()
+        for sensor in group
+        if _is_plausible(sensor.critical) and _is_plausible(sensor.current)
     ]
-    if not distances:
+    if not margins:
         return None
-    return "hot" if min(distances) <= 5 else "warm" if min(distances) < 15 else "cool"
+    return "hot" if min(margins) <= 5 else "warm" if min(margins) < 15 else "cool"
 
 
-def _sane(temperature: float | None) -> bool:
+def _is_plausible(temperature: float | None) -> bool:
     return temperature is not None and 1 <= temperature <= 150
 
 
 def _thermal_pressure(system: ctypes.CDLL) -> int | None:
-    """The level that `notifyutil -g com.apple.system.thermalpressurelevel` shows, by notify(3); None on a failure."""
+    """The level of `notifyutil -g com.apple.system.thermalpressurelevel`, by notify(3); None if that fails."""
     token, level = ctypes.c_int(), ctypes.c_uint64()
     if system.notify_register_check(b"com.apple.system.thermalpressurelevel", ctypes.byref(token)):
         return None
@@ -135,24 +138,24 @@ def _thermal_pressure(system: ctypes.CDLL) -> int | None:
 
 
 def model_cache() -> Path:
-    """The folder where downloaded models are kept: Hugging Face's cache."""
+    """Hugging Face's cache, where downloaded models are."""
     if "HF_HUB_CACHE" in os.environ:
         return Path(os.environ["HF_HUB_CACHE"])
     return Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
 
 
 def state_folder() -> Path:
-    """Where mlxlm keeps its own small files (chat history), by the XDG rules. Not created here."""
-    return _own_folder("XDG_STATE_HOME", ".local/state")
+    """Folder for mlxlm's own small files (chat history), by the XDG rules. It may not exist."""
+    return _xdg_folder("XDG_STATE_HOME", ".local/state")
 
 
 def cache_folder() -> Path:
-    """Where mlxlm keeps what it can find out again (kernel measurements), by the XDG rules. Not created here."""
-    return _own_folder("XDG_CACHE_HOME", ".cache")
+    """Folder for measurements that can be repeated, by the XDG rules. It may not exist."""
+    return _xdg_folder("XDG_CACHE_HOME", ".cache")
 
 
-def _own_folder(variable: str, below_home: str) -> Path:
-    """Raises PlatformError for a user without a home, as containers have."""
+def _xdg_folder(variable: str, below_home: str) -> Path:
+    """Raises PlatformError for a user without a home folder, as in containers."""
     try:
         return Path(os.environ.get(variable) or Path.home() / below_home) / "mlxlm"
     except RuntimeError:

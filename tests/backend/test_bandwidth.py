@@ -70,7 +70,7 @@ def test_a_rotating_cache_counts_what_it_holds(tiny_config):
 
 
 def test_the_best_measurement_is_kept(own_cache_folder, monkeypatch):
-    monkeypatch.setattr(bandwidth, "_LARGEST", 1 << 22)
+    monkeypatch.setattr(bandwidth, "_BUFFER_BYTES", 1 << 22)
     assert bandwidth.cached_bandwidth() is None
     measured = bandwidth.measure_bandwidth()
     assert 1e8 < measured < 1e13
@@ -83,7 +83,7 @@ def test_the_best_measurement_is_kept(own_cache_folder, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', "{" * 10_000, json.dumps({"x": 5.0})])
 def test_a_record_that_is_none_is_measured_anew(own_cache_folder, monkeypatch, content):
-    monkeypatch.setattr(bandwidth, "_LARGEST", 1 << 22)
+    monkeypatch.setattr(bandwidth, "_BUFFER_BYTES", 1 << 22)
     path = own_cache_folder / "mlxlm" / "bandwidth.json"
     path.parent.mkdir()
     path.write_text(content)
@@ -92,7 +92,7 @@ def test_a_record_that_is_none_is_measured_anew(own_cache_folder, monkeypatch, c
 
 
 def test_a_record_that_cannot_be_written_is_no_error(own_cache_folder, monkeypatch):
-    monkeypatch.setattr(bandwidth, "_LARGEST", 1 << 22)
+    monkeypatch.setattr(bandwidth, "_BUFFER_BYTES", 1 << 22)
     (own_cache_folder / "mlxlm").write_text("a file in the way")
     assert bandwidth.measure_bandwidth() > 0
     assert bandwidth.cached_bandwidth() is None

@@ -69,7 +69,7 @@ MKL = sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
 @pytest.mark.skipif(not MKL, reason="MKL is not installed")
 def test_products_by_two_libraries_each_where_it_is_faster():
     class_of_all = "class Any:\n    def __contains__(self, name): return isinstance(name, bytes)\n"
-    taken = f"from mlxlm.backend import blas\nblas._AVX512 = Any()\nblas._loaded = blas._routed({str(MKL[0])!r})\n"
+    taken = f"from mlxlm.backend import blas\nblas._AVX512_KERNELS = Any()\nblas._loaded = blas._load_router({str(MKL[0])!r})\n"
     done = python(class_of_all + taken + _PRODUCTS, MLXLM_BLAS="none")  # nothing is loaded with the package
     assert done.stdout == "MKL and OpenBLAS True\n", done.stderr
 
@@ -81,7 +81,7 @@ from pathlib import Path
 from mlxlm.backend import blas
 class Any:
     def __contains__(self, name): return isinstance(name, bytes)
-blas._AVX512, blas._amd_with_avx512 = Any(), lambda: True
+blas._AVX512_KERNELS, blas._is_amd_with_avx512 = Any(), lambda: True
 blas._loaded, sys.prefix = None, {prefix!r}
 """
 
@@ -93,7 +93,7 @@ def test_a_broken_mkl_leaves_mlx_no_half_made_router(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmkl_rt.so.3").write_bytes(b"broken")
     code = _FORCED.format(prefix=str(tmp_path)) + (
-        f"blas._SYSTEM = ({str(MKL[0])!r},)\nprint(blas.load_blas().name)\nfrom mlxlm.backend.mlx import mx\n"
+        f"blas._SYSTEM_LIBRARIES = ({str(MKL[0])!r},)\nprint(blas.load_blas().name)\nfrom mlxlm.backend.mlx import mx\n"
         "print((mx.ones((9, 9)) @ mx.ones((9, 9))).sum().item())"
     )
     del_choice = {"MLXLM_BLAS": "none"}  # nothing is loaded with the package
@@ -120,7 +120,7 @@ def test_a_library_without_the_function_is_an_error_that_says_so(tmp_path):
     """numpy of another build, whose OpenBLAS has other names."""
     code = (
         "import ctypes\nfrom mlxlm.backend import blas\n"
-        "blas._in_numpy = lambda: ctypes.util.find_library('m')\nimport ctypes.util\nblas._routed(None)"
+        "blas._numpy_openblas_path = lambda: ctypes.util.find_library('m')\nimport ctypes.util\nblas._load_router(None)"
     )
     done = python(code, MLXLM_BLAS="none")
     assert "OSError: libm.so" in done.stderr and "has no scipy_cblas_sgemm64_" in done.stderr
@@ -129,7 +129,7 @@ def test_a_library_without_the_function_is_an_error_that_says_so(tmp_path):
 @LINUX
 @pytest.mark.skipif(not MKL, reason="MKL is not installed")
 def test_mkl_stays_alone_where_openblas_would_not_use_avx512():
-    code = f"from mlxlm.backend import blas\nblas._routed({str(MKL[0] if MKL else '')!r})"
+    code = f"from mlxlm.backend import blas\nblas._load_router({str(MKL[0] if MKL else '')!r})"
     done = python(code, MLXLM_BLAS="none", OPENBLAS_CORETYPE="Haswell")
     assert "_NotFaster" in done.stderr
 
@@ -137,10 +137,10 @@ def test_mkl_stays_alone_where_openblas_would_not_use_avx512():
 @LINUX
 def test_the_last_to_leave_puts_the_threads_back():
     code = (
-        "from mlxlm.backend.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
+        "from mlxlm.backend.blas import load_blas\nblas = load_blas()\nget_threads = blas._thread_functions[0][1]\nbefore = get_threads()\n"
         "one, other = blas.single_threaded(), blas.single_threaded()\none.__enter__()\nother.__enter__()\n"
-        "one.__exit__(None, None, None)\nassert tells() == 1\nother.__exit__(None, None, None)\n"
-        "assert tells() == before == 2\nprint('put back')"
+        "one.__exit__(None, None, None)\nassert get_threads() == 1\nother.__exit__(None, None, None)\n"
+        "assert get_threads() == before == 2\nprint('put back')"
     )
     assert python(code, MLXLM_BLAS="numpy", OPENBLAS_NUM_THREADS="2").stdout == "put back\n"
 
@@ -148,7 +148,7 @@ def test_the_last_to_leave_puts_the_threads_back():
 @LINUX
 def test_threads_are_set_inside_and_put_back():
     code = (
-        "from mlxlm.backend.blas import load_blas\nblas = load_blas()\ntells = blas._threads[0][1]\nbefore = tells()\n"
-        "with blas.single_threaded():\n    assert tells() == 1\nassert tells() == before\nprint('put back')"
+        "from mlxlm.backend.blas import load_blas\nblas = load_blas()\nget_threads = blas._thread_functions[0][1]\nbefore = get_threads()\n"
+        "with blas.single_threaded():\n    assert get_threads() == 1\nassert get_threads() == before\nprint('put back')"
     )
     assert python(code, MLXLM_BLAS="numpy").stdout == "put back\n"

@@ -42,10 +42,10 @@ def test_the_memory_of_each_kind_of_device(monkeypatch):
     monkeypatch.setattr(device, "ON_CPU", False)
     assert memory(memory_size=16 << 30, max_recommended_working_set_size=12 << 30) == 12 << 30  # Metal
     assert memory(total_memory=24 << 30, free_memory=20 << 30) == 24 << 30  # CUDA
-    monkeypatch.setattr(device, "_processes", 2)
+    monkeypatch.setattr(device, "_num_processes", 2)
     assert memory(total_memory=24 << 30) == 24 << 30
     assert memory(max_recommended_working_set_size=12 << 30) == 6 << 30
-    monkeypatch.setattr(device, "_processes", 1)
+    monkeypatch.setattr(device, "_num_processes", 1)
     assert memory() is None
 
 

@@ -238,8 +238,8 @@ def test_the_power_supplies_of_linux(tmp_path, supplies, expected):
         (tmp_path / f"hidpp_battery_{i}").mkdir()
         for name, value in facts.items():
             (tmp_path / f"hidpp_battery_{i}" / name).write_text(f"{value}\n")
-    assert platform._discharging(tmp_path) is expected
-    assert platform._discharging(tmp_path / "none") is None
+    assert platform._linux_on_battery(tmp_path) is expected
+    assert platform._linux_on_battery(tmp_path / "none") is None
 
 
 def test_a_battery_whose_driver_is_gone(monkeypatch):
