@@ -59,7 +59,7 @@ def greedy_tokens(checkpoint: Checkpoint) -> list[int]:
 def answering(monkeypatch, answer) -> None:
     """`answer(peer, path, ids, start)` stands for the other programs."""
     monkeypatch.setattr(
-        cross_check.peers, "run_backend", lambda backend, path, ids, start, **_: answer(backend, path, ids, start)
+        cross_check.reference_backends, "run_backend", lambda backend, path, ids, start, **_: answer(backend, path, ids, start)
     )
 
 
@@ -158,8 +158,8 @@ def stand_in(monkeypatch, program: str) -> None:
 def test_the_process_of_a_peer(tmp_path, monkeypatch):
     stand_in(
         monkeypatch,
-        "print('loading'); print(json.dumps({'tokens': request['ids'][request['start']:], 'gaps': [0.0],"
-        " 'spread': 1.0, 'words': [len(request['text'])]}))",
+        "print('loading'); print(json.dumps({'tokens': request['ids'][request['start']:], 'logit_gaps': [0.0],"
+        " 'logit_std': 1.0, 'text_ids': [len(request['text'])]}))",
     )
     found = reference_backends.run_backend("llama.cpp", tmp_path, [1, 2, 3], 2, text="four")
     assert found == reference_backends.BackendOutput([3], [0.0], 1.0, text_ids=[4])

@@ -86,7 +86,7 @@ def test_another_tokenizer_is_found(source, tiny_tokenizer, make_text):
     other = train([make_text(3000).upper()], 300)
     with pytest.raises(CheckpointError, match="out: its tokenizer differs from the source's: other tokens at "):
         check_metadata(source, with_tokenizer(source, other), "out")
-    end = with_tokenizer(source, changed(tiny_tokenizer, eos=tiny_tokenizer.names["pad"]))
+    end = with_tokenizer(source, changed(tiny_tokenizer, eos=tiny_tokenizer.special_token_names["pad"]))
     with pytest.raises(CheckpointError, match="the eos token is "):
         check_metadata(source, end, "out")
 
@@ -118,12 +118,13 @@ def test_the_chat_template_comes_along_where_the_format_has_a_place_for_it(sourc
     ],
 )
 def test_wrong_values_in_a_gguf_file_are_found(source, tmp_path, monkeypatch, key, value, error):
-    header = gguf.writer._write_header
+    write_header = gguf.writer.write_header
 
-    def wrong(file, metadata, stored, types):
-        header(file, {**metadata, key: (metadata[key][0], value)}, stored, types)
+    def wrong(file, architecture, metadata, tensors, types):
+        assert key in metadata
+        write_header(file, architecture, {**metadata, key: value}, tensors, types)
 
-    monkeypatch.setattr(gguf.writer, "_write_header", wrong)
+    monkeypatch.setattr(gguf.writer, "write_header", wrong)
     tokenizer = train(["In the year 1911 there were 1234 of 1234, in 1912 there were 1911. " * 40], 280)
     source = with_tokenizer(source, tokenizer)
     gguf.write(tmp_path / "m.gguf", source.config, source.tensors, tokenizer, "F32")

@@ -118,7 +118,7 @@ def test_families_that_store_matrices_together(write_model, tmp_path, texts):
     assert "model.layers.0.self_attn.qkv_proj.scales" in load_weights(tmp_path / "out")
     assert report.metrics.kl < 0.5 and config.model_type == "phi3"
     searched = quantize(
-        tmp_path / "source", tmp_path / "searched", bits_per_weight=4, calibration_text=texts[0], evaluate=False
+        tmp_path / "source", tmp_path / "searched", target_bpw=4, calibration_text=texts[0], evaluate=False
     )
     assert searched.bits_per_weight <= 4 and len({str(chosen) for chosen in searched.formats.values()}) > 1
 
@@ -161,11 +161,11 @@ def test_a_budget_is_kept_by_the_bytes_on_disk(model, tmp_path, texts):
 def test_bits_per_weight_are_kept_and_better_spent_than_evenly(model, tmp_path, texts):
     even = quantize(model, tmp_path / "even", bits=3, eval_text=texts[1])
     target = even.bits_per_weight
-    report = quantize(model, tmp_path / "out", bits_per_weight=target, calibration_text=texts[0], eval_text=texts[1])
+    report = quantize(model, tmp_path / "out", target_bpw=target, calibration_text=texts[0], eval_text=texts[1])
     assert target - 0.1 < report.bits_per_weight <= target
     assert report.metrics.kl < even.metrics.kl
     with pytest.raises(ConfigError, match="1.5 bits per weight can't be reached.*2.* or more"):
-        quantize(model, tmp_path / "none", bits_per_weight=1.5, calibration_text=texts[0])
+        quantize(model, tmp_path / "none", target_bpw=1.5, calibration_text=texts[0])
 
 
 def test_a_bound_on_the_divergence_is_kept_as_measured(model, tmp_path, texts):
