@@ -1,4 +1,4 @@
-"""Folders that MLX quantized: every mode, overrides by layer, and parts that don't belong together."""
+"""Folders quantized by MLX: every mode, overrides by layer, and parts that don't belong together."""
 
 import json
 
@@ -26,26 +26,26 @@ MODES += [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)]
 
 
 def quantized_folder(folder, plan, skipped=(), config=CONFIG):
-    """A folder as mlx_lm.convert writes it; returns the decoder that it stands for."""
+    """Write a folder as mlx_lm.convert does; return the dequantized decoder."""
     model = Decoder(config)
     model.init_weights(0)
     weights, plain = {}, []
     for name, value in tree_flatten(model.parameters()):
         layer = name.removesuffix(".weight")
         value = value.astype(mx.bfloat16)
-        own = plan.get(layer, True)
-        if value.ndim != 2 or own is False or layer in skipped:
+        entry = plan.get(layer, True)
+        if value.ndim != 2 or entry is False or layer in skipped:
             weights[name] = value
             plain.append((name, value.astype(mx.float32)))
             continue
-        entry = plan if own is True else own
-        kind = {"group_size": entry["group_size"], "bits": entry["bits"], "mode": entry.get("mode") or "affine"}
-        packed, *parts = mx.quantize(value, **kind)
+        entry = plan if entry is True else entry
+        settings = {"group_size": entry["group_size"], "bits": entry["bits"], "mode": entry.get("mode") or "affine"}
+        packed, *parts = mx.quantize(value, **settings)
         weights |= {f"{layer}.{part}": v for part, v in zip(("scales", "biases"), parts, strict=False)}
         weights[name] = packed
-        if kind["mode"] == "affine":
+        if settings["mode"] == "affine":
             parts = [part.astype(mx.float32) for part in parts]
-        plain.append((name, mx.dequantize(packed, *parts, **kind).astype(mx.float32)))
+        plain.append((name, mx.dequantize(packed, *parts, **settings).astype(mx.float32)))
     model.load_weights(plain)
     (folder / "config.json").write_text(json.dumps({**config_to_hf(config), "quantization": plan}))
     save_weights(folder, weights)
@@ -53,19 +53,19 @@ def quantized_folder(folder, plan, skipped=(), config=CONFIG):
 
 
 @pytest.mark.parametrize(("mode", "group_size", "bits"), MODES)
-def test_every_mode_is_what_mlx_dequantizes(tmp_path, mode, group_size, bits):
-    wanted = quantized_folder(tmp_path, {"group_size": group_size, "bits": bits, "mode": mode})
+def test_every_mode_equals_mx_dequantize(tmp_path, mode, group_size, bits):
+    expected_model = quantized_folder(tmp_path, {"group_size": group_size, "bits": bits, "mode": mode})
     checkpoint = open_checkpoint(tmp_path)
     plain = dequantize_tensors(checkpoint.tensors, checkpoint.config.quantization)
-    for name, value in tree_flatten(wanted.parameters()):
+    for name, value in tree_flatten(expected_model.parameters()):
         assert plain[name].shape == value.shape and mx.array_equal(plain[name].read().astype(mx.float32), value), name
     tokens = mx.array([[1, 2, 3]])
     close = 0 if ON_CPU else 1e-2
     model = load_checkpoint(checkpoint)[0]
-    np.testing.assert_allclose(np.array(model(tokens), dtype=np.float32), np.array(wanted(tokens)), atol=close)
+    np.testing.assert_allclose(np.array(model(tokens), dtype=np.float32), np.array(expected_model(tokens)), atol=close)
 
 
-def test_layers_have_plans_of_their_own(tmp_path):
+def test_settings_by_layer(tmp_path):
     plan = {
         "group_size": 64, "bits": 4,
         "model.embed_tokens": {"group_size": 32, "bits": 8},
@@ -73,13 +73,13 @@ def test_layers_have_plans_of_their_own(tmp_path):
         "model.layers.1.mlp.down_proj": False,
         "model.layers.1.mlp.up_proj": True,
     }  # fmt: skip
-    wanted = quantized_folder(tmp_path, plan, skipped=["model.layers.0.self_attn.q_proj"])
+    expected_model = quantized_folder(tmp_path, plan, skipped=["model.layers.0.self_attn.q_proj"])
     model, _ = load_model(tmp_path)
     tokens = mx.array([[5, 6]])
-    np.testing.assert_allclose(np.array(model(tokens)), np.array(wanted(tokens)), atol=1e-6 if ON_CPU else 1e-2)
+    np.testing.assert_allclose(np.array(model(tokens)), np.array(expected_model(tokens)), atol=1e-6 if ON_CPU else 1e-2)
 
 
-def test_the_plan_may_lie_under_hugging_faces_name(tmp_path):
+def test_quantization_config_is_also_read(tmp_path):
     quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
     values = json.loads((tmp_path / "config.json").read_text())
     values["quantization_config"] = values.pop("quantization")
@@ -87,12 +87,12 @@ def test_the_plan_may_lie_under_hugging_faces_name(tmp_path):
     assert open_checkpoint(tmp_path).config.quantization["bits"] == 4
 
 
-def test_what_is_no_module_in_a_plan(tmp_path):
+def test_other_keys_are_ignored(tmp_path):
     quantized_folder(tmp_path, {"group_size": 64, "bits": 4, "quant_method": "mlx", "mode": None, "note": None})
     assert module_quantization(open_checkpoint(tmp_path).config.quantization, "lm_head")["mode"] == "affine"
 
 
-def test_mlx_lm_quantizes_and_we_read(tmp_path):
+def test_model_quantized_by_mlx_lm(tmp_path):
     utils = pytest.importorskip("mlx_lm.utils")
     llama = pytest.importorskip("mlx_lm.models.llama")
     values = {**config_to_hf(CONFIG), "rope_theta": 10_000.0}
@@ -105,17 +105,17 @@ def test_mlx_lm_quantizes_and_we_read(tmp_path):
     np.testing.assert_allclose(np.array(ours(tokens)), np.array(theirs(tokens).astype(mx.float32)), atol=1e-4)
 
 
-def test_one_layer_by_itself(tmp_path, monkeypatch):
-    memory(monkeypatch, 0)  # one layer has room anywhere
-    wanted = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
+def test_load_one_layer(tmp_path, monkeypatch):
+    set_memory(monkeypatch, 0)  # one layer has room anywhere
+    expected_model = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
     checkpoint = open_checkpoint(tmp_path)
     part = nn.Linear(128, 128, bias=False)
     load_submodule(part, checkpoint.tensors, "model.layers.1.self_attn.o_proj", checkpoint.config.quantization)
-    assert mx.array_equal(part.weight, wanted.layers[1].self_attn.o_proj.weight)
+    assert mx.array_equal(part.weight, expected_model.layers[1].self_attn.o_proj.weight)
 
 
-def memory(monkeypatch, total):
-    """A machine with so many bytes, and a processor alone."""
+def set_memory(monkeypatch, total):
+    """Simulate a machine with `total` bytes and without a GPU."""
     monkeypatch.setattr(load, "ON_CPU", True)
     monkeypatch.setattr(load.platform, "total_memory", lambda: total)
 
@@ -126,16 +126,16 @@ def is_quantized(module):
 
 @pytest.mark.parametrize("place", ["a GPU", "a processor without room"])
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-def test_matrices_that_stay_quantized(tmp_path, monkeypatch, place, mode):
+def test_model_stays_quantized(tmp_path, monkeypatch, place, mode):
     plan = {"group_size": 32, "bits": 4, "mode": mode, "model.layers.1.mlp.down_proj": False}
-    wanted = quantized_folder(tmp_path, plan)
+    expected_model = quantized_folder(tmp_path, plan)
     checkpoint = open_checkpoint(tmp_path)
     stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     if place == "a GPU":
         monkeypatch.setattr(load, "ON_CPU", False)
         model, _ = load_checkpoint(checkpoint)
     else:
-        memory(monkeypatch, 2 * stored)
+        set_memory(monkeypatch, 2 * stored)
         with pytest.warns(UserWarning, match="GB in float32, this machine has .*: it keeps its dtype, which is slow"):
             model, _ = load_checkpoint(checkpoint)
     first, last = model.layers
@@ -146,11 +146,11 @@ def test_matrices_that_stay_quantized(tmp_path, monkeypatch, place, mode):
     tokens = mx.array([[1, 2, 3]])
     # In 16 bits each product is rounded; in float32 only the order of sums is another.
     close = 0.1 if place == "a GPU" else 1e-3
-    np.testing.assert_allclose(np.array(model(tokens).astype(mx.float32)), np.array(wanted(tokens)), atol=close)
+    np.testing.assert_allclose(np.array(model(tokens).astype(mx.float32)), np.array(expected_model(tokens)), atol=close)
 
 
-def test_a_part_that_stays_quantized(tmp_path, monkeypatch):
-    wanted = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
+def test_layer_stays_quantized(tmp_path, monkeypatch):
+    expected_model = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
     checkpoint = open_checkpoint(tmp_path)
     monkeypatch.setattr(load, "ON_CPU", False)
     block = Block(checkpoint.config, 1)
@@ -159,19 +159,19 @@ def test_a_part_that_stays_quantized(tmp_path, monkeypatch):
     layer = block.self_attn.o_proj
     parts = (part.astype(mx.float32) for part in (layer.scales, layer.biases))
     found = mx.dequantize(layer.weight, *parts, group_size=64, bits=4)
-    assert mx.array_equal(found, wanted.layers[1].self_attn.o_proj.weight)
+    assert mx.array_equal(found, expected_model.layers[1].self_attn.o_proj.weight)
 
 
-def test_weights_without_room_in_float32_stay_in_16_bits(tmp_path, monkeypatch):
+def test_weights_that_do_not_fit_in_float32_keep_their_dtype(tmp_path, monkeypatch):
     model = Decoder(CONFIG)
     model.init_weights(0)
     weights = {name: value.astype(mx.bfloat16) for name, value in tree_flatten(model.parameters())}
     save_weights(tmp_path, weights)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(CONFIG)))
     stored = 2 * CONFIG.parameter_count()
-    memory(monkeypatch, 10 * stored)
+    set_memory(monkeypatch, 10 * stored)
     assert load_model(tmp_path)[0].model.norm.weight.dtype == mx.float32
-    memory(monkeypatch, int(1.5 * stored))
+    set_memory(monkeypatch, int(1.5 * stored))
     with pytest.warns(UserWarning, match="try: mlxlm quantize"):
         kept, _ = load_model(tmp_path)
     assert {value.dtype for _, value in tree_flatten(kept.parameters())} == {mx.bfloat16}
@@ -179,7 +179,7 @@ def test_weights_without_room_in_float32_stay_in_16_bits(tmp_path, monkeypatch):
     np.testing.assert_allclose(np.array(kept(tokens).astype(mx.float32)), np.array(model(tokens)), atol=3e-2)
     text = list(generate_tokens(Context(kept), [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), 3))
     assert len(text) == 3
-    memory(monkeypatch, stored)
+    set_memory(monkeypatch, stored)
     with pytest.raises(CheckpointError, match=r"weights take .* GB, this machine has .* GB .try: mlxlm quantize"):
         load_model(tmp_path)
 
@@ -201,7 +201,7 @@ def test_weights_without_room_in_float32_stay_in_16_bits(tmp_path, monkeypatch):
         (None, {"scales": mx.zeros((2,))}, "each with two dimensions"),
     ],
 )
-def test_parts_that_do_not_belong_together(tmp_path, plan, change, expected):
+def test_mismatched_parts_are_errors(tmp_path, plan, change, expected):
     quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
     folder = tmp_path / "changed"
     folder.mkdir()
@@ -219,7 +219,7 @@ def test_parts_that_do_not_belong_together(tmp_path, plan, change, expected):
     assert str(folder) in str(caught.value)
 
 
-def test_shapes_are_those_of_the_whole_matrix():
+def test_unpacked_shapes():
     parts = mx.quantize(mx.random.normal((6, 96)), group_size=32, bits=3)
     tensors = {
         f"a.{part}": lazy_tensor(value) for part, value in zip(("weight", "scales", "biases"), parts, strict=True)

@@ -1,0 +1,134 @@
+"""Checkpoints loaded through mlx_lm, and the errors."""
+
+import json
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.checkpoint import load_model, save_weights
+from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
+from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.cli.main import _run
+from mlxlm.convert.inspect import describe
+from mlxlm.utils.errors import CheckpointError
+
+pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
+
+
+@pytest.mark.parametrize("field", ["model_file", "auto_map"])
+def test_code_in_the_folder_is_never_run(write, field):
+    folder = write(**{field: "evil.py" if field == "model_file" else {"AutoModelForCausalLM": "evil.Model"}})
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    with pytest.raises(CheckpointError, match="model_file is 'evil.py'" if field == "model_file" else "weights"):
+        load_model(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_cohere_logits_are_those_of_mlx_lm(tmp_path):
+    cohere = pytest.importorskip("mlx_lm.models.cohere")
+    values = {
+        "model_type": "cohere", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 50, "max_position_embeddings": 77,
+        "eos_token_id": [3, 4],
+    }  # fmt: skip
+    original = cohere.Model(cohere.ModelArgs.from_dict(values))
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_weights(tmp_path, dict(tree_flatten(original.parameters())))
+    model, config = load_model(tmp_path)
+    tokens = mx.array([[1, 2, 3, 4]])
+    np.testing.assert_allclose(np.array(model(tokens)), np.array(original(tokens)), atol=1e-5)
+    assert (config.model_type, config.eos_ids, config.max_position_embeddings) == ("cohere", {3, 4}, 77)
+    halves = {name: value.astype(mx.bfloat16) for name, value in tree_flatten(original.parameters())}
+    save_weights(tmp_path, halves)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    model, config = load_model(tmp_path)
+    types = {value.dtype for _, value in tree_flatten(model.parameters())}
+    assert types == {mx.float32 if ON_CPU else mx.bfloat16} and config.eos_ids == {3, 4, 5}
+    odd = {**values, "eos_token_id": "x", "vocab_size": 50}
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(CheckpointError, match="eos_token_id is 'x', it must be a token id"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"logits_scaling": None, "rms_norm_eps": None}, "config.json lacks rms_norm_eps, logits_scaling"),
+        ({"rope_parameters": None}, "config.json lacks rope_theta"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_hidden_layers": "2"}, "can't be built with num_hidden_layers '2'"),
+        ({"hidden_size": "wide"}, "hidden_size 'wide'"),
+        ({"rope_parameters": 7}, "rope_parameters is 7, it must be an object"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta is 'x'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "has rope_type 'spiral'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "has rope_type 'linear'"),
+        ({"quantization": "4 bits"}, "quantization is '4 bits', it must be an object"),
+        ({"quantization": {"bits": 4}}, "group_size is None"),
+        ({"model_type": 3}, "model_type is 3, it must be a string"),
+        ({"model_type": "gpt_bigcode"}, "config.json lacks n_embd"),
+        ({}, "the weights don't match the configuration: .* is missing .and 18 more"),
+    ],
+)
+def test_errors_name_the_field(write, changes, expected):
+    with pytest.raises(CheckpointError, match=expected):
+        load_model(write(**changes))
+
+
+def test_other_formats_are_errors(write):
+    folder = write()
+    (folder / "model.safetensors").unlink()
+    torch = pytest.importorskip("torch")
+    torch.save({"model.embed_tokens.weight": torch.zeros(97, 32)}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="mlx_lm reads safetensors, not pytorch files .*save_pretrained"):
+        load_model(folder)
+    assert "reads safetensors" in describe(open_checkpoint(folder)).problem
+
+
+def test_router_correction_bias_is_an_error(write):
+    folder = write(
+        model_type="ernie4_5_moe", use_bias=False, moe_intermediate_size=16, moe_num_shared_experts=0, moe_k=2,
+        moe_layer_start_index=0, moe_layer_end_index=1, moe_layer_interval=1, moe_num_experts=4, head_dim=8,
+    )  # fmt: skip
+    name = "model.layers.0.mlp.moe_statics.e_score_correction_bias"
+    for value, expected in ((1.0, f"{name} isn't zero"), (0.0, "is missing")):
+        save_weights(folder, {name: mx.full((1, 4), value)})
+        with pytest.raises(CheckpointError, match=expected):
+            load_model(folder)
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    code = _run(list(map(str, arguments)))
+    return code, *capsys.readouterr()
+
+
+def test_inspect_tells_whether_a_model_runs(write, capsys):
+    code, out, _ = run(capsys, "inspect", write())
+    assert code == 0 and "granite, run by mlx_lm: " in out
+    code, out, _ = run(capsys, "inspect", write(model_type="gpt_neo"))
+    assert code == 0 and "gpt_neo, can't be run: " in out and "run by" not in out
+    code, out, _ = run(capsys, "inspect", write(logits_scaling=None), "--json")
+    assert code == 0 and json.loads(out)["problem"].endswith("lacks logits_scaling, which mlx_lm's granite needs")
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    folder = write(rope_parameters={**longrope, "original_max_position_embeddings": 64})
+    _, _, err = run(capsys, "inspect", folder)
+    assert "texts end at 64 tokens: mlx_lm's model ignores rope_parameters beyond" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("command", ["convert", "quantize"])
+def test_hints_of_convert_and_quantize(write, tmp_path, capsys, command):
+    code, _, err = run(capsys, command, write(), "--out", tmp_path / "out")
+    assert code == 1 and "try: mlxlm chat or mlxlm generate" in err
+    code, _, err = run(capsys, command, write(model_type="gpt_neo"), "--out", tmp_path / "out")
+    assert code == 1 and "model_type 'gpt_neo'" in err and "try" not in err
+
+
+def test_building_a_model_reads_no_weights(write):
+    folder = write()
+    checkpoint = open_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    model, limit = build_with_mlx_lm(checkpoint)
+    assert model.model_type == "granite" and limit is None

@@ -1,0 +1,152 @@
+"""safetensors files: read, written, and invalid ones."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint import load_model, load_weights, save_weights
+from mlxlm.checkpoint.safetensors import file_tensors, folder_tensors, write_shards
+from mlxlm.model import Decoder
+from mlxlm.utils.errors import CheckpointError
+from tests.checkpoint.raw_safetensors import entry, header_file
+
+
+def test_shards_have_an_index_and_load_back(tmp_path):
+    weights = {f"w{i}": mx.random.normal((10, 10), key=mx.random.key(i)) for i in range(7)}
+    save_weights(tmp_path, weights, shard_bytes=1000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2800 and len(set(index["weight_map"].values())) == 4
+    found = load_weights(tmp_path)
+    assert found.keys() == weights.keys() and all(mx.array_equal(found[k], weights[k]) for k in weights)
+
+
+def test_file_tensors_has_all_names(model_dir, tiny_config):
+    expected = {name for name, _ in tree_flatten(Decoder(tiny_config).parameters())}
+    assert set(file_tensors(model_dir / "model.safetensors")) == expected
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_mutated_files_are_one_error_or_load(model_dir, data):
+    """Cut, overwritten or lengthened files end in a CheckpointError that names the file, never in a crash."""
+    path = model_dir / "model.safetensors"
+    original = path.read_bytes()
+    header = 8 + struct.unpack("<Q", original[:8])[0]
+    mutated = bytearray(original)
+    kind = data.draw(st.sampled_from(["cut", "header", "length"]))
+    if kind == "cut":
+        mutated = mutated[: data.draw(st.integers(0, len(original) - 1))]
+    elif kind == "length":
+        mutated[:8] = struct.pack("<Q", data.draw(st.integers(0, 2**64 - 1)))
+    else:
+        for _ in range(data.draw(st.integers(1, 4))):
+            mutated[data.draw(st.integers(8, header - 1))] = data.draw(st.integers(32, 126))
+    try:
+        path.write_bytes(bytes(mutated))
+        try:
+            model, _ = load_model(model_dir)
+            mx.eval(model.parameters())
+        except CheckpointError as error:
+            assert str(model_dir) in str(error) and "\n" not in str(error)
+    finally:
+        path.write_bytes(original)
+
+
+def test_each_read_is_a_new_array_and_nothing_is_cached(tmp_path):
+    """As much memory for eight passes over a file as for one tensor of it."""
+    weights = {f"w{i}": mx.random.normal((256, 1024), key=mx.random.key(i)) for i in range(16)}
+    save_weights(tmp_path, weights)
+    tensors = folder_tensors(tmp_path)
+    assert mx.array_equal(tensors["w3"].read(), weights["w3"]) and tensors["w3"].read() is not tensors["w3"].read()
+    del weights
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(8):
+        for tensor in tensors.values():
+            mx.eval(tensor.read())
+    assert mx.get_active_memory() - before < 2 << 20
+    assert mx.get_peak_memory() - before < 3 << 20  # of 16 MB
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, "tensors a and b overlap"),
+        ({"a": entry(0, 8, [True, 2])}, "an impossible shape"),
+        ({"a": entry(0, 8, [2.0])}, "an impossible shape"),
+        ({"a": entry(0, 0, [2**31, 0])}, "an impossible shape"),
+        ({"a": entry(0, 4, [1] * 1000)}, r"an impossible shape: \[1, [1, ]{,50}, \.\.\.\]"),
+        ({"a": entry(0, 8, [2**62, 2**62])}, "an impossible shape"),
+        ({"a": entry(0, 12, [2])}, "has 12 bytes, its shape needs 8"),
+        ({"a": entry(8, 0, [2])}, "has -8 bytes"),
+        ({"a": entry(0.0, 8, [2])}, "no pair of offsets"),
+        ({"a": entry(0, 80, [20])}, "truncated: tensor a ends"),
+        ({"a": entry(0, 8, [8], "F8_E5M2")}, "a is of type F8_E5M2, which MLX doesn't read"),
+        ({"a": entry(0, 8, [1], "F64")}, "a is of type F64"),
+        ({"a": entry(0, 8, [1], ["F32"])}, "a is of type"),
+        ({"a": [1]}, "a needs dtype, shape and data_offsets"),
+        ({"__metadata__": {"a": 1}}, "__metadata__ is not an object of strings"),
+        (b'{"a": {}, "a": {}}', 'the safetensors header has "a" twice'),
+        (b'{"a": {"dtype": "F32", "dtype": "F16"}}', 'has "dtype" twice'),
+        (b"[1, 2]", "not a JSON object"),
+        (b"[" * 100_000, "can't be read"),
+        (b'{"a":' * 50_000, "can't be read"),
+        (b'{"a": "\xff\xfe"}', "not UTF-8"),
+        (b"{" + b",".join(b'"%d":0' % i for i in range(500_000)) + b"}", "more than 250000 values"),
+        (b" " * 8_000_001, "at most 8000000 are possible"),
+    ],
+)
+def test_invalid_headers_are_errors(tmp_path, header, expected):
+    path = header_file(tmp_path / "model.safetensors", header, bytes(12))
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        file_tensors(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unusual_names_are_allowed(tmp_path):
+    header = {"../../etc/passwd": entry(0, 4, [1]), "b": entry(4, 8, []), "empty": entry(8, 8, [0, 3])}
+    tensors = file_tensors(header_file(tmp_path / "x.safetensors", header, bytes(8)))
+    assert [tensor.read().shape for tensor in tensors.values()] == [(1,), (), (0, 3)]
+
+
+def bits(value: mx.array) -> np.ndarray:
+    return np.array(value.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[value.dtype.size]))
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    save_weights(tmp_path, {f"w{i}": mx.random.normal((256, 1024), key=mx.random.key(i)) for i in range(16)})
+    (tmp_path / "out").mkdir()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    write_shards(tmp_path / "out", folder_tensors(tmp_path), shard_bytes=9 << 20, finite=True)
+    assert mx.get_peak_memory() - before < 4 << 20  # of 16 MB in two files
+    written, source = folder_tensors(tmp_path / "out"), folder_tensors(tmp_path)
+    assert all(np.array_equal(bits(written[name].read()), bits(source[name].read())) for name in source)
+
+
+def test_tensors_are_aligned(tmp_path):
+    weights = {
+        "bytes": mx.zeros((3,), mx.uint8), "half": mx.ones((3,), mx.float16), "words": mx.ones((2,), mx.uint32),
+        "none": mx.zeros((0, 4)), "one": mx.array(2.5), "transposed": mx.arange(6).reshape(2, 3).T,
+        "bool": mx.array([True]), "wide": mx.array([2**40]),
+    }  # fmt: skip
+    save_weights(tmp_path, weights)
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "mlx"} and length % 8 == 0
+    for name, value in weights.items():
+        assert header[name]["data_offsets"][0] % value.dtype.size == 0
+    read = mx.load(str(tmp_path / "model.safetensors"))
+    assert all(mx.array_equal(read[name], value) and read[name].shape == value.shape for name, value in weights.items())
+    safe = pytest.importorskip("safetensors.numpy")
+    theirs = safe.load_file(tmp_path / "model.safetensors")
+    assert all(np.array_equal(theirs[name], np.array(value)) for name, value in weights.items())
