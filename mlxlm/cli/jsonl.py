@@ -19,7 +19,8 @@ from mlxlm.cli.line_reader import LineReader
 from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
 from mlxlm.generation.batching import BATCH_SIZE
 from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, EncodedPrompt, Messages, RequestReader, Sample
-from mlxlm.generation.jsonl.results import ResultFile, bad_request_fields, has_failed, sample_fields
+from mlxlm.generation.jsonl.result_file import ResultFile
+from mlxlm.generation.jsonl.results import bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.json_files import json_line
 
@@ -171,7 +172,7 @@ class _Server:
             return
         self._progress.expect(task.num_samples)
         self._progress.skipped += task.num_samples - len(task.pending)
-        yield from task.wanted()
+        yield from task.pending_samples()
 
     def _next_position(self) -> int:
         self._num_positions += 1

@@ -1,7 +1,7 @@
-"""Texts that match a JSON schema, a regular expression or one of some choices, through llguidance.
+"""Constrained decoding with llguidance: a JSON schema, a regular expression, or one of several choices.
 
-A grammar is compiled once for a tokenizer; each text has a matcher, which says after every token which tokens can
-follow. What the matcher allows is a bit per token, packed, and is unpacked on the device.
+A grammar is compiled once per tokenizer. Each text has a matcher, which after every token computes a bitmask of the
+tokens that can follow. The bitmask is unpacked on the device.
 """
 
 from __future__ import annotations
@@ -24,47 +24,62 @@ from mlxlm.utils.errors import GenerationError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_COMPILED = 8  # grammars that are kept of a tokenizer: the rows of one request, and of a few more
+_MAX_CACHED_GRAMMARS = 8  # per tokenizer: the rows of one request share one
 _HINTS = {
     "json_schema": "a schema without it",
-    "regex": r"one such as [0-9]+, with \ before a character that stands for itself, as in \(",
+    "regex": r"a regular expression such as [0-9]+, with \ before special characters, as in \(",
     "choice": "fewer or shorter texts",
 }
-_UNSUPPORTED = "a regular expression without it; it is matched as a whole, so that ^ and $ aren't needed"
+_UNSUPPORTED = "a regular expression without it; it matches the whole text, so that ^ and $ aren't needed"
 
 
 class Grammar:
-    """What a text must match, compiled for the tokens of a model. Texts share it."""
+    """A constraint, compiled for the tokens of a model. Texts share it.
 
-    def __init__(self, start: LLMatcher, name: str, tokens: LLTokenizer, first_space: bool):
-        """`first_space`: the tokens have to begin with a space, which isn't part of the text."""
-        self._start, self._tokens, self._first_space = start, tokens, first_space
+    Attributes:
+        name: The option that was compiled: json_schema, regex or choice.
+    """
+
+    def __init__(self, initial: LLMatcher, name: str, llg_tokenizer: LLTokenizer, dummy_prefix: bool):
+        """Wrap a matcher in its initial state.
+
+        Args:
+            initial: The matcher.
+            name: The option.
+            llg_tokenizer: llguidance's tokenizer.
+            dummy_prefix: Whether the tokens have to begin with a space that isn't part of the text.
+        """
+        self._initial, self._llg_tokenizer, self._dummy_prefix = initial, llg_tokenizer, dummy_prefix
         self.name = name
 
     @classmethod
     def compile(
         cls, options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> Grammar:
-        """The grammar of `options.constraint`, which must be set.
+        """Compile `options.constraint`, which must be set. Cached per tokenizer.
 
-        `vocab_size` is that of the logits: ids without a token are never allowed. `eos_token_ids` end a text; each is allowed
-        exactly where the text may end, whatever text it stands for elsewhere. Without any, a text ends where
-        nothing can follow.
+        Args:
+            options: The options with the constraint.
+            tokenizer: The tokenizer.
+            vocab_size: The width of the logits. Ids without a token are never allowed.
+            eos_token_ids: Tokens that end a text. Each is allowed exactly where the text may end, whatever text it
+                stands for elsewhere. Without any, a text ends where nothing can follow.
 
-        Raises GenerationError that says why a constraint can't be had: a keyword that isn't supported, a mistake in a
-        regular expression, one that nothing matches or that is too large, a tokenizer whose tokens aren't bytes.
+        Raises:
+            GenerationError: For an unsupported keyword, a mistake in a regular expression, a constraint that nothing
+                matches or that is too large, and a tokenizer whose tokens aren't bytes.
         """
         name = options.constraint
         if not tokenizer.has_byte_tokens:
-            reason = "the text of this tokenizer's tokens depends on their neighbours"
-            raise GenerationError(f"{name} can't be had with this model: {reason}", f"the same without {name}")
-        compiled = _compiled.setdefault(tokenizer, {})
+            reason = "the text of this tokenizer's tokens depends on their neighbors"
+            raise GenerationError(f"{name} isn't supported with this model: {reason}", f"the same without {name}")
+        grammars = _grammars.setdefault(tokenizer, {})
         key = vocab_size, frozenset(eos_token_ids), options.json_schema, options.regex, options.choice
-        if key not in compiled:
-            if len(compiled) == _COMPILED:
-                del compiled[next(iter(compiled))]
-            compiled[key] = cls._compile(options, name, tokenizer, vocab_size, eos_token_ids)
-        return compiled[key]
+        if key not in grammars:
+            if len(grammars) == _MAX_CACHED_GRAMMARS:
+                del grammars[next(iter(grammars))]
+            grammars[key] = cls._compile(options, name, tokenizer, vocab_size, eos_token_ids)
+        return grammars[key]
 
     @classmethod
     def _compile(
@@ -73,57 +88,58 @@ class Grammar:
         import llguidance
 
         with _library_errors(name):
-            tokens = _tokens(tokenizer, vocab_size, eos_token_ids)
-            first_space = tokenizer.strips_dummy_prefix
-            grammar = _grammar(options, first_space)
-            # The library's own limits bound time and memory; an error need not show the state of its parser.
+            llg_tokenizer = _llg_tokenizer(tokenizer, vocab_size, eos_token_ids)
+            dummy_prefix = tokenizer.strips_dummy_prefix
+            grammar = _llg_grammar(options, dummy_prefix)
+            # llguidance's own limits bound time and memory; its verbose errors show the state of the parser.
             limits = llguidance.LLParserLimits(verbose_errors=False)
-            start = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
-            if not start.is_error():
-                start.compute_bitmask()  # builds what is built lazily: here is the time to fail
-        problem = start.get_error()
-        if problem.startswith("NoExtension") or not problem and start.is_stopped() and not start.is_accepting():
+            initial = llguidance.LLMatcher(llg_tokenizer, grammar, log_level=0, limits=limits)
+            if not initial.is_error():
+                initial.compute_bitmask()  # some errors only occur here, since parts are built lazily
+        problem = initial.get_error()
+        if problem.startswith("NoExtension") or not problem and initial.is_stopped() and not initial.is_accepting():
             raise GenerationError(f"{name}: no text matches it", "a constraint that some text matches")
         if problem:
-            raise _error(name, problem)
-        return cls(start, name, tokens, first_space)
+            raise _generation_error(name, problem)
+        return cls(initial, name, llg_tokenizer, dummy_prefix)
 
     def matcher(self) -> Matcher:
-        """For one text, at its beginning."""
-        return Matcher(self, self._start.deep_copy())
+        """A matcher for one text, at its beginning."""
+        return Matcher(self, self._initial.deep_copy())
 
-    def text(self, ids: Sequence[int]) -> str:
-        """What these tokens say."""
-        return self._tokens.decode_bytes(list(ids)).decode("utf-8", "replace")
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        return self._llg_tokenizer.decode_bytes(list(ids)).decode("utf-8", "replace")
 
     def matches_text(self, text: str) -> bool:
-        """Whether a text is all that the constraint asks for."""
-        matcher = self._start.deep_copy()
-        spelt = self._tokens.tokenize_str(" " * self._first_space + text)
-        return matcher.try_consume_tokens(spelt) == len(spelt) and matcher.is_accepting()
+        """Whether the whole text fulfills the constraint."""
+        matcher = self._initial.deep_copy()
+        ids = self._llg_tokenizer.tokenize_str(" " * self._dummy_prefix + text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 class Matcher:
-    """Follows one text, token by token."""
+    """The state of a constraint in one text."""
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, consumed: Sequence[int] = ()):
+        """A state of `matcher`, after the tokens `consumed`."""
         self._grammar, self._name = grammar, grammar.name
         self._matcher = matcher
         self._consumed = list(consumed)
-        self._allowed: np.ndarray | None = None
+        self._bitmask: np.ndarray | None = None  # cached until the next token
 
     def copy(self) -> Matcher:
-        """A matcher at the same place, with its own future."""
+        """A matcher in the same state, that advances on its own."""
         return Matcher(self._grammar, self._matcher.deep_copy(), self._consumed)
 
     @property
     def finished(self) -> bool:
-        """Whether the text matches and nothing but an end token can follow."""
+        """Whether the text fulfills the constraint and only an end token can follow."""
         return self.error is None and self._matcher.is_stopped()
 
     @property
     def error(self) -> str | None:
-        """Why the text can't go on, or None."""
+        """Why no token can follow; None if one can."""
         if not self._matcher.is_error():
             self.token_bitmask()
         if self._matcher.is_error():
@@ -134,32 +150,32 @@ class Matcher:
 
     @property
     def constraint_error(self) -> str | None:
-        """Why the text, if it ends here, doesn't match; None if it does."""
+        """Why the text, if it ends here, doesn't fulfill the constraint; None if it does."""
         if not self._matcher.is_error() and self._matcher.is_accepting():
-            problem = _json_problem(self._grammar.text(self._consumed)) if self._name == "json_schema" else None
+            problem = _json_problem(self._grammar.decode(self._consumed)) if self._name == "json_schema" else None
             return problem and f"{self._name}: {problem}"
-        return self.error or f"the text ended before it was what {self._name} asks for"
+        return self.error or f"the text ended before it matched {self._name}"
 
     def constraint_error_of(self, text: str) -> str | None:
-        """`constraint_error`, of a text that a stop string has cut short."""
+        """`constraint_error` of a text that a stop string has cut short."""
         if self._grammar.matches_text(text):
             return None
-        return f"a stop string ended the text before it was what {self._name} asks for"
+        return f"a stop string ended the text before it matched {self._name}"
 
     def consume(self, token: int) -> None:
-        """Go on by a token."""
-        self._allowed = None
+        """Advance by a token."""
+        self._bitmask = None
         self._consumed.append(token)
         self._matcher.consume_token(token)
 
     def token_bitmask(self) -> np.ndarray:
         """The tokens that can follow: bit `id % 32` of word `id // 32`, uint32 `[ceil(V / 32)]` or one word more."""
-        if self._allowed is None:
-            self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        return self._allowed
+        if self._bitmask is None:
+            self._bitmask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        return self._bitmask
 
     def draft_token_bitmasks(self, draft: Sequence[int]) -> list[np.ndarray]:
-        """`token_bitmask` here and after each token of `draft`; after one that isn't allowed, whatever it was before it."""
+        """`token_bitmask` now and after each token of `draft`; after one that isn't allowed, the last valid bitmask."""
         ahead = self._matcher.deep_copy()
         masks = [self.token_bitmask()]
         for token in draft[: ahead.validate_tokens(list(draft))]:
@@ -168,18 +184,21 @@ class Matcher:
         return masks + masks[-1:] * (len(draft) + 1 - len(masks))
 
 
-def apply_token_bitmask(logits: mx.array, token_bitmask: Sequence[np.ndarray]) -> mx.array:
-    """The logits `[R, V]` of the tokens that `token_bitmask`, one a row, has a bit for; -inf for the others."""
-    words = np.zeros((len(token_bitmask), -(-logits.shape[-1] // 32)), np.uint32)
-    for row, given in zip(words, token_bitmask, strict=True):
-        row[: len(given)] = given[: len(row)]
+def apply_token_bitmask(logits: mx.array, token_bitmasks: Sequence[np.ndarray]) -> mx.array:
+    """Set the logits `[R, V]` of tokens without a bit in their row's bitmask to -inf."""
+    words = np.zeros((len(token_bitmasks), -(-logits.shape[-1] // 32)), np.uint32)
+    for row, bitmask in zip(words, token_bitmasks, strict=True):
+        row[: len(bitmask)] = bitmask[: len(row)]
     bits = (mx.array(words)[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
-    return mx.where(bits.reshape(len(token_bitmask), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
+    return mx.where(bits.reshape(len(token_bitmasks), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
 
 
-def _grammar(options: SamplingOptions, first_space: bool) -> str:
-    """llguidance's grammar. `first_space`: the tokenizer takes one space off the front of a text, so that the tokens
-    have to begin with one, as those of a text that it encodes do."""
+def _llg_grammar(options: SamplingOptions, dummy_prefix: bool) -> str:
+    """The grammar for llguidance, as JSON.
+
+    With `dummy_prefix`, the tokenizer strips one space from the front of a text. The tokens then have to begin with
+    one, like those of a text that it encodes.
+    """
     from llguidance import regex_to_lark
 
     if options.json_schema is not None:
@@ -187,112 +206,112 @@ def _grammar(options: SamplingOptions, first_space: bool) -> str:
     elif options.regex is not None:
         body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, 'd')}/"}
     else:
-        # One regular expression, which has no limit of alternatives; every character by its number.
+        # One regular expression, which has no limit of alternatives; characters by their code points.
         texts = ("".join(f"\\x{{{ord(character):X}}}" for character in text) for text in options.choice)
         body = {"lark_grammar": f"start: /{'|'.join(texts)}/"}
     grammars = [{"name": "text", **body}]
-    if first_space:
+    if dummy_prefix:
         grammars.insert(0, {"name": "spaced", "lark_grammar": 'start: " " @text'})
     return json.dumps({"grammars": grammars})
 
 
-class _Tokens:
-    """What llguidance asks of a tokenizer."""
+class _TokenizerWrapper:
+    """The interface that llguidance expects of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], ends: list[int]):
-        self.tokens, self.special_token_ids, self.eos_token_id = tokens, ends, ends[0]
-        self._tokenizer = weakref.ref(tokenizer)  # the library keeps this for as long as the tokenizer lives
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_ids: list[int]):
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, eos_ids, eos_ids[0]
+        self._tokenizer = weakref.ref(tokenizer)  # llguidance keeps this object for as long as the tokenizer lives
         self._ids = {text: id for id, text in reversed(list(enumerate(tokens))) if text}
-        self._longest = max(map(len, tokens), default=0)
+        self._max_length = max(map(len, tokens), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """How a text that must follow is spelt: as the tokenizer does, where that is the same text (some normalize),
-        else with the longest tokens."""
-        ids, wanted = self._tokenizer().encode(text, continues=True), text.encode("utf-8")
-        if b"".join(self.tokens[id] for id in ids) == wanted:
+        """Encode text that must follow: with the tokenizer, unless that normalizes it, else greedily."""
+        ids, content = self._tokenizer().encode(text, continues=True), text.encode("utf-8")
+        if b"".join(self.tokens[id] for id in ids) == content:
             return ids
-        ids, place = [], 0
-        while place < len(wanted):
-            ends = range(min(len(wanted), place + self._longest), place, -1)
-            found = next((end for end in ends if wanted[place:end] in self._ids), None)
-            if found is None:  # no token has this byte: the library finds out that nothing can follow
+        ids, start = [], 0
+        while start < len(content):
+            ends = range(min(len(content), start + self._max_length), start, -1)
+            end = next((end for end in ends if content[start:end] in self._ids), None)
+            if end is None:  # no token has this byte: llguidance finds that nothing can follow
                 break
-            ids.append(self._ids[wanted[place:found]])
-            place = found
+            ids.append(self._ids[content[start:end]])
+            start = end
         return ids
 
 
-_compiled: weakref.WeakKeyDictionary[Tokenizer, dict[Hashable, Grammar]] = weakref.WeakKeyDictionary()
-_made: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int]], LLTokenizer]]
-_made = weakref.WeakKeyDictionary()
+_grammars: weakref.WeakKeyDictionary[Tokenizer, dict[Hashable, Grammar]] = weakref.WeakKeyDictionary()
+_llg_tokenizers: weakref.WeakKeyDictionary[Tokenizer, dict[Hashable, LLTokenizer]] = weakref.WeakKeyDictionary()
 
 
-def _tokens(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer:
-    """Made once for a vocabulary: a fifth of a second for 32,000 tokens."""
+def _llg_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer:
+    """The tokenizer for llguidance. Cached, since making one takes 0.2 s for 32,000 tokens."""
     import llguidance
 
-    made = _made.setdefault(tokenizer, {})
+    cached = _llg_tokenizers.setdefault(tokenizer, {})
     key = vocab_size, frozenset(eos_token_ids)
-    if key not in made:
-        ends = sorted(id for id in eos_token_ids if id < vocab_size)
+    if key not in cached:
+        eos_ids = sorted(id for id in eos_token_ids if id < vocab_size)
         tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
-        for id in ends:
+        for id in eos_ids:
             tokens[id] = b""
-        if not ends:  # one that the logits don't have: the library needs one
-            ends = [vocab_size]
+        if not eos_ids:  # llguidance needs one: an id beyond the logits
+            eos_ids = [vocab_size]
             tokens.append(b"")
-        made[key] = llguidance.LLTokenizer(_Tokens(tokenizer, tokens, ends), eos_token=ends)
-    return made[key]
+        cached[key] = llguidance.LLTokenizer(_TokenizerWrapper(tokenizer, tokens, eos_ids), eos_token=eos_ids)
+    return cached[key]
 
 
 def _json_problem(text: str) -> str | None:
-    """What the library doesn't watch, as keys that a schema doesn't name can be said twice, and readers take one of
-    them; None for a text that is fine."""
+    """A problem that llguidance doesn't prevent; None if there is none.
+
+    Keys that a schema doesn't name can occur twice, and parsers then keep one of them.
+    """
 
     def unique(pairs: list[tuple[str, object]]) -> None:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key {json.dumps(key[:40])} is there twice")
+                raise ValueError(f"it has the key {json.dumps(key[:40])} twice")
             seen.add(key)
 
     try:
         json.loads(text, object_pairs_hook=unique, parse_int=str, parse_float=str)
     except RecursionError:
-        return "its parts are nested too deeply to be read"
+        return "it is nested too deeply to be parsed"
     except ValueError as error:
         return str(error)
     return None
 
 
-def _error(name: str, message: str) -> GenerationError:
-    """The library's error in the words of who wrote the constraint."""
-    known = explain_schema_error(message) if name == "json_schema" else None
-    reason, hint = known or (_reason(message), _HINTS[name])
+def _generation_error(name: str, message: str) -> GenerationError:
+    """An error of llguidance in terms of the constraint."""
+    explanation = explain_schema_error(message) if name == "json_schema" else None
+    reason, hint = explanation or (_reason(message), _HINTS[name])
     if name == "regex" and re.search("look-?around|backreference", message):
         hint = _UNSUPPORTED
     return GenerationError(f"{name}: {reason}", hint)
 
 
 def _reason(message: str) -> str:
-    """The line of an error that says what is wrong: regular expressions have it after a picture of the place."""
+    """The line of an error that says what is wrong; for regular expressions it follows a picture of the position."""
     if message.startswith("NoExtension"):
         return "no token of this model can follow"
     if "lookarounds not supported" in message:
         return r"^, $ and \b can't be inside it"
-    found = re.search(r"^error: (.*)$", message, re.MULTILINE)
-    return found[1] if found else message.split("\n", 1)[0] or "it can't be followed"
+    match = re.search(r"^error: (.*)$", message, re.MULTILINE)
+    return match[1] if match else message.split("\n", 1)[0] or "unknown error"
 
 
 @contextmanager
 def _library_errors(name: str) -> Iterator[None]:
-    """The library raises ValueError, or panics, which Python sees as a BaseException of a type of its own."""
+    """Convert errors of llguidance: ValueError, or a panic, which is a BaseException of its own type."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
-        raise _error(name, str(error)) from error
+        raise _generation_error(name, str(error)) from error

@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them: its settings, `oneOf`, and its errors in the words of a schema."""
+"""JSON schemas for llguidance: its settings, `oneOf`, and explanations of its errors."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from urllib.parse import unquote
 
 from mlxlm.utils.errors import GenerationError
 
-# Between the parts of a JSON text: at most what json.dumps writes. Left free, a model that has learnt to indent can
-# fill a context with spaces.
+# Whitespace in JSON: at most what json.dumps writes. Without a limit, a model that has learned to indent can fill a
+# context with spaces.
 _SEPARATORS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?"}
-_BLANKS = 8  # of a separator that a schema sets itself
-_COMPARISONS = 100_000  # of parts of alternatives: time is bounded, whatever the schema
+_MAX_BLANKS = 8  # in a separator that a schema sets itself
+_MAX_COMPARISONS = 100_000  # of alternatives of oneOf, to bound the time for any schema
 
-_ONE = ("additionalProperties", "items", "additionalItems", "contains", "not")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties")
-_MEANT = {"f64": "a number", "positive integer": "a whole number", "array": "a list", "string": "a text"}
-_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+_SCHEMA_KEYS = ("additionalProperties", "items", "additionalItems", "contains", "not")
+_SCHEMA_LIST_KEYS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMA_DICT_KEYS = ("properties", "patternProperties")
+_LLG_TYPE_NAMES = {"f64": "a number", "positive integer": "a whole number", "array": "a list", "string": "a string"}
+_JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
 
 
 def to_llguidance_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """The schema with llguidance's settings: no whitespace but a space after a comma or a colon.
+    """Add llguidance's settings to a schema: no whitespace except a space after a comma or a colon.
 
-    A schema can set other separators in "x-guidance", "item_separator" and "key_separator": a comma or a colon with
-    at most 8 blanks around it, which are then written as they are.
+    A schema can set other separators in "x-guidance": "item_separator" and "key_separator" are a comma or a colon with
+    at most 8 blanks around it, which are then written literally. `oneOf` becomes `anyOf` if no JSON can match two of
+    its alternatives, since a grammar can't count matches.
 
-    `oneOf` becomes `anyOf` where no JSON can match two of its alternatives, since the grammar can't count matches.
-
-    Raises GenerationError for other settings, for alternatives of `oneOf` that may both match, and for False.
+    Raises:
+        GenerationError: For other settings, for alternatives of `oneOf` that may both match, and for False.
     """
     if schema is False:
         raise GenerationError("json_schema: no JSON matches false", "true, for any JSON")
     schema = {} if schema is True else schema
-    own = schema.get("x-guidance", {})
-    if not isinstance(own, dict) or (unknown := [name for name in own if name not in _SEPARATORS]):
-        what = f"sets {json.dumps(unknown[0])}" if isinstance(own, dict) else "is no object"
+    settings = schema.get("x-guidance", {})
+    if not isinstance(settings, dict) or (unknown := [name for name in settings if name not in _SEPARATORS]):
+        what = f"sets {json.dumps(unknown[0])}" if isinstance(settings, dict) else "is not an object"
         raise GenerationError(f'json_schema: its "x-guidance" {what}', "only " + " and ".join(_SEPARATORS))
-    separators = {name: _literal(name, own[name]) if name in own else _SEPARATORS[name] for name in _SEPARATORS}
+    separators = {
+        name: _literal(name, settings[name]) if name in settings else _SEPARATORS[name] for name in _SEPARATORS
+    }
     try:
-        _Alternatives(schema).check()
+        _OneOfCheck(schema).check()
     except RecursionError:
         raise GenerationError("json_schema: it is nested too deeply", "fewer levels") from None
     return {**schema, "x-guidance": {"whitespace_flexible": False, **separators, "coerce_one_of": True}}
@@ -51,24 +53,26 @@ def to_llguidance_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
 
 def _literal(name: str, separator: Any) -> str:
     mark = _SEPARATORS[name][0]
-    if not isinstance(separator, str) or separator.strip(" \t\r\n") != mark or len(separator) > 1 + _BLANKS:
-        reason = f"{name} is {json.dumps(separator)}, not {json.dumps(mark)} with at most {_BLANKS} blanks around it"
+    if not isinstance(separator, str) or separator.strip(" \t\r\n") != mark or len(separator) > 1 + _MAX_BLANKS:
+        reason = (
+            f"{name} is {json.dumps(separator)}, not {json.dumps(mark)} with at most {_MAX_BLANKS} blanks around it"
+        )
         raise GenerationError(f"json_schema: {reason}", json.dumps(mark + " "))
     return re.escape(separator)
 
 
-class _Alternatives:
-    """Whether the alternatives of each `oneOf` that a schema reaches exclude each other."""
+class _OneOfCheck:
+    """Checks that the alternatives of each reachable `oneOf` exclude each other."""
 
     def __init__(self, schema: dict[str, Any]):
         self._root = schema
-        self._left = _COMPARISONS
+        self._comparisons_left = _MAX_COMPARISONS
 
     def check(self) -> None:
-        """Raise GenerationError for two of which both may match."""
-        waiting, seen = [self._root], set()
-        while waiting:
-            schema = waiting.pop()
+        """Raise GenerationError for two alternatives that may both match."""
+        pending, seen = [self._root], set()
+        while pending:
+            schema = pending.pop()
             if not isinstance(schema, dict) or id(schema) in seen:
                 continue
             seen.add(id(schema))
@@ -80,29 +84,29 @@ class _Alternatives:
                         "ruled out while a text is generated",
                         'alternatives that differ in their type, or in a required property with "const"; or "anyOf"',
                     )
-            waiting.extend(_parts(schema))
-            waiting.append(self._target(schema))
+            pending.extend(_subschemas(schema))
+            pending.append(self._resolve_ref(schema))
 
-    def _target(self, schema: dict[str, Any]) -> Any:
-        """What a $ref points to within the schema; None for none."""
+    def _resolve_ref(self, schema: dict[str, Any]) -> Any:
+        """The schema that a $ref points to within the root; None if there is none."""
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return None  # "#name" is an anchor
-        found: Any = self._root
+        target: Any = self._root
         for step in unquote(reference[1:]).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            elif isinstance(found, dict) and step in found:
-                found = found[step]
+            if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            elif isinstance(target, dict) and step in target:
+                target = target[step]
             else:
                 return None
-        return found
+        return target
 
     def _disjoint(self, a: Any, b: Any, depth: int) -> bool:
-        """Whether certainly no JSON matches both."""
-        self._left -= 1
-        if self._left < 0:
+        """Whether it is certain that no JSON matches both schemas."""
+        self._comparisons_left -= 1
+        if self._comparisons_left < 0:
             raise GenerationError('json_schema: the alternatives of "oneOf" take too long to compare', '"anyOf"')
         if depth > 16:
             return False
@@ -111,7 +115,7 @@ class _Alternatives:
         if not isinstance(a, dict) or not isinstance(b, dict):
             return False
         for one, other in ((a, b), (b, a)):
-            if (target := self._target(one)) is not None and self._disjoint(target, other, depth + 1):
+            if (target := self._resolve_ref(one)) is not None and self._disjoint(target, other, depth + 1):
                 return True
             if any(self._disjoint(part, other, depth + 1) for part in _list(one, "allOf")):
                 return True
@@ -125,41 +129,41 @@ class _Alternatives:
         return not common or (common == {"object"} and self._disjoint_objects(a, b, depth))
 
     def _disjoint_objects(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
-        """By a property that both need, with values of its own; or that one needs, and the other doesn't allow."""
+        """Whether a property that both require has disjoint values, or one schema requires what the other forbids."""
         properties_a, properties_b = (_dict(x, "properties") for x in (a, b))
-        needed_a, needed_b = ({n for n in _list(x, "required") if isinstance(n, str)} for x in (a, b))
-        for needed, other in ((needed_a, b), (needed_b, a)):
+        required_a, required_b = ({n for n in _list(x, "required") if isinstance(n, str)} for x in (a, b))
+        for required, other in ((required_a, b), (required_b, a)):
             closed = other.get("additionalProperties") is False and not other.get("patternProperties")
-            if closed and needed - set(_dict(other, "properties")):
+            if closed and required - set(_dict(other, "properties")):
                 return True
-        both = sorted(needed_a & needed_b & set(properties_a) & set(properties_b))
+        both = sorted(required_a & required_b & set(properties_a) & set(properties_b))
         return any(self._disjoint(properties_a[name], properties_b[name], depth + 1) for name in both)
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas right inside one."""
-    yield from (schema.get(name) for name in _ONE)
-    for name in _LISTS:
+def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas directly inside a schema."""
+    yield from (schema.get(name) for name in _SCHEMA_KEYS)
+    for name in _SCHEMA_LIST_KEYS:
         yield from _list(schema, name)
-    for name in _NAMED:
+    for name in _SCHEMA_DICT_KEYS:
         yield from _dict(schema, name).values()
 
 
 def _list(schema: dict[str, Any], name: str) -> list[Any]:
-    return found if isinstance(found := schema.get(name), list) else []
+    return value if isinstance(value := schema.get(name), list) else []
 
 
 def _dict(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    return found if isinstance(found := schema.get(name), dict) else {}
+    return value if isinstance(value := schema.get(name), dict) else {}
 
 
-def _given(schema: dict[str, Any]) -> list[Any] | None:
-    """What `const` or `enum` lists; None where neither does."""
+def _listed_values(schema: dict[str, Any]) -> list[Any] | None:
+    """The values of `const` or `enum`; None without either."""
     return [schema["const"]] if "const" in schema else _list(schema, "enum") if "enum" in schema else None
 
 
 def _values(schema: dict[str, Any]) -> set[str] | None:
-    """The values of `const` or `enum`, in a form that is equal for equal JSON: 1.0 is 1."""
+    """The values of `const` or `enum` as canonical JSON, in which 1.0 is 1; None without either."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float) and value.is_integer():
@@ -168,25 +172,25 @@ def _values(schema: dict[str, Any]) -> set[str] | None:
             return [plain(item) for item in value]
         return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-    given = _given(schema)
-    return None if given is None else {json.dumps(plain(value), sort_keys=True) for value in given}
+    values = _listed_values(schema)
+    return None if values is None else {json.dumps(plain(value), sort_keys=True) for value in values}
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    given = _given(schema)
-    if given is not None:
-        return {_TYPES.get(type(value), "null") for value in given}
+    values = _listed_values(schema)
+    if values is not None:
+        return {_JSON_TYPES.get(type(value), "null") for value in values}
     types = schema.get("type")
     if not isinstance(types, str | list):
-        return {*_TYPES.values(), "null"}
+        return {*_JSON_TYPES.values(), "null"}
     return {"number" if t == "integer" else str(t) for t in ([types] if isinstance(types, str) else types)}
 
 
 def explain_schema_error(problem: str) -> tuple[str, str] | None:
-    """What is wrong with a schema, by llguidance's message, and what would work; None for one that isn't known."""
+    """The reason and a hint for an error message of llguidance; None for an unknown one."""
     for pattern, reason, hint in _EXPLANATIONS:
-        if found := re.search(pattern, problem):
-            groups = [_MEANT.get(group, group) for group in found.groups()]
+        if match := re.search(pattern, problem):
+            groups = [_LLG_TYPE_NAMES.get(group, group) for group in match.groups()]
             return reason.format(*groups), hint.format(*groups)
     return None
 

@@ -182,7 +182,7 @@ def test_resuming_with_other_requests_is_refused(run, requests, tmp_path, lines,
     assert run("--jsonl", requests({"id": "a", "prompt": "the"}), "--resume", out)[0] == 0
     before = out.read_bytes()
     code, _, err = run("--jsonl", requests(*lines), "--resume", out, *arguments)
-    assert code == 1 and 'what is done with the id "a" is the result of another request (try: ' in err
+    assert code == 1 and 'the results for the id "a" are those of another request (try: ' in err
     assert out.read_bytes().startswith(before)
 
 
@@ -234,14 +234,14 @@ def test_messages(run, requests, folder):
     messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "the cat?"}]
     lines = [
         {"id": "m", "messages": messages},
-        {"id": "s", "messages": messages[1:], "system": "Brief."},
+        {"id": "s", "messages": messages[1:], "system_prompt": "Brief."},
         {"id": "d", "messages": messages[1:]},
         {"id": "p", "prompt": "the cat?"},
     ]
     asked = requests(*lines)
     _, out, _ = run("--jsonl", asked, "--system-prompt", "Brief.", "-t", "0")
     texts = {value["id"]: value.get("text", value.get("error")) for value in parsed(out)}
-    assert texts["p"].startswith("a prompt that is continued has no system prompt")
+    assert texts["p"].startswith("a prompt without a chat can't have a system prompt")
     _, out, _ = run("-p", "the cat?", "--chat", "--system-prompt", "Brief.", "-t", "0")
     assert texts["m"] == texts["s"] == texts["d"] == out.decode()[:-1]
     _, out, _ = run("--jsonl", asked, "--chat", "--system-prompt", "Brief.", "-t", "0")

@@ -192,7 +192,7 @@ def test_a_text_without_end_tokens_ends_where_nothing_can_follow(lm):
 def test_a_text_cut_off_says_so(lm):
     result = generate(lm, "x", json_schema={"type": "string", "minLength": 200}, max_tokens=5, temperature=1.0)
     assert result.finish_reason == "length"
-    assert result.constraint_error == "the text ended before it was what json_schema asks for"
+    assert result.constraint_error == "the text ended before it matched json_schema"
     assert generate(lm, "x", choice="yes", temperature=0).constraint_error is None
 
 
@@ -205,7 +205,7 @@ def test_json_that_repeats_a_key_is_not_what_was_asked_for(lm, pattern):
     for seed in range(3):
         text, sampler = random_text(lm.tokenizer, options, seed)
         assert sampler.finished and len(json.loads(text)) < least
-        assert re.fullmatch(r'json_schema: the key "[abx]" is there twice', sampler.constraint_error)
+        assert re.fullmatch(r'json_schema: it has the key "[abx]" twice', sampler.constraint_error)
     options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": 1, "maxProperties": 1})
     assert random_text(lm.tokenizer, options, 0)[1].constraint_error is None
 
@@ -217,7 +217,7 @@ def test_json_that_readers_refuse_has_a_complaint(lm):
     for text in "[]":
         for _ in range(3000):
             matcher.consume(lm.tokenizer.encode(text, continues=True)[0])
-    assert matcher.finished and matcher.constraint_error == "json_schema: its parts are nested too deeply to be read"
+    assert matcher.finished and matcher.constraint_error == "json_schema: it is nested too deeply to be parsed"
 
 
 def test_a_grammar_is_compiled_once_for_the_texts_that_share_it(lm, monkeypatch):
@@ -318,7 +318,7 @@ def nested(depth):
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
         ({"regex": "a(?!b)"}, "look-around"),
         ({"json_schema": "{" + " " * 2**20 + "}"}, "more than 1048576 characters"),
-        ({"regex": "a^b"}, "it is matched as a whole, so that ^ and $ aren't needed"),
+        ({"regex": "a^b"}, "it matches the whole text, so that ^ and $ aren't needed"),
         ({"regex": r"[^\x00-\x{10FFFF}]"}, "no text matches it"),
     ],
 )  # fmt: skip
@@ -360,7 +360,7 @@ def test_large_constraints_end_in_bounded_time(lm, constraint):
 
 def test_a_tokenizer_whose_tokens_are_not_bytes_is_refused(lm, monkeypatch):
     monkeypatch.setattr(type(lm.tokenizer), "has_byte_tokens", False)
-    with pytest.raises(GenerationError, match="regex can't be had with this model"):
+    with pytest.raises(GenerationError, match="regex isn't supported with this model"):
         compiled(GenerationOptions(regex="a"), lm.tokenizer)
 
 

@@ -231,7 +231,7 @@ def test_stop_strings_beside_a_constraint(lm, constraint, stop, text, reason, co
     chunks = list(run)
     assert ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason) == (run.result.text, reason)
     assert run.result.text == text
-    said = f"a stop string ended the text before it was what {constraint_error} asks for"
+    said = f"a stop string ended the text before it matched {constraint_error}"
     assert run.result.constraint_error == (said if constraint_error else None)
     for together in batch(lm, ["x", "y"], **options):
         assert (together.text, together.finish_reason, together.constraint_error) == (

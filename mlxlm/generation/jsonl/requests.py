@@ -1,4 +1,4 @@
-"""Lines of requests as texts to generate. One line, one JSON object, which is checked whole."""
+"""JSONL requests: each line is a JSON object that asks for one or more texts."""
 
 from __future__ import annotations
 
@@ -21,22 +21,31 @@ from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from mlxlm.utils.json_files import parse_json_object
 
-MAX_LINE_BYTES = 64 * 2**20  # bytes: far above any context, far below what memory holds
+MAX_LINE_BYTES = 64 * 2**20  # far more than any context, far less than memory
+MAX_NUM_SAMPLES = 100_000
 
 Id = str | int | float
 Messages = list[dict[str, str]]  # each with "role" and "content"
-EncodedPrompt = tuple[list[int], frozenset[int]]  # ids, and the tokens that end the answer
+EncodedPrompt = tuple[Sequence[int], frozenset[int] | None]  # ids, and the end tokens, None for the model's
 
-_OWN_FIELDS = ("id", "prompt", "messages", "system", "num_samples")
-_OPTIONS = tuple(field.name for field in fields(GenerationOptions))
+_REQUEST_FIELDS = ("id", "prompt", "messages", "system_prompt", "num_samples")
+_OPTION_FIELDS = tuple(field.name for field in fields(GenerationOptions))
 _ROLES = ("system", "user", "assistant")
-_MESSAGE = '{"role": "user", "content": "Hello!"}'
+_EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello!"}'
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text to generate: number `number` (from 0) of the `num_samples` that the request on line `line` asks for.
-    `digest`: that of Task."""
+    """One text to generate.
+
+    Attributes:
+        id: The id of the line's request.
+        line: The number of the line, from 1.
+        number: The number of the sample, from 0.
+        num_samples: How many samples the line asks for.
+        request: What to generate.
+        digest: See `SampleTask`.
+    """
 
     id: Id
     line: int
@@ -48,10 +57,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleTask:
-    """The request on line `line`: `num_samples` texts, of which those numbered in `pending` are wanted.
+    """The request of one line.
 
-    has_own_seed: it is drawn with the seed of its options, not with one derived from it. digest: 12 hexadecimal digits
-    over all that decides its texts but its id: model, prompt, options, and where its seeds come from.
+    Attributes:
+        id: Its id; the number of the line if it has none.
+        line: The number of the line, from 1.
+        num_samples: How many texts it asks for.
+        pending: The numbers of the samples without a result.
+        request: What to generate.
+        has_own_seed: Whether the seed of its options is used as it is, not a derived one.
+        digest: 12 hexadecimal digits over all that determines its texts except for the id: model, prompt, options, and
+            where the seeds come from.
     """
 
     id: Id
@@ -62,14 +78,20 @@ class SampleTask:
     has_own_seed: bool
     digest: str
 
-    def wanted(self) -> Iterator[Sample]:
+    def pending_samples(self) -> Iterator[Sample]:
+        """The samples without a result, with their seeds."""
         for number in self.pending:
             request = self.request if self.has_own_seed else self.request.sample(str(self.id), number)
             yield Sample(self.id, self.line, number, self.num_samples, request, self.digest)
 
 
 class BadRequest(GenerationError):
-    """A line that can't be served; `id` is None where none could be read."""
+    """A line that can't be served.
+
+    Attributes:
+        line: The number of the line.
+        id: The id of the request; None if none could be read.
+    """
 
     def __init__(self, line: int, id: Id | None, message: str, hint: str | None = None):
         super().__init__(message, hint)
@@ -78,15 +100,15 @@ class BadRequest(GenerationError):
 
 
 class RequestReader:
-    """Turns lines into tasks, one after another: it knows the ids that were there before.
+    """Parses lines in order and checks that their ids are unique.
 
-    A request has "prompt" (a text, or a list of token ids) or "messages" ({"role", "content"} each), and may
-    have "id" (a string or a number; without one it is the number of its line), "system", "samples" and any
-    field of GenerationOptions, which then counts instead of `defaults`. Ids are compared as texts.
+    A request has "prompt" (text or a list of token ids) or "messages" (with "role" and "content" each). It may have
+    "id" (a string or a number, compared as text), "system_prompt", "num_samples", and any field of GenerationOptions
+    to replace the default.
 
-    A sample's seed is `derived_seed(seed, id, sample)` with the seed of `defaults` (0 if it has none); a request
-    with a seed of its own is drawn with that very seed, or if it asks for several samples, with those derived
-    from it. So it depends on nothing but the request.
+    The seed of a sample is `derive_seed(seed, id, sample)` with the default seed, or 0. A request with its own seed
+    uses it unchanged for a single sample, and derives the seeds of several samples from it. So a seed depends only on
+    the request.
     """
 
     def __init__(
@@ -101,34 +123,42 @@ class RequestReader:
         system_prompt: str | None = None,
         done: Callable[[Id, int], str | None] = lambda id, sample: None,
     ):
-        """`kv`: how keys and values will be kept. `as_chat`: a prompt in text is asked as a message. `system_prompt`: of
-        conversations that name none. `done(id, sample)`: the digest of a sample that isn't needed, as it is done.
-        `encode_messages` may raise any MlxlmError."""
-        self._loaded = lm
-        made_with = (fingerprint(lm.model), lm.tokenizer.fingerprint, asdict(kv or KVOptions()))
-        self._made_with = hashlib.sha256(json.dumps(made_with).encode())
+        """Prepare to read requests for a model.
+
+        Args:
+            lm: The model.
+            defaults: Options of requests that don't set them.
+            encode_messages: Applies the chat template. May raise any MlxlmError.
+            kv: Options of the key-value cache.
+            num_samples: The default number of samples.
+            as_chat: Whether a text prompt is a user message.
+            system_prompt: The default system prompt of conversations.
+            done: `done(id, sample)` is the digest of the request whose result exists; None without a result.
+        """
+        self._lm = lm
+        setup = (fingerprint(lm.model), lm.tokenizer.fingerprint, asdict(kv or KVOptions()))
+        self._setup_hash = hashlib.sha256(json.dumps(setup).encode())
         self._defaults = replace(defaults, seed=0) if defaults.seed is None else defaults
         self._encode_messages = encode_messages
-        self._samples = num_samples
-        self._as_messages = as_chat
-        self._system = system_prompt
+        self._num_samples = num_samples
+        self._as_chat = as_chat
+        self._system_prompt = system_prompt
         self._done = done
-        self._line_of: dict[str, int] = {}
+        self._line_of_id: dict[str, int] = {}
 
     def read(self, number: int, line: bytes) -> SampleTask:
-        """The request on line `number`, which is not blank. Raises BadRequest; and GenerationError where what is done
-        under its id is another request."""
+        """Parse the request on line `number`, which isn't blank.
+
+        Raises:
+            BadRequest: For a request that can't be served.
+            GenerationError: If the results under its id are those of another request.
+        """
         request_id: Id | None = None
         try:
-            if len(line) > MAX_LINE_BYTES:
-                raise GenerationError(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB", "a shorter prompt")
-            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            value = parse_json_object(content, "the line", GenerationError, '{"prompt": "Once upon a time"}')
-            if b"\\u" in line:
-                check_unicode(json.dumps(value, ensure_ascii=False))
-            request_id = _checked_id(value.get("id", number))
-            self._remember(request_id, number)
-            num_samples = _checked_num_samples(value.get("num_samples", self._samples))
+            value = _parse_line(number, line)
+            request_id = _check_id(value.get("id", number))
+            self._check_unique(request_id, number)
+            num_samples = _check_num_samples(value.get("num_samples", self._num_samples))
             options = self._options(value)
             prompt, eos_token_ids = self._encode(value)
         except MlxlmError as error:
@@ -136,102 +166,121 @@ class RequestReader:
         has_own_seed = value.get("seed") is not None and num_samples == 1
         request = Request(prompt, options, eos_token_ids)
         digest = self._digest(request, has_own_seed)
-        done = [self._done(request_id, n) for n in range(num_samples)]
-        if any(found not in (None, digest) for found in done):
+        results = [self._done(request_id, sample) for sample in range(num_samples)]
+        if any(result not in (None, digest) for result in results):
             raise GenerationError(
-                f"line {number}: what is done with the id {json.dumps(request_id)} is the result of another request",
-                "the prompt, options and model that it was made with, or another file of results",
+                f"line {number}: the results for the id {json.dumps(request_id)} are those of another request",
+                "the prompt, options and model of those results, or another file of results",
             )
-        pending = [n for n, found in enumerate(done) if found is None]
+        pending = [sample for sample, result in enumerate(results) if result is None]
         return SampleTask(request_id, number, num_samples, pending, request, has_own_seed, digest)
 
     def _digest(self, request: Request, has_own_seed: bool) -> str:
-        def plain(value: Any) -> Any:  # 1 and 1.0 are one setting
+        def plain(value: Any) -> Any:  # 1 and 1.0 are the same option
             return int(value) if isinstance(value, float) and value.is_integer() else value
 
-        options = {name: plain(getattr(request.options, name)) for name in _OPTIONS}
+        options = {name: plain(getattr(request.options, name)) for name in _OPTION_FIELDS}
         options["logit_bias"] = {token: plain(bias) for token, bias in request.options.logit_bias.items()}
-        ends = None if request.eos_token_ids is None else sorted(request.eos_token_ids)
-        digest = self._made_with.copy()
-        digest.update(json.dumps([request.prompt, options, ends, has_own_seed], sort_keys=True).encode())
+        eos_token_ids = None if request.eos_token_ids is None else sorted(request.eos_token_ids)
+        digest = self._setup_hash.copy()
+        digest.update(json.dumps([request.prompt, options, eos_token_ids, has_own_seed], sort_keys=True).encode())
         return digest.hexdigest()[:12]
 
-    def _remember(self, request_id: Id, number: int) -> None:
-        first = self._line_of.setdefault(str(request_id), number)
+    def _check_unique(self, request_id: Id, number: int) -> None:
+        first = self._line_of_id.setdefault(str(request_id), number)
         if first != number:
             raise GenerationError(f"line {first} has the id {json.dumps(request_id)}, too", "an id for each request")
 
     def _options(self, value: dict[str, Any]) -> GenerationOptions:
-        unknown = [name for name in value if name not in (*_OWN_FIELDS, *_OPTIONS)]
+        unknown = [name for name in value if name not in (*_REQUEST_FIELDS, *_OPTION_FIELDS)]
         if unknown:
-            raise GenerationError("there is no field " + ", ".join(map(json.dumps, unknown)), _meant(unknown))
-        given = {name: value[name] for name in _OPTIONS if name in value}
-        if given.get("choice") == []:
+            raise GenerationError("there is no field " + ", ".join(map(json.dumps, unknown)), _similar_fields(unknown))
+        options = {name: value[name] for name in _OPTION_FIELDS if name in value}
+        if options.get("choice") == []:
             raise GenerationError("choice is an empty list", 'one text or more, or no "choice"')
-        if given.get("seed", ...) is None:
-            del given["seed"]
-        return replace(self._defaults, **given)
+        if options.get("seed", ...) is None:
+            del options["seed"]
+        return replace(self._defaults, **options)
 
-    def _encode(self, value: dict[str, Any]) -> tuple[Sequence[int], frozenset[int] | None]:
-        prompt, messages, system_prompt = (value.get(name) for name in ("prompt", "messages", "system"))
+    def _encode(self, value: dict[str, Any]) -> EncodedPrompt:
+        prompt, messages, system_prompt = (value.get(name) for name in ("prompt", "messages", "system_prompt"))
         if (prompt is None) == (messages is None):
             raise GenerationError("a request has either a prompt or messages", '{"prompt": "Once upon a time"}')
         if system_prompt is not None and not isinstance(system_prompt, str):
-            raise GenerationError("system is not a text", '"Be brief."')
-        continued = messages is None and not self._as_messages
-        if continued and (system_prompt is not None or self._system):
-            raise GenerationError("a prompt that is continued has no system prompt", "messages, or --chat")
-        if messages is None and not isinstance(prompt, str):
-            return self._token_ids(prompt), None
-        if continued:
-            return encode_prompt(self._loaded, prompt), None
-        if messages is None and not prompt:
-            raise GenerationError("the message is empty", "some text to answer")
-        messages = _checked_messages([{"role": "user", "content": prompt}] if messages is None else messages)
-        has_system = messages[0]["role"] == "system"
-        if system_prompt is not None and has_system:
-            raise GenerationError("there are two system prompts", "system, or a first message of role system")
-        system_prompt = self._system if system_prompt is None else system_prompt
-        if system_prompt and not has_system:
-            messages = [{"role": "system", "content": system_prompt}, *messages]
-        return self._encode_messages(messages)
+            raise GenerationError("system_prompt is not a string", '"Be brief."')
+        if messages is None:
+            is_chat = self._as_chat and isinstance(prompt, str)
+            if not self._as_chat and (system_prompt is not None or self._system_prompt):
+                raise GenerationError("a prompt without a chat can't have a system prompt", "messages, or --chat")
+            if not is_chat:
+                return self._encode_prompt(prompt), None
+            if not prompt:
+                raise GenerationError("the message is empty", "some text to answer")
+            messages = [{"role": "user", "content": prompt}]
+        return self._encode_messages(self._with_system_prompt(_check_messages(messages), system_prompt))
 
-    def _token_ids(self, prompt: Any) -> list[int]:
-        whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-        if not whole or self._as_messages:
-            raise GenerationError("the prompt is no text", "a string; or without a chat, a list of token ids")
-        return prompt  # whether the model has such tokens is checked by `run_batch`
+    def _encode_prompt(self, prompt: Any) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return encode_prompt(self._lm, prompt)
+        is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not is_ids or self._as_chat:
+            raise GenerationError("the prompt is not a string", "a string; or without a chat, a list of token ids")
+        return prompt  # `run_batch` checks whether the model has these ids
+
+    def _with_system_prompt(self, messages: Messages, system_prompt: str | None) -> Messages:
+        has_system_prompt = messages[0]["role"] == "system"
+        if system_prompt is not None and has_system_prompt:
+            raise GenerationError(
+                "there are two system prompts", "system_prompt, or a first message with the role system"
+            )
+        system_prompt = self._system_prompt if system_prompt is None else system_prompt
+        if system_prompt and not has_system_prompt:
+            return [{"role": "system", "content": system_prompt}, *messages]
+        return messages
 
 
-def _checked_id(value: Any) -> Id:
+def _parse_line(number: int, line: bytes) -> dict[str, Any]:
+    if len(line) > MAX_LINE_BYTES:
+        raise GenerationError(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB", "a shorter prompt")
+    content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    value = parse_json_object(content, "the line", GenerationError, '{"prompt": "Once upon a time"}')
+    if b"\\u" in line:  # escaped surrogates are the only way to text that isn't UTF-8
+        check_unicode(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+def _check_id(value: Any) -> Id:
     if isinstance(value, bool) or not isinstance(value, Id) or isinstance(value, float) and not math.isfinite(value):
         raise GenerationError("the id is neither a string nor a number", "one, or none for the number of the line")
     return value
 
 
-def _checked_num_samples(value: Any) -> int:
-    if not is_int_at_least(value, 1) or value > 100_000:
-        raise GenerationError(f"num_samples is {value!r}", "a whole number from 1 to 100000")
+def _check_num_samples(value: Any) -> int:
+    if not is_int_at_least(value, 1) or value > MAX_NUM_SAMPLES:
+        raise GenerationError(f"num_samples is {value!r}", f"a whole number from 1 to {MAX_NUM_SAMPLES}")
     return value
 
 
-def _checked_messages(messages: Any) -> Messages:
+def _check_messages(messages: Any) -> Messages:
     if not isinstance(messages, list) or not messages:
-        raise GenerationError("messages is not a list of messages", f"[{_MESSAGE}]")
+        raise GenerationError("messages is not a list of messages", f"[{_EXAMPLE_MESSAGE}]")
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise GenerationError(f"message {n} doesn't consist of a role and a content", _MESSAGE)
+            raise GenerationError(f"message {n} must have a role and a content, nothing else", _EXAMPLE_MESSAGE)
         if message["role"] not in _ROLES:
             raise GenerationError(f"message {n} has the role {message['role']!r}", "one of " + ", ".join(_ROLES))
         if not isinstance(message["content"], str):
-            raise GenerationError(f"the content of message {n} is not a text", _MESSAGE)
+            raise GenerationError(f"the content of message {n} is not a string", _EXAMPLE_MESSAGE)
     if messages[-1]["role"] != "user":
-        raise GenerationError("the last message is not the user's: there is nothing to answer", f"{_MESSAGE} last")
+        raise GenerationError(
+            "the last message is not the user's: there is nothing to answer", f"{_EXAMPLE_MESSAGE} last"
+        )
     return messages
 
 
-def _meant(unknown: list[str]) -> str:
-    """What the writer of these names may have meant."""
-    known = (*_OWN_FIELDS, *_OPTIONS)
-    near = [m for name in unknown for m in difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)]
-    return ", ".join(near) or f"{', '.join(_OWN_FIELDS)}, or an option, such as max_tokens"
+def _similar_fields(unknown: list[str]) -> str:
+    """A hint for unknown field names."""
+    known = (*_REQUEST_FIELDS, *_OPTION_FIELDS)
+    names = (name.lower().replace("-", "_") for name in unknown)
+    similar = [match for name in names for match in difflib.get_close_matches(name, known, n=1)]
+    return ", ".join(similar) or f"{', '.join(_REQUEST_FIELDS)}, or an option, such as max_tokens"

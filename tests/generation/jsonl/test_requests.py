@@ -37,7 +37,7 @@ def read(reader):
 
     def read(line, **settings):
         line = json.dumps(line) if isinstance(line, dict) else line
-        return list(reader(**settings).read(5, line if isinstance(line, bytes) else line.encode()).wanted())
+        return list(reader(**settings).read(5, line if isinstance(line, bytes) else line.encode()).pending_samples())
 
     return read
 
@@ -91,13 +91,13 @@ def test_the_system_prompt(read, lm):
         return lm.tokenizer.decode(read(request, **settings)[0].request.prompt).strip()
 
     messages = [{"role": "user", "content": "Hi"}]
-    assert text({"messages": messages, "system": "S"}) == "system:S|user:Hi"
+    assert text({"messages": messages, "system_prompt": "S"}) == "system:S|user:Hi"
     assert text({"messages": messages}, system_prompt="T") == "system:T|user:Hi"
-    assert text({"messages": messages, "system": "S"}, system_prompt="T") == "system:S|user:Hi"
-    assert text({"messages": messages, "system": ""}, system_prompt="T") == "user:Hi"
+    assert text({"messages": messages, "system_prompt": "S"}, system_prompt="T") == "system:S|user:Hi"
+    assert text({"messages": messages, "system_prompt": ""}, system_prompt="T") == "user:Hi"
     assert text({"messages": [{"role": "system", "content": "S"}, *messages]}, system_prompt="T") == "system:S|user:Hi"
     assert text({"prompt": "Hi"}, as_chat=True, system_prompt="T") == "system:T|user:Hi"
-    assert text({"prompt": "Hi", "system": "S"}, as_chat=True) == "system:S|user:Hi"
+    assert text({"prompt": "Hi", "system_prompt": "S"}, as_chat=True) == "system:S|user:Hi"
 
 
 def test_seeds(read):
@@ -122,7 +122,9 @@ def test_samples_that_are_done_are_left_out(read):
 
 
 def test_what_is_done_for_another_request_ends_the_run(read):
-    with pytest.raises(GenerationError, match='line 5: what is done with the id "a" is .* another request') as error:
+    with pytest.raises(
+        GenerationError, match='line 5: the results for the id "a" are those of another request'
+    ) as error:
         read({"id": "a", "prompt": "x"}, done=lambda id, sample: "0" * 12)
     assert not isinstance(error.value, BadRequest)
 
@@ -198,26 +200,26 @@ def test_lines_without_an_id_that_can_be_read(refused, line, message):
     [
         ({}, "a request has either a prompt or messages", '{"prompt"'),
         ({"prompt": "x", "messages": []}, "a request has either a prompt or messages", '{"prompt"'),
-        ({"prompt": 3}, "the prompt is no text", "a string"),
-        ({"prompt": [1, "a"]}, "the prompt is no text", "a string"),
-        ({"prompt": [1, True]}, "the prompt is no text", "a string"),
+        ({"prompt": 3}, "the prompt is not a string", "a string"),
+        ({"prompt": [1, "a"]}, "the prompt is not a string", "a string"),
+        ({"prompt": [1, True]}, "the prompt is not a string", "a string"),
         ({"prompt": "x", "temprature": 1}, 'there is no field "temprature"', "temperature"),
         ({"prompt": "x", "Top-K": 1, "max_token": 2}, 'there is no field "Top-K", "max_token"', "top_k, max_tokens"),
-        ({"prompt": "x", "zzz": 1}, 'there is no field "zzz"', "id, prompt, messages, system, num_samples, or an option"),
+        ({"prompt": "x", "zzz": 1}, 'there is no field "zzz"', "id, prompt, messages, system_prompt, num_samples, or an option"),
         ({"prompt": "x", "temperature": -1}, "invalid options: temperature is -1", None),
         ({"prompt": "x", "temperature": "1", "top_p": 2}, "invalid options: temperature is '1'", None),
         ({"prompt": "x", "num_samples": 0}, "num_samples is 0", "a whole number from 1"),
         ({"prompt": "x", "num_samples": 1.0}, "num_samples is 1.0", "a whole number from 1"),
         ({"prompt": "x", "num_samples": 10**12}, "num_samples is 1000000000000", "a whole number from 1"),
         ({"prompt": "x", "seed": -1}, "invalid options: seed is -1", None),
-        ({"prompt": "x", "system": "s"}, "a prompt that is continued has no system prompt", "messages, or --chat"),
-        ({"messages": [], "system": 3}, "system is not a text", '"Be brief."'),
+        ({"prompt": "x", "system_prompt": "s"}, "a prompt without a chat can't have a system prompt", "messages, or --chat"),
+        ({"messages": [], "system_prompt": 3}, "system_prompt is not a string", '"Be brief."'),
         ({"messages": "hello"}, "messages is not a list of messages", '[{"role"'),
         ({"messages": []}, "messages is not a list of messages", '[{"role"'),
-        ({"messages": ["hello"]}, "message 1 doesn't consist of a role and a content", '{"role": "user"'),
-        ({"messages": [{"role": "user"}]}, "message 1 doesn't consist of a role and a content", '{"role": "user"'),
+        ({"messages": ["hello"]}, "message 1 must have a role and a content", '{"role": "user"'),
+        ({"messages": [{"role": "user"}]}, "message 1 must have a role and a content", '{"role": "user"'),
         ({"messages": [{"role": "bot", "content": ""}]}, "message 1 has the role 'bot'", "one of system, user"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "the content of message 1 is not a text", '{"role": "user"'),
+        ({"messages": [{"role": "user", "content": [1]}]}, "the content of message 1 is not a string", '{"role": "user"'),
         ({"messages": [{"role": "system", "content": "a"}]}, "the last message is not the user's", '{"role": "user"'),
     ],
 )  # fmt: skip
@@ -229,16 +231,16 @@ def test_requests_that_cant_be_served(refused, fields, message, hint):
 
 def test_two_system_prompts(refused):
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    assert "two system prompts" in refused({"id": "a", "messages": messages, "system": "c"}).message
+    assert "two system prompts" in refused({"id": "a", "messages": messages, "system_prompt": "c"}).message
 
 
 @pytest.mark.parametrize("prompt", ["x", [1, 2]])
 def test_a_system_prompt_for_what_is_continued(refused, prompt):
-    assert "no system prompt" in refused({"id": "a", "prompt": prompt}, system_prompt="s").message
+    assert "can't have a system prompt" in refused({"id": "a", "prompt": prompt}, system_prompt="s").message
 
 
 def test_ids_of_tokens_are_no_message(refused):
-    assert refused({"id": "a", "prompt": [1, 2]}, as_chat=True).message == "the prompt is no text"
+    assert refused({"id": "a", "prompt": [1, 2]}, as_chat=True).message == "the prompt is not a string"
 
 
 def test_what_the_template_refuses_is_an_error_of_its_line(lm):
@@ -272,7 +274,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = ("id", "prompt", "messages", "system", "num_samples", *GenerationOptions.__dataclass_fields__)
+NAMES = ("id", "prompt", "messages", "system_prompt", "num_samples", *GenerationOptions.__dataclass_fields__)
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4), st.sampled_from(["x", [2**31], [10**30], 0]))
@@ -282,7 +284,7 @@ def test_no_value_does_worse_than_a_bad_request(lm, value, prompt):
         task = reader.read(1, json.dumps({"prompt": prompt} | value).encode())
     except GenerationError:
         return
-    served(lm, [row.request for _, row in zip(range(3), task.wanted(), strict=False)])
+    served(lm, [row.request for _, row in zip(range(3), task.pending_samples(), strict=False)])
 
 
 WHOLE = [f.name for f in GenerationOptions.__dataclass_fields__.values() if isinstance(f.default, int | float)]
@@ -297,7 +299,7 @@ def test_no_number_is_too_much(lm, name, value):
         task = reader.read(1, json.dumps({"prompt": "a", **others, name: value}).encode())
     except GenerationError:
         return
-    served(lm, [row.request for row in task.wanted()])
+    served(lm, [row.request for row in task.pending_samples()])
 
 
 def served(lm, wanted):

@@ -1,20 +1,18 @@
-"""Results as lines, and the file of them that a later run continues."""
+"""The result file of JSONL requests: whole after a crash, continued by a later run."""
 
 import errno
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
-import threading
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlxlm.generation.jsonl import results as jsonl_results
-from mlxlm.generation.jsonl.results import ResultFile
+from mlxlm.generation.jsonl import result_file
+from mlxlm.generation.jsonl.result_file import ResultFile
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.json_files import json_line
 
@@ -169,46 +167,37 @@ def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
         return written
 
     with ResultFile(out) as file:
-        monkeypatch.setattr(jsonl_results.os, "write", write)
+        monkeypatch.setattr(result_file.os, "write", write)
         file.write(line("a"))
         with pytest.raises(GenerationError, match=r"cannot write .*: No space left on device \(try: free some disk"):
             file.write(line("b"))
     assert out.read_bytes() == line("a")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_between_two_parts_of_a_line(out, monkeypatch, number):
-    """Whichever thread the system gives it to."""
-    real, idle = os.write, threading.Event()
+def test_an_interrupt_between_two_parts_of_a_line_leaves_whole_lines(out, monkeypatch):
+    real, parts = os.write, []
 
     def write(descriptor, data):
-        os.kill(os.getpid(), number)
-        return real(descriptor, bytes(data)[:7])
+        if parts:
+            raise KeyboardInterrupt
+        parts.append(real(descriptor, bytes(data)[:7]))
+        return 7
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    threading.Thread(target=idle.wait).start()
-    before = signal.signal(number, stop)
-    try:
-        with ResultFile(out) as file:
-            monkeypatch.setattr(jsonl_results.os, "write", write)
-            with pytest.raises(KeyboardInterrupt):
-                file.write(line("a"))
-            monkeypatch.undo()
+    with ResultFile(out) as file:
+        file.write(line("a"))
+        monkeypatch.setattr(result_file.os, "write", write)
+        with pytest.raises(KeyboardInterrupt):
             file.write(line("b"))
-        assert signal.getsignal(number) is stop
-    finally:
-        signal.signal(number, before)
-        idle.set()
-    assert out.read_bytes() == line("a") + line("b")
+        monkeypatch.undo()
+        file.write(line("c"))
+    assert out.read_bytes() == line("a") + line("c")
 
 
 def test_killed_at_any_instant(out):
     """A writer that dies by SIGKILL leaves a file that the next one continues."""
     script = (
         "import os, signal, sys\n"
-        "from mlxlm.utils.json_files import json_line\nfrom mlxlm.generation.jsonl.results import ResultFile\n"
+        "from mlxlm.utils.json_files import json_line\nfrom mlxlm.generation.jsonl.result_file import ResultFile\n"
         "file = ResultFile(sys.argv[1])\n"
         "for n in range(100): file.write(json_line({'id': n, 'request': '0', 'text': 'x' * n}))\n"
         "os.write(file._descriptors[-1], b'{\"id\": 10')\n"
