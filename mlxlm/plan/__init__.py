@@ -1,17 +1,17 @@
-"""What a model costs before it is trained or used: parameters, operations, memory, time, disk.
+"""Plan a model before it is trained or used: parameters, operations, memory, time and disk space.
 
     import mlxlm
 
-    plan = mlxlm.plan("15m", batch_size=16, sequence_length=512)
+    plan = mlxlm.plan("15m", batch_size=16, max_seq_length=512)
     print(plan.parameter_count, plan.memory.total, plan.duration.seconds)
 
-The module can be called: `mlxlm.plan(...)` is `mlxlm.plan.plan(...)`.
+The package can be called: `mlxlm.plan(...)` is `mlxlm.plan.plan(...)`.
 """
 
 import sys
 from types import ModuleType
 
-from mlxlm.plan.advice import Change, Fits, bits_that_fit, fits, suggest_change
+from mlxlm.plan.advice import Change, Fits, bits_that_fit, find_limits, suggest_change
 from mlxlm.plan.duration import Duration
 from mlxlm.plan.flops import Flops, FlopsByLength, count_training_flops, flops_by_length
 from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory
@@ -37,7 +37,7 @@ __all__ = [
     "bits_that_fit",
     "suggest_change",
     "find_config",
-    "fits",
+    "find_limits",
     "count_training_flops",
     "inference_memory",
     "plan",
@@ -48,10 +48,10 @@ __all__ = [
 
 
 class _Callable(ModuleType):
-    """`mlxlm.plan` is this package for whoever imports it, and the function for whoever calls it."""
+    """A package that can be called, since `mlxlm.plan` is both this package and the function."""
 
-    def __call__(self, *arguments, **options) -> Plan:
-        return plan(*arguments, **options)
+    def __call__(self, *args, **kwargs) -> Plan:
+        return plan(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Callable

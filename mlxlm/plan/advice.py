@@ -1,4 +1,4 @@
-"""What fits a machine's memory, and the cheapest change that makes a plan fit."""
+"""What fits in a machine's memory, and the cheapest change that makes a plan fit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ from mlxlm.plan.inference import BITS, Serving, inference_memory, with_loaded_bi
 from mlxlm.plan.memory import training_memory
 from mlxlm.plan.training import Training
 
-# Of the memory; the rest is the system's, Python's and the allocator's.
-USABLE = 0.9
-_MOST = 1 << 24  # sequences, or tokens, that are looked for
-_OTHER_MODEL = 100  # times fewer parameters: no smaller version of this model, but another one
+USABLE = 0.9  # share of the memory; the system, Python and the allocator need the rest
+_MAX_SEARCH = 1 << 24  # largest batch size or length that is tried
+_MAX_SHRINK = 100  # a preset with fewer parameters than this fraction isn't suggested
 _KERNELS = "MLXLM_KERNELS=blockwise"
 
 
 @dataclass(frozen=True)
 class Fits:
-    """The largest that fits `memory` bytes, everything else as planned, 0 where none does: sequences of a batch, tokens
-    of a sequence in training, and tokens of context in use, no more than the model's own positions; `preset`: the
-    largest preset that can be trained, with its own vocabulary, None where none can."""
+    """What fits in memory.
+
+    Attributes:
+        memory: Bytes of the machine.
+        training: Whether training fits as planned.
+        inference: Whether inference fits as planned.
+        batch_size: Largest batch that fits, everything else as planned. 0 if none does.
+        max_seq_length: Longest training sequence that fits, or 0.
+        context_length: Longest context for inference that fits, up to `max_position_embeddings`, or 0.
+        preset: The largest preset that can be trained, with its own vocabulary, or None.
+    """
 
     memory: int
     training: bool
@@ -39,31 +46,39 @@ class Fits:
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a plan: one line for a person, what it costs, and what training then is and takes at its peak."""
+    """A change that makes training fit.
+
+    Attributes:
+        text: Options to add to the command.
+        cost: What the change costs, in words.
+        training: The changed settings.
+        config: The model, a smaller preset if nothing else helps.
+        peak_memory: Bytes at the peak of the changed training.
+    """
 
     text: str
     cost: str
     training: Training
     config: ModelConfig
-    needed: int
+    peak_memory: int
 
 
 def usable_memory(memory: int | None) -> float:
-    """Bytes of `memory` that a model may take; no limit where nobody knows how much there is."""
+    """Return the bytes of `memory` that a model may take. Infinite if the size isn't known."""
     return math.inf if memory is None else int(USABLE * memory)
 
 
-def fits(config: ModelConfig, training: Training, serving: Serving, memory: int) -> Fits:
-    """What this much memory has room for."""
-    there = usable_memory(memory)
+def find_limits(config: ModelConfig, training: Training, serving: Serving, memory: int) -> Fits:
+    """Find the largest batch, sequence, context and preset that fit in `memory` bytes."""
+    available = usable_memory(memory)
 
     def trains(**changes: int) -> bool:
-        return training_memory(config, replace(training, **changes)).total <= there
+        return training_memory(config, replace(training, **changes)).total <= available
 
     def serves(context_length: int) -> bool:
-        return inference_memory(config, replace(serving, context_length=context_length)).total <= there
+        return inference_memory(config, replace(serving, context_length=context_length)).total <= available
 
-    presets = [n for n in preset_names() if training_memory(load_preset(n), training).total <= there]
+    presets = [n for n in preset_names() if training_memory(load_preset(n), training).total <= available]
     return Fits(
         memory=memory,
         training=trains(),
@@ -76,60 +91,72 @@ def fits(config: ModelConfig, training: Training, serving: Serving, memory: int)
 
 
 def bits_that_fit(config: ModelConfig, serving: Serving, memory: int) -> int | None:
-    """The most bits of a weight, fewer than planned, with which the texts planned fit in use; None if none do."""
-    there = usable_memory(memory)
+    """Return the most bits per weight below the planned ones with which inference fits, or None."""
+    available = usable_memory(memory)
     fewer = (with_loaded_bits(replace(serving, bits=bits), config, memory) for bits in BITS if bits < serving.bits)
-    return next((s.bits for s in fewer if inference_memory(config, s).total <= there), None)
+    return next((s.bits for s in fewer if inference_memory(config, s).total <= available), None)
 
 
-def _largest(works: Callable[[int], bool], most: int = _MOST, least: int = 0) -> int:
-    """The largest number up to `most` that works, where none above one that doesn't does; `least` if none above it."""
-    return least + bisect_right(range(least + 1, most + 1), False, key=lambda n: not works(n))
+def _largest(works: Callable[[int], bool], maximum: int = _MAX_SEARCH, minimum: int = 0) -> int:
+    """Return the largest number above `minimum` that works, by bisection, or `minimum`."""
+    return minimum + bisect_right(range(minimum + 1, maximum + 1), False, key=lambda n: not works(n))
 
 
 def _largest_batch(works: Callable[[int], bool]) -> int:
-    """The same of batches. With more rows than three for each core a CPU shares all of them out, with fewer or as many
-    only some, which take more memory than a larger batch that stays whole: of these each is tried."""
-    few = 3 * platform.cpu_cores()
-    found = _largest(works, least=few)
-    return found if found > few else next((n for n in range(few, 0, -1) if works(n)), 0)
+    """Return the largest batch that works.
+
+    Cores share every batch of more than three rows per core, but only some of the smaller ones, and a shared batch
+    takes more memory than a slightly larger one that isn't. So each of the small batches is tried.
+    """
+    small = 3 * platform.cpu_cores()
+    largest = _largest(works, minimum=small)
+    return largest if largest > small else next((n for n in range(small, 0, -1) if works(n)), 0)
 
 
 def suggest_change(config: ModelConfig, training: Training, memory: int, preset: str = "preset") -> Change | None:
-    """The first change, from the cheapest on, that makes training fit, or where none alone does, those that do
-    together: none of them that isn't needed, and the largest batch that they leave room for. None if it fits as it is,
-    or if nothing helps but a model that is a hundred times smaller.
+    """Suggest the cheapest change that makes training fit.
 
-    preset: how one is asked for, empty where none can be."""
-    there = usable_memory(memory)
+    If no single change is enough, several are combined: only those that are needed, with the largest batch that then
+    fits.
 
-    def needed(changes: list[_Step]) -> int:
+    Args:
+        config: The model.
+        training: The settings.
+        memory: Bytes of the machine.
+        preset: How to ask for a preset, such as "--preset". Empty if the model can't be replaced.
+
+    Returns:
+        The change, or None if training fits as it is, or if only a model 100 times smaller would help.
+    """
+    available = usable_memory(memory)
+
+    def peak(changes: list[_Option]) -> int:
         return training_memory(config, _with(training, changes)).total
 
-    if needed([]) <= there:
+    if peak([]) <= available:
         return None
-    if training.loss_chunk_size is not None:  # only plans have it
+    if training.loss_chunk_size is not None:  # a plan's option that training doesn't have
         training = replace(training, loss_chunk_size=None)
-        if needed([]) <= there:
-            return Change("--loss-chunk-size left out, as in training,", "nothing", training, config, needed([]))
-    steps = _steps(config, training)
-    alone = next(([step] for step in steps if needed([step]) <= there), None)
-    together = alone or _fewest(steps, lambda changes: needed(changes) <= there)
-    if together is not None:
-        found = _with(training, together)
-        return Change(_command(together), "; ".join(step.cost for step in together), found, config, needed(together))
+        if peak([]) <= available:
+            return Change("the default loss chunks instead of --loss-chunk-size", "nothing", training, config, peak([]))
+    options = _options(config, training)
+    single = next(([option] for option in options if peak([option]) <= available), None)
+    chosen = single or _combine(options, lambda changes: peak(changes) <= available)
+    if chosen is not None:
+        costs = "; ".join(option.cost for option in chosen)
+        return Change(_command(chosen), costs, _with(training, chosen), config, peak(chosen))
     for name in reversed(preset_names() if preset else []):
         smaller = load_preset(name, vocab_size=config.vocab_size)
         share = smaller.parameter_count() / config.parameter_count()
         size = training_memory(smaller, training).total
-        if 1 / _OTHER_MODEL < share < 1 and size <= there:
+        if 1 / _MAX_SHRINK < share < 1 and size <= available:
             return Change(f"{preset} {name}", "a smaller model", training, smaller, size)
     return None
 
 
 @dataclass(frozen=True)
-class _Step:
-    """text: an option, or a variable of the environment. Of two with one `kind`, the last counts."""
+class _Option:
+    """A command-line option or environment variable that saves memory. Of two of one `kind`, the last one counts."""
 
     kind: str
     text: str
@@ -137,77 +164,67 @@ class _Step:
     change: Callable[[Training], Training]
 
 
-def _with(training: Training, steps: list[_Step]) -> Training:
-    return reduce(lambda changed, step: step.change(changed), steps, training)
+def _with(training: Training, options: list[_Option]) -> Training:
+    return reduce(lambda changed, option: option.change(changed), options, training)
 
 
-def _command(steps: list[_Step]) -> str:
-    """What to add to a command, or to its environment."""
-    options = " ".join(step.text for step in steps if step.text != _KERNELS)
-    if all(step.text != _KERNELS for step in steps):
-        return options
-    return f"{_KERNELS} in the environment" + (f", and {options}" if options else "")
+def _command(options: list[_Option]) -> str:
+    """Return what to add to a command and to its environment."""
+    flags = " ".join(option.text for option in options if option.text != _KERNELS)
+    if all(option.text != _KERNELS for option in options):
+        return flags
+    return f"{_KERNELS} in the environment" + (f", and {flags}" if flags else "")
 
 
-def _fewest(steps: list[_Step], fits: Callable[[list[_Step]], bool]) -> list[_Step] | None:
-    """The changes up to the first with which it fits, without those that aren't needed: the dearest go first, and the
-    batch is as large as it can be. None if all of them are too few."""
-    enough: list[_Step] | None = None
-    for i in range(1, len(steps) + 1):
-        if fits(together := list({step.kind: step for step in steps[:i]}.values())):
-            enough = together
+def _combine(options: list[_Option], fits: Callable[[list[_Option]], bool]) -> list[_Option] | None:
+    """Combine options, the cheapest first, until training fits; then drop the expensive ones that aren't needed."""
+    chosen: list[_Option] | None = None
+    for i in range(1, len(options) + 1):
+        if fits(combined := list({option.kind: option for option in options[:i]}.values())):
+            chosen = combined
             break
-    if enough is None:
+    if chosen is None:
         return None
-    for step in reversed(enough):
-        if fits(fewer := [other for other in enough if other is not step]):
-            enough = fewer
-    batches = (step for step in steps if step.kind == "batch")
-    larger = ([batch if step.kind == "batch" else step for step in enough] for batch in batches)
-    return next((changes for changes in larger if fits(changes)), enough)
+    for option in reversed(chosen):
+        if fits(fewer := [other for other in chosen if other is not option]):
+            chosen = fewer
+    batches = (option for option in options if option.kind == "batch")
+    larger = ([batch if option.kind == "batch" else option for option in chosen] for batch in batches)
+    return next((changes for changes in larger if fits(changes)), chosen)
 
 
-def _steps(config: ModelConfig, training: Training) -> list[_Step]:
-    """The changes there are, the cheapest first."""
-    steps: list[_Step] = []
+def _options(config: ModelConfig, training: Training) -> list[_Option]:
+    """List the options that save memory, the cheapest first."""
+    options: list[_Option] = []
     for batch in _halves(training.batch_size):
-        times = training.grad_accumulation_steps * -(-training.batch_size // batch)
-        text = f"--batch-size {batch} --grad-accumulation-steps {times}"
-        steps.append(_Step("batch", text, "the same step in parts", _smaller_batch(batch, times)))
-    if training.path(config) == "plain" and training.max_seq_length >= 512:
+        steps = training.grad_accumulation_steps * -(-training.batch_size // batch)
+        text = f"--batch-size {batch} --grad-accumulation-steps {steps}"
+        change = partial(replace, batch_size=batch, grad_accumulation_steps=steps)
+        options.append(_Option("batch", text, "the same step in parts", change))
+    if training.attention_path(config) == "plain" and training.max_seq_length >= 512:
         change = partial(replace, attention="blockwise")
-        steps.append(_Step("attention", _KERNELS, "scores are computed twice", change))
+        options.append(_Option("attention", _KERNELS, "scores are computed twice", change))
     if not training.grad_checkpoint:
-        steps.append(
-            _Step(
-                "grad_checkpoint",
-                "--grad-checkpoint",
-                "a third more operations",
-                partial(replace, grad_checkpoint=True),
-            )
-        )
+        change = partial(replace, grad_checkpoint=True)
+        options.append(_Option("grad_checkpoint", "--grad-checkpoint", "a third more operations", change))
     if training.ema_decay:
         cost = "the last weights instead of their average"
-        steps.append(_Step("ema_decay", "--ema-decay 0", cost, partial(replace, ema_decay=0.0)))
+        options.append(_Option("ema_decay", "--ema-decay 0", cost, partial(replace, ema_decay=0.0)))
     if training.optimizer in ("adamw", "muon"):
-        steps.append(_optimizer("lion", "other learning rates"))
+        options.append(_optimizer("lion", "other learning rates"))
     if training.optimizer != "adafactor":
-        steps.append(_optimizer("adafactor", "slower progress"))
-    return steps
+        options.append(_optimizer("adafactor", "slower progress"))
+    return options
 
 
-def _optimizer(name: str, cost: str) -> _Step:
-    return _Step("optimizer", f"--optimizer {name}", cost, partial(replace, optimizer=name))
-
-
-def _smaller_batch(batch: int, times: int) -> Callable[[Training], Training]:
-    return partial(replace, batch_size=batch, grad_accumulation_steps=times)
+def _optimizer(name: str, cost: str) -> _Option:
+    return _Option("optimizer", f"--optimizer {name}", cost, partial(replace, optimizer=name))
 
 
 def _halves(batch: int) -> list[int]:
-    """The batch halved as often as it can be, and one sequence, the largest first."""
-    found = []
+    """Halve `batch` as often as possible, and end with 1."""
+    sizes = []
     while batch % 2 == 0:
         batch //= 2
-        found.append(batch)
-    return found if batch == 1 else [*found, 1]
+        sizes.append(batch)
+    return sizes if batch == 1 else [*sizes, 1]

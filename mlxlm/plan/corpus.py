@@ -1,4 +1,4 @@
-"""How many tokens a text has: counted where it is prepared, estimated from its bytes where it isn't."""
+"""Count the tokens of prepared data, or estimate those of a text from its bytes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from pathlib import Path
 from mlxlm.data.bad_input import OnBad, raise_error
 from mlxlm.utils.errors import DataError
 
-_MOST_BYTES = 4.5  # that a token of English stands for, however large the vocabulary
-_PLAIN = (".txt", ".md")  # whose bytes are the text
-_SAMPLE = 1 << 22  # bytes of text that are read of another source
+_MAX_BYTES_PER_TOKEN = 4.5  # of English text, however large the vocabulary
+_PLAIN_TEXT = (".txt", ".md")
+_SAMPLE_BYTES = 1 << 22  # of text, read from a source of another format
 
 
 def bytes_per_token(vocab_size: int) -> float:
-    """UTF-8 bytes of English that a token stands for: 2.1, 2.5, 3.3 and 3.6 measured on held-out WikiText-2 with
-    byte-level vocabularies of 512, 1,024, 4,096 and 8,192 tokens, 0.4 more for each doubling; at most 4.5."""
-    return min(_MOST_BYTES, 2.07 + 0.4 * math.log2(max(vocab_size, 256) / 512))
+    """Estimate the UTF-8 bytes of English text per token.
+
+    2.1, 2.5, 3.3 and 3.6 were measured on held-out WikiText-2 with byte-level vocabularies of 512, 1,024, 4,096 and
+    8,192 tokens: 0.4 more for each doubling. At most 4.5.
+    """
+    return min(_MAX_BYTES_PER_TOKEN, 2.07 + 0.4 * math.log2(max(vocab_size, 256) / 512))
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """tokens of the training part, where it is prepared; `counted`: in prepared shards, not estimated from `bytes` of
-    all the text. These are estimated themselves where the text is compressed, or in rows."""
+    """The size of a training text.
+
+    Attributes:
+        tokens: Tokens of the training split.
+        bytes: UTF-8 bytes of the text; an estimate for compressed files and tables.
+        counted: Whether the tokens were counted in prepared shards, instead of estimated from `bytes`.
+    """
 
     tokens: float
     bytes: int
@@ -34,9 +42,16 @@ class Corpus:
 def count_corpus(
     sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None, on_bad: OnBad = raise_error
 ) -> Corpus:
-    """Of one prepared folder, or of texts as `mlxlm pretrain` takes them; how much it is doesn't depend on weights.
+    """Count the tokens of a prepared folder, or estimate those of texts.
 
-    Raises DataError for what can't be read, or has no size (a pipe).
+    Args:
+        sources: One prepared folder, or text sources as `mlxlm pretrain` takes them. Source weights are ignored.
+        vocab_size: Of the tokenizer, for the estimate.
+        text_column: Column of tables and JSON lines.
+        on_bad: What to do with a bad line.
+
+    Raises:
+        DataError: A source can't be read, or has no size (a pipe).
     """
     from mlxlm.data import Manifest, parse_weighted_sources
     from mlxlm.data.manifest import is_prepared
@@ -55,13 +70,13 @@ def count_corpus(
 
 
 def _text_bytes(path: str | Path, text_column: str | None, on_bad: OnBad) -> float:
-    """UTF-8 bytes of a source's text: the bytes of its files, times those of text that the first of them hold each."""
+    """Return the UTF-8 bytes of a source's text: its file size times the share of text in the first part."""
     from mlxlm.data import read_texts, total_bytes
 
     size = total_bytes([path])
     if not size:
-        raise DataError(f"{path} has no size that could be planned with", "--tokens, or a file with some text")
-    if Path(path).suffix.lower() in _PLAIN:
+        raise DataError(f"{path} has no size to plan with", "--tokens, or a file with some text")
+    if Path(path).suffix.lower() in _PLAIN_TEXT:
         return size
     read = text = 0
 
@@ -71,7 +86,7 @@ def _text_bytes(path: str | Path, text_column: str | None, on_bad: OnBad) -> flo
 
     for piece in read_texts([path], advance=advance, text_column=text_column, on_bad=on_bad):
         text += len(piece.encode())
-        if text >= _SAMPLE and read:
+        if text >= _SAMPLE_BYTES and read:
             break
     if not text:
         raise DataError(f"{path} has no text", "a file with some text")

@@ -1,4 +1,4 @@
-"""Room on the disk for a run and its data."""
+"""Disk space of a run and its data."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from mlxlm.config import ModelConfig
 from mlxlm.plan.memory import optimizer_bytes
 from mlxlm.plan.training import Training
 
-CHECKPOINTS_KEPT = (
-    2 + 1
-)  # checkpoints: the last ones that `pretrain --save-total-limit` leaves, and the best (a spike may keep one more)
+# The last two (the default of `--save-total-limit`) and the best. A loss spike may keep one more.
+CHECKPOINTS_KEPT = 3
 
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """Bytes: one checkpoint (weights and optimizer in float32, averaged weights), those that stay, the shards of
-    tokens, and the finished model in 16 bits."""
+    """Disk space, in bytes.
+
+    Attributes:
+        checkpoint: One checkpoint: weights, optimizer state and averaged weights, in float32.
+        checkpoints: All checkpoints that are kept.
+        shards: The tokenized text.
+        model: The finished model in 16 bits.
+    """
 
     checkpoint: int
     checkpoints: int
@@ -25,12 +30,13 @@ class DiskUsage:
 
     @property
     def total(self) -> int:
+        """Bytes of all of it."""
         return self.checkpoints + self.shards + self.model
 
 
 def estimate_disk(config: ModelConfig, training: Training, data_tokens: float) -> DiskUsage:
-    """`data_tokens`: of the text, each seen once or more; a token takes 2 bytes where the vocabulary fits, else 4."""
+    """Estimate the disk space of a run on a text of `data_tokens` tokens, of 2 bytes each, or 4 for large vocabularies."""
     count = config.parameter_count()
-    one = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
+    checkpoint = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
     shards = round(data_tokens) * (2 if config.vocab_size <= 1 << 16 else 4)
-    return DiskUsage(one, CHECKPOINTS_KEPT * one, shards, 2 * count)
+    return DiskUsage(checkpoint, CHECKPOINTS_KEPT * checkpoint, shards, 2 * count)

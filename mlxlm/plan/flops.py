@@ -1,4 +1,4 @@
-"""Floating-point operations of training, by part, and how their shares move with the length of the text."""
+"""Floating-point operations of training, by component and by sequence length."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from mlxlm.config import ModelConfig, counts
 from mlxlm.plan import textbook
 from mlxlm.plan.training import Training
 
-ATTENTION_PARTS = ("scores", "scores_values")  # the work that grows with the square of the length
+ATTENTION_PARTS = ("scores", "scores_values")  # grow with the square of the sequence length
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations for one token of a sequence, 2 for each multiply-add; products alone are counted.
+    """Operations per token, 2 for each multiply-add. Only matrix products are counted.
 
-    forward: by part, every token's row of scores having as many keys as the sequence has tokens (or as the layer's
-    window): the convention of the literature, and what is computed where nothing skips the hidden half. causal: the
-    two attention parts with only the keys that a token sees. backward: twice the forward pass (one product for the
-    gradient of each factor). recomputed: the layers' forward pass once more, where they are recomputed.
-    rule_of_thumb: 6 for each parameter, 8 with recomputation. tokens_per_step: of all devices. done: the share of those scores
-    that our own attention computes (see `Training.keys_computed`): above 1 where it has more keys than a window.
+    Attributes:
+        forward: Forward operations by component. Attention is counted with every key of the sequence (or of the
+            layer's window), as in the literature, without the saving of a causal mask.
+        causal: The attention operations with only the keys that a token attends to.
+        recomputed: The layers' forward pass once more, with gradient checkpointing.
+        rule_of_thumb: 6 per parameter, 8 with gradient checkpointing.
+        tokens_per_step: Tokens of an optimizer step, on all devices.
+        computed_fraction: The share of the counted attention scores that are computed (see
+            `Training.keys_computed`). Above 1 if blocks have more keys than a window.
     """
 
     forward: dict[str, float]
@@ -33,43 +36,48 @@ class Flops:
 
     @property
     def forward_total(self) -> float:
+        """Operations of the forward pass."""
         return sum(self.forward.values())
 
     @property
     def attention(self) -> float:
-        """Of the forward pass: scores, and scores times values."""
+        """Attention operations of the forward pass: the scores, and scores times values."""
         return sum(self.forward[part] for part in ATTENTION_PARTS)
 
     @property
     def backward(self) -> float:
+        """Operations of the backward pass: one product for the gradient of each factor, twice the forward pass."""
         return 2 * self.forward_total
 
     @property
     def per_token(self) -> float:
-        """Forward, backward, and what is recomputed."""
+        """Operations of the forward and backward pass, and of recomputation."""
         return self.forward_total + self.backward + self.recomputed
 
     @property
     def per_step(self) -> float:
+        """Operations of an optimizer step."""
         return self.per_token * self.tokens_per_step
 
     @property
     def computed_per_step(self) -> float:
-        """Without the scores that nothing computes; where probabilities aren't kept, scores are computed twice, which
-        no count has."""
+        """Operations of a step with only the scores that are computed.
+
+        Recomputation of scores by attention that doesn't keep the probabilities isn't counted.
+        """
         passes = 4 if self.recomputed else 3
         return self.per_step - (1 - self.computed_fraction) * passes * self.attention * self.tokens_per_step
 
 
 def count_training_flops(config: ModelConfig, training: Training, num_devices: int = 1) -> Flops:
-    """What training on one token of a sequence takes; a step has the tokens of all `num_devices`."""
+    """Count the operations of training on one token. A step has the tokens of all `num_devices`."""
     length = training.max_seq_length
     keys = counts.attended_keys(config, length)
     forward = counts.forward_flops(config, keys)
-    seen = counts.forward_flops(config, counts.mean_attended_keys(config, length))
+    causal = counts.forward_flops(config, counts.mean_attended_keys(config, length))
     return Flops(
         forward=forward,
-        causal=sum(seen[part] for part in ATTENTION_PARTS),
+        causal=sum(causal[part] for part in ATTENTION_PARTS),
         recomputed=sum(forward.values()) - forward["head"] if training.grad_checkpoint else 0.0,
         rule_of_thumb=textbook.training_flops(config.parameter_count(), 1, training.grad_checkpoint),
         tokens_per_step=training.tokens_per_step * num_devices,
@@ -79,7 +87,13 @@ def count_training_flops(config: ModelConfig, training: Training, num_devices: i
 
 @dataclass(frozen=True)
 class FlopsByLength:
-    """Shares of the forward operations by part, at each length; `total` is operations for the whole sequence."""
+    """How the forward operations divide into components, by sequence length.
+
+    Attributes:
+        lengths: Tokens.
+        shares: Share of each component, for each length.
+        total: Forward operations of a sequence of each length.
+    """
 
     lengths: tuple[int, ...]
     shares: tuple[dict[str, float], ...]
@@ -87,10 +101,10 @@ class FlopsByLength:
 
 
 def flops_by_length(config: ModelConfig, lengths: Sequence[int] = tuple(1 << n for n in range(9, 18))) -> FlopsByLength:
-    """How the forward pass divides into its parts for texts from 512 to 131,072 tokens, the full square counted."""
-    found = [counts.forward_flops(config, counts.attended_keys(config, length)) for length in lengths]
-    totals = [sum(parts.values()) for parts in found]
+    """Divide the forward operations into components for sequences of 512 to 131,072 tokens, without a causal saving."""
+    by_length = [counts.forward_flops(config, counts.attended_keys(config, length)) for length in lengths]
+    totals = [sum(parts.values()) for parts in by_length]
     shares = tuple(
-        {name: part / total for name, part in parts.items()} for parts, total in zip(found, totals, strict=True)
+        {name: part / total for name, part in parts.items()} for parts, total in zip(by_length, totals, strict=True)
     )
     return FlopsByLength(tuple(lengths), shares, tuple(n * total for n, total in zip(lengths, totals, strict=True)))

@@ -1,4 +1,4 @@
-"""What a model asks its kernels for, in training and in generation: found by tracing it, which computes nothing."""
+"""The kernel cases of a model in training and generation, found by tracing it without computing anything."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from mlxlm.kernels.dispatch import Case, Operation, record_cases
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
-_CHUNK = 512  # tokens of a prompt that are read at a time, as in mlxlm.generation.context
+_PREFILL_STEP_SIZE = 512  # as in mlxlm.generation.context
 
 
 def cases_of(config: ModelConfig, dtype: str, training_dtype: str) -> list[tuple[Operation, Case]]:
-    """The operations of a model with their cases, at the lengths that are told apart: generation from weights in
-    `dtype`, one text at a time and several, with whole and quantized caches; evaluation in it; and training with
-    activations in `training_dtype`, with and without a document mask."""
-    least, most = LENGTHS
-    longest = config.max_position_embeddings
-    lengths = [n for n in (least << i for i in range((most // least).bit_length())) if n < longest]
-    lengths += [longest] if longest <= most else []
+    """List the operations of a model and their cases, at the lengths that dispatch distinguishes.
+
+    Args:
+        config: The model.
+        dtype: Of weights in generation (single sequences and batches, float and quantized caches) and evaluation.
+        training_dtype: Of activations in training, with and without a document mask.
+    """
+    shortest, longest = LENGTHS
+    context = config.max_position_embeddings
+    lengths = [n for n in (shortest << i for i in range((longest // shortest).bit_length())) if n < context]
+    lengths += [context] if context <= longest else []
     cases: dict[Case, Operation] = {}
     generating = _model(config, dtype).eval()
     for n in lengths:
@@ -44,14 +48,14 @@ def cases_of(config: ModelConfig, dtype: str, training_dtype: str) -> list[tuple
 def generation_cases(
     model: Decoder, length: int, kv: KVOptions | None = None, pads: tuple[int, ...] = (0,)
 ) -> dict[Case, Operation]:
-    """Of reading `length` - 1 tokens of a prompt in chunks and decoding one more; `pads`: padding before each row."""
+    """Trace the prefill of `length` - 1 tokens in chunks and one decoding step. `pads` is the left padding of each row."""
 
     def run() -> None:
         caches = make_cache(model, kv or KVOptions())
         if any(pads):
             for cache in caches:
                 cache.set_left_padding(pads)
-        sizes = [min(_CHUNK, length - 1 - start) for start in range(0, length - 1, _CHUNK)]
+        sizes = [min(_PREFILL_STEP_SIZE, length - 1 - start) for start in range(0, length - 1, _PREFILL_STEP_SIZE)]
         for size in (*sizes, 1):
             model(mx.zeros((len(pads), size), mx.int32), cache=caches)
 
@@ -59,7 +63,7 @@ def generation_cases(
 
 
 def training_cases(model: Decoder, rows: int, length: int, document_mask: bool) -> dict[Case, Operation]:
-    """Of the forward pass of a step on `rows` sequences; its gradient asks for nothing more."""
+    """Trace the forward pass of a training step on `rows` sequences. The gradient adds no cases."""
     tokens = mx.zeros((rows, length), mx.int32)
     return _traced(lambda: model.model(tokens, segment_ids=tokens if document_mask else None))
 
@@ -71,7 +75,7 @@ def _traced(run: Callable[[], object]) -> dict[Case, Operation]:
 
 
 def _model(config: ModelConfig, dtype: str) -> Decoder:
-    """One whose weights are never computed."""
+    """Build the model lazily: its weights are never evaluated."""
     model = Decoder(config)
     model.update(tree_map(lambda weight: weight.astype(getattr(mx, dtype)), model.trainable_parameters()))
     return model

@@ -1,4 +1,4 @@
-"""How fast machines multiply: what their makers publish, and what is measured here."""
+"""The speed of matrix products: published peaks, and measurements of this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from mlxlm.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Machine:
-    """flops: floating-point operations per second of matrix products in `dtype`, of one device. memory: bytes of one
-    device, None where machines of this name differ or it doesn't say. kind: "cpu", "metal" or "cuda", which
-    decides how training works. measured: here, else the maker's peak. source: who says so."""
+    """A device that trains.
+
+    Attributes:
+        name: "here", "custom", or a name in `MACHINES`.
+        flops: Floating-point operations per second of matrix products in `dtype`.
+        dtype: Of these products.
+        memory: Bytes. None if it isn't known.
+        measured: Whether `flops` was measured here. Otherwise it is the manufacturer's peak.
+        source: Where `flops` comes from.
+        device_type: "cpu", "metal" or "cuda".
+    """
 
     name: str
     flops: float
@@ -20,18 +28,18 @@ class Machine:
     memory: int | None
     measured: bool
     source: str
-    kind: str = "cuda"
+    device_type: str = "cuda"
 
 
 def _peak(name: str, teraflops: float, gigabytes: int | None, source: str) -> Machine:
-    """Of 16-bit operands where there are matrix units for them, on Apple's GPUs of 32."""
+    """Return a published peak: 16-bit products with matrix units, 32-bit products on Apple's GPUs."""
     metal = name.startswith("m")
-    dtype, kind = ("float32", "metal") if metal else ("bfloat16", "cuda")
-    return Machine(name, teraflops * 1e12, dtype, gigabytes and gigabytes * 10**9, False, source, kind)
+    dtype, device_type = ("float32", "metal") if metal else ("bfloat16", "cuda")
+    return Machine(name, teraflops * 1e12, dtype, gigabytes and gigabytes * 10**9, False, source, device_type)
 
 
-# Peaks of matrix units with dense operands, unless the name says otherwise. Who repeats the maker's figure is named
-# where the maker's own page was not read.
+# Peaks with dense operands, unless the name says otherwise. The source is a page that quotes the manufacturer if the
+# manufacturer's own page was not read.
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -46,43 +54,47 @@ MACHINES = {
 
 
 def find_machine(name: str) -> Machine:
-    """A machine by its name; "here" is this one, measured. Raises ConfigError otherwise."""
+    """Return the machine of this name. "here" is this machine, measured.
+
+    Raises:
+        ConfigError: There is no such machine.
+    """
     if name == "here":
         return this_machine()
     if name not in MACHINES:
-        raise ConfigError(f"there is no machine {name!r} in the table", "one of here, " + ", ".join(MACHINES))
+        raise ConfigError(f"unknown machine {name!r}", "one of here, " + ", ".join(MACHINES))
     return MACHINES[name]
 
 
 def custom_machine(flops: float, dtype: str = "bfloat16") -> Machine:
-    """A device of which someone says what it delivers."""
+    """Return a machine of a given speed."""
     return Machine("custom", float(flops), dtype, None, False, "as given")
 
 
 def this_machine(measure: bool = True) -> Machine:
-    """This machine; with `measure`, what it delivers in large products of training's dtype, else 0."""
+    """Return this machine, with its measured speed in the dtype of training, or 0 without `measure`."""
     from mlxlm.backend import device, platform
     from mlxlm.backend.mlx import ON_CPU
     from mlxlm.plan.training import THIS_DEVICE
 
     dtype = "float32" if ON_CPU else "bfloat16"
     source = f"{platform.chip()}, products of 1024 x 1024"
-    found = Machine("here", 0.0, dtype, device.device_memory(), True, source, THIS_DEVICE)
-    return replace(found, flops=measure_matmul(dtype=dtype) * 1e9) if measure else found
+    machine = Machine("here", 0.0, dtype, device.device_memory(), True, source, THIS_DEVICE)
+    return replace(machine, flops=measure_matmul(dtype=dtype) * 1e9) if measure else machine
 
 
 def measure_matmul(size: int = 1024, seconds: float = 0.3, dtype: str = "float32") -> float:
-    """GFLOP/s of products of `size` x `size` matrices on the default device, the best of some.
+    """Measure the GFLOP/s of products of `size` x `size` matrices on the default device: the best of several.
 
-    Others that work here at the same time make it slower: it goes on, up to ten times as long, until the best has
-    come three times to within a tenth.
+    Other processes make a measurement slower, so it is repeated, for up to ten times `seconds`, until three times are
+    within 10 % of the best.
     """
     from mlxlm.backend.mlx import mx
 
     a = mx.random.normal((size, size)).astype(getattr(mx, dtype))
     mx.eval(a @ a)
-    times, begun = [], time.perf_counter()
-    while (spent := time.perf_counter() - begun) < 10 * seconds:
+    times, start_time = [], time.perf_counter()
+    while (spent := time.perf_counter() - start_time) < 10 * seconds:
         if spent >= seconds and sum(t <= 1.1 * min(times) for t in times) >= 3:
             break
         start = time.perf_counter()

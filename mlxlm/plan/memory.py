@@ -1,8 +1,7 @@
-"""Memory of mlxlm's own training step, by what holds it.
+"""Memory of mlxlm's training step.
 
-A step has two heights: during the backward pass, when the activations are there and the gradients come; and during
-the update, when the gradients are all there and the optimizer makes new values beside the old. The higher one is the
-peak.
+A step has two maxima: in the backward pass, when the activations exist and gradients are being computed, and in the
+optimizer update, when all gradients exist and new weights are made beside the old ones. The larger is the peak.
 """
 
 from __future__ import annotations
@@ -15,25 +14,35 @@ from mlxlm.plan.training import DTYPES, Training
 
 # Fitted to MLX's peaks over the first four steps of a fresh process, over the presets from 0.3m to 50m and lengths from
 # 128 to 1,024 on a CPU of two cores, in float32.
-_LAYERS_AHEAD = 1  # where layers are recomputed
-_SCORES_AT_A_TIME = 4  # arrays of one block's scores
-# Where cores share a batch: their graphs are computed a piece at a time, so that gradients of activations, and those of
-# weights even more, come when others have gone. That logits count twice is fitted, not explained.
+_LAYERS_AHEAD = 1  # layers whose gradients wait, with gradient checkpointing
+_SCORES_AT_A_TIME = 4  # arrays of the size of a block's scores
+# Where cores share a batch: their graphs are evaluated piece by piece, so gradients of activations, and even more those
+# of weights, are made after others were freed. That logits count twice is fitted, not explained.
 _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE, _LOGITS_AT_ONCE = 0.6, 0.1, 2.0
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes. `layer`: activations that one layer keeps for its gradient; `activations`: of all layers and what
-    surrounds them; `gradients`: of all parameters, once for each core that shares the batch, and where those accumulate
-    once more for the last ones; `first_gradients`: those that are there while activations are; `logits`: of the head
-    and the loss; `transient`: gradients of activations, and in the update new values beside old ones. `total` is the
-    peak: the higher of `backward` and `update`.
+    """Memory of a training step, in bytes.
 
-    `total` is an estimate. It was compared with the shapes that the constants were fitted to, presets from 0.3m to 50m
-    in float32 on a CPU of two cores, with vocabularies to 32,000, recomputation, averaging and Muon among them: all
-    were within 9 %. Accumulation was compared apart, 15m and 50m on two cores: within 7 %. On one core a large model
-    with few tokens takes up to a fifth less than planned. On other devices nobody has compared it."""
+    `total` is an estimate. For the presets from 0.3m to 50m in float32 on two CPU cores, with vocabularies of up to
+    32,000 tokens, gradient checkpointing, EMA and Muon, to which the constants were fitted, it was within 9 % of the
+    measured peak; with gradient accumulation (15m and 50m) within 7 %. On one core a large model with few tokens takes
+    up to a fifth less. It has not been compared on other devices.
+
+    Attributes:
+        weights: Weights in float32.
+        compute_copy: Weights in the compute dtype, if that isn't float32.
+        optimizer: The optimizer's state.
+        ema: The averaged weights.
+        gradients: Gradients of all parameters, for each worker; with gradient accumulation also the last ones.
+        first_gradients: Gradients that exist while the activations do.
+        layer: Activations that one layer keeps for its gradient.
+        activations: Activations of all layers, of the embedding and the head.
+        logits: Logits and what the loss makes of them.
+        transient: Gradients of activations.
+        update_transient: New weights and state beside the old ones, in the update.
+    """
 
     weights: int
     compute_copy: int
@@ -49,40 +58,43 @@ class TrainingMemory:
 
     @property
     def states(self) -> int:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.weights + self.optimizer + self.ema
 
     @property
     def backward(self) -> int:
+        """Peak of the backward pass."""
         return self.states + self.compute_copy + self.first_gradients + self.activations + self.logits + self.transient
 
     @property
     def update(self) -> int:
+        """Peak of the optimizer update."""
         return self.states + self.gradients + self.update_transient
 
     @property
     def total(self) -> int:
+        """Peak of the step."""
         return max(self.backward, self.update)
 
-    def parts(self) -> dict[str, int]:
-        """What the peak consists of."""
-        held = {"weights": self.weights, "optimizer": self.optimizer, "averaged weights": self.ema}
+    def breakdown(self) -> dict[str, int]:
+        """Return what the peak consists of, by name, without empty parts."""
+        peak = {"weights": self.weights, "optimizer": self.optimizer, "averaged weights": self.ema}
         if self.update > self.backward:
-            held["gradients"] = self.gradients
-            held["the update's new values"] = self.update_transient
+            peak["gradients"] = self.gradients
+            peak["new values in the update"] = self.update_transient
         else:
-            held |= {
+            peak |= {
                 "gradients": self.first_gradients,
                 "weights in half precision": self.compute_copy,
                 "activations": self.activations,
                 "logits": self.logits,
                 "gradients of activations": self.transient,
             }
-        return {name: size for name, size in held.items() if size}
+        return {name: size for name, size in peak.items() if size}
 
 
 def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
-    """What a step of `mlxlm pretrain` holds at its peak."""
+    """Estimate the memory of a step of `mlxlm pretrain`."""
     count, size = config.parameter_count(), DTYPES[training.dtype]
     tokens = training.batch_size * training.max_seq_length
     layer = tokens * layer_bytes(config, training)
@@ -91,30 +103,30 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
     softmax = tokens * _softmax_bytes(config, training)
     # Measured: gradients of one layer's inner activations wait for the last one's, since MLX computes ahead.
     gradients = _LAYERS_AHEAD * layer if training.grad_checkpoint else config.num_hidden_layers * (layer - softmax)
-    parts = training.parts
-    shared = (_LOGITS_AT_ONCE, _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE)
-    logits_at_once, transient_at_once, gradients_at_once = shared if parts > 1 else (1, 1, 1)
+    workers = training.num_workers
+    factors = (_LOGITS_AT_ONCE, _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE)
+    logits_factor, transient_factor, gradients_factor = factors if workers > 1 else (1, 1, 1)
     return TrainingMemory(
         weights=4 * count,
         compute_copy=0 if training.dtype == "float32" else size * count,
         optimizer=optimizer_bytes(config, training.optimizer),
         ema=4 * count if training.ema_decay else 0,
-        gradients=4 * count * parts * (2 if parts > 1 and training.grad_accumulation_steps > 1 else 1),
-        # With accumulation beside the sum so far, which is whole.
-        first_gradients=round(4 * count * parts * (gradients_at_once + (training.grad_accumulation_steps > 1))),
+        gradients=4 * count * workers * (2 if workers > 1 and training.grad_accumulation_steps > 1 else 1),
+        # With gradient accumulation beside the sum so far, which is complete.
+        first_gradients=round(4 * count * workers * (gradients_factor + (training.grad_accumulation_steps > 1))),
         layer=layer,
         activations=layers + tokens * size * 2 * config.hidden_size,
-        logits=round(logits_at_once * logits_bytes(config, training)),
-        transient=round(transient_at_once * (gradients + _block_bytes(config, training))),
-        update_transient=(3 if parts == 1 else 1) * 4 * count,  # a part's gradients make room for their sum
+        logits=round(logits_factor * logits_bytes(config, training)),
+        transient=round(transient_factor * (gradients + _block_bytes(config, training))),
+        update_transient=(3 if workers == 1 else 1) * 4 * count,  # workers' gradients are freed for their sum
     )
 
 
 def layer_bytes(config: ModelConfig, training: Training) -> int:
-    """Activations that one layer keeps for each token until its gradient is taken.
+    """Return the bytes of activations that a layer keeps per token until its gradient is taken.
 
-    The stream and its norm before either sublayer; queries, keys, values and attention's result; what the softmax
-    leaves; gate, up and their product.
+    The residual and its norm before either sublayer; queries, keys, values and attention's output; the softmax's
+    result; gate, up and their product.
     """
     size, hidden = DTYPES[training.dtype], config.hidden_size
     queries = config.num_attention_heads * config.head_dim
@@ -126,33 +138,36 @@ def layer_bytes(config: ModelConfig, training: Training) -> int:
 
 
 def _softmax_bytes(config: ModelConfig, training: Training) -> int:
-    """Of one token in the mean over layers: its row of probabilities, or its log-sum-exp."""
+    """Return the bytes per token of what softmax keeps: the probabilities, or the log-sum-exp. A mean over layers."""
     heads = config.num_attention_heads
-    if training.path(config) != "plain":
+    if training.attention_path(config) != "plain":
         return 4 * heads
     return round(DTYPES[training.dtype] * heads * training.keys_computed(config))
 
 
 def _block_bytes(config: ModelConfig, training: Training) -> int:
-    """Of the scores that blockwise attention has at a time."""
-    if training.path(config) != "blockwise":
+    """Return the bytes of scores that blockwise attention holds at a time."""
+    if training.attention_path(config) != "blockwise":
         return 0
     heads, length = config.num_attention_heads, training.max_seq_length
     windows = set(map(config.window, range(config.num_hidden_layers)))
     rows = {window: training.block_rows(heads, window) for window in windows}
     block = max(n * min(length, n + (window or length) - 1) for window, n in rows.items())
-    part = -(-training.batch_size // training.parts)
-    return training.parts * _SCORES_AT_A_TIME * 4 * heads * part * block
+    part = -(-training.batch_size // training.num_workers)
+    return training.num_workers * _SCORES_AT_A_TIME * 4 * heads * part * block
 
 
 def logits_bytes(config: ModelConfig, training: Training) -> int:
-    """The head's results at the loss, in float32: logits, their exponentials, the probabilities; with chunks those of
-    one chunk, and the gradients of the hidden states and of the head, which are made beside the loss."""
+    """Return the bytes of logits, their exponentials and the probabilities, in float32.
+
+    With chunks, those of one chunk, and the gradients of the hidden states and of the head, which are computed with
+    the loss.
+    """
     rows, chunk = training.batch_size * training.max_seq_length, training.loss_rows(config.vocab_size)
-    logits = 4 * 3 * chunk * config.vocab_size * training.parts
-    if chunk * training.parts >= rows:
+    logits = 4 * 3 * chunk * config.vocab_size * training.num_workers
+    if chunk * training.num_workers >= rows:
         return logits
-    return logits + 4 * config.hidden_size * (rows + config.vocab_size * training.parts)
+    return logits + 4 * config.hidden_size * (rows + config.vocab_size * training.num_workers)
 
 
 def optimizer_bytes(config: ModelConfig, optimizer: str) -> int:

@@ -1,4 +1,4 @@
-"""The configuration that a name stands for, found without any weights."""
+"""Find the configuration of a model by its name, without its weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from mlxlm.utils.resources import resource
 
 
 def reference_names() -> list[str]:
-    """Published models whose configurations ship with mlxlm, to plan with: there are no weights."""
+    """List the published models whose configurations ship with mlxlm, without weights."""
     return sorted(path.stem for path in resource("models", "reference").glob("*.json"))
 
 
 def find_config(source: ModelConfig | Path | str) -> ModelConfig:
-    """The configuration of a preset ("5m"), a published model ("llama-7b"), a `config.json`, a model folder, a run, a
-    GGUF or llama2.c file, or a hub id, of which its `config.json` alone is fetched.
+    """Find the configuration of a model.
 
-    A path that exists wins over a hub id, a preset over both. Raises ConfigError or CheckpointError.
+    Args:
+        source: A preset ("5m"), a published model ("llama-7b"), a `config.json`, a model folder, a run, a GGUF or
+            llama2.c file, or a hub id, of which only `config.json` is downloaded. A preset takes precedence over a
+            path, and an existing path over a hub id.
+
+    Raises:
+        ConfigError: There is no such model, or mlxlm doesn't implement it.
+        CheckpointError: The model can't be read.
     """
     if isinstance(source, ModelConfig):
         return source
@@ -51,8 +57,8 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
 
 
 def _root(path: Path) -> Path:
-    """The folder with config.json: of a run, for one of its checkpoints."""
+    """Return the folder with config.json: the run's, for one of its checkpoints."""
     from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 
-    runs = path.absolute().parents[1:2] if checkpoint_step(path) >= 0 else ()
-    return next((run for run in runs if is_run_folder(run)), path)
+    run = path.absolute().parents[1] if checkpoint_step(path) >= 0 else path
+    return run if is_run_folder(run) else path

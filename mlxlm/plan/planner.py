@@ -1,16 +1,16 @@
-"""The plan: what a model, its training and its use come to."""
+"""Plan a model: its parameters, memory, training time and disk space."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig, counts
 from mlxlm.families import config_to_hf
 from mlxlm.plan import textbook
-from mlxlm.plan.advice import Change, Fits, fits, suggest_change
+from mlxlm.plan.advice import Change, Fits, find_limits, suggest_change
 from mlxlm.plan.corpus import Corpus, count_corpus
 from mlxlm.plan.disk import DiskUsage, estimate_disk
 from mlxlm.plan.duration import Duration, estimate_duration, measured_duration
@@ -25,11 +25,27 @@ from mlxlm.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Plan:
-    """parameters: by part. tokens: what it is trained on, `optimal_tokens` unless said; corpus: the text that was
-    named, `epochs` passes over which that is. memory: of mlxlm's own training step, on each device. serving: with the
-    bits that weights have when they are loaded there. fits, change: what the machine has room for, and the cheapest
-    change that makes training fit, None where its memory isn't known or nothing has to change. measured,
-    measured_duration: bytes of a probe's peak, and the time by its steps, beside what was planned."""
+    """The cost of a model, of its training and of its use.
+
+    Attributes:
+        config: The model.
+        training: How it is trained.
+        serving: How it is used. Weights have the bits that they have once loaded.
+        parameters: Parameter counts by component.
+        flops: Floating-point operations of training.
+        flops_by_length: How the forward operations divide at other sequence lengths.
+        memory: Memory of mlxlm's training step, on each device.
+        inference: Memory for inference.
+        tokens: Tokens to train on.
+        optimal_tokens: The compute-optimal number of tokens, 20 per parameter.
+        corpus: The training text, if one was given.
+        duration: Planned training time.
+        disk: Disk space of the run and its data.
+        fits: What fits in the machine's memory. None if its size isn't known.
+        change: The cheapest change that makes training fit. None if it fits, or if nothing helps.
+        measured_memory: Peak bytes that a probe measured.
+        measured_duration: Training time by the steps that a probe measured.
+    """
 
     config: ModelConfig
     training: Training
@@ -46,26 +62,30 @@ class Plan:
     disk: DiskUsage
     fits: Fits | None
     change: Change | None
-    measured: int | None = None
+    measured_memory: int | None = None
     measured_duration: Duration | None = None
 
     @property
     def parameter_count(self) -> int:
+        """The number of parameters."""
         return sum(self.parameters.values())
 
     @property
     def epochs(self) -> float | None:
-        """Passes over the text."""
+        """Passes over the training text. None without a text."""
         return None if self.corpus is None else self.tokens / self.corpus.tokens
 
-    def probed(self, seconds_per_step: float, peak_memory: int) -> Plan:
-        """The same with the time and the memory that a step was measured to take on this plan's machine."""
+    def with_measurement(self, seconds_per_step: float, peak_memory: int) -> Plan:
+        """Return the plan with the measured time and peak memory of a training step on its machine."""
         measured = measured_duration(self.flops, self.tokens, self.duration.machine, seconds_per_step)
-        return replace(self, measured=peak_memory, measured_duration=measured)
+        return replace(self, measured_memory=peak_memory, measured_duration=measured)
 
     def textbook(self) -> dict[str, float]:
-        """What the short formulas of `mlxlm.plan.textbook` say of it: counts and bytes, by the formula's name. The
-        operations forward are those of the batch, those of training of all tokens."""
+        """Evaluate the formulas of `mlxlm.plan.textbook` for this plan.
+
+        Returns:
+            Counts and bytes by the formula's name. `forward_flops` is for a batch, `training_flops` for all tokens.
+        """
         c, t, count = self.config, self.training, self.parameter_count
         h, layers, b, s = c.hidden_size, c.num_hidden_layers, t.batch_size, t.max_seq_length
         return {
@@ -79,7 +99,7 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON has it: bytes, seconds, counts."""
+        """Return the plan as a JSON object, in bytes, seconds and counts."""
         memory, inference, flops = self.memory, self.inference, self.flops
         return {
             "config": config_to_hf(self.config),
@@ -101,7 +121,7 @@ class Plan:
                 )
             ],
             "memory": {**asdict(memory), "backward": memory.backward, "update": memory.update, "total": memory.total},
-            "measured_memory": self.measured,
+            "measured_memory": self.measured_memory,
             "serving": asdict(self.serving),
             "inference": {**asdict(inference), "total": inference.total},
             "tokens": self.tokens,
@@ -112,11 +132,8 @@ class Plan:
             "disk": {**asdict(self.disk), "total": self.disk.total},
             "fits": None if self.fits is None else asdict(self.fits),
             "change": self.change
-            and {
-                "text": self.change.text,
-                "cost": self.change.cost,
-                "needed": self.change.needed,
-            },
+            and {"text": self.change.text, "cost": self.change.cost, "peak_memory": self.change.peak_memory},
+            "textbook": self.textbook(),
         }
 
 
@@ -137,31 +154,38 @@ def plan(
     mfu: float | None = None,
     **changes: Any,
 ) -> Plan:
-    """What a model, its training and its use come to, before anything is computed.
+    """Plan a model, its training and its use, without computing anything.
 
-    model: a configuration, a preset, a published model, a path or a hub id: see `find_config`.
-    training, serving: how it is trained and used. `changes`: fields of either, instead or beside (`batch_size=8`,
-        `bits=4`). Unless said, training's dtype is float32 on a CPU and bfloat16 elsewhere.
-    tokens: to train on (None: 20 for each parameter). data: text or prepared shards to say epochs of; text_column: of
-        tables and JSON lines, see `mlxlm.data.read_documents`.
-    machine: a name of `mlxlm.plan.MACHINES`, a Machine, or "here", whose speed is measured.
-    num_devices: such machines that train together: `batch_size` and `accumulate` are those of each, as in training, and
-        each has all weights and states in memory.
-    mfu: the share of the machine's speed that training reaches (None: 0.4 is assumed).
-
-    Raises ConfigError, CheckpointError or DataError for what can't be planned.
+            Args:
+            model: A configuration, a preset, a published model, a path or a hub id. See `find_config`.
+            training: How the model is trained. The dtype defaults to float32 on a CPU and bfloat16 elsewhere.
+            serving: How the model is used.
+            tokens: Tokens to train on. Defaults to 20 per parameter.
+            data: Texts or prepared shards, to count epochs.
+            text_column: Column of tables and JSON lines, see `mlxlm.data.read_documents`.
+            machine: A Machine, a name in `mlxlm.plan.MACHINES`, or "here", whose speed is then measured.
+            num_devices: Machines that train together. Each has its own batch of `batch_size` sequences,
+                `grad_accumulation_steps`, and a copy of the weights and the optimizer's state.
+            mfu: Model FLOPs utilization, the share of the machine's speed that training reaches. Defaults to 0.4.
+            **changes: Fields of `Training` and `Serving` to set, such as `batch_size=8` or `bits=4`.
+    
+        Raises:
+            ConfigError: A name or a value can't be planned with.
+            CheckpointError: The model can't be read.
+            DataError: The text can't be read.
     """
     config = find_config(model)
-    known = {*Serving.__dataclass_fields__, *Training.__dataclass_fields__}
-    if unknown := [name for name in changes if name not in known]:
-        raise ConfigError(f"a plan has no {', '.join(unknown)}", "one of " + ", ".join(sorted(known)))
-    used = {name: value for name, value in changes.items() if name in Serving.__dataclass_fields__}
-    trained = {name: value for name, value in changes.items() if name in Training.__dataclass_fields__}
+    serving_fields, training_fields = {f.name for f in fields(Serving)}, {f.name for f in fields(Training)}
+    if unknown := [name for name in changes if name not in serving_fields | training_fields]:
+        names = ", ".join(sorted(serving_fields | training_fields))
+        raise ConfigError(f"unknown option {', '.join(unknown)}", f"one of {names}")
     machine = find_machine(machine) if isinstance(machine, str) else machine
-    serving = replace(serving or default_serving(machine, config), **{"device": machine.kind, **used})
+    changes.setdefault("device", machine.device_type)
+    serving = serving or default_serving(machine, config)
+    serving = replace(serving, **{name: value for name, value in changes.items() if name in serving_fields})
     serving = with_loaded_bits(serving, config, machine.memory)
-    training = training or Training(dtype="float32" if machine.kind == "cpu" else "bfloat16")
-    training = replace(training, **{"device": machine.kind, **trained})
+    training = training or Training(dtype="float32" if machine.device_type == "cpu" else "bfloat16")
+    training = replace(training, **{name: value for name, value in changes.items() if name in training_fields})
     count = config.parameter_count()
     corpus = count_corpus(data, config.vocab_size, text_column) if data else None
     optimal = textbook.compute_optimal_tokens(count)
@@ -184,6 +208,6 @@ def plan(
         corpus=corpus,
         duration=estimate_duration(flops, tokens, machine, num_devices, mfu),
         disk=estimate_disk(config, training, corpus.tokens if corpus else tokens),
-        fits=None if memory is None else fits(config, training, serving, memory),
+        fits=None if memory is None else find_limits(config, training, serving, memory),
         change=None if memory is None else suggest_change(config, training, memory),
     )

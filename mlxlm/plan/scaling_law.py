@@ -1,4 +1,4 @@
-"""The form of a scaling law, what it predicts, and the best use of a budget that follows."""
+"""Scaling laws: the loss as a function of parameters and tokens, and the compute-optimal model."""
 
 from __future__ import annotations
 
@@ -8,33 +8,37 @@ from typing import TypeVar
 
 import numpy as np
 
-FLOPS_PER_PARAM_TOKEN = 6  # of training, for each parameter and token (Kaplan et al. 2020, 2.1)
-# Repetitions after which another one adds little, of tokens and of parameters (Muennighoff et al. 2023, 6 and A).
-_OF_TOKENS, _OF_PARAMETERS = 15.39, 5.31
-FULL_VALUE_EPOCHS = 4.0  # up to here repeated text is nearly as good as new text (the same)
+FLOPS_PER_PARAM_TOKEN = 6  # of training (Kaplan et al. 2020, section 2.1)
+# Epochs after which another one adds little, for tokens and for parameters (Muennighoff et al. 2023, section 6 and A).
+_TOKEN_DECAY, _PARAMETER_DECAY = 15.39, 5.31
+FULL_VALUE_EPOCHS = 4.0  # up to here, repeated text is nearly as good as new text (the same)
 
 Number = TypeVar("Number", float, np.ndarray)
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """L(x) = floor + scale / x^exponent, in nats per token; x: parameters, or tokens."""
+    """L(x) = irreducible_loss + scale / x^exponent, in nats per token, for x parameters or tokens."""
 
     irreducible_loss: float
     scale: float
     exponent: float
 
     def loss(self, x: Number) -> Number:
+        """Predict the loss at `x`."""
         return self.irreducible_loss + self.scale * x**-self.exponent
 
     def to_dict(self) -> dict[str, float]:
+        """Return the coefficients by name."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """L(N, D) = E + A / N^alpha + B / D^beta, in nats per token, of N parameters trained on D tokens (Hoffmann et al.
-    2022, "Training Compute-Optimal Large Language Models", equation 2)."""
+    """L(N, D) = E + A / N^alpha + B / D^beta, in nats per token, for N parameters trained on D tokens.
+
+    Source: Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models", equation 2.
+    """
 
     E: float
     A: float
@@ -43,53 +47,63 @@ class ScalingLaw:
     beta: float
 
     def loss(self, parameters: Number, tokens: Number) -> Number:
+        """Predict the loss of a model."""
         return self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
 
     def compute_optimal(self, flops: float) -> tuple[float, float]:
-        """Parameters and tokens of the lowest loss that `flops` = 6 N D operations reach (the same, equation 4):
-        N = G (C/6)^(beta / (alpha + beta)), G = (alpha A / (beta B))^(1 / (alpha + beta))."""
-        each = flops / FLOPS_PER_PARAM_TOKEN
-        parameters = _exp((self._ratio() + self.beta * math.log(each)) / (self.alpha + self.beta))
-        return parameters, each / parameters
+        """Return the parameters and tokens of the lowest loss for a budget of `flops` = 6 N D operations.
+
+        N = G (C/6)^(beta / (alpha + beta)), G = (alpha A / (beta B))^(1 / (alpha + beta)) (the same, equation 4).
+        """
+        product = flops / FLOPS_PER_PARAM_TOKEN
+        parameters = _exp((self._log_ratio() + self.beta * math.log(product)) / (self.alpha + self.beta))
+        return parameters, product / parameters
 
     def optimal_tokens(self, parameters: float) -> float:
-        """Tokens on which a model of this size is compute-optimal: N's term falls as fast as D's."""
-        return _exp((self.alpha * math.log(parameters) - self._ratio()) / self.beta)
+        """Return the tokens for which a model of this size is compute-optimal."""
+        return _exp((self.alpha * math.log(parameters) - self._log_ratio()) / self.beta)
 
     def optimal_parameters(self, tokens: float) -> float:
-        """The inverse of `optimal_tokens`."""
-        return _exp((self._ratio() + self.beta * math.log(tokens)) / self.alpha)
+        """Return the compute-optimal model size for `tokens`, the inverse of `optimal_tokens`."""
+        return _exp((self._log_ratio() + self.beta * math.log(tokens)) / self.alpha)
 
     def loss_with_repetition(self, parameters: float, tokens: float, unique_tokens: float) -> float:
-        """The loss where the tokens are passes over a text of `unique_tokens` ones: those after the first count less and less,
-        and so do parameters above the compute-optimal ones of the text, which learn it by heart (Muennighoff et al.
-        2023, "Scaling Data-Constrained Language Models", equation 4)."""
-        few = self.optimal_parameters(min(tokens, unique_tokens))
-        return self.loss(effective_amount(parameters, few, _OF_PARAMETERS), effective_amount(tokens, unique_tokens))
+        """Predict the loss if the tokens are several epochs of a text of `unique_tokens` tokens.
 
-    def _ratio(self) -> float:
-        small = 1e-300  # a term that the runs don't show is fitted as none
+        Later epochs count less and less, and so do parameters beyond the compute-optimal ones of the text, which
+        memorize it (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", equation 4).
+        """
+        optimal = self.optimal_parameters(min(tokens, unique_tokens))
+        return self.loss(
+            effective_amount(parameters, optimal, _PARAMETER_DECAY), effective_amount(tokens, unique_tokens)
+        )
+
+    def _log_ratio(self) -> float:
+        small = 1e-300  # the fit can make a term 0
         return math.log(self.alpha * self.A + small) - math.log(self.beta * self.B + small)
 
     def to_dict(self) -> dict[str, float]:
+        """Return the coefficients by name."""
         return asdict(self)
 
 
 def _exp(x: float) -> float:
-    """Of laws with exponents near 0, too: finite, and not 0."""
+    """Return e^x, finite and not 0 also for laws with exponents near 0."""
     return math.exp(min(300.0, max(-300.0, x)))
 
 
-# Of text from the web (Hoffmann et al. 2022, equation 10). Its best models have 5 tokens a parameter at 0.03M
-# parameters, 8 at 0.4M and 16 at 10M: 20 for each would make the smallest ones smaller than they should be.
+# Fitted on web text (Hoffmann et al. 2022, equation 10). Its compute-optimal models have 5 tokens per parameter at 0.03M
+# parameters, 8 at 0.4M and 16 at 10M: 20 per parameter would make the smallest ones too small.
 CHINCHILLA_LAW = ScalingLaw(1.69, 406.4, 0.34, 410.7, 0.28)
 
 
-def effective_amount(amount: float, unique_tokens: float, decay: float = _OF_TOKENS) -> float:
-    """How many new tokens `amount` are worth when they are passes over a text of `unique_tokens` ones: U + f U
-    (1 - exp(-R / f)) with R passes after the first and f = `decay` (Muennighoff et al. 2023, equation 5). Four passes
-    are worth 3.7 texts, and no number of them 16.4."""
+def effective_amount(amount: float, unique_tokens: float, decay: float = _TOKEN_DECAY) -> float:
+    """Return how many new tokens `amount` tokens are worth, if they are epochs of `unique_tokens` tokens.
+
+    U + f U (1 - exp(-R / f)) with R epochs after the first and f = `decay` (Muennighoff et al. 2023, equation 5). Four
+    epochs are worth 3.7 texts, and any number of them less than 16.4.
+    """
     if amount <= unique_tokens:
         return amount
-    again = amount / unique_tokens - 1
-    return unique_tokens * (1 + decay * (1 - math.exp(-again / decay)))
+    repetitions = amount / unique_tokens - 1
+    return unique_tokens * (1 + decay * (1 - math.exp(-repetitions / decay)))

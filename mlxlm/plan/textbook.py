@@ -1,7 +1,7 @@
-"""The arithmetic of transformers as the literature states it: short formulas, for 16-bit numbers and the full square
-of scores. What the planner says of a real configuration is counted; these stand beside it.
+"""Short formulas of the literature for the cost of transformers, in 16 bits and without the saving of a causal mask.
 
-Letters are those of the papers: b batch, s sequence length, h hidden size, l layers, a heads, V vocabulary,
+The planner counts the operations and bytes of the actual configuration; these formulas are shown beside them. The
+letters are those of the papers: b batch size, s sequence length, h hidden size, l layers, a heads, V vocabulary size,
 Φ parameters.
 """
 
@@ -11,7 +11,7 @@ TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla"
 
 
 def dense_parameters(h: int, layers: int) -> int:
-    """12·l·h²: the matrices of a decoder whose feed-forward is 4 hidden sizes wide (Kaplan et al. 2020, 2.1)."""
+    """12·l·h²: the matrices of a decoder with an intermediate size of 4h (Kaplan et al. 2020, section 2.1)."""
     return 12 * layers * h * h
 
 
@@ -21,9 +21,15 @@ def inference_bytes(parameters: int) -> int:
 
 
 def training_bytes(parameters: int) -> dict[str, int]:
-    """20Φ bytes, by what they hold: 16-bit weights and gradients, both in 32 bits as well, and AdamW's two averages."""
-    each = {"weights": 2, "gradients": 2, "master weights": 4, "master gradients": 4, "AdamW's averages": 8}
-    return {name: size * parameters for name, size in each.items()}
+    """20Φ bytes: weights and gradients in 16 and in 32 bits, and AdamW's two moments."""
+    bytes_per_parameter = {
+        "weights": 2,
+        "gradients": 2,
+        "master weights": 4,
+        "master gradients": 4,
+        "AdamW's moments": 8,
+    }
+    return {name: size * parameters for name, size in bytes_per_parameter.items()}
 
 
 def forward_flops(b: int, s: int, h: int, layers: int, vocab_size: int) -> int:
@@ -32,7 +38,7 @@ def forward_flops(b: int, s: int, h: int, layers: int, vocab_size: int) -> int:
 
 
 def training_flops(parameters: float, tokens: float, grad_checkpoint: bool = False) -> float:
-    """6 for each parameter and token: 2 forward, 4 backward; 8 where the forward pass is computed again."""
+    """6 per parameter and token: 2 forward, 4 backward. 8 with gradient checkpointing."""
     return (8 if grad_checkpoint else 6) * parameters * tokens
 
 
@@ -42,10 +48,10 @@ def activation_bytes(b: int, s: int, h: int, a: int, layers: int) -> int:
 
 
 def cache_bytes(b: int, h: int, layers: int, prompt: int, generated: int) -> int:
-    """4·l·b·h·(s + n): 16-bit keys and values of multi-head attention, for s tokens read and n generated."""
+    """4·l·b·h·(s + n): 16-bit keys and values of multi-head attention, for s prompt tokens and n generated ones."""
     return 4 * layers * b * h * (prompt + generated)
 
 
 def compute_optimal_tokens(parameters: float) -> float:
-    """20 tokens a parameter (Hoffmann et al. 2022)."""
+    """20 tokens per parameter (Hoffmann et al. 2022)."""
     return TOKENS_PER_PARAMETER * parameters

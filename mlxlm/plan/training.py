@@ -1,4 +1,4 @@
-"""How a model would be trained, as far as work and memory depend on it."""
+"""The training settings that decide time and memory."""
 
 from __future__ import annotations
 
@@ -19,22 +19,32 @@ from mlxlm.kernels.dispatch import choose_path
 from mlxlm.kernels.mlx_attention import MIN_ROWS
 from mlxlm.utils.errors import ConfigError
 
-DTYPES = {"float32": 4, "bfloat16": 2}  # bytes of a number
+DTYPES = {"float32": 4, "bfloat16": 2}  # bytes per element
 ATTENTION = ("plain", "blockwise", "fused")
 DEVICES = ("cpu", "metal", "cuda")
-MAX_COUNT = 1 << 53  # of anything that is counted here
+MAX_COUNT = 1 << 53
 THIS_DEVICE = "cpu" if ON_CPU else "metal" if mx.metal.is_available() else "cuda"
 
 
 @dataclass(frozen=True)
 class Training:
-    """Fields as in `mlxlm.train.TrainSettings`. `dtype`: of the products and activations; weights, gradients and
-    optimizer are float32. `ema_decay`: decay of the averaged weights, 0 for none. `attention`: "plain" keeps the
-    probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" compute them again (None: as training
-    chooses). `loss_chunk_size`: rows of logits that exist at a time (None: as training chooses, 0: all of them).
-    `device`: what trains, which decides what training chooses (None: this machine's).
+    """Training settings. Fields have the names of `mlxlm.train.TrainSettings`.
 
-    Raises ConfigError naming every field that can't work.
+    Attributes:
+        batch_size: Sequences per forward pass.
+        max_seq_length: Tokens per sequence.
+        grad_accumulation_steps: Forward passes per optimizer step.
+        optimizer: A name in `mlxlm.config.optimizers.OPTIMIZERS`.
+        ema_decay: Decay of the averaged weights (EMA). 0 for none.
+        dtype: Of matrix products and activations. Weights, gradients and optimizer state are float32.
+        grad_checkpoint: Recompute each layer's activations in the backward pass.
+        attention: "plain" keeps the probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" recompute
+            them. None for what training chooses on the device.
+        loss_chunk_size: Rows of logits that exist at a time. 0 for all, None for what training chooses.
+        device: "cpu", "metal" or "cuda". None for this machine's.
+
+    Raises:
+        ConfigError: A field has a value that can't work. The message names all of them.
     """
 
     batch_size: int = 16
@@ -49,17 +59,17 @@ class Training:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if found := list(self._problems()):
-            raise ConfigError("this training can't be planned: " + "; ".join(found))
+        if problems := list(self._problems()):
+            raise ConfigError("invalid training settings: " + "; ".join(problems))
 
     @classmethod
-    def of(cls, settings: Any) -> Training:
-        """As `mlxlm.train.TrainSettings` have it."""
+    def from_settings(cls, settings: Any) -> Training:
+        """Take the fields from a `mlxlm.train.TrainSettings`."""
         values = {field.name: getattr(settings, field.name) for field in fields(cls) if hasattr(settings, field.name)}
         return cls(**values)
 
     def _problems(self) -> Iterator[str]:
-        for name, least in (
+        for name, minimum in (
             ("batch_size", 1),
             ("max_seq_length", 1),
             ("grad_accumulation_steps", 1),
@@ -68,14 +78,14 @@ class Training:
             value = getattr(self, name)
             if name == "loss_chunk_size" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_COUNT:
-                yield f"{name} is {value!r}, it must be a whole number from {least} to {MAX_COUNT - 1:,}"
+            if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < MAX_COUNT:
+                yield f"{name} is {value!r}, it must be a whole number from {minimum} to {MAX_COUNT - 1:,}"
         if (
             isinstance(self.ema_decay, bool)
             or not isinstance(self.ema_decay, int | float)
             or not 0 <= self.ema_decay < 1
         ):
-            yield f"ema is {self.ema_decay!r}, it must be 0 or above, and below 1"
+            yield f"ema_decay is {self.ema_decay!r}, it must be at least 0 and less than 1"
         for name, allowed in (
             ("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("attention", (None, *ATTENTION)),
             ("device", (None, *DEVICES)),
@@ -84,36 +94,40 @@ class Training:
                 yield f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(filter(None, allowed))}"
 
     @property
-    def parts(self) -> int:
-        """Cores that a batch's rows are shared out to, each with gradients of its own; a GPU takes all of them."""
-        return num_batch_shards(self.batch_size) if self._on == "cpu" else 1
+    def num_workers(self) -> int:
+        """Number of CPU cores that share the rows of a batch, each with its own gradients. 1 on a GPU."""
+        return num_batch_shards(self.batch_size) if self._device == "cpu" else 1
 
-    def path(self, config: ModelConfig) -> str:
-        """Of attention: as it is asked for, or as training on the device chooses for this model and length."""
+    def attention_path(self, config: ModelConfig) -> str:
+        """Return the attention implementation: `attention`, or what training chooses on the device."""
         if self.attention:
             return self.attention
-        return _path_here(config, self) if self._on == THIS_DEVICE else _path_elsewhere(config, self)
+        return (
+            _path_on_this_device(config, self) if self._device == THIS_DEVICE else _path_on_other_device(config, self)
+        )
 
     def loss_rows(self, vocab_size: int) -> int:
-        """Rows of logits that exist at a time, in each of the parts."""
-        rows = -(-self.batch_size // self.parts) * self.max_seq_length
-        chosen = chunk_rows(vocab_size, self._kind)
-        return min(chosen if self.loss_chunk_size is None else self.loss_chunk_size or rows, rows)
+        """Return the rows of logits that exist at a time, in each worker."""
+        rows = -(-self.batch_size // self.num_workers) * self.max_seq_length
+        default = chunk_rows(vocab_size, self._cpu_or_gpu)
+        return min(default if self.loss_chunk_size is None else self.loss_chunk_size or rows, rows)
 
     def block_rows(self, heads: int, window: int | None = None) -> int:
-        """Query rows of which blockwise attention has the scores at a time, in each of the parts."""
-        length, rows = self.max_seq_length, -(-self.batch_size // self.parts)
+        """Return the query rows whose scores blockwise attention holds at a time, in each worker."""
+        length, rows = self.max_seq_length, -(-self.batch_size // self.num_workers)
         reach = min(length, length // 8 + (window or length))
-        return min(length, block_rows(length, heads * rows, reach, BLOCK_BYTES[self._kind]))
+        return min(length, block_rows(length, heads * rows, reach, BLOCK_BYTES[self._cpu_or_gpu]))
 
     def keys_computed(self, config: ModelConfig) -> float:
-        """Keys of a row of scores that our own attention computes and, if the path is "plain", keeps, in the mean over
-        rows and layers: a block of rows has all keys that any of them sees. A GPU's "plain" has the whole square, its
-        fused kernels are counted with the whole window."""
-        path, length, layers = self.path(config), self.max_seq_length, config.num_hidden_layers
+        """Return the keys that attention computes scores for per query, averaged over rows and layers.
+
+        A block of rows computes all keys that any of its rows attends to. On a GPU, "plain" computes the whole square,
+        and the fused kernels are counted with the whole window. "plain" also keeps these scores.
+        """
+        path, length, layers = self.attention_path(config), self.max_seq_length, config.num_hidden_layers
         if path == "fused":
             return counts.attended_keys(config, length) / layers
-        if path == "plain" and self._on != "cpu":
+        if path == "plain" and self._device != "cpu":
             return length
 
         def scores(window: int | None) -> int:
@@ -126,23 +140,25 @@ class Training:
         return sum(count * scores(window) for window, count in windows.items()) / (layers * length)
 
     @property
-    def _on(self) -> str:
+    def _device(self) -> str:
         return self.device or THIS_DEVICE
 
     @property
-    def _kind(self) -> str:
-        return "cpu" if self._on == "cpu" else "gpu"
+    def _cpu_or_gpu(self) -> str:
+        return "cpu" if self._device == "cpu" else "gpu"
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step on one device."""
         return self.batch_size * self.max_seq_length * self.grad_accumulation_steps
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict."""
         return asdict(self)
 
 
-def _path_here(config: ModelConfig, training: Training) -> str:
-    """What the dispatcher takes on this machine, `$MLXLM_KERNELS` and what was measured here included."""
+def _path_on_this_device(config: ModelConfig, training: Training) -> str:
+    """Ask the kernel dispatcher, which knows `$MLXLM_KERNELS` and the measurements of this machine."""
     window = next((w for w in map(config.window, range(config.num_hidden_layers)) if w is not None), None)
     slopes = True if config.positions == "alibi" else None
     length, softcap = training.max_seq_length, config.attn_logit_softcapping
@@ -154,11 +170,13 @@ def _path_here(config: ModelConfig, training: Training) -> str:
     return "fused" if path == "metal" else path
 
 
-def _path_elsewhere(config: ModelConfig, training: Training) -> str:
-    """What `attention_paths` prefers there: MLX's own has neither ALiBi nor a soft cap, and keeps the probabilities
-    unless CUDA's fused gradient serves; ours on Metal takes head dims in eights."""
-    special = config.positions == "alibi" or config.attn_logit_softcapping is not None
-    if special:
+def _path_on_other_device(config: ModelConfig, training: Training) -> str:
+    """Return what `mlxlm.kernels.attention_dispatch` prefers on another device.
+
+    MLX's attention has neither ALiBi nor soft-capping, and keeps the probabilities except in CUDA's fused gradient.
+    The Metal kernels need a head dim that is a multiple of 8.
+    """
+    if config.positions == "alibi" or config.attn_logit_softcapping is not None:
         return "blockwise"
     if training.max_seq_length < LINEAR_MEMORY_FROM:
         return "plain"
@@ -170,4 +188,4 @@ def _path_elsewhere(config: ModelConfig, training: Training) -> str:
 
 def _fused_by_mlx(training: Training) -> bool:
     long = training.max_seq_length >= LINEAR_MEMORY_FROM
-    return training._on == "cuda" and training.dtype != "float32" and long
+    return training._device == "cuda" and training.dtype != "float32" and long

@@ -28,7 +28,13 @@ def test_tables(run):
     assert code == 0 and out.startswith("Training does not fit in the h100's 80 GB")
     assert "No change makes this model fit" in out and "406B" in out
     assert "a model FLOPs utilization of 40% is assumed" in err
-    for line in ("feed forward", "cache, multi-query", "20Φ", "12lh²", "training memory of 1 x 512 tokens on each device"):
+    for line in (
+        "feed forward",
+        "cache, multi-query",
+        "20Φ",
+        "12lh²",
+        "training memory of 1 x 512 tokens on each device",
+    ):
         assert line in out
 
 

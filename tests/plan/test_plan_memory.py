@@ -178,7 +178,7 @@ def test_no_change_is_advised_that_is_not_needed(memory):
     config, there = load_preset("5m"), 0.9 * memory * 10**6
     training = Training(batch_size=16, max_seq_length=512)
     found = suggest_change(config, training, memory * 10**6)
-    assert found.needed <= there
+    assert found.peak_memory <= there
     for field in ("attention", "grad_checkpoint", "optimizer"):
         if getattr(found.training, field) != getattr(training, field):
             less = replace(found.training, **{field: getattr(training, field)})
@@ -205,9 +205,9 @@ def test_the_path_is_what_training_takes_there(device, path):
     """Long sequences; ALiBi, which MLX's own attention doesn't have; and what is in blocks of the device's size."""
     config, training = load_preset("5m"), Training(dtype="bfloat16", device=device)
     long = replace(training, max_seq_length=1024)
-    assert (training.path(config), long.path(config)) == ("plain", path)
-    assert replace(training, max_seq_length=512).path(config.with_changes(positions="alibi")) == "blockwise"
-    assert replace(training, attention="fused").path(config) == "fused"
+    assert (training.attention_path(config), long.attention_path(config)) == ("plain", path)
+    assert replace(training, max_seq_length=512).attention_path(config.with_changes(positions="alibi")) == "blockwise"
+    assert replace(training, attention="fused").attention_path(config) == "fused"
     expected = (8 if device == "cpu" else 256) << 20
     assert replace(long, batch_size=1 << 20).loss_rows(4096) == expected // (4 * 4096)
 
@@ -355,7 +355,7 @@ def test_a_larger_batch_can_fit_where_cores_do_not_share_it(monkeypatch):
     monkeypatch.setattr(platform, "cpu_cores", lambda: 16)
     config, training = load_preset("5m"), replace(SMALL, batch_size=16, device="cpu")
     whole = replace(training, batch_size=24)
-    assert (training.parts, whole.parts) == (16, 1)
+    assert (training.num_workers, whole.num_workers) == (16, 1)
     memory = round(training_memory(config, whole).total / 0.9) + 1
     found = fits(config, training, Serving(), memory)
     assert not found.training and found.batch_size == 24
@@ -388,7 +388,7 @@ def test_time_is_work_over_speed():
     planned = mlxlm.plan("1m", machine="a100", num_devices=2, mfu=0.5, tokens=1e9)
     assert planned.duration.seconds == pytest.approx(planned.flops.per_token * 1e9 / (2 * 312e12 * 0.5))
     probed = mlxlm.plan("1m", machine="a100", tokens=4096 * 10).probed(2.0, 10**9)
-    assert probed.measured_duration.seconds == pytest.approx(20.0) and probed.measured == 10**9
+    assert probed.measured_duration.seconds == pytest.approx(20.0) and probed.measured_memory == 10**9
     assert probed.measured_duration.mfu == pytest.approx(probed.flops.computed_per_step / 2.0 / 312e12)
     assert probed.duration.mfu_source == "assumed" and probed.duration.seconds < 1
 
