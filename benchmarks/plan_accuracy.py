@@ -48,7 +48,7 @@ def one(preset: str, batch: int, length: int, seconds: float, text: str) -> dict
         *_, ending = train(run, load(run.path))
         elapsed = time.perf_counter() - start
         assert isinstance(ending, Finished)
-        planned = training_memory(draft.config, Training.of(run.settings)).total
+        planned = training_memory(draft.config, Training.from_settings(run.settings)).total
     return {
         "parameters": draft.config.parameter_count(), "steps": steps,
         "seconds_predicted": forecast.seconds, "seconds": elapsed,

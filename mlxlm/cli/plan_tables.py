@@ -34,7 +34,7 @@ def print_plan(plan: Plan) -> None:
         mfu = f"{100 * plan.duration.mfu:.0f}%"
         render.say(f"a model FLOPs utilization of {mfu} is assumed (try: --mfu, or --probe on this machine)")
     machine, dtype = plan.duration.machine, plan.training.dtype
-    if dtype != machine.dtype and machine.kind != "metal":  # Apple's GPUs are about as fast in both
+    if dtype != machine.dtype and machine.device_type != "metal":  # Apple's GPUs are about as fast in both
         render.say(f"the time is for {machine.dtype} products; {dtype} products have another speed")
 
 
@@ -109,11 +109,11 @@ def _memory_title(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    yield from _bars(plan.memory.parts())
+    yield from _bars(plan.memory.breakdown())
     yield "activations of a layer", human_bytes(plan.memory.layer), ""
     yield "peak", human_bytes(plan.memory.total), "predicted"
-    if plan.measured is not None:
-        yield "", human_bytes(plan.measured), f"measured: {_off(plan.memory.total, plan.measured)}"
+    if plan.measured_memory is not None:
+        yield "", human_bytes(plan.measured_memory), f"measured: {_off(plan.memory.total, plan.measured_memory)}"
 
 
 def _off(predicted: float, measured: float) -> str:
@@ -198,7 +198,7 @@ def advice(plan: Plan) -> Iterator[str]:
     if plan.change is None:
         yield "No change makes this model fit"
     else:
-        yield f"It fits with {plan.change.text} ({human_bytes(plan.change.needed)}): {plan.change.cost}"
+        yield f"It fits with {plan.change.text} ({human_bytes(plan.change.peak_memory)}): {plan.change.cost}"
 
 
 def _fits(plan: Plan, fits: Fits) -> Iterator[str]:

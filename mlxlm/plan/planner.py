@@ -156,23 +156,23 @@ def plan(
 ) -> Plan:
     """Plan a model, its training and its use, without computing anything.
 
-            Args:
-            model: A configuration, a preset, a published model, a path or a hub id. See `find_config`.
-            training: How the model is trained. The dtype defaults to float32 on a CPU and bfloat16 elsewhere.
-            serving: How the model is used.
-            tokens: Tokens to train on. Defaults to 20 per parameter.
-            data: Texts or prepared shards, to count epochs.
-            text_column: Column of tables and JSON lines, see `mlxlm.data.read_documents`.
-            machine: A Machine, a name in `mlxlm.plan.MACHINES`, or "here", whose speed is then measured.
-            num_devices: Machines that train together. Each has its own batch of `batch_size` sequences,
-                `grad_accumulation_steps`, and a copy of the weights and the optimizer's state.
-            mfu: Model FLOPs utilization, the share of the machine's speed that training reaches. Defaults to 0.4.
-            **changes: Fields of `Training` and `Serving` to set, such as `batch_size=8` or `bits=4`.
-    
-        Raises:
-            ConfigError: A name or a value can't be planned with.
-            CheckpointError: The model can't be read.
-            DataError: The text can't be read.
+    Args:
+        model: A configuration, a preset, a published model, a path or a hub id. See `find_config`.
+        training: How the model is trained. The dtype defaults to float32 on a CPU and bfloat16 elsewhere.
+        serving: How the model is used.
+        tokens: Tokens to train on. Defaults to 20 per parameter.
+        data: Texts or prepared shards, to count epochs.
+        text_column: Column of tables and JSON lines, see `mlxlm.data.read_documents`.
+        machine: A Machine, a name in `mlxlm.plan.MACHINES`, or "here", whose speed is then measured.
+        num_devices: Machines that train together. Each has its own batch of `batch_size` sequences,
+            `grad_accumulation_steps`, and a copy of the weights and the optimizer's state.
+        mfu: Model FLOPs utilization, the share of the machine's speed that training reaches. Defaults to 0.4.
+        **changes: Fields of `Training` and `Serving` to set, such as `batch_size=8` or `bits=4`.
+
+    Raises:
+        ConfigError: A name or a value can't be planned with.
+        CheckpointError: The model can't be read.
+        DataError: The text can't be read.
     """
     config = find_config(model)
     serving_fields, training_fields = {f.name for f in fields(Serving)}, {f.name for f in fields(Training)}

@@ -29,7 +29,7 @@ def draw(plan: Plan, path: Path | str) -> None:
 
 def _draw_memory(plan: Plan, axes) -> None:
     """Two stacked bars, in GB: training at its peak, and use."""
-    training = plan.memory.parts()
+    training = plan.memory.breakdown()
     if "activations" in training:  # those of the layers, all together
         training = {f"{name}, all layers" if name == "activations" else name: n for name, n in training.items()}
     use = {"weights": plan.inference.weights, "cache": plan.inference.cache}

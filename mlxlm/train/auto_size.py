@@ -89,7 +89,7 @@ def auto_size(
         found = TrainSettings.provisional(batch_settings(config, tokens, values))
         return found.per_process(num_processes)
 
-    fitting = [c for c in model_family(vocab_size) if training_memory(c, Training.of(usual(c))).total <= there]
+    fitting = [c for c in model_family(vocab_size) if training_memory(c, Training.from_settings(usual(c))).total <= there]
     if not fitting:
         raise ConfigError("no model fits the memory with these settings", "--batch-size 1, or a smaller --vocab-size")
     token_seconds = fit_token_seconds(fitting, seconds, usual)

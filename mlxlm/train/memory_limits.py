@@ -20,17 +20,17 @@ _INITIAL_CACHE = 1 << 30  # bytes of freed buffers that MLX keeps on a CPU, unti
 
 def fits_memory(config: ModelConfig, settings: TrainSettings) -> bool:
     """Whether the device has the memory for one process to train `config`, by `mlxlm.plan`."""
-    return training_memory(config, Training.of(settings)).total <= usable_memory(device.device_memory())
+    return training_memory(config, Training.from_settings(settings)).total <= usable_memory(device.device_memory())
 
 
 def check_memory(config: ModelConfig, settings: TrainSettings, preset: str = "--preset") -> None:
     """Raise ConfigError unless `fits_memory`. The hint is by `suggest_change`, which explains `preset`."""
     if fits_memory(config, settings):
         return
-    training, memory = Training.of(settings), device.device_memory()
+    training, memory = Training.from_settings(settings), device.device_memory()
     needed = training_memory(config, training).total
     change = suggest_change(config, training, memory, preset)
-    hint = f"{change.text}, which takes {human_bytes(change.needed)}" if change else "a smaller model"
+    hint = f"{change.text}, which takes {human_bytes(change.peak_memory)}" if change else "a smaller model"
     available = human_bytes(usable_memory(memory))
     raise ConfigError(f"training takes about {human_bytes(needed)} of memory, {available} are available", hint)
 

@@ -195,7 +195,7 @@ def test_sizes_are_read(text, value):
 
 @pytest.mark.parametrize("text", ["", "m", "-1m", "1.2.3m", "1t", "0", "1e99"])
 def test_what_is_no_size(text):
-    with pytest.raises(ConfigError, match="is no number of parameters"):
+    with pytest.raises(ConfigError, match="is not a number of parameters"):
         parse_size(text)
 
 

@@ -73,7 +73,7 @@ def test_a_decoded_token(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path)
 
 
 def test_prompts_are_read_in_the_chunks_of_generation():
-    assert kernel_cases._CHUNK == PREFILL_STEP_SIZE
+    assert kernel_cases._PREFILL_STEP_SIZE == PREFILL_STEP_SIZE
 
 
 def test_cases_of_a_model_have_its_windows_caps_and_slopes():

@@ -150,11 +150,11 @@ def test_options_without_effect_are_refused(run, arguments, problem):
 def test_wrong_values(run, tmp_path):
     (tmp_path / "empty.txt").touch()
     for arguments, problem in (
-        (["1m", "--machine", "abacus"], "there is no machine 'abacus'"),
+        (["1m", "--machine", "abacus"], "unknown machine 'abacus'"),
         (["1m", "--machine", "a100", "--plot", tmp_path / "plan.gif"], "no kind of picture"),
-        (["1m", "--flops", "0"], "can't be planned with"),
-        (["1m", "--flops", "inf"], "can't be planned with"),
-        (["1m", "--flops", "1e-300", "--json"], "can't be planned with"),
+        (["1m", "--flops", "0"], "can't plan with"),
+        (["1m", "--flops", "inf"], "can't plan with"),
+        (["1m", "--flops", "1e-300", "--json"], "can't plan with"),
         (["1m", "--machine", "a100", "--ema-decay", "5"], "ema is 5.0"),
         (["1m", "--machine", "a100", "--context-length", "99999999999999"], "from 1 to 1,099,511,627,775"),
         (["1m", "--machine", "a100", "--data", tmp_path / "empty.txt"], "empty.txt has no size"),

@@ -13,7 +13,7 @@ from mlxlm.backend import device, mlx, platform
 from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
 from mlxlm.families import load_preset
-from mlxlm.plan import Training, count_training_flops, fits, suggest_change, training_memory
+from mlxlm.plan import Training, count_training_flops, find_limits, suggest_change, training_memory
 from mlxlm.plan.corpus import count_corpus
 from mlxlm.plan.inference import Serving
 from mlxlm.plan.machines import this_machine
@@ -65,7 +65,7 @@ def test_a_real_step_is_near_the_plan(batch, length, options):
 
     config = load_preset("0.3m", max_position_embeddings=length)
     settings = TrainSettings(1, 1.0, batch_size=batch, max_seq_length=length, **options)
-    planned = training_memory(config, Training.of(settings))
+    planned = training_memory(config, Training.from_settings(settings))
     found = max((probe(config, settings) for _ in range(2)), key=lambda found: found.memory)
     assert planned.total / found.memory == pytest.approx(1, abs=0.25)
     assert found.memory > planned.states and found.step > 0 and found.validation == 0
@@ -103,14 +103,14 @@ def test_what_costs_less_memory():
 
 def test_the_largest_that_fits():
     config, memory = load_preset("1m"), 1 << 30
-    found = fits(config, SMALL, Serving(), memory)
+    found = find_limits(config, SMALL, Serving(), memory)
     assert found.training and found.inference
     for name in ("batch_size", "max_seq_length"):
         largest = getattr(found, name)
         assert training_memory(config, replace(SMALL, **{name: largest})).total <= 0.9 * memory
         assert training_memory(config, replace(SMALL, **{name: largest + 1})).total > 0.9 * memory
     assert training_memory(load_preset(found.preset), SMALL).total <= 0.9 * memory
-    assert fits(config, SMALL, Serving(), 10**6).batch_size == 0
+    assert find_limits(config, SMALL, Serving(), 10**6).batch_size == 0
 
 
 def test_the_cheapest_change_that_fits():
@@ -119,7 +119,7 @@ def test_the_cheapest_change_that_fits():
     assert suggest_change(config, training, 1 << 40) is None
     change = suggest_change(config, training, 2 * 10**9)
     assert change.text == "--batch-size 8 --grad-accumulation-steps 2"
-    assert change.needed == training_memory(config, change.training).total <= 0.9 * 2 * 10**9
+    assert change.peak_memory == training_memory(config, change.training).total <= 0.9 * 2 * 10**9
     alone = replace(training, batch_size=1)
     assert suggest_change(config, alone, 200 * 10**6).text == "--grad-checkpoint"
     together = suggest_change(config, alone, 140 * 10**6)
@@ -154,7 +154,7 @@ def test_what_fits_is_judged_by_the_devices_memory(info, monkeypatch):
     from mlxlm.train.memory_limits import check_memory
 
     config, settings = load_preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
-    memory = round(training_memory(config, Training.of(settings)).total / 0.9)
+    memory = round(training_memory(config, Training.from_settings(settings)).total / 0.9)
     found = {info: memory + 9}
     monkeypatch.setattr(mlx, "ON_CPU", False)
     monkeypatch.setattr(device, "ON_CPU", False)
@@ -357,9 +357,9 @@ def test_a_larger_batch_can_fit_where_cores_do_not_share_it(monkeypatch):
     whole = replace(training, batch_size=24)
     assert (training.num_workers, whole.num_workers) == (16, 1)
     memory = round(training_memory(config, whole).total / 0.9) + 1
-    found = fits(config, training, Serving(), memory)
+    found = find_limits(config, training, Serving(), memory)
     assert not found.training and found.batch_size == 24
-    assert fits(config, training, Serving(), 1 << 40).batch_size > 10**4
+    assert find_limits(config, training, Serving(), 1 << 40).batch_size > 10**4
 
 
 def test_impossible_plans_are_one_error():
@@ -367,9 +367,9 @@ def test_impossible_plans_are_one_error():
         Training(batch_size=0, optimizer="sgd")
     with pytest.raises(ConfigError, match="bits is 7, it must be one of 32, 16, .*kv_bits is 3"):
         Serving(bits=7, kv_bits=3)
-    with pytest.raises(ConfigError, match="no machine 'pdp11' in the table"):
+    with pytest.raises(ConfigError, match="unknown machine 'pdp11'"):
         mlxlm.plan("1m", machine="pdp11")
-    with pytest.raises(ConfigError, match="a plan has no nonsense"):
+    with pytest.raises(ConfigError, match="unknown option nonsense"):
         mlxlm.plan("1m", machine="a100", nonsense=3)
     with pytest.raises(ConfigError, match="tokens is 'x'"):
         mlxlm.plan("1m", machine="a100", tokens="x")
@@ -387,7 +387,7 @@ def test_the_package_is_the_function():
 def test_time_is_work_over_speed():
     planned = mlxlm.plan("1m", machine="a100", num_devices=2, mfu=0.5, tokens=1e9)
     assert planned.duration.seconds == pytest.approx(planned.flops.per_token * 1e9 / (2 * 312e12 * 0.5))
-    probed = mlxlm.plan("1m", machine="a100", tokens=4096 * 10).probed(2.0, 10**9)
+    probed = mlxlm.plan("1m", machine="a100", tokens=4096 * 10).with_measurement(2.0, 10**9)
     assert probed.measured_duration.seconds == pytest.approx(20.0) and probed.measured_memory == 10**9
     assert probed.measured_duration.mfu == pytest.approx(probed.flops.computed_per_step / 2.0 / 312e12)
     assert probed.duration.mfu_source == "assumed" and probed.duration.seconds < 1
@@ -412,7 +412,7 @@ def test_tokens_of_a_compressed_text_are_those_of_the_text(tmp_path, make_text, 
     rows.write_bytes(gzip.compress(json.dumps({"story": text}).encode()))
     whole = corpus.count_corpus([rows], 512, "story")
     assert whole.bytes == len(text) > 3 * rows.stat().st_size
-    monkeypatch.setattr(corpus, "_SAMPLE", 1 << 18)
+    monkeypatch.setattr(corpus, "_SAMPLE_BYTES", 1 << 18)
     (tmp_path / "text").write_text(10 * text)
     assert corpus.count_corpus([tmp_path / "text"], 512).bytes == pytest.approx(10 * len(text), rel=0.3)  # by a part
     with pytest.raises(DataError, match="--text-column NAME"):
@@ -424,7 +424,7 @@ def test_tokens_of_a_table_in_one_piece_are_those_of_the_table(tmp_path, make_te
     from mlxlm.plan import corpus
 
     table = pa.table({"text": [make_text(20)] * 2000})
-    monkeypatch.setattr(corpus, "_SAMPLE", 1 << 14)
+    monkeypatch.setattr(corpus, "_SAMPLE_BYTES", 1 << 14)
     for name, new in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
         path = tmp_path / f"{name}.arrow"
         with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
