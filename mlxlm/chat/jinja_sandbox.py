@@ -1,8 +1,13 @@
-"""A jinja environment for templates that nobody has checked: no access to Python, and bounded work and memory.
+"""A jinja environment for untrusted chat templates: no access to Python, and bounded time and memory.
 
-Every operation that makes text or goes through values spends steps: about one for each node of the template that runs
-and for each character or item that is made or looked through. Where a render has spent its steps it ends in an error.
-What would be too large is refused before it is made.
+jinja2's sandbox stops access to Python objects and caps `range()` at 100,000 items. These limits stop the rest:
+
+- CPU time (`MAX_SECONDS`): nested loops and recursive macros.
+- A budget of characters and items that one rendering may produce: text and lists that double in a loop, repetition
+  (`'a' * 10**9`), nested lists whose text is exponentially long, `replace`, `join`, padding and wide format strings.
+  A size is charged before the value is built.
+- Integers of 10,000 bits: `10 ** 10 ** 10`.
+- An allow-list of string methods, and no filters that only pad, wrap or decorate text.
 """
 
 from __future__ import annotations
@@ -11,175 +16,170 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sized, ValuesView
-from collections.abc import Set as AbstractSet
-from itertools import islice
+import time
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import jinja2
 import jinja2.compiler
-import jinja2.runtime
 import jinja2.sandbox
 from jinja2 import nodes
 
-_LEAST_STEPS = 1_000_000  # less than a second of rendering, and a few megabytes
-_LARGEST_INTEGER = 10_000  # bits
-# Filters and globals for HTML and fillers, whose output can be much longer than their input.
-_LEFT_OUT = ("urlize", "wordwrap", "xmlattr", "pprint", "lipsum")
-_CONSTANT_TIME = ("length", "count", "first", "last", "default", "d", "attr", "abs", "int", "float", "round", "items")
-_COMPARING = (
-    "in", "eq", "==", "equalto", "ne", "!=", "gt", ">", "greaterthan", "ge", ">=", "lt", "<", "lessthan", "le", "<=",
-    "lower", "upper",
-)  # fmt: skip
+MAX_SECONDS = 5.0  # CPU time of one rendering; 10,000 messages take about one
+_BASE_BUDGET = 10_000_000  # characters and items, for any conversation
+_BUDGET_PER_CHARACTER = 200  # of the conversation, more
+_MAX_INTEGER_BITS = 10_000
+_STRING_METHODS = frozenset(
+    "capitalize count endswith find format index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace "
+    "istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip "
+    "split splitlines startswith strip swapcase title upper".split()
+)
+_REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "sum", "urlize", "wordwrap", "xmlattr")
 
 
 class TemplateLimitError(jinja2.TemplateRuntimeError):
-    """A template that takes too many steps or makes too much text."""
+    """A template that takes too long or produces too much."""
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox that transformers has, with a limit on steps; its templates are rendered by `render`."""
+    """The sandbox that transformers uses, with limits. Render its templates with `render`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any):
-        # Folding constants would run a template's operations while it is compiled, where nothing counts them.
-        super().__init__(optimized=False, finalize=_counted_output, **options)
+        # Constant folding would run operations while the template is compiled, before there is a budget.
+        super().__init__(optimized=False, finalize=_charge_output, **options)
         self.code_generator_class = _CodeGenerator
-        for name, function in list(self.filters.items()):
-            if name not in _CONSTANT_TIME:
-                self.filters[name] = self._counted(function, _GROWTH.get(name))
-        self.filters["tojson"] = self._tojson
-        for name in _COMPARING:
-            self.tests[name] = self._counted(self.tests[name])
-        for name in _LEFT_OUT:
-            self.filters.pop(name, None)
-            self.globals.pop(name, None)
-        self.sizes: dict[str, int] = {}  # of each macro, and of the whole template as ""
         self._state = threading.local()
+        for name in _REMOVED_FILTERS:
+            del self.filters[name]
+        del self.globals["lipsum"]
+        self.filters = {name: self._bounded_filter(name, function) for name, function in self.filters.items()}
+        self.filters["tojson"] = self._tojson
+        self.tests = {name: self._timed(function) for name, function in self.tests.items()}
 
     def render(self, template: jinja2.Template, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
-        """Raises TemplateLimitError, or whatever error the template ends in."""
-        per_message = 2000 + 20 * self.sizes.get("", 0)
-        self._state.limit = _LEAST_STEPS + per_message * len(messages) + 200 * sum(map(weight, messages))
-        self._state.left = self._state.limit
+        """Render a conversation.
+
+        Raises:
+            TemplateLimitError: The template takes too long or produces too much.
+            Exception: Whatever error the template ends in.
+        """
+        self._state.budget = self._state.left = _BASE_BUDGET + _BUDGET_PER_CHARACTER * sum(map(total_size, messages))
+        self._state.deadline = time.thread_time() + MAX_SECONDS
         return template.render(messages=messages, **values)
 
-    def spend(self, steps: int) -> None:
-        if steps > self._state.limit:
-            raise TemplateLimitError(f"it makes a value of about {steps} characters or items")
-        self._state.left -= steps
-        if self._state.left < 0:
-            raise TemplateLimitError(f"it takes more than {self._state.limit} steps")
+    def charge(self, size: int = 1) -> None:
+        """Take `size` characters or items from the budget, and check the time."""
+        state = self._state
+        if size > state.budget:
+            raise TemplateLimitError(f"it makes a value of about {size} characters or items")
+        state.left -= size
+        if state.left < 0:
+            raise TemplateLimitError(f"it makes more than {state.budget} characters or items")
+        if time.thread_time() > state.deadline:
+            raise TemplateLimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
-    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        self.sizes = {"": _count(source)}
-        for macro in source.find_all((nodes.Macro, nodes.CallBlock)):
-            name = getattr(macro, "name", "caller")
-            self.sizes[name] = max(self.sizes.get(name, 0), _count(macro))
-        return super()._generate(source, *args, **kwargs)
+    def size(self, value: Any) -> int:
+        """`total_size`, counted no further than the budget."""
+        return total_size(value, self._state.left)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Also exclude the methods of strings and numbers that can grow their input."""
+        if isinstance(obj, str):
+            return attr in _STRING_METHODS
+        return not isinstance(obj, int | float | bytes) and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Charge for the result of `+`, `*`, `**` and `%` before it is computed."""
         if isinstance(left, int | float) and isinstance(right, int | float):
-            _check_integer(operator, left, right)
+            _check_integer_size(operator, left, right)
+            self.charge()
         elif operator == "*":
             count, repeated = (left, right) if isinstance(left, int) else (right, left)
-            size = len(repeated) if isinstance(repeated, Sized) else 1
-            self.spend(1 + size * max(0, count if isinstance(count, int) else 1))
+            self.charge(self.size(repeated) * max(1, count if isinstance(count, int) else 1))
         elif operator == "%" and isinstance(left, str):
-            self.spend(_formatted(left, left.count("%"), (right,)))
+            self.charge(_formatted_size(left, (right,)))
         else:
-            self.spend(_length(left) + _length(right))
+            self.charge(_length(left) + _length(right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-        if isinstance(function, jinja2.runtime.Macro):
-            self.spend(self.sizes.get(function.name, self.sizes[""]))
-        elif isinstance(function, jinja2.runtime.LoopContext):  # a recursive loop goes on with other items
-            args = (self.items(args[0], self.sizes[""]), *args[1:]) if args else args
-        elif isinstance(owner, str | bytes | int | float | list | tuple | dict):
-            looked_through = () if isinstance(owner, dict) else (owner, *args, *kwargs.values())
-            self.spend(1 + sum(map(self.weight, looked_through)))
-            growth = _GROWTH.get(function.__name__)
-            if growth is not None:
-                self.spend(growth(owner, *args, **kwargs))
+        """Charge for the arguments and the result of a call."""
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str) and name in _GROWING:
+            self.charge(_GROWING[name](owner, *args, **kwargs))
+        elif isinstance(getattr(function, "__wrapped__", None), Callable):  # str.format, which jinja wraps
+            self.charge(_formatted_size(str(function.__wrapped__.__self__), (args, kwargs)))
         else:
-            self.spend(1)
-        return super().call(context, function, *args, **kwargs)
+            self.charge(1 + sum(map(self.size, (*args, *kwargs.values()))))
+        return self._charged(super().call(context, function, *args, **kwargs))
 
-    def items(self, iterable: Any, size: int) -> Any:
-        """What a loop whose body has `size` nodes goes through."""
-        iterable = self._held(iterable)
-        if isinstance(iterable, Sized):
-            self.spend(1 + len(iterable) * size)
-        return iterable
-
-    def joined(self, *parts: Any) -> str:
-        """parts[0] ~ parts[1] ~ ..."""
-        self.spend(sum(map(self.weight, parts)))
+    def concatenate(self, *parts: Any) -> str:
+        """Evaluate `parts[0] ~ parts[1] ~ ...`."""
+        self.charge(sum(map(self.size, parts)))
         return "".join(map(str, parts))
 
-    def sliced(self, value: Any, part: slice) -> Any:
-        if isinstance(value, Sized):
-            self.spend(1 + len(range(len(value))[part]))
-        return value[part]
-
-    def compared(self, value: Any) -> Any:
-        """An operand of a comparison."""
-        if isinstance(value, str):
-            self.spend(1 + len(value) // 64)
-        elif value is not None and not isinstance(value, int | float):
-            self.spend(self.weight(value))
+    def literal(self, value: Any) -> Any:
+        """Charge for a list, tuple or dict literal, with all that it contains."""
+        self.charge(self.size(value))
         return value
 
-    def container(self, value: Any) -> Any:
-        """What an operand is looked for in."""
-        return value if isinstance(value, Mapping) else self.compared(value)
+    def sliced(self, value: Any, part: slice) -> Any:
+        """Evaluate `value[start:stop:step]`."""
+        return self._charged(value[part])
 
-    def weight(self, value: Any) -> int:
-        return weight(value, self._state.left)
+    def _charged(self, result: Any) -> Any:
+        self.charge(_length(result))
+        return result
 
-    def _counted(self, function: Callable, growth: Callable[..., int] | None = None) -> Callable:
+    def _timed(self, function: Callable) -> Callable:
         @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(map(self._held, args))
-            self.spend(1 + sum(map(self.weight, (*args, *kwargs.values()))))
-            if growth is not None:
-                given = args[1:] if hasattr(function, "jinja_pass_arg") else args
-                self.spend(growth(*given, **kwargs))
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.charge()
             return function(*args, **kwargs)
 
-        return counted
+        return timed
 
-    def _held(self, value: Any) -> Any:
-        """The items of a generator, which could be counted in no other way; other values as they are."""
-        return list(islice(value, self._state.limit + 1)) if isinstance(value, Iterator) else value
+    def _bounded_filter(self, name: str, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            values = args[1:] if hasattr(function, "jinja_pass_arg") else args
+            if (name in _TO_TEXT or name in _GROWING) and not isinstance(values[0], str):
+                self.charge(self.size(values[0]))
+            if name in _GROWING:
+                self.charge(_GROWING[name](*values, **kwargs))
+            return self._charged(function(*args, **kwargs))
+
+        return bounded
 
     def _tojson(self, value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-        # jinja's own filter escapes <, > and & for HTML.
-        if "indent" in layout:
-            self.spend(_extent(layout["indent"]) * 1000)  # a thousand levels, as deep as it goes
+        """Serialize as transformers does: jinja's own filter escapes <, > and & for HTML."""
+        indent = layout.get("indent")
+        if indent is not None:
+            self.charge(1000 * (len(indent) if isinstance(indent, str) else abs(indent)))  # 1000 levels of nesting
         parts = []
         for part in json.JSONEncoder(ensure_ascii=ensure_ascii, **layout).iterencode(value):
-            self.spend(len(part))
+            self.charge(len(part))
             parts.append(part)
         return "".join(parts)
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Leads what the sandbox leaves to Python through the environment."""
+    """Routes operations that jinja compiles to plain Python through the environment."""
 
     def visit_For(self, node: nodes.For, frame: Any) -> None:
-        size = nodes.Const(_count(node), lineno=node.lineno)
-        items = nodes.EnvironmentAttribute("items", lineno=node.lineno)
-        node.iter = nodes.Call(items, [node.iter, size], [], None, None, lineno=node.lineno)
+        charge = nodes.Call(nodes.EnvironmentAttribute("charge"), [], [], None, None, lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(charge, lineno=node.lineno))
         super().visit_For(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
-        self.write("environment.joined(")
-        for part in node.nodes:
-            self.visit(part, frame)
+        self._call("concatenate", node.nodes, frame)
+
+    def _call(self, method: str, arguments: list[nodes.Expr], frame: Any) -> None:
+        self.write(f"environment.{method}(")
+        for argument in arguments:
+            self.visit(argument, frame)
             self.write(", ")
         self.write(")")
 
@@ -195,99 +195,88 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
             self.write(", ")
         self.write("))")
 
-    def visit_Compare(self, node: nodes.Compare, frame: Any) -> None:
-        self.write("(environment.compared(")
-        self.visit(node.expr, frame)
-        self.write(")")
-        for operand in node.ops:
-            self.visit(operand, frame)
+    def _literal(self, node: nodes.Expr, frame: Any) -> None:
+        self.write("environment.literal(")
+        getattr(super(), f"visit_{type(node).__name__}")(node, frame)
         self.write(")")
 
-    def visit_Operand(self, node: nodes.Operand, frame: Any) -> None:
-        operand = "container" if node.op in ("in", "notin") else "compared"
-        self.write(f" {jinja2.compiler.operators[node.op]} environment.{operand}(")
-        self.visit(node.expr, frame)
-        self.write(")")
+    visit_List = visit_Dict = _literal
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Any) -> None:
+        if node.ctx == "load":
+            self._literal(node, frame)
+        else:  # the target of an assignment
+            super().visit_Tuple(node, frame)
 
 
-def weight(value: Any, limit: int = 1 << 40) -> int:
-    """Characters and items of a value and of all in it, counted until they are more than `limit`."""
-    total, waiting = 0, [value]
-    while waiting and total <= limit:
-        one = waiting.pop()
+def total_size(value: Any, limit: int = 1 << 40) -> int:
+    """Count the characters and items of a value and all it contains, until they are more than `limit`."""
+    total, pending = 0, [value]
+    while pending and total <= limit:
+        one = pending.pop()
         total += 1
-        if isinstance(one, str | bytes | range):
+        if isinstance(one, str | bytes):
             total += len(one)
         elif isinstance(one, list | tuple):
-            waiting += one
+            pending += one
         elif isinstance(one, dict):
-            waiting += one
-            waiting += one.values()
-        elif not isinstance(one, int | float) and isinstance(one, AbstractSet | ValuesView):  # an abstract one is slow
-            waiting += one
+            pending += one
+            pending += one.values()
+        elif isinstance(one, Sized):
+            total += len(one)
     return total
 
 
 @jinja2.pass_environment
-def _counted_output(environment: BoundedEnvironment, value: Any) -> Any:
-    """What `{{ value }}` puts into the text."""
-    if hasattr(environment._state, "left"):  # constants are looked at while compiling, too
-        environment.spend(environment.weight(value))
+def _charge_output(environment: BoundedEnvironment, value: Any) -> Any:
+    """Charge for `{{ value }}`."""
+    if hasattr(environment._state, "left"):  # the compiler finalizes constants, too
+        environment.charge(environment.size(value))
     return value
-
-
-def _count(node: nodes.Node) -> int:
-    """Nodes, and characters of text, in a part of a template."""
-    text = getattr(node, "data", None) or getattr(node, "value", None)
-    return 1 + (len(text) if isinstance(text, str) else 0) + sum(map(_count, node.iter_child_nodes()))
 
 
 def _length(value: Any) -> int:
     return 1 + (len(value) if isinstance(value, Sized) else 0)
 
 
-def _check_integer(operator: str, left: float, right: float) -> None:
+def _check_integer_size(operator: str, left: float, right: float) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > _LARGEST_INTEGER:
+        if bits > _MAX_INTEGER_BITS:
             raise TemplateLimitError(f"it makes a number of {bits} bits")
 
 
-def _extent(size: Any) -> int:
-    """Of a width, which is a number of spaces or a text."""
-    return abs(size) if isinstance(size, int) else weight(size)
-
-
-def _formatted(form: str, fields: int, values: Any) -> int:
-    """An upper bound of the characters that a format string makes of `values`."""
+def _formatted_size(form: str, values: Any) -> int:
+    """Return an upper bound of the length of `form % values` or `form.format(values)`."""
     if re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*\{|\d{6}", form):
         raise TemplateLimitError("it formats values with a width that is not a small number")
-    return len(form) + fields * (weight(values) + sum(map(int, re.findall(r"\d+", form))))
+    fields = form.count("%") + form.count("{")
+    return len(form) + fields * (total_size(values) + sum(map(int, re.findall(r"\d+", form))))
 
 
-def _replaced(text: Any, old: Any, new: Any, *_count: Any, **_options: Any) -> int:
-    return (len(text) // max(1, len(old)) + 1) * len(new) if isinstance(text, Sized) else 0
+def _replaced_size(text: Any, old: Any, new: Any, *_count: Any, **_options: Any) -> int:
+    text, old, new = str(text), str(old), str(new)
+    return len(text) + (len(text) // max(1, len(old)) + 1) * len(new)
 
 
-# Filters and methods whose results can be longer than what they are given: an upper bound of what they add.
-_GROWTH: dict[str, Callable[..., int]] = {
-    "center": lambda text, width=80, *fill: _extent(width),
-    "ljust": lambda text, width, *fill: _extent(width),
-    "rjust": lambda text, width, *fill: _extent(width),
-    "zfill": lambda text, width: _extent(width),
-    "expandtabs": lambda text, tabsize=8: len(text) * _extent(tabsize),
-    "to_bytes": lambda number, length=1, *order, **kind: _extent(length),
-    "indent": lambda text, width=4, *more, **kind: (str(text).count("\n") + 1) * _extent(width),
-    "replace": _replaced,
-    "join": lambda first, second="", *rest, **kind: _length(first) * weight(second),
-    "format": lambda form, *values, **named: _formatted(str(form), _fields(form), (*values, *named.values())),
-    "format_map": lambda form, values: _formatted(form, _fields(form), (values,)),
-    "translate": lambda text, table: len(text) * weight(table),
-    "batch": lambda items, linecount, *fill, **kind: _extent(linecount),
-    "slice": lambda items, slices, *fill, **kind: _extent(slices),
-    "sum": lambda items, attribute=None, start=0: _length(items) * weight(items) if isinstance(start, list) else 0,
+def _joined_size(first: Any, second: Any = "", *_rest: Any, **_options: Any) -> int:
+    """Of `separator.join(items)` or `items|join(separator)`."""
+    separator, items = (first, second) if isinstance(first, str) and not isinstance(second, str) else (second, first)
+    return total_size(items) + _length(items) * len(str(separator))
+
+
+def _indented_size(text: Any, width: Any = 4, *_rest: Any, **_options: Any) -> int:
+    return len(str(text)) + (str(text).count("\n") + 1) * (len(width) if isinstance(width, str) else abs(width))
+
+
+# Filters and string methods whose result can be longer than their arguments: an upper bound of its length.
+_GROWING: dict[str, Callable[..., int]] = {
+    "format": lambda form, *values, **named: _formatted_size(str(form), (values, named)),
+    "indent": _indented_size,
+    "join": _joined_size,
+    "replace": _replaced_size,
 }
-
-
-def _fields(form: Any) -> int:
-    return str(form).count("%") + str(form).count("{")
+# Filters that convert lists and dicts to text, which may be exponentially longer than they are.
+_TO_TEXT = frozenset(
+    "capitalize e escape forceescape lower safe string striptags title trim upper urlencode wordcount".split()
+)

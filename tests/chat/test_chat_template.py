@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm import tokenizer
+from mlxlm.chat import jinja_sandbox
 from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.chat.chat_template import ChatTemplate, Message, PlainTextEncoder, chat_encoder
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
@@ -263,6 +264,9 @@ GROWN = "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}{% se
         GROWN.replace("MORE", "[ns.a, ns.a]"),
         GROWN.replace("['x']", "'x'").replace("MORE", "ns.a ~ ns.a"),
         GROWN.replace("MORE", "[ns.a, ns.a]").replace("}{{ ns.a", "}{{ ns.a|tojson|length"),
+        GROWN.replace("MORE", "[ns.a, ns.a]").replace("{{ ns.a", "{% set ns.b = [ns.b, ns.b] %}{{ ns.a == ns.b"),
+        GROWN.replace("MORE", "dict(a=ns.a, b=ns.a)").replace("{{ ns.a", "{{ ns.a|string|length"),
+        "{% set s = 'a' * 1000000 %}" + "".join(f"{{% set s{i} = s[1:] %}}" for i in range(50)),
         "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
         "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
         "{% for i in range(9) recursive %}{{ loop(range(100000)) }}{% endfor %}",
@@ -287,8 +291,12 @@ GROWN = "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}{% se
         "{% set s = 'a' * 400000 %}{% for i in range(9000) %}{{ 'b' in s }}{% endfor %}",
     ],
 )
-def test_a_template_that_takes_too_much_is_refused(tokens, template):
-    with pytest.raises(TokenizerError, match=r"chat template failed: it (makes|takes|formats) .*try: another template"):
+def test_a_template_that_takes_too_much_is_refused(tokens, template, monkeypatch):
+    monkeypatch.setattr(jinja_sandbox, "MAX_SECONDS", 0.2)
+    with pytest.raises(
+        TokenizerError,
+        match=r"chat template failed.*: (it (makes|takes|formats)|.*unsafe|No filter).*try: another template",
+    ):
         ChatTemplate(tokens, template)
 
 
