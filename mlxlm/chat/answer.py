@@ -1,4 +1,4 @@
-"""One answer: its pieces as they come, the turn that it makes of a conversation, the statistics."""
+"""One answer: its chunks while it is generated, and the turn that it becomes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from mlxlm.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ChatChunk:
-    """A stretch of an answer, or "" where a token decides no text. `reasoning`: it is reasoning, not yet the answer.
+    """A piece of an answer.
 
-    `finish_reason` is set on the last piece only.
+    Attributes:
+        text: New text; "" for a token that completes no character.
+        reasoning: Whether the text is reasoning rather than the answer.
+        finish_reason: Set in the last chunk only.
     """
 
     text: str
@@ -27,8 +30,14 @@ class ChatChunk:
 
 @dataclass(frozen=True)
 class ChatStats:
-    """What a chat has cost since it was made or opened: answers drawn, those undone included, and their tokens; `last`
-    is the last of them. The caches have `cache_bytes`."""
+    """Statistics since a chat was created or opened.
+
+    Attributes:
+        answers: Answers generated, those undone included.
+        generated_tokens: Tokens of these answers.
+        cache_bytes: Size of the key-value caches.
+        last: The last answer.
+    """
 
     answers: int
     generated_tokens: int
@@ -37,33 +46,43 @@ class ChatStats:
 
 
 def chat_chunks(chunks: Iterator[GenerationChunk], generation_prefix: str) -> Iterator[ChatChunk]:
-    """The pieces of an answer that begins with `generation_prefix`; at least one for every chunk, so that a caller can stop."""
+    """Split reasoning from the answer in generated chunks.
+
+    Args:
+        chunks: The generated text.
+        generation_prefix: What the template puts in front of the answer, such as an opening "<think>".
+
+    Yields:
+        At least one chunk for every generated chunk, so that a caller can stop between any two.
+    """
     parser = ReasoningParser()
     parser.push(generation_prefix)
     for chunk in chunks:
         parts = parser.push(chunk.text)
         if chunk.finish_reason:
             parts += parser.finish()
-        *before, (text, reasoning) = parts or [("", parser.reasoning)]
-        for part in before:
+        *first, (text, reasoning) = parts or [("", parser.reasoning)]
+        for part in first:
             yield ChatChunk(*part)
         yield ChatChunk(text, reasoning, chunk.finish_reason)
 
 
 def make_turn(question: str, prompt: Sequence[int], result: GenerationResult, chat_model: ChatModel) -> Turn:
-    """The turn that an answer to `prompt` makes. What the template opened for it (`ChatEncoder.generation_prefix`) is part of it:
-    the model has read it, and a template that keeps reasoning renders it again.
+    """Return the turn of an answer to `prompt`.
+
+    It includes the template's `generation_prefix`: the model has read it, and a template that keeps reasoning renders
+    it again.
     """
-    said = result.tokens[:-1] if result.tokens[-1] in chat_model.eos_token_ids else result.tokens
+    generated = result.tokens[:-1] if result.tokens[-1] in chat_model.eos_token_ids else result.tokens
     tokenizer, generation_prefix = chat_model.lm.tokenizer, chat_model.chat_encoder.generation_prefix
-    opened = tokenizer.encode(generation_prefix, add_special_tokens=False, parse_special=True, continues=True)
-    text, ids = generation_prefix + result.text, (*opened, *said)
-    if list(prompt[len(prompt) - len(opened) :]) != opened or not decodes_to(tokenizer, ids, text):
+    prefix_ids = tokenizer.encode(generation_prefix, add_special_tokens=False, parse_special=True, continues=True)
+    text, ids = generation_prefix + result.text, (*prefix_ids, *generated)
+    if list(prompt[len(prompt) - len(prefix_ids) :]) != prefix_ids or not decodes_to(tokenizer, ids, text):
         ids = ()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Turn(question, text, ids, result.seed, result.finish_reason, now)
 
 
 def decodes_to(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
-    """Whether `ids` say this text and nothing else: no stop string behind it, no half character, no special token."""
+    """Whether `ids` decode to exactly this text: no stop string, partial character or special token besides."""
     return all(id < tokenizer.vocab_size for id in ids) and tokenizer.decode(ids, skip_special_tokens=False) == text

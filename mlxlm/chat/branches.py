@@ -1,4 +1,4 @@
-"""What was said: turns, and the branches that a conversation has."""
+"""Turns of a conversation, and its branches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from mlxlm.generation import FinishReason
 from mlxlm.utils.errors import GenerationError
 
 MAIN_BRANCH = "main"
-MAX_BRANCHES = 100  # each can be a conversation of its own when a session file is read
-_LONGEST_NAME = 40  # characters
+MAX_BRANCHES = 100  # each can become a conversation of its own when a session file is read
+_MAX_NAME_LENGTH = 40  # characters
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer, which has the model's reasoning in front, in its tags.
+    """A question and its answer.
 
-    `ids` are the tokens of the answer, none where they say more or less than its text. `seed` drew it;
-    `finish_reason` is that of `Result`; `time` is when it was done (ISO 8601, UTC).
+    Attributes:
+        question: What the user said.
+        answer: What the model said, including its reasoning in its tags.
+        ids: Tokens of the answer; empty if they don't decode to exactly its text.
+        seed: Seed that the answer was sampled with.
+        finish_reason: As in `GenerationResult`.
+        time: When the answer was finished (ISO 8601, UTC).
     """
 
     question: str
@@ -31,32 +36,35 @@ class Turn:
 
     @property
     def messages(self) -> tuple[Message, Message]:
+        """The turn as two messages."""
         return Message("user", self.question), Message("assistant", self.answer, self.ids)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one branch. The first `dropped` of them made room for others: the model no longer sees them."""
+    """The turns of one branch. The model no longer sees the first `dropped` of them, which made room for others."""
 
     turns: tuple[Turn, ...] = ()
     dropped: int = 0
 
     @property
     def visible_turns(self) -> tuple[Turn, ...]:
+        """The turns that the model sees."""
         return self.turns[self.dropped :]
 
     def without_last_turn(self) -> Conversation:
-        """Without the last turn. Raises GenerationError where there is none."""
+        """Return a copy without the last turn. Raise GenerationError if there is none."""
         if not self.turns:
             raise GenerationError("there is no message yet", "a message first")
         turns = self.turns[:-1]
         return Conversation(turns, min(self.dropped, len(turns)))
 
     def with_turn(self, turn: Turn) -> Conversation:
+        """Return a copy with one more turn."""
         return Conversation((*self.turns, turn), self.dropped)
 
     def without_oldest(self, n: int) -> Conversation:
-        """The `n` oldest turns that are still seen are dropped."""
+        """Return a copy with the `n` oldest visible turns dropped."""
         return Conversation(self.turns, self.dropped + n)
 
 
@@ -69,49 +77,52 @@ class Branches:
 
     @property
     def all(self) -> dict[str, Conversation]:
+        """Every conversation by its branch name."""
         return dict(self._all)
 
     @property
     def current(self) -> Conversation:
+        """The conversation of the current branch."""
         return self._all[self.name]
 
     @current.setter
     def current(self, conversation: Conversation) -> None:
         self._all[self.name] = conversation
 
-    def drop_ids_unless(self, good: Callable[[Turn], bool]) -> None:
-        """Forget the ids of the turns that this doesn't hold for: they are text only."""
+    def drop_ids_unless(self, is_valid: Callable[[Turn], bool]) -> None:
+        """Drop the token ids of all turns that are not valid: they are text only."""
         for name, conversation in self._all.items():
-            turns = tuple(turn if good(turn) else replace(turn, ids=()) for turn in conversation.turns)
+            turns = tuple(turn if is_valid(turn) else replace(turn, ids=()) for turn in conversation.turns)
             self._all[name] = Conversation(turns, conversation.dropped)
 
     def fork(self, name: str | None = None) -> str:
-        """A new branch that begins as the current one, and is current from now on; return its name.
+        """Copy the current branch to a new one, switch to it, and return its name.
 
-        Raises GenerationError for a name that is taken or isn't one, and for more than MOST_BRANCHES.
+        Raises:
+            GenerationError: The name is taken or invalid, or there are `MAX_BRANCHES` already.
         """
         if name is None:
             numbers = range(2, MAX_BRANCHES + 2)
             name = next(f"branch-{n}" for n in numbers if f"branch-{n}" not in self._all)
         check_branch_name(name)
         if name in self._all:
-            raise GenerationError(f"there is a branch {name} already", "another name, or switch to it")
+            raise GenerationError(f"branch {name} already exists", "another name, or switch to it")
         if len(self._all) == MAX_BRANCHES:
-            raise GenerationError(f"this chat has {MAX_BRANCHES} branches, and no more fit", "a new chat")
+            raise GenerationError(f"this chat already has {MAX_BRANCHES} branches", "a new chat")
         self._all[name] = self.current
         self.name = name
         return name
 
     def switch(self, name: str) -> None:
-        """Raises GenerationError for a branch that isn't there."""
+        """Make another branch current. Raise GenerationError if it doesn't exist."""
         if name not in self._all:
             raise GenerationError(f"there is no branch {name}", "one of " + ", ".join(self._all))
         self.name = name
 
 
 def check_branch_name(name: str) -> None:
-    """Raise GenerationError for what can't be the name of a branch."""
-    if not (0 < len(name) <= _LONGEST_NAME and name.isprintable() and not any(c.isspace() for c in name)):
+    """Raise GenerationError for an invalid branch name."""
+    if not (0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable() and not any(c.isspace() for c in name)):
         raise GenerationError(
-            f"{name!r} can't be the name of a branch", f"one word of at most {_LONGEST_NAME} characters"
+            f"{name!r} is not a valid branch name", f"one word of at most {_MAX_NAME_LENGTH} characters"
         )

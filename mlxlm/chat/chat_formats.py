@@ -1,4 +1,4 @@
-"""Conversation formats of models whose files have no template: recognised by the tokens that end a turn."""
+"""Known chat formats, for models without a template. They are recognized by the tokens that end a turn."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from mlxlm.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A jinja template and the special tokens that it is made of; the last of `tokens` ends a turn."""
+    """A jinja template and its special tokens; the last of `tokens` ends a turn."""
 
     template: str
     tokens: tuple[str, ...]
 
     def has_tokens(self, tokenizer: Tokenizer) -> bool:
-        """Whether the tokenizer has its tokens."""
+        """Whether the tokenizer has all tokens of the format."""
         return all(token in tokenizer.special_tokens for token in self.tokens)
 
     def ends(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> bool:
-        """Whether a model with these end tokens was trained on it. A base model has the tokens of the chat model
-        that was made of it, without having learned them, but ends its texts with another one."""
+        """Whether a model with these EOS tokens was trained on this format.
+
+        A base model often has the tokens of its chat variant without having learned them, but another EOS token.
+        """
         return self.has_tokens(tokenizer) and tokenizer.special_tokens[self.tokens[-1]] in eos_token_ids
 
 

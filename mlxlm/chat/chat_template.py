@@ -1,4 +1,4 @@
-"""Conversations as token ids: the model's jinja template, a known format, or plain text."""
+"""Chat templates: encode conversations with the model's jinja template, a known format, or as plain text."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ from mlxlm.utils.errors import TokenizerError
 
 PLAIN, MODEL = "plain", "model"
 NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
-_LARGEST_TEMPLATE = 1 << 20  # bytes; the longest in use have 20,000
+_MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have 20,000
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message: role "system", "user" or "assistant". `ids`: the tokens of an answer that a model gave."""
+    """One message of a conversation.
+
+    Attributes:
+        role: "system", "user" or "assistant".
+        content: The text.
+        ids: Tokens of a generated answer, if known.
+    """
 
     role: str
     content: str
@@ -38,11 +44,12 @@ class Message:
 
 
 class ChatEncoder(Protocol):
-    """Turns messages into ids.
+    """Encodes messages as token ids.
 
-    name: the template in use: "model" for the model's own, a name of FORMATS, "plain", or a file.
-    eos_token_ids: tokens that end an answer, besides the model's own.
-    generation_prefix: what it puts in front of every answer that is the model's to say ("<think>" and a line end), or "".
+    Attributes:
+        name: The template in use: "model" for the model's own, a name in `CHAT_FORMATS`, "plain", or a file.
+        eos_token_ids: Tokens that end an answer, besides the model's own.
+        generation_prefix: What the template opens in front of an answer as part of it ("<think>\\n"), or "".
     """
 
     name: str
@@ -50,37 +57,41 @@ class ChatEncoder(Protocol):
     generation_prefix: str
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """The ids of the conversation, up to where the model's next answer begins."""
+        """Return the ids of the conversation, up to where the next answer starts."""
         ...
 
 
 def chat_encoder(lm: LoadedModel, template: str | None = None) -> ChatEncoder:
-    """The form of conversation that a model was trained for, or the one of `template`: "model", "plain", a name of
-    FORMATS, or a jinja file.
+    """Return the encoder for a model.
 
-    Of its own accord: the template in the model's files; without one, the format whose turns end with one of
-    the model's end tokens; else plain text, which the model continues.
-    Raises TokenizerError for a broken template, and for one that this tokenizer has no tokens for.
+    By default it uses the template in the model's files; without one, the known format whose turns end with one of the
+    model's EOS tokens; otherwise plain text, which the model continues.
+
+    Args:
+        lm: The model.
+        template: "model", "plain", a name in `CHAT_FORMATS`, or a jinja file.
+
+    Raises:
+        TokenizerError: The template is broken, or the tokenizer lacks its tokens.
     """
     return chat_encoder_for(lm.tokenizer, lm.eos_token_ids, template)
 
 
 def chat_encoder_for(tokenizer: Tokenizer, eos_token_ids: frozenset[int], template: str | None = None) -> ChatEncoder:
-    """The same, of a model that need not be in memory: its tokenizer and the tokens that end its texts."""
-    own = tokenizer.chat_template
+    """Return the encoder for a model that need not be loaded (see `chat_encoder`)."""
     if template is None:
-        fitting = [name for name, format in CHAT_FORMATS.items() if format.ends(tokenizer, eos_token_ids)]
-        template = MODEL if own is not None else next(iter(fitting), PLAIN)
+        matching = [name for name, format in CHAT_FORMATS.items() if format.ends(tokenizer, eos_token_ids)]
+        template = MODEL if tokenizer.chat_template is not None else next(iter(matching), PLAIN)
     if template == PLAIN:
         return PlainTextEncoder(tokenizer)
     if template == MODEL:
-        if own is None:
+        if tokenizer.chat_template is None:
             raise TokenizerError("this model has no chat template", "one of " + ", ".join(NAMES[1:]))
         return ChatTemplate(tokenizer)
     if template in CHAT_FORMATS:
         if not CHAT_FORMATS[template].has_tokens(tokenizer):
             needed = ", ".join(CHAT_FORMATS[template].tokens)
-            raise TokenizerError(f"the template {template} takes the tokens {needed}, which this model lacks", PLAIN)
+            raise TokenizerError(f"the template {template} needs the tokens {needed}, which this model lacks", PLAIN)
         return ChatTemplate(tokenizer, CHAT_FORMATS[template].template, template)
     return ChatTemplate(tokenizer, _read_template(Path(template)), template)
 
@@ -88,14 +99,14 @@ def chat_encoder_for(tokenizer: Tokenizer, eos_token_ids: frozenset[int], templa
 def _read_template(path: Path) -> str:
     if not path.exists():
         raise TokenizerError(f"there is no chat template {path}", f"one of {', '.join(NAMES)}, or a jinja file")
-    content = read_bytes(path, _LARGEST_TEMPLATE, TokenizerError)
+    content = read_bytes(path, _MAX_TEMPLATE_BYTES, TokenizerError)
     return decode_utf8(content, str(path), TokenizerError, "a text in UTF-8", "utf-8-sig")
 
 
 class PlainTextEncoder:
-    """For a model without a template: the text so far, which the model continues.
+    """Encodes a conversation as one text for a model without a template.
 
-    A person's text is continued where it ends; after an answer the next text begins on a new line.
+    The model continues the user's text where it ends; after an answer, the next message starts on a new line.
     """
 
     name = PLAIN
@@ -106,6 +117,7 @@ class PlainTextEncoder:
         self._tokenizer = tokenizer
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Return the ids of the conversation."""
         ids: list[int] = []
         text, last = "", "\n"
         for message in messages:
@@ -124,21 +136,24 @@ class PlainTextEncoder:
 
 
 class ChatTemplate:
-    """A model's jinja template, in the environment that transformers offers, and as untrusted: sandboxed, with bounded
-    work and memory.
+    """A jinja chat template with the globals that transformers offers, rendered in a sandbox.
 
-    What looks like a special token inside a message stays ordinary text, so that nobody can forge a role.
-    An answer of the model is spliced in as the ids it consisted of: encoding its text again may give
-    others (models don't always choose the encoder's split), and the key-value cache holds the former. Where
-    the template changes an answer (trims it, drops its reasoning), the template's text counts.
+    Text in a message that looks like a special token stays ordinary text, so that nobody can forge a role. A generated
+    answer is spliced in as its original ids: encoding its text again may give others (models don't always choose the
+    encoder's split), and the key-value cache holds the original ones. If the template changes an answer (trims it,
+    drops its reasoning), the template's text counts.
 
-    `eos_token_ids`: the special token that the template puts behind an answer, if any. `source`: the template.
+    Attributes:
+        source: The template.
+        special: Pattern that matches the tokenizer's special tokens.
+        eos_token_ids: The special token that the template puts behind an answer, if any.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None, name: str = MODEL):
-        """`source`: a template instead of the model's own; `name`: what it is called.
+        """Compile `source` (by default the model's own template), called `name` in errors.
 
-        Raises TokenizerError for a template that can't be read, or fails on a question and an answer.
+        Raises:
+            TokenizerError: The template has syntax errors, or fails on a question and an answer.
         """
         self.name = name
         self.source = tokenizer.chat_template if source is None else source
@@ -150,14 +165,14 @@ class ChatTemplate:
         try:
             self._template = self._environment.from_string(self.source)
         except Exception as error:  # also RecursionError, for one that is nested deeply
-            raise _broken(error, name) from error
+            raise _template_error(error, name) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self.eos_token_ids = self._find_eos_token_ids()
         self.generation_prefix = open_think_tag(self.render([Message("user", "?")]))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as text. Raises TokenizerError where the template fails or refuses it."""
+        """Return the conversation as text. Raise TokenizerError if the template fails or refuses it."""
         names = {f"{role}_token": name for role, name in self._tokenizer.special_token_names.items()}
         try:
             return self._environment.render(
@@ -166,9 +181,10 @@ class ChatTemplate:
                 {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None, **names},
             )
         except Exception as error:  # a template is a program: it can fail with any error
-            raise _broken(error, self.name) from error
+            raise _template_error(error, self.name) from error
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Return the ids of the conversation. Raise TokenizerError if the template fails or refuses it."""
         placeholders, plain = self.escape_special_tokens(messages)
         answers = {n: placeholders.take(m.content, m.ids, answer=True) for n, m in enumerate(messages) if m.ids}
 
@@ -178,41 +194,41 @@ class ChatTemplate:
             return self.render(shown, add_generation_prompt=add_generation_prompt)
 
         text = rendered(())
-        wanted = placeholders.restore(text)
+        expected = placeholders.restore(text)
 
         def unchanged(group: tuple[int, ...]) -> tuple[int, ...]:
-            """Those of these answers that the template leaves as they are; by halves, as most are or none is."""
-            if not group or placeholders.restore(rendered(group)) == wanted:
+            """Return the answers that the template doesn't change, by bisection: usually all or none."""
+            if not group or placeholders.restore(rendered(group)) == expected:
                 return group
             half = len(group) // 2
             return unchanged(group[:half]) + unchanged(group[half:]) if half else ()
 
         spliced = unchanged(tuple(n for n in answers if plain[n].content in text))
         spliced_text = rendered(spliced)
-        if placeholders.restore(spliced_text) == wanted:
+        if placeholders.restore(spliced_text) == expected:
             text = spliced_text
         ids = self.encode_segments(list(placeholders.split(text)), placeholders)
         if add_generation_prompt and not ids:
-            raise TokenizerError(f"{_called(self.name)} gives nothing for this conversation", _OTHERS)
+            raise TokenizerError(f"{_describe(self.name)} renders this conversation as an empty text", _HINT)
         return ids
 
     def escape_special_tokens(self, messages: Sequence[Message]) -> tuple[Placeholders, list[Message]]:
-        """The messages, a stand-in for everything in them that looks like a special token."""
+        """Replace everything in the messages that looks like a special token with placeholders."""
         placeholders = Placeholders(self.source + "".join(m.content for m in messages))
 
-        def shield(match: re.Match) -> str:
+        def escape(match: re.Match) -> str:
             return placeholders.take(match[0], self._encode(match[0], parse_special=False, continues=True))
 
-        return placeholders, [replace(m, content=self.special.sub(shield, m.content)) for m in messages]
+        return placeholders, [replace(m, content=self.special.sub(escape, m.content)) for m in messages]
 
     def encode_segments(self, pieces: Sequence[str], placeholders: Placeholders, continues: bool = False) -> list[int]:
-        """The ids of rendered text as `Placeholders.split` cuts it; `continues`: other text comes before it."""
+        """Encode rendered text that `Placeholders.split` has split. `continues`: other text comes before it."""
         ids: list[int] = []
-        for piece, following in zip_longest(pieces, pieces[1:], fillvalue=""):
+        for piece, next_piece in zip_longest(pieces, pieces[1:], fillvalue=""):
             if piece in placeholders.ids:
                 ids += placeholders.ids[piece]
                 continue
-            if following in placeholders.answers and self._tokenizer.adds_dummy_prefix:
+            if next_piece in placeholders.answers and self._tokenizer.adds_dummy_prefix:
                 piece = piece.removesuffix(" ")  # the answer's first token has that space in front
             ids += self._encode(piece, parse_special=True, continues=continues or bool(ids))
         return ids
@@ -229,11 +245,12 @@ class ChatTemplate:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """{% generation %}: transformers' mark around answers, for training masks. Rendered as its content."""
+    """{% generation %}, which marks answers for training masks in transformers. Only its content is rendered."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Return the nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -246,14 +263,14 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-_OTHERS = f"another template: {', '.join([*CHAT_FORMATS, PLAIN])}, or a jinja file"
+_HINT = f"another template: {', '.join([*CHAT_FORMATS, PLAIN])}, or a jinja file"
 
 
-def _called(name: str) -> str:
+def _describe(name: str) -> str:
     return "the model's chat template" if name == MODEL else f"the chat template {name}"
 
 
-def _broken(error: Exception, name: str) -> TokenizerError:
+def _template_error(error: Exception, name: str) -> TokenizerError:
     where = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
     reason = " ".join(str(error).split()) or type(error).__name__
-    return TokenizerError(f"{_called(name)} failed{where}: {reason}", _OTHERS)
+    return TokenizerError(f"{_describe(name)} failed{where}: {reason}", _HINT)

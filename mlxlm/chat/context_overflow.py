@@ -1,4 +1,4 @@
-"""A conversation that has outgrown the model's context: when that is, and which turns go."""
+"""Context overflow: when a conversation no longer fits the model's context, and which turns are dropped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class ContextFullError(GenerationError):
 
 
 class MessageTooLongError(ContextFullError):
-    """The message has no room even without any turn before it: dropping turns can't help."""
+    """The message doesn't fit even without earlier turns: dropping turns can't help."""
 
 
 def check_context_overflow(policy: str) -> ContextOverflow:
-    """Raises GenerationError for what isn't a policy."""
+    """Return `policy`. Raise GenerationError if it is not a policy."""
     if policy not in get_args(ContextOverflow):
-        raise GenerationError(f"overflow is {policy!r}", " or ".join(get_args(ContextOverflow)))
+        raise GenerationError(f"context_overflow is {policy!r}", " or ".join(get_args(ContextOverflow)))
     return policy
 
 
@@ -34,17 +34,28 @@ def fit_to_context(
     policy: ContextOverflow,
     max_tokens: int | None,
 ) -> tuple[Conversation, list[int]]:
-    """`conversation`, shortened where the policy asks for it, and the prompt that `prompt_of` makes of it.
+    """Make room for an answer, if the policy allows it.
 
-    "drop" keeps room free for an answer of `max_tokens`, but no more than a quarter of the context of `size` tokens.
-    Raises ContextFull, MessageTooLong where no policy can help.
+    Args:
+        conversation: The turns before the new message.
+        prompt_of: Returns the token ids of a conversation with the new message.
+        size: Tokens of the model's context.
+        policy: "drop" reserves `max_tokens` for the answer, but at most a quarter of the context.
+        max_tokens: Length limit of the answer.
+
+    Returns:
+        The conversation, possibly shortened, and its prompt.
+
+    Raises:
+        ContextFullError: The prompt doesn't fit and the policy is "stop".
+        MessageTooLongError: The message doesn't fit by itself.
     """
     prompt = prompt_of(conversation)
-    room = min(size // 4, size if max_tokens is None else max_tokens)
-    if policy == "drop" and size - len(prompt) < room:
+    reserved = min(size // 4, size if max_tokens is None else max_tokens)
+    if policy == "drop" and size - len(prompt) < reserved:
         return drop_oldest_turns(conversation, prompt_of, size)
     if len(prompt) >= size:
-        _check_alone(conversation, prompt_of, size)
+        _check_message_fits(conversation, prompt_of, size)
         raise ContextFullError(
             f"the conversation would have {len(prompt)} tokens, and the model's context has {size}",
             "fewer turns (undo, reset, or drop the oldest)",
@@ -55,24 +66,28 @@ def fit_to_context(
 def drop_oldest_turns(
     conversation: Conversation, prompt_of: Callable[[Conversation], list[int]], size: int
 ) -> tuple[Conversation, list[int]]:
-    """`conversation` without its oldest turns, as many as it takes for its prompt to have at most `size // 2` tokens,
-    or without all of them where that isn't enough; and the prompt.
+    """Drop as many of the oldest turns as it takes for the prompt to have at most `size // 2` tokens, or all of them.
 
-    What stays is read again, as its positions are others behind the system message: with a half kept, once for every
-    half context of new text, so each token about twice; with three quarters kept it would be four times.
-    Raises MessageTooLong where even the last message alone has no room.
+    The remaining turns are read again, as their positions behind the system message change. Keeping half of the context
+    reads each token about twice; keeping three quarters would read it four times.
+
+    Returns:
+        The shortened conversation and its prompt.
+
+    Raises:
+        MessageTooLongError: The message doesn't fit by itself.
     """
-    _check_alone(conversation, prompt_of, size)
-    turns = range(len(conversation.visible_turns) + 1)
+    _check_message_fits(conversation, prompt_of, size)
+    counts = range(len(conversation.visible_turns) + 1)
 
     def fits(n: int) -> bool:  # fewer turns are fewer tokens
-        return n == turns[-1] or len(prompt_of(conversation.without_oldest(n))) <= size // 2
+        return n == counts[-1] or len(prompt_of(conversation.without_oldest(n))) <= size // 2
 
-    shorter = conversation.without_oldest(bisect_left(turns, True, key=fits))
+    shorter = conversation.without_oldest(bisect_left(counts, True, key=fits))
     return shorter, prompt_of(shorter)
 
 
-def _check_alone(conversation: Conversation, prompt_of: Callable[[Conversation], list[int]], size: int) -> None:
+def _check_message_fits(conversation: Conversation, prompt_of: Callable[[Conversation], list[int]], size: int) -> None:
     alone = len(prompt_of(conversation.without_oldest(len(conversation.visible_turns))))
     if alone >= size:
         raise MessageTooLongError(

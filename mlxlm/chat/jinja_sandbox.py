@@ -29,11 +29,12 @@ MAX_SECONDS = 5.0  # CPU time of one rendering; 10,000 messages take about one
 _BASE_BUDGET = 10_000_000  # characters and items, for any conversation
 _BUDGET_PER_CHARACTER = 200  # of the conversation, more
 _MAX_INTEGER_BITS = 10_000
-_STRING_METHODS = frozenset(
-    "capitalize count endswith find format index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace "
-    "istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip "
-    "split splitlines startswith strip swapcase title upper".split()
-)
+_STRING_METHODS = frozenset((
+    "capitalize", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isascii", "isdecimal",
+    "isdigit", "islower", "isnumeric", "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition",
+    "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split",
+    "splitlines", "startswith", "strip", "swapcase", "title", "upper",
+))  # fmt: skip
 _REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "sum", "urlize", "wordwrap", "xmlattr")
 
 
@@ -277,6 +278,7 @@ _GROWING: dict[str, Callable[..., int]] = {
     "replace": _replaced_size,
 }
 # Filters that convert lists and dicts to text, which may be exponentially longer than they are.
-_TO_TEXT = frozenset(
-    "capitalize e escape forceescape lower safe string striptags title trim upper urlencode wordcount".split()
-)
+_TO_TEXT = frozenset((
+    "capitalize", "e", "escape", "forceescape", "lower", "safe", "string", "striptags", "title", "trim",
+    "upper", "urlencode", "wordcount",
+))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Characters that stand, while a template is rendered, for texts whose ids are known already."""
+"""Placeholder characters for texts whose token ids are known, while a template is rendered."""
 
 from __future__ import annotations
 
@@ -12,36 +12,41 @@ _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
 class Placeholders:
-    """The stand-ins of one conversation, and what each stands for."""
+    """The placeholders of one conversation.
+
+    Attributes:
+        ids: Token ids by placeholder.
+        answers: Placeholders of answers.
+    """
 
     def __init__(self, text: str):
-        """`text`: all that is rendered; its characters can't be taken."""
+        """`text` is everything that is rendered; its characters can't be placeholders."""
         used = set(text)
         self._free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
         self._texts: dict[str, str] = {}
-        self._taken: dict[str, str] = {}
+        self._by_text: dict[str, str] = {}
         self.ids: dict[str, Sequence[int]] = {}
         self.answers: set[str] = set()
 
     def take(self, text: str, ids: Sequence[int], answer: bool = False) -> str:
-        """The character that stands for `text`; the same one for the same text, unless it is an answer."""
-        if not answer and text in self._taken:
-            return self._taken[text]
+        """Return a placeholder for `text`: the same one for the same text, unless it is an answer."""
+        if not answer and text in self._by_text:
+            return self._by_text[text]
         character = next(self._free, None)
         if character is None:
-            raise TokenizerError("this conversation has too many answers", "a new one")
+            raise TokenizerError("this conversation has too many answers", "a new conversation")
         self._texts[character], self.ids[character] = text, ids
         if answer:
             self.answers.add(character)
         else:
-            self._taken[text] = character
+            self._by_text[text] = character
         return character
 
     def restore(self, text: str) -> str:
-        """`text` with every stand-in replaced by what it stands for."""
+        """Return `text` with every placeholder replaced by its text."""
         return text.translate(str.maketrans(self._texts))
 
     def split(self, text: str) -> Iterator[str]:
-        """The stand-ins in `text` and the stretches between them, in order."""
+        """Yield the placeholders in `text` and the text between them, in order."""
         pattern = f"([{''.join(self._texts)}])" if self._texts else "(?!)"
         return filter(None, re.split(pattern, text))

@@ -1,4 +1,4 @@
-"""Reasoning: what a model thinks between <think> and </think> before it answers."""
+"""Reasoning that a model writes between <think> and </think> before its answer."""
 
 from __future__ import annotations
 
@@ -6,90 +6,90 @@ import re
 from enum import Enum
 
 OPEN, CLOSE = "<think>", "</think>"
-_OPENED = re.compile(rf"{OPEN}\s*\Z")
+_OPEN_AT_END = re.compile(rf"{OPEN}\s*\Z")
 
 
 def open_think_tag(prompt: str) -> str:
-    """The tag at the end of `prompt`, with the space behind it, where a template opens the block itself; else ""."""
-    match = _OPENED.search(prompt)
+    """Return the tag and whitespace at the end of `prompt` if the template opens the block itself, else ""."""
+    match = _OPEN_AT_END.search(prompt)
     return match[0] if match else ""
 
 
 def split(text: str) -> tuple[str, str]:
-    """The reasoning and the answer of a whole text."""
-    splitter = ReasoningParser()
-    pieces = [*splitter.push(text), *splitter.finish()]
+    """Return the reasoning and the answer of a complete text."""
+    parser = ReasoningParser()
+    pieces = [*parser.push(text), *parser.finish()]
     return "".join(t for t, reasoning in pieces if reasoning), "".join(t for t, reasoning in pieces if not reasoning)
 
 
-class _At(Enum):
-    START = "the text may begin with a block"
-    THINKING = "inside the block"
-    BEHIND = "behind the block, before the answer"
+class _State(Enum):
+    START = "the text may start with a block"
+    REASONING = "inside the block"
+    GAP = "after the block, before the answer"
     ANSWER = "the answer"
 
 
 class ReasoningParser:
-    """Tells reasoning from answer in a streamed text, however the text is split up.
+    """Separates reasoning from the answer in a streamed text, however it is split into chunks.
 
-    What `push` and `finish` return are `(text, thinking)` pairs: the text without the tags and the space around
-    them. What could be part of a tag is held back until it is decided, so that no part of a tag is ever among them.
-    A block counts only where the text begins, since an answer may speak of these tags; one that is never closed is
-    all reasoning. A template that opens the block itself leaves a text without its first tag: push that first.
+    `push` and `finish` return `(text, is_reasoning)` pairs without the tags and the whitespace around them. Text that
+    could be part of a tag is held back until that is decided. Only a block at the start counts, since an answer may
+    mention the tags; a block that is never closed is all reasoning. If the template opens the block itself, push its
+    opening tag first.
     """
 
     def __init__(self) -> None:
-        self._at = _At.START
-        self._held = ""
-        self._thought = False  # whether there is reasoning yet: the space before it goes
+        self._state = _State.START
+        self._pending = ""
+        self._has_reasoning = False  # whitespace before the first reasoning is dropped
 
     @property
     def reasoning(self) -> bool:
-        """Whether the block is open."""
-        return self._at is _At.THINKING
+        """Whether the parser is inside the block."""
+        return self._state is _State.REASONING
 
     def push(self, text: str) -> list[tuple[str, bool]]:
-        """Add text; return what of it is decided."""
-        self._held += text
+        """Add text and return the pairs that are decided."""
+        self._pending += text
         pieces: list[tuple[str, bool]] = []
-        if self._at is _At.START:
-            self._open()
-        if self._at is _At.THINKING:
-            pieces += self._think()
-        if self._at is _At.BEHIND:
-            self._held = self._held.lstrip()
-            self._at = _At.ANSWER if self._held else _At.BEHIND
-        if self._at is _At.ANSWER and self._held:
-            pieces.append((self._held, False))
-            self._held = ""
+        if self._state is _State.START:
+            self._parse_start()
+        if self._state is _State.REASONING:
+            pieces += self._parse_reasoning()
+        if self._state is _State.GAP:
+            self._pending = self._pending.lstrip()
+            self._state = _State.ANSWER if self._pending else _State.GAP
+        if self._state is _State.ANSWER and self._pending:
+            pieces.append((self._pending, False))
+            self._pending = ""
         return pieces
 
     def finish(self) -> list[tuple[str, bool]]:
-        """What was held back, once no more text comes."""
-        text, self._held = self._held.rstrip() if self.reasoning else self._held, ""
+        """Return the text that was held back, when no more text comes."""
+        text, self._pending = self._pending.rstrip() if self.reasoning else self._pending, ""
         return [(text, self.reasoning)] if text else []
 
-    def _open(self) -> None:
-        text = self._held.lstrip()
+    def _parse_start(self) -> None:
+        text = self._pending.lstrip()
         if text.startswith(OPEN):
-            self._at, self._held = _At.THINKING, text.removeprefix(OPEN)
+            self._state, self._pending = _State.REASONING, text.removeprefix(OPEN)
         elif not OPEN.startswith(text):
-            self._at = _At.ANSWER
+            self._state = _State.ANSWER
 
-    def _think(self) -> list[tuple[str, bool]]:
-        if not self._thought:
-            self._held = self._held.lstrip()
-        text, tag, behind = self._held.partition(CLOSE)
+    def _parse_reasoning(self) -> list[tuple[str, bool]]:
+        if not self._has_reasoning:
+            self._pending = self._pending.lstrip()
+        text, tag, rest = self._pending.partition(CLOSE)
         if tag:
-            self._at = _At.BEHIND
-            text, self._held = text.rstrip(), behind
+            self._state = _State.GAP
+            text, self._pending = text.rstrip(), rest
         else:
-            certain = len(text[: len(text) - _beginning(text)].rstrip())
-            text, self._held = text[:certain], text[certain:]
-        self._thought = self._thought or bool(text)
+            decided = len(text[: len(text) - _partial_tag_length(text)].rstrip())
+            text, self._pending = text[:decided], text[decided:]
+        self._has_reasoning = self._has_reasoning or bool(text)
         return [(text, True)] if text else []
 
 
-def _beginning(text: str) -> int:
-    """How many characters at the end of `text` could be the beginning of the closing tag."""
+def _partial_tag_length(text: str) -> int:
+    """Return how many characters at the end of `text` could start the closing tag."""
     return next(n for n in range(min(len(CLOSE) - 1, len(text)), -1, -1) if text.endswith(CLOSE[:n]))

@@ -1,4 +1,4 @@
-"""A conversation with a model over one key-value cache. No terminal in it."""
+"""A conversation with a model over one key-value cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from mlxlm.chat.branches import Branches, Conversation, Turn
 from mlxlm.chat.chat_model import ChatModel
 from mlxlm.chat.chat_template import Message
 from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow, drop_oldest_turns, fit_to_context
-from mlxlm.chat.session_format import Session, non_default_fields
 from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel, TextStream
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.tokenizer.tokenizer import check_unicode
@@ -24,23 +23,41 @@ from mlxlm.utils.errors import GenerationError
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
 
+OnPrefill = Callable[[int], None]
+
 
 class Chat:
-    """A conversation, its branches, and the cache of what the model has read of it.
+    """A conversation, its branches, and the cache of what the model has read.
 
         chat = Chat(lm, system_prompt="You are brief.")
-        for piece in chat.ask("Hello!"):
-            print(piece.text, end="")
+        for chunk in chat.ask("Hello!"):
+            print(chunk.text, end="")
 
-    Each turn encodes the whole conversation and reads only what the cache doesn't begin with: with a template that
-    leaves earlier messages as they are, the new message. Undo, retry, edit, branch, switch and reset change only what
-    is said; the next turn trims the cache to what both have in common (a cache that drops tokens can at least go back
-    to where the last question began). A template that drops the reasoning of earlier answers has its way: the last
-    answer is then read again without it.
+    Each turn encodes the whole conversation and reads only what the cache doesn't already start with: usually the new
+    message. Undo, retry, edit, branch, switch and reset change only the messages; the next turn trims the cache to
+    their common prefix. A cache that drops tokens can at least return to where the last question started. If the
+    template drops the reasoning of earlier answers, the last answer is read again without it.
 
-    Every answer, retries and those undone included, is drawn with the seed that follows the one before it. While an
-    answer is under way, whatever else is asked of the chat ends it first, as closing its generator does: what was said
-    stays.
+    Every answer (retries and undone ones included) uses the seed after that of the answer before. Any call to the chat
+    first ends an answer that is still being generated, as closing its generator does; the text so far stays.
+
+    Args:
+        lm: The model.
+        system_prompt: The system prompt.
+        chat_template: "model" for the model's own template, a name in `mlxlm.chat.chat_formats`, "plain", or a jinja
+            file. By default, the template that fits the model.
+        context_overflow: What happens when the context is full. "stop": `ask` raises ContextFullError. "drop": drop the
+            oldest turns until the conversation with the new message takes at most half of the context; this happens
+            when less is left than the answer may take (`max_tokens`, but at most a quarter of the context). The system
+            prompt stays. A rotating cache (`kv`) bounds memory by itself and never overflows.
+        kv: How keys and values are cached.
+        speculation: Speculative decoding: changes the speed, not the text.
+        **options: Fields of GenerationOptions. Unlike there, `max_tokens` has no limit by default if there is a chat
+            template.
+
+    Raises:
+        TokenizerError: The chat template is broken or missing.
+        GenerationError: Invalid settings.
     """
 
     def __init__(
@@ -54,72 +71,62 @@ class Chat:
         speculation: SpeculativeDecoder | None = None,
         **options: Any,
     ):
-        """`chat_template`: see `mlxlm.chat.chat_template.chat_encoder`. `options` are the fields of GenerationOptions, with its
-        defaults but for `max_tokens`: see `defaults`.
-
-        context_overflow: what happens when the model's context has no room. "stop": `ask` raises ContextFull. "drop": the
-        oldest turns go, whole ones, the system message never, until the conversation with the new message takes at
-        most half of the context; this happens when less is left than the answer may have (`max_tokens`, but no more
-        than a quarter of the context). A rotating cache (`kv`) bounds memory by itself and never overflows.
-        `speculation` proposes tokens, which changes the speed and not the text.
-
-        Raises TokenizerError for a chat template that is broken or isn't there, GenerationError for settings that
-        can't work.
-        """
-        self._answering: Callable[[], Generator | None] = lambda: None  # weak: one that nobody reads has ended
+        self._answering: Callable[[], Generator | None] = lambda: None  # weak: an answer nobody reads has ended
         self._chat_model = ChatModel(lm, chat_template, kv or KVOptions())
         self.options = GenerationOptions.of(**{"max_tokens": self.defaults.max_tokens, **options})
         self.system_prompt = system_prompt
         self.context_overflow = context_overflow
         self.speculation = speculation
-        self.notes: list[str] = []  # what a person should know of how this chat was opened
-        self._branches = Branches()
         if speculation is not None:
             speculation.check(lm)
-        self._answers = self._generated = 0
-        self.prompt_tokens = 0  # of the last answer, also while it is under way
+        self.notes: list[str] = []  # what to tell the user after opening a session file
+        self.prompt_tokens = 0  # of the last answer, also while it is generated
+        self._branches = Branches()
+        self._answers = self._generated_tokens = 0
         self._last: GenerationResult | None = None
         self._files = session_files.SessionFiles()
 
-    # What it consists of.
-
     @property
     def lm(self) -> LoadedModel:
-        """The model. Another one reads the conversation as text, with its own template; it keeps the settings but a
-        `logit_bias` of other tokens and a `max_tokens` that was the default of the one before. Raises as Chat does:
-        the model stays then."""
+        """The model.
+
+        A new model reads the conversation as text, with its own template. It keeps the options, except a `logit_bias`
+        for another tokenizer and a `max_tokens` that was the default. If it raises as `Chat` does, the old model stays.
+        """
         return self._chat_model.lm
 
     @lm.setter
     def lm(self, lm: LoadedModel) -> None:
-        self._settle()
+        self._end_answer()
         if self.speculation is not None:
             self.speculation.check(lm)
-        reader = ChatModel(lm, self._chat_model.requested_chat_template, self.kv)
-        options, same_tokens = self._options, lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
-        if not same_tokens:  # the ids of another tokenizer mean nothing
+        chat_model = ChatModel(lm, self._chat_model.requested_chat_template, self.kv)
+        options, same_tokenizer = self._options, lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
+        if not same_tokenizer:
             options = replace(options, logit_bias={})
         if options.max_tokens == self.defaults.max_tokens:
-            options = replace(options, max_tokens=reader.defaults.max_tokens)
-        reader.check(options)
-        self._chat_model, self._options = reader, options
-        if not same_tokens:
+            options = replace(options, max_tokens=chat_model.defaults.max_tokens)
+        chat_model.check(options)
+        self._chat_model, self._options = chat_model, options
+        if not same_tokenizer:
             self._branches.drop_ids_unless(lambda turn: False)
 
     @property
     def kv(self) -> KVOptions:
-        """How keys and values are kept."""
+        """How keys and values are cached."""
         return self._chat_model.context.kv
 
     @property
     def chat_template(self) -> str:
-        """The template in use: "model" for the model's own, a name of `mlxlm.chat.chat_formats`, "plain", or a file."""
+        """The template in use: "model", a name in `mlxlm.chat.chat_formats`, "plain", or a file."""
         return self._chat_model.chat_encoder.name
 
     @property
     def options(self) -> GenerationOptions:
-        """Of the next answer, whose seed it has; None as a seed is a drawn one. Raises GenerationError for a
-        constraint, a bias or a number that this model can't serve, and changes nothing."""
+        """Options of the next answer, with its seed. Setting the seed to None draws one.
+
+        Setting them raises GenerationError for values that this model can't use, and then changes nothing.
+        """
         return self._options
 
     @options.setter
@@ -129,167 +136,180 @@ class Chat:
 
     @property
     def defaults(self) -> GenerationOptions:
-        """What the options are that nobody has set: GenerationOptions's, but a model with a chat template ends its
-        answers itself (`max_tokens` is None)."""
+        """The default options: `max_tokens` is None if a chat template lets the model end its answers."""
         return self._chat_model.defaults
 
     @property
     def system_prompt(self) -> str | None:
-        """The system prompt of the next turns. Raises TokenizerError for text with lone surrogates."""
-        return self._system
+        """The system prompt of the next turns. Setting it raises TokenizerError for lone surrogates."""
+        return self._system_prompt
 
     @system_prompt.setter
     def system_prompt(self, text: str | None) -> None:
         check_unicode(text or "")
-        self._system = text or None
+        self._system_prompt = text or None
 
     @property
     def context_overflow(self) -> ContextOverflow:
-        """What happens when the context is full: "stop" or "drop". Raises GenerationError for anything else."""
-        return self._overflow
+        """What happens when the context is full: "stop" or "drop"."""
+        return self._context_overflow
 
     @context_overflow.setter
     def context_overflow(self, policy: ContextOverflow) -> None:
-        self._overflow = check_context_overflow(policy)
-
-    # What was said.
+        self._context_overflow = check_context_overflow(policy)
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation of the current branch, the system message first, with what was dropped."""
+        """The messages of the current branch, the system prompt first, including dropped ones."""
         return self._messages(self._branches.current.turns)
 
     @property
     def dropped(self) -> int:
-        """How many messages of this branch, the oldest ones, the model no longer sees."""
+        """How many of the oldest messages of this branch the model no longer sees."""
         return 2 * self._branches.current.dropped
 
     @property
     def branch_name(self) -> str:
+        """The current branch."""
         return self._branches.name
 
     @property
     def branches(self) -> dict[str, int]:
-        """The number of turns in every branch."""
+        """The number of turns in each branch."""
         return {name: len(conversation.turns) for name, conversation in self._branches.all.items()}
 
     @property
     def context_size(self) -> int:
-        """Tokens that the model can see: its context, or what a rotating cache holds."""
-        return self._chat_model.size
+        """Tokens that the model can see: its context, or the size of a rotating cache."""
+        return self._chat_model.context_size
 
     @property
     def context_used(self) -> int:
-        """Tokens that the conversation takes of them; 0 before the first turn."""
-        visible_turns = self._branches.current.visible_turns
-        return self._chat_model.count_tokens(self._messages(visible_turns)) if visible_turns else 0
+        """Tokens of the context that the conversation takes; 0 before the first turn."""
+        turns = self._branches.current.visible_turns
+        if not turns:
+            return 0
+        ids = self._chat_model.chat_encoder.encode(self._messages(turns), add_generation_prompt=False)
+        return min(self.context_size, len(ids))
 
     @property
     def caches(self) -> list:
-        """The key-value caches, one per layer, of what the model has read."""
+        """The key-value caches, one per layer."""
         return self._chat_model.context.caches
-
-    def token_counts(self) -> list[int]:
-        """Tokens of the text of each of `messages`, an answer's as generated; what the template adds isn't counted."""
-        encode = self.lm.tokenizer.encode
-        return [len(m.ids or encode(m.content, add_special_tokens=False)) for m in self.messages]
 
     @property
     def stats(self) -> ChatStats:
-        return ChatStats(self._answers, self._generated, self._chat_model.context.nbytes, self._last)
+        """Statistics of this chat."""
+        return ChatStats(self._answers, self._generated_tokens, self._chat_model.context.nbytes, self._last)
 
-    # What can be done.
+    def token_counts(self) -> list[int]:
+        """Return the number of tokens of each of `messages`, without what the template adds."""
+        encode = self.lm.tokenizer.encode
+        return [len(m.ids or encode(m.content, add_special_tokens=False)) for m in self.messages]
 
-    def ask(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[ChatChunk, None, None]:
-        """Answer a message. Closing the generator stops the answer: what was said stays in the conversation.
+    def ask(self, text: str, *, on_prefill: OnPrefill | None = None) -> Generator[ChatChunk, None, None]:
+        """Answer a message.
 
-        A message whose answer is stopped before its first token is forgotten. `on_prefill` is that of
-        `generate_tokens`. Raises, before anything is computed, GenerationError for an empty message, ContextFull for
-        a conversation that has outgrown the model's context; TokenizerError if the template refuses it.
+        Closing the generator stops the answer; the text so far stays in the conversation. If it is stopped before the
+        first token, the message is forgotten.
+
+        Args:
+            text: The message.
+            on_prefill: Called with the number of prompt tokens read so far.
+
+        Raises:
+            GenerationError: The message is empty.
+            ContextFullError: The conversation no longer fits the model's context.
+            TokenizerError: The template refuses the conversation.
         """
-        self._settle()
+        self._end_answer()
         return self._ask(self._branches.current, text, on_prefill)
 
-    def retry(self, *, on_prefill: Callable[[int], None] | None = None) -> Generator[ChatChunk, None, None]:
-        """Answer the last message again, with the next seed. The old answer goes with the new one's first token.
+    def retry(self, *, on_prefill: OnPrefill | None = None) -> Generator[ChatChunk, None, None]:
+        """Answer the last message again, with the next seed. The new answer replaces the old one at its first token.
 
-        Raises as `ask` does, and GenerationError where there is none.
+        Raises as `ask` does, and GenerationError if there is no message.
         """
-        self._settle()
+        self._end_answer()
         base = self._branches.current.without_last_turn()
         return self._ask(base, self._branches.current.turns[-1].question, on_prefill)
 
-    def edit(self, text: str, *, on_prefill: Callable[[int], None] | None = None) -> Generator[ChatChunk, None, None]:
-        """Say `text` instead of the last message, and answer it. Both old ones go with the new answer's first token.
+    def edit(self, text: str, *, on_prefill: OnPrefill | None = None) -> Generator[ChatChunk, None, None]:
+        """Replace the last message and answer the new one. The old turn is replaced at the answer's first token.
 
-        Raises as `ask` does, and GenerationError where there is no message.
+        Raises as `ask` does, and GenerationError if there is no message.
         """
-        self._settle()
+        self._end_answer()
         return self._ask(self._branches.current.without_last_turn(), text, on_prefill)
 
     def undo(self) -> Turn:
-        """Forget the last message and its answer, and return them. Once the model sees none of those before, it sees
-        all of them again, also what was dropped. Raises GenerationError where there is no message."""
-        self._settle()
+        """Remove the last message and its answer, and return them.
+
+        If the model then sees no turn at all, dropped turns become visible again.
+
+        Raises:
+            GenerationError: There is no message.
+        """
+        self._end_answer()
         shorter = self._branches.current.without_last_turn()
         turn = self._branches.current.turns[-1]
         self._branches.current = shorter if shorter.visible_turns else Conversation(shorter.turns)
         return turn
 
     def branch(self, name: str | None = None) -> str:
-        """Go on in a new branch, while the current one stays as it is; return the new one's name.
+        """Continue in a new branch and return its name; the current branch stays as it is.
 
-        Raises GenerationError for a name that is taken or isn't one word.
+        Raises:
+            GenerationError: The name is taken or is not one word.
         """
-        self._settle()
+        self._end_answer()
         return self._branches.fork(name)
 
     def switch(self, name: str) -> None:
-        """Go on in another branch. Raises GenerationError if there is none of this name."""
-        self._settle()
+        """Continue in another branch. Raise GenerationError if it doesn't exist."""
+        self._end_answer()
         self._branches.switch(name)
 
     def reset(self) -> None:
-        """Forget the conversation with all its branches, not the system prompt."""
-        self._settle()
+        """Remove the conversation with all its branches, but keep the system prompt."""
+        self._end_answer()
         self._branches = Branches()
 
     def drop_oldest(self, for_message: str = "") -> int:
-        """Make room for a message as the policy "drop" does, now; without one, for the last message to be asked again.
-        Return how many messages the model no longer sees; they stay in `messages` and in a session file.
+        """Drop the oldest turns now, as the policy "drop" does. They stay in `messages` and in session files.
 
-        Raises ContextFull for a message too long by itself.
+        Args:
+            for_message: The message to make room for. By default, the last message, to ask it again.
+
+        Returns:
+            How many more messages the model no longer sees.
+
+        Raises:
+            MessageTooLongError: The message doesn't fit by itself.
         """
-        self._settle()
+        self._end_answer()
         before, conversation = self.dropped, self._branches.current
         if not for_message and conversation.turns:
             for_message, conversation = conversation.turns[-1].question, conversation.without_last_turn()
         shorter, _ = drop_oldest_turns(conversation, self._prompt_with(for_message), self._chat_model.limit)
-        self._see_only(shorter)
+        self._set_dropped(shorter.dropped)
         return self.dropped - before
 
     def save(self, path: Path | str, *, cache: bool = False) -> None:
-        """Write a session file (see `mlxlm.chat.session_format`), as a whole or not at all.
+        """Write a session file (see `mlxlm.chat.session_format`) atomically.
 
-        A file that is there is replaced only if this chat read or wrote it and nobody has changed it since.
-        cache: also write `session_files.cache_path(path)`, so that `open` needn't read the conversation again.
-        Raises GenerationError for another file in its place, and where the disk refuses; CheckpointError for a cache
-        that can't be written (of a model with caches of its own kind): the session is written by then.
+        An existing file is replaced only if this chat read or wrote it and it hasn't changed since.
+
+        Args:
+            path: The file.
+            cache: Also write the key-value cache beside it, so that `open` needn't read the conversation again.
+
+        Raises:
+            GenerationError: The file can't be written or replaced.
+            CheckpointError: The cache can't be written (for caches of another kind); the session file is written.
         """
-        self._settle()
-        weights, tokenizer = session_files.model_fingerprints(self.lm)
-        session = Session(
-            str(self.lm.path),
-            weights,
-            tokenizer,
-            self._chat_model.requested_chat_template,
-            self._system,
-            self._overflow,
-            non_default_fields(self._options, self.defaults),
-            self.kv,
-            self._branches,
-        )
-        self._files.write(Path(path), session, self._chat_model.context if cache else None, self.lm)
+        self._end_answer()
+        self._files.save(Path(path), self, self._branches, self._chat_model, cache)
 
     @classmethod
     def open(
@@ -303,71 +323,72 @@ class Chat:
         speculation: SpeculativeDecoder | None = None,
         **options: Any,
     ) -> Chat:
-        """The chat in a session file, which goes on as if it had never been left; what is given here counts instead of
-        what the file says.
+        """Continue the chat of a session file. Arguments override the settings in the file.
 
-        Without a cache beside it, or with one that can't be used, the next turn reads the conversation again. That
-        gives the same tokens wherever rounding doesn't decide: a prompt is computed many tokens at once. With
-        another model than the file's, the chat goes on as text. `notes` tells whatever of this is so.
-        Raises GenerationError naming path and line for a file that is no session, and as `Chat` does.
+        Without a usable cache beside it, the next turn reads the conversation again; its tokens are the same except
+        where rounding decides, since a prompt is computed many tokens at once. With another model than the file's, the
+        chat continues as text. `notes` says which of these happened.
+
+        Raises:
+            GenerationError: The file is not a session file; the message names path and line. Also as `Chat`.
         """
         path, files = Path(path), session_files.SessionFiles()
-        found = session_files.found(files.read(path), path, lm, chat_template)
-        given = {"chat_template": chat_template, "context_overflow": context_overflow, "kv": kv}
-        given = {name: value for name, value in given.items() if value is not None}
-        chat = cls(lm, speculation=speculation, **{**found.settings, **options, **given})
-        chat._files, chat._branches, chat.notes = files, found.branches, found.notes
-        if found.same_model and (problem := session_files.read_cache(path, chat._chat_model.context, lm)):
+        opened = session_files.restore(files.read(path), path, lm, chat_template)
+        overrides = {"chat_template": chat_template, "context_overflow": context_overflow, "kv": kv}
+        overrides = {name: value for name, value in overrides.items() if value is not None}
+        chat = cls(lm, speculation=speculation, **{**opened.settings, **options, **overrides})
+        chat._files, chat._branches, chat.notes = files, opened.branches, opened.notes
+        if opened.same_model and (problem := session_files.read_cache(path, chat._chat_model.context, lm)):
             chat.notes.append(problem)
         return chat
 
-    # How.
-
-    def _settle(self) -> None:
-        """End the answer that is under way."""
+    def _end_answer(self) -> None:
         answering = self._answering()
         if answering is not None:
             answering.close()
 
     def _messages(self, turns: Sequence[Turn]) -> list[Message]:
-        system_prompt = [Message("system", self._system)] if self._system else []
-        return system_prompt + [message for turn in turns for message in turn.messages]
+        system = [Message("system", self._system_prompt)] if self._system_prompt else []
+        return system + [message for turn in turns for message in turn.messages]
 
     def _prompt_with(self, question: str) -> Callable[[Conversation], list[int]]:
         return lambda conversation: self._chat_model.prompt(self._messages(conversation.visible_turns), question)
 
-    def _see_only(self, shorter: Conversation) -> None:
-        """The current conversation loses the turns that were dropped from this one."""
-        self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
+    def _set_dropped(self, dropped: int) -> None:
+        self._branches.current = replace(self._branches.current, dropped=dropped)
 
     def _ask(
-        self, conversation: Conversation, question: str, on_prefill: Callable[[int], None] | None
+        self, conversation: Conversation, question: str, on_prefill: OnPrefill | None
     ) -> Generator[ChatChunk, None, None]:
         if not question:
             raise GenerationError("the message is empty", "some text")
         conversation, prompt = fit_to_context(
-            conversation, self._prompt_with(question), self._chat_model.limit, self._overflow, self._options.max_tokens
+            conversation,
+            self._prompt_with(question),
+            self._chat_model.limit,
+            self._context_overflow,
+            self._options.max_tokens,
         )
-        self._see_only(conversation)
+        self._set_dropped(conversation.dropped)
         self.prompt_tokens = len(prompt)
         earlier = self._messages(conversation.visible_turns)
-        answer = self._chat_model.answer(earlier, prompt, self._options, self.speculation, on_prefill)
-        answering = self._answer(conversation, question, prompt, answer)
+        stream = self._chat_model.answer(earlier, prompt, self._options, self.speculation, on_prefill)
+        answering = self._answer(conversation, question, prompt, stream)
         self._answering = weakref.ref(answering)
         return answering
 
     def _answer(
-        self, conversation: Conversation, question: str, prompt: list[int], answer: TextStream
+        self, conversation: Conversation, question: str, prompt: list[int], stream: TextStream
     ) -> Generator[ChatChunk, None, None]:
         try:
-            yield from chat_chunks(answer, self._chat_model.chat_encoder.generation_prefix)
+            yield from chat_chunks(stream, self._chat_model.chat_encoder.generation_prefix)
         finally:
-            answer.close()
-            result = answer.result
+            stream.close()
+            result = stream.result
             if result.tokens:
                 self._branches.current = conversation.with_turn(make_turn(question, prompt, result, self._chat_model))
-                if self._options.seed == result.seed:  # none was set meanwhile
+                if self._options.seed == result.seed:  # not set meanwhile
                     self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
                 self._answers += 1
-                self._generated += len(result.tokens)
+                self._generated_tokens += len(result.tokens)
                 self._last = result

@@ -1,16 +1,17 @@
-"""What is in a session file: a chat as lines of JSON that people can read.
+"""The format of session files: a chat as JSON lines that people can read.
 
-The first line is an object about the chat: the model by name and fingerprints, system prompt, settings, the seed of the
-next answer among them. Each line after it is a message: `role` ("user", "assistant"), `content`, and of an answer
-`seed`, `finish_reason`, `time` and `ids`, its tokens, which count where they spell `content` (so that content can be
-edited by hand). A question follows the answer in the line before it, or the one in the line that `after` names (1: it
-is the first). Where there are several branches, `branches` in the first line has the line of the last answer of each,
-and how many of its oldest turns the model no longer sees.
+The first line describes the chat: the model by name and fingerprints, system prompt, and settings, including the seed
+of the next answer. Each further line is a message: `role` ("user" or "assistant") and `content`; an answer also has
+`seed`, `finish_reason`, `time` and `ids`. The ids count only if they decode to `content`, so that content can be
+edited by hand. A question follows the answer in the line above it, or the one in line `after` (1: it is the first).
+If there are several branches, `branches` in the first line has the line of the last answer of each, and how many of
+its oldest turns the model no longer sees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -19,21 +20,33 @@ from typing import Any, get_args
 from mlxlm.cache import KVOptions
 from mlxlm.chat.branches import MAIN_BRANCH, MAX_BRANCHES, Branches, Conversation, Turn, check_branch_name
 from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow
-from mlxlm.chat.json_line import JsonLine, describe_value
 from mlxlm.generation import FinishReason, GenerationOptions
-from mlxlm.utils.json_files import json_line
+from mlxlm.tokenizer.tokenizer import check_unicode
+from mlxlm.utils.errors import GenerationError, MlxlmError
+from mlxlm.utils.json_files import json_line, parse_json_object
 
 VERSION = 1
-_MARK = "mlxlm_chat"
-_LINES = "the line of an answer, or 1"
-_LARGEST_ID = 2**31
-_MOST_TURNS = 1 << 20  # of all branches, which share lines: a small file could have any number
+_VERSION_KEY = "mlxlm_chat"
+_LINE_HINT = "the line of an answer, or 1"
+_MAX_ID = 2**31
+_MAX_TURNS = 1 << 20  # of all branches: they share lines, so that a small file could have any number
 
 
 @dataclass(frozen=True)
 class Session:
-    """What a session file holds. `model`: its name, for people; `weights`, `tokenizer`: fingerprints; `chat_template`: as
-    it was asked for; `options`: those of GenerationOptions that are not the chat's defaults."""
+    """The content of a session file.
+
+    Attributes:
+        model: Name of the model, for people.
+        weights: Fingerprint of the weights.
+        tokenizer: Fingerprint of the tokenizer.
+        chat_template: The template as it was requested.
+        system_prompt: The system prompt.
+        context_overflow: The overflow policy.
+        options: The GenerationOptions that differ from the chat's defaults.
+        kv: Options of the key-value cache.
+        branches: The conversation.
+    """
 
     model: str
     weights: str
@@ -47,7 +60,7 @@ class Session:
 
 
 def encode_session(session: Session) -> bytes:
-    """The content of a session file. Turns that branches have in common are there once."""
+    """Return the content of a session file. Turns shared by several branches are written once."""
     lines: list[dict[str, Any]] = []
     line_of: dict[tuple[int, Turn], int] = {}
     ends: dict[str, dict[str, int]] = {}
@@ -62,7 +75,7 @@ def encode_session(session: Session) -> bytes:
             end = line_of[end, turn]
         ends[name] = {"line": end, "dropped": conversation.dropped}
     header = {
-        _MARK: VERSION,
+        _VERSION_KEY: VERSION,
         "model": session.model,
         "weights": session.weights,
         "tokenizer": session.tokenizer,
@@ -84,36 +97,36 @@ def _answer_line(turn: Turn) -> dict[str, Any]:
 
 
 def non_default_fields(options: Any, defaults: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from those of `defaults`."""
+    """Return the fields of a dataclass that differ from those of `defaults`."""
     return {name: value for name, value in vars(options).items() if value != getattr(defaults, name)}
 
 
 def decode_session(content: bytes, path: Path) -> Session:
-    """The session in a file's content; `path` is named in errors. Raises GenerationError naming the line."""
+    """Parse the content of a session file. Raise GenerationError, naming `path` and the line, if it is not one."""
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    header = JsonLine.parsed(path, 1, lines[0])
-    version = header.get(_MARK, int, None)
+    header = _JsonLine.parse(path, 1, lines[0])
+    version = header.get(_VERSION_KEY, int, None)
     if version is None:
-        raise header.error("doesn't say that this is a chat", "a file that a chat was saved to")
+        raise header.error("is not the header of a session file", "a file that a chat was saved to")
     if version != VERSION:
-        raise header.error(f"is of a chat's version {version}", f"version {VERSION}, or a newer mlxlm")
+        raise header.error(f"has the session version {version}", f"version {VERSION}, or a newer mlxlm")
     turns: dict[int, tuple[int, Turn]] = {}  # the line of an answer: the line before its turn, and the turn
     numbered = ((n, text) for n, text in enumerate(lines[1:], 2) if text.strip())
     last = 1
     for number, text in numbered:
-        question = JsonLine.parsed(path, number, text)
+        question = _JsonLine.parse(path, number, text)
         after = question.get("after", int, last)
         if question.get("role", str) != "user":
-            raise question.error("is not a message of the user, whose turn it is", 'one whose role is "user"')
+            raise question.error("is not a user message", 'one whose role is "user"')
         if after != 1 and after not in turns:
-            raise question.error(f"comes after line {after}, which is no answer above it", _LINES)
+            raise question.error(f"comes after line {after}, which is not an answer above it", _LINE_HINT)
         number, text = next(numbered, (number, None))
         if text is None:
             raise question.error("is a message without an answer", "the same file without it")
-        answer = JsonLine.parsed(path, number, text)
+        answer = _JsonLine.parse(path, number, text)
         turns[number] = after, _turn(question, answer)
         last = number
-    with header.named():
+    with header.add_location():
         return Session(
             model=header.get("model", str, "?"),
             weights=header.get("weights", str, ""),
@@ -127,62 +140,125 @@ def decode_session(content: bytes, path: Path) -> Session:
         )
 
 
-def _turn(question: JsonLine, answer: JsonLine) -> Turn:
+def _turn(question: _JsonLine, answer: _JsonLine) -> Turn:
     if answer.get("role", str) != "assistant":
-        raise answer.error("is not the model's answer to the line above", 'one whose role is "assistant"')
+        raise answer.error("is not an answer to the line above", 'one whose role is "assistant"')
     ids = answer.get("ids", list, [])
-    if not all(type(id) is int and 0 <= id < _LARGEST_ID for id in ids):
-        raise answer.error("has ids that are no token ids", "the same line without ids")
+    if not all(type(id) is int and 0 <= id < _MAX_ID for id in ids):
+        raise answer.error("has invalid token ids", "the same line without ids")
     reason = answer.get("finish_reason", str, None)
     if reason not in (None, *get_args(FinishReason)):
         raise answer.error(f"has the finish_reason {reason!r}", "one of " + ", ".join(get_args(FinishReason)))
     return Turn(
-        question.text("content"), answer.text("content"), tuple(ids), answer.get("seed", int, None), reason,
-        answer.get("time", str, None),
-    )  # fmt: skip
+        question=question.text("content"),
+        answer=answer.text("content"),
+        ids=tuple(ids),
+        seed=answer.get("seed", int, None),
+        finish_reason=reason,
+        time=answer.get("time", str, None),
+    )
 
 
-def _count(line: JsonLine, name: str) -> int:
+def _count(line: _JsonLine, name: str) -> int:
     count = line.get(name, int, 0)
     if not 0 <= count < 2**63:
-        raise line.error(f"has the {name} {describe_value(count)}", "a whole number from 0")
+        raise line.error(f"has the {name} {_describe(count)}", "a whole number from 0")
     return count
 
 
-def _settings(header: JsonLine, name: str, kind: type) -> dict[str, Any]:
-    """The fields of a dataclass that the header has under this name, as the dataclass takes them."""
+def _settings(header: _JsonLine, name: str, kind: type) -> dict[str, Any]:
+    """Return the fields of the dataclass `kind` that the header has under `name`, validated and converted."""
     values = header.get(name, dict, {})
     names = [field.name for field in fields(kind)]
     if unknown := sorted(set(values) - set(names)):
-        raise header.error(f"has {', '.join(unknown)} in its {name}, which is no setting", "one of " + ", ".join(names))
+        raise header.error(
+            f"has {', '.join(unknown)} in its {name}, which is not a setting", "one of " + ", ".join(names)
+        )
     checked = kind(**values)
     return {name: getattr(checked, name) for name in values}
 
 
-def _branches(header: JsonLine, turns: Mapping[int, tuple[int, Turn]], last: int) -> Branches:
+def _branches(header: _JsonLine, turns: Mapping[int, tuple[int, Turn]], last: int) -> Branches:
     ends = header.get("branches", dict, {MAIN_BRANCH: {"line": last}})
     current = header.get("branch", str, next(iter(ends), MAIN_BRANCH))
     if current not in ends or len(ends) > MAX_BRANCHES:
-        problem = f"more than {MAX_BRANCHES} branches" if current in ends else f"no branch {describe_value(current)}"
+        problem = f"more than {MAX_BRANCHES} branches" if current in ends else f"no branch {_describe(current)}"
         raise header.error(f"has {problem}", f"at most {MAX_BRANCHES} branches, its own among them")
-    conversations, room = {}, _MOST_TURNS
+    conversations, room = {}, _MAX_TURNS
     for name, end in ends.items():
         check_branch_name(name)
-        place = header.inner(end, f"the branch {name}")
+        place = header.child(end, f"the branch {name}")
         line, dropped = place.get("line", int, 1), _count(place, "dropped")
         if line != 1 and line not in turns:
-            raise header.error(f"has the branch {name} end at line {line}, which is no answer", _LINES)
-        found = tuple(islice(_back(turns, line), room + 1))[::-1]
-        room -= len(found)
+            raise header.error(f"has the branch {name} end at line {line}, which is not an answer", _LINE_HINT)
+        path = tuple(islice(_turns_up_to(turns, line), room + 1))[::-1]
+        room -= len(path)
         if room < 0:
-            raise header.error(f"has more than {_MOST_TURNS} turns in all its branches", "fewer branches")
-        if dropped > len(found):
-            raise header.error(f"has {dropped} turns dropped of the branch {name}, which has {len(found)}", "fewer")
-        conversations[name] = Conversation(found, dropped)
+            raise header.error(f"has more than {_MAX_TURNS} turns in all its branches", "fewer branches")
+        if dropped > len(path):
+            raise header.error(f"has {dropped} turns dropped of the branch {name}, which has {len(path)}", "fewer")
+        conversations[name] = Conversation(path, dropped)
     return Branches(conversations, current)
 
 
-def _back(turns: Mapping[int, tuple[int, Turn]], line: int) -> Iterator[Turn]:
-    while line != 1:  # ends: every turn comes after a line above it
+def _turns_up_to(turns: Mapping[int, tuple[int, Turn]], line: int) -> Iterator[Turn]:
+    """Yield the turns of a branch, from its last answer backwards."""
+    while line != 1:  # terminates: every turn comes after a line above it
         line, turn = turns[line]
         yield turn
+
+
+_REQUIRED = object()
+_KINDS = {int: "whole number", str: "text", list: "list", dict: "JSON object"}
+
+
+class _JsonLine:
+    """The JSON object in a line, whose fields are validated when they are read."""
+
+    def __init__(self, location: str, values: Any):
+        self._location, self._values = location, values
+        if not isinstance(values, dict):
+            raise self.error("is not a JSON object")
+
+    @classmethod
+    def parse(cls, path: Path, number: int, text: bytes) -> _JsonLine:
+        location = f"{path}: line {number}"
+        hint = "a file that a chat was saved to" if number == 1 else "the file up to the line before"
+        return cls(location, parse_json_object(text, location, GenerationError, hint))
+
+    def child(self, values: Any, name: str) -> _JsonLine:
+        """Return an object inside this one."""
+        return _JsonLine(f"{self._location}: {name}", values)
+
+    def error(self, problem: str, hint: str | None = None) -> GenerationError:
+        return GenerationError(f"{self._location} {problem}", hint)
+
+    def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """Return a field of type `kind`. If it is null or missing, return the default, if there is one."""
+        value = self._values.get(name)
+        if value is None and default is not _REQUIRED:
+            return default
+        if type(value) is not kind:
+            raise self.error(f"has the {name} {_describe(value)}", f"a {_KINDS[kind]}")
+        return value
+
+    def text(self, name: str, default: Any = _REQUIRED) -> str | None:
+        """Return a text that a tokenizer can encode."""
+        value = self.get(name, str, default)
+        with self.add_location():
+            check_unicode(value or "")
+        return value
+
+    @contextmanager
+    def add_location(self) -> Iterator[None]:
+        """Add the line to errors raised inside the block."""
+        try:
+            yield
+        except MlxlmError as error:
+            if error.message.startswith(self._location):
+                raise
+            raise GenerationError(f"{self._location}: {error.message}", error.hint) from None
+
+
+def _describe(value: Any) -> str:
+    return "missing" if value is None else f"{value!r}"[:40]

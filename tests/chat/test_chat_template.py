@@ -118,9 +118,9 @@ def test_a_broken_template_is_one_line(tokens, template, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_that_gives_nothing_says_so(tokens):
+def test_a_template_that_renders_nothing_is_an_error(tokens):
     tokens.chat_template = "{# nothing #}"
-    with pytest.raises(TokenizerError, match="gives nothing for this conversation .try: another template"):
+    with pytest.raises(TokenizerError, match="renders this conversation as an empty text .try: another template"):
         ChatTemplate(tokens).encode([Message("user", "?")])
 
 
@@ -229,7 +229,7 @@ def test_the_format_of_a_model_without_a_template(tokens, name):
     assert chat_encoder(model_of(chat)).name == "plain"
     assert chat_encoder(model_of(chat), name).encode(EXCHANGE) == ids
     assert chat_encoder(model_of(tokens)).name == "plain"
-    with pytest.raises(TokenizerError, match=rf"template {name} takes the tokens .*which this model lacks"):
+    with pytest.raises(TokenizerError, match=rf"template {name} needs the tokens .*which this model lacks"):
         chat_encoder(model_of(tokens), name)
 
 

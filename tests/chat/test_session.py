@@ -222,12 +222,12 @@ def test_branches_read_only_what_they_do_not_share(lm):
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda chat: chat.branch("main"), "a branch main already"),
-        (lambda chat: chat.branch("a b"), "can't be the name of a branch"),
-        (lambda chat: chat.branch(""), "can't be the name of a branch"),
+        (lambda chat: chat.branch("main"), "branch main already exists"),
+        (lambda chat: chat.branch("a b"), "is not a valid branch name"),
+        (lambda chat: chat.branch(""), "is not a valid branch name"),
         (lambda chat: chat.switch("x"), "no branch x .try: one of main, branch-2"),
         (lambda chat: chat.ask(""), "message is empty"),
-        (lambda chat: Chat(chat.lm, context_overflow="ask"), "overflow is 'ask' .try: stop or drop"),
+        (lambda chat: Chat(chat.lm, context_overflow="ask"), "context_overflow is 'ask' .try: stop or drop"),
         (lambda chat: Chat(chat.lm, temprature=1), "no option temprature"),
         (lambda chat: Chat(chat.lm, kv=KVOptions(size=5000)), "more than the model's context"),
     ],

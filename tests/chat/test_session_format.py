@@ -120,7 +120,7 @@ def test_templates_in_session_files(lm, file, tmp_path):
     chat = Chat(lm, chat_template=str(own), **SAMPLED)
     chat.save(tmp_path / "other.jsonl")
     again = Chat.open(tmp_path / "other.jsonl", lm)  # a session file can't name a file to be read
-    assert again.chat_template == "model" and "own.jinja, which is not used unless asked for" in again.notes[0]
+    assert again.chat_template == "model" and "own.jinja; files are used only with --chat-template" in again.notes[0]
     assert Chat.open(tmp_path / "other.jsonl", lm, chat_template=str(own)).notes == []
 
 
@@ -139,7 +139,7 @@ def test_only_what_this_chat_wrote_is_replaced(lm, file):
     other.save(file)
     say(chat, "Mine?")
     before = file.read_bytes()
-    with pytest.raises(GenerationError, match="was changed by someone else meanwhile .try: another name"):
+    with pytest.raises(GenerationError, match="was changed by another program .try: another name"):
         chat.save(file)
     assert file.read_bytes() == before
     file.unlink()
@@ -159,7 +159,7 @@ def test_a_session_of_another_model_opens_as_text(lm, file):
     mx.eval(other.model.parameters())
     again = Chat.open(file, small(other))
     assert again.messages == chat.messages and again.options.logit_bias == {7: 1} and again.kv == KVOptions()
-    assert again.notes == [f"{file} is a chat with another model, {lm.path}: this one reads it again, as text"]
+    assert again.notes == [f"{file} is a chat with another model, {lm.path}: this model reads it again, as text"]
     say(again, "Why?")
     assert again.stats.last.cached_tokens == 0
     words = tokenizer.train(["Another text altogether, of other words. " * 20], 280)
@@ -230,22 +230,22 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
         (["[]"], "line 1 is not a JSON object .try: a file that a chat was saved to"),
         (['{"mlxlm_chat": 1, "mlxlm_chat": 1}'], "line 1 has .mlxlm_chat. twice"),
         (['{"mlxlm_chat": 1, "x": NaN}'], "line 1 has NaN"),
-        ([{"role": "user"}], "line 1 doesn't say that this is a chat .try: a file that a chat was saved to"),
-        ([{**HEADER, "mlxlm_chat": 2}], "line 1 is of a chat's version 2 .try: version 1"),
+        ([{"role": "user"}], "line 1 is not the header of a session file .try: a file that a chat was saved to"),
+        ([{**HEADER, "mlxlm_chat": 2}], "line 1 has the session version 2 .try: version 1"),
         ([{**HEADER, "mlxlm_chat": "1"}], "line 1 has the mlxlm_chat '1' .try: a whole number"),
         ([{**HEADER, "options": {"seed": -1}}], "line 1: invalid options: seed is -1"),
         ([{**HEADER, "options": {"seed": 1, "cls": 1}}], "line 1 has cls in its options"),
         ([{**HEADER, "options": {"seed": 1, "temp": 1}}], "line 1 has temp in its options.*try: one of temperature"),
         ([{**HEADER, "options": {"seed": 1, "logit_bias": {"a": []}}}], "line 1: .*logit_bias"),
         ([{**HEADER, "options": [1]}], r"line 1 has the options \[1\] .try: a JSON object"),
-        ([{**HEADER, "kv": {"bits": 4}}], "line 1 has bits in its kv, which is no setting"),
+        ([{**HEADER, "kv": {"bits": 4}}], "line 1 has bits in its kv, which is not a setting"),
         ([{**HEADER, "kv": {"size": 1e9}}], "line 1: these cache settings can't work"),
-        ([{**HEADER, "context_overflow": "ask"}], "line 1: overflow is 'ask'"),
+        ([{**HEADER, "context_overflow": "ask"}], "line 1: context_overflow is 'ask'"),
         ([{**HEADER, "system_prompt": 3}], "line 1 has the system_prompt 3 .try: a text"),
         (['{"mlxlm_chat": 1, "options": {"seed": 1}, "system_prompt": "\\ud800"}'], "line 1: .*lone surrogate"),
-        ([HEADER, ANSWER], "line 2 is not a message of the user"),
+        ([HEADER, ANSWER], "line 2 is not a user message"),
         ([HEADER, USER], "line 2 is a message without an answer"),
-        ([HEADER, USER, USER], "line 3 is not the model's answer"),
+        ([HEADER, USER, USER], "line 3 is not an answer"),
         ([HEADER, USER, "", ANSWER, USER, '{"role": "assis'], "line 6 is not JSON"),
         ([HEADER, {"role": "user"}, ANSWER], "line 2 has the content missing .try: a text"),
         ([HEADER, {"role": ["user"]}, ANSWER], "line 2 has the role"),
@@ -254,15 +254,15 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
         ([HEADER, {**USER, "after": 2}, ANSWER], "line 2 comes after line 2"),
         ([HEADER, {**USER, "after": True}, ANSWER], "line 2 has the after True"),
         ([HEADER, USER, {**ANSWER, "ids": 5}], "line 3 has the ids 5 .try: a list"),
-        ([HEADER, USER, {**ANSWER, "ids": [2**31]}], "line 3 has ids that are no token ids"),
+        ([HEADER, USER, {**ANSWER, "ids": [2**31]}], "line 3 has invalid token ids"),
         ([HEADER, USER, {**ANSWER, "finish_reason": "x"}], "line 3 has the finish_reason 'x'"),
         ([HEADER, USER, {**ANSWER, "seed": "x"}], "line 3 has the seed 'x'"),
         ([{**HEADER, "branches": {"main": {"line": 2}}}, USER, ANSWER], "line 1 has the branch main end at line 2"),
-        ([{**HEADER, "branches": {"main": 3}}, USER, ANSWER], "line 1: the branch main is no JSON object"),
+        ([{**HEADER, "branches": {"main": 3}}, USER, ANSWER], "line 1: the branch main is not a JSON object"),
         ([{**HEADER, "branches": {}}], "line 1 has no branch 'main'"),
         ([{**HEADER, "branch": "x"}], "line 1 has no branch 'x'"),
         ([{**HEADER, "branch": "0", "branches": {str(n): {} for n in range(101)}}], "line 1 .*more than 100"),
-        ([{**HEADER, "branches": {"a b": {}}}], "line 1: 'a b' can't be the name of a branch"),
+        ([{**HEADER, "branches": {"a b": {}}}], "line 1: 'a b' is not a valid branch name"),
         ([{**HEADER, "branches": {"main": {"line": 3, "dropped": 2}}}, USER, ANSWER], "line 1 has 2 turns dropped"),
     ],
 )  # fmt: skip
@@ -274,7 +274,7 @@ def test_what_is_no_session_says_so_in_a_line(lm, file, content, message):
 
 
 def test_a_small_file_cannot_have_any_number_of_turns(lm, file, monkeypatch):
-    monkeypatch.setattr(session_format, "_MOST_TURNS", 20)
+    monkeypatch.setattr(session_format, "_MAX_TURNS", 20)
     ends = {str(n): {"line": 7} for n in range(7)}
     write(file, {**HEADER, "branch": "0", "branches": ends}, *[USER, ANSWER] * 3)
     with pytest.raises(GenerationError, match="line 1 has more than 20 turns in all its branches"):

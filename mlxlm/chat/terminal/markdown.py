@@ -1,247 +1,273 @@
-"""Markdown as coloured lines of a given width. Nothing of a text is left out, whatever it is."""
+"""Markdown rendered by rich: finished blocks are printed once, the last one is redrawn while it grows."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_inline import emphasis
 from markdown_it.token import Token
-from markdown_it.tree import SyntaxTreeNode
-from rich.cells import cell_len
-from rich.console import Console
+from rich import box, markdown
+from rich.color import ColorSystem
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.rule import Rule
+from rich.segment import Segment
 from rich.syntax import Syntax
-from rich.table import Table, box
+from rich.table import Table
 from rich.text import Text
+from rich.theme import Theme
 
+from mlxlm.chat.terminal.live_tail import LiveTail
 from mlxlm.chat.terminal.output import colors_disabled, printable
 
-# HTML is shown, not dropped. Without references and underlined headings no block depends on one that comes later:
-# what has been shown stays right. (A line of dashes below a text is a rule then, as models mean it.)
-_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-_PARSER.disable(["reference", "lheading", "html_block", "html_inline"])
+_FRAME_SECONDS = 1 / 30
+_DRAWING_SHARE = 0.1  # of the time: drawing takes it from generation
+_MIN_COLUMNS = 8
+# An unfinished last line that may become a fence, a heading, a list item, a quote, a rule or a table's second row.
+_BLOCK_MARKER = re.compile(r"[ ]{0,3}([`~]{1,3}|#{1,6}|[-*+]|\d{1,9}[.)]?|>|[|:-][|: -]*)[ ]*")
+_THEME = Theme(
+    {
+        "markdown.code": "cyan",
+        "markdown.h1": "bold underline",
+        "markdown.h2": "bold",
+        "markdown.h3": "bold italic",
+        "markdown.hr": "dim",
+        "markdown.table.header": "bold",
+        "markdown.u": "underline",
+        "markdown.table.border": "dim",
+        "markdown.block_quote": "none",
+        "markdown.item.bullet": "bold",
+        "markdown.item.number": "bold",
+    }
+)
 
 
-def _stars(state, silent: bool) -> bool:
+def _star_emphasis(state, silent: bool) -> bool:
     return state.src[state.pos] == "*" and emphasis.tokenize(state, silent)
 
 
-_PARSER.inline.ruler.at("emphasis", _stars)  # __init__ and snake_case are names; models emphasise with stars
-_STYLES = {
-    "strong": "bold", "em": "italic", "s": "strike", "code_inline": "cyan", "link": "underline", "image": "underline",
-    "h1": "bold underline", "h2": "bold", "h3": "bold italic", "h4": "italic", "h5": "italic", "h6": "italic",
-}  # fmt: skip
-_NARROWEST = 8  # columns; what is nested deeper than the window is wide goes on at this width
-# What may become a block's mark: of a fence, a heading, a list, a quote, a rule, a table's second row.
-_OPENING = re.compile(r"[ ]{0,3}([`~]{1,3}|#{1,6}|[-*+]|\d{1,9}[.)]?|>|[|:-][|: -]*)[ ]*")
-_LONE_STAR = re.compile(r"(?<!\S)\*(?!\S)")
+# HTML is shown as text. Without references and underlined headings no block depends on a later one, so finished blocks
+# never change. Only stars emphasize: __init__ and snake_case are names.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+_PARSER.disable(["reference", "lheading", "html_block", "html_inline"])
+_PARSER.inline.ruler.at("emphasis", _star_emphasis)
 
 
-@lru_cache(maxsize=8)  # a frame asks several times about the same text
-def _parsed(text: str) -> Sequence[Token]:
-    return _PARSER.parse(text)
+class _CodeBlock(markdown.CodeBlock):
+    """Highlighted code between its fences, which starts in the first column."""
+
+    @classmethod
+    def create(cls, document: markdown.Markdown, token: Token) -> _CodeBlock:
+        block = cls(token.info.partition(" ")[0] or "text", document.code_theme)
+        block.fence = token.markup and Text(f"```{token.info}", "dim")
+        return block
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = str(self.text).rstrip("\n")
+        if self.fence:
+            yield self.fence
+        if code:
+            yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, background_color="default")
+        if self.fence:
+            yield Text("```", "dim")
+
+
+class _Heading(markdown.Heading):
+    LEVEL_ALIGN = {}  # all on the left
+
+
+class _HorizontalRule(markdown.HorizontalRule):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Rule(style="markdown.hr")
+
+
+class _ListItem(markdown.ListItem):
+    """A list item whose number keeps its dot."""
+
+    def render_number(self, console: Console, options: ConsoleOptions, number: int, last_number: int) -> RenderResult:
+        label = f"{number}. ".rjust(len(f"{last_number - 1}. ") + 1)
+        lines = console.render_lines(self.elements, options.update(width=options.max_width - len(label)))
+        for i, line in enumerate(lines):
+            yield Segment(" " * len(label) if i else label, console.get_style("markdown.item.number"))
+            yield from line
+            yield Segment.line()
+
+
+class _TableElement(markdown.TableElement):
+    """A table whose cells wrap instead of being cut off."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, border_style="markdown.table.border")
+        for cell in self.header.row.cells:
+            table.add_column(cell.content, cell.content, justify=cell.justify, overflow="fold")
+        for row in self.body.rows if self.body else ():
+            table.add_row(*(cell.content for cell in row.cells))
+        yield table
+
+
+class _Markdown(markdown.Markdown):
+    elements = markdown.Markdown.elements | {
+        "code_block": _CodeBlock,
+        "fence": _CodeBlock,
+        "heading_open": _Heading,
+        "hr": _HorizontalRule,
+        "list_item_open": _ListItem,
+        "table_open": _TableElement,
+    }
+
+    inlines = markdown.Markdown.inlines | {"u"}
+
+    def __init__(self, source: str, code_theme: str):
+        super().__init__("", code_theme=code_theme)
+        self.parsed = [_displayed(token) for token in _PARSER.parse(source)]
+
+
+def _displayed(token: Token) -> Token:
+    """Replace control characters in a token, keep its line ends, and show where its links lead."""
+    children: list[Token] = []
+    for child in token.children or ():
+        content = printable(child.content)
+        if child.type == "softbreak":  # models that break lines (poems, addresses) mean it
+            children.append(replace(child, type="hardbreak"))
+        elif child.type == "link_open":
+            target = printable(str(child.attrs.get("href", "")))
+            children.append(replace(child, type="u_open", tag="u"))
+        elif child.type == "link_close":
+            text = children[-1].content
+            children.append(replace(child, type="u_close", tag="u"))
+            if target not in ("", text, f"mailto:{text}"):
+                children.append(Token("text", "", 0, content=f" ({target})"))
+        elif child.type == "image":
+            source = printable(str(child.attrs.get("src", "")))
+            children.append(Token("text", "", 0, content=f"{content} ({source})"))
+        else:
+            children.append(replace(child, content=content))
+    content, info = printable(token.content), printable(token.info)
+    return replace(token, content=content, info=info, children=children or None)
 
 
 def block_starts(text: str) -> list[int]:
-    """The lines on which the outermost blocks of `text` begin. Lines to come can change the last block only."""
-    tokens = _parsed(text)
-    return [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
+    """Return the line numbers on which the top-level blocks of `text` start. New lines change only the last block."""
+    return [token.map[0] for token in _PARSER.parse(text) if token.level == 0 and token.nesting >= 0 and token.map]
 
 
-def has_table(text: str) -> bool:
-    """Whether there is a table, whose columns change with every row."""
-    return any(token.type == "table_open" for token in _parsed(text))
-
-
-def close_open_markup(text: str) -> str:
-    """An unfinished `text` as it probably will look: half a mark isn't shown, and open emphasis is closed."""
-    before, _, line = text.rpartition("\n")
-    last = next(iter(_parsed(text)[-1:]), None)
-    if last is not None and last.type in ("fence", "code_block"):
-        return before if re.fullmatch(r"[ ]{0,3}[`~]{1,3}", line) else text
-    if _OPENING.fullmatch(line):
-        return before
-    if line.rstrip("`").count("`") % 2:
-        return text.rstrip("`") + "`"
-    body = line.rstrip("*")
-    typed = len(line) - len(body)
-    body = _LONE_STAR.sub("", body)
-    wanted = body.count("**") % 2 * 2 + body.replace("**", "").count("*") % 2
-    return text[: len(text) - typed].rstrip(" `" if wanted else "`") + "*" * wanted
-
-
-def is_open(text: str) -> bool:
-    """Whether lines to come may close emphasis or a code span of the last paragraph, or make its last backslash a line
-    break."""
-    last = next(iter(_parsed(text)[-1:]), None)
-    if last is None or last.type in ("fence", "code_block"):
-        return False
-    if text.rstrip().endswith("\\"):
-        return True
-    line = " ".join(text.rpartition("\n\n")[2].split()) + "x"
-    return close_open_markup(line) != line
-
-
-def trim_beginning(text: str, cut: int, number: int | None = None) -> tuple[str, int, int | None] | None:
-    """A shorter source of the same last lines as `text`, one block whose lines before its character `cut` aren't needed
-    any more; with where `cut` is in it and the number of its first item, if it is a numbered list, as `number` is that
-    of `text` where that isn't what it says.
-
-    That is an open fence with what follows `cut`, or a list from the item around `cut` on; None for anything else.
-    """
-    block = next(iter(_parsed(text)), None)
-    if len(block_starts(text)) != 1 or block.type not in ("fence", "bullet_list_open", "ordered_list_open"):
-        return None
-    starts = list(accumulate((len(line) + 1 for line in text.split("\n")), initial=0))
-    if block.type == "fence":
-        first = text[starts[block.map[0]] : starts[block.map[0] + 1]]
-        end = len(text[:cut].rstrip("\n"))  # empty lines are seen once another one follows
-        inside = starts[block.map[0] + 1] < end and cut < starts[block.map[1] - 1]
-        return (first + text[end + 1 :], len(first) - 1, None) if inside else None
-    items = [token.map[0] for token in _parsed(text) if token.type == "list_item_open" and token.level == 1]
-    item = max((i for i, line in enumerate(items) if starts[line] <= cut), default=0)
-    if not item:
-        return None
-    start = starts[items[item]]
-    first = int(block.attrs.get("start", 1)) if number is None else number
-    return text[start:], cut - start, first + item if block.type == "ordered_list_open" else None
+def _fits(source: str, columns: int) -> bool:
+    """Whether nested lists and quotes, and the columns of a table, leave room for text."""
+    indents = {"bullet_list": 3, "ordered_list": 12, "blockquote": 4}
+    indent = cells = 0
+    for token in _PARSER.parse(source):
+        indent += token.nesting * indents.get(token.type.rpartition("_")[0], 0)
+        cells = 0 if token.type == "tr_open" else cells + (token.type in ("th_open", "td_open"))
+        if indent + max(_MIN_COLUMNS, 4 * cells) > columns:
+            return False
+    return True
 
 
 class Renderer:
-    """Renders Markdown for a terminal of `columns`."""
+    """Renders Markdown as lines for a terminal with `columns`."""
 
     def __init__(self, columns: int):
         self.columns = columns
-        # The terminal's own sixteen colours: they suit its background.
-        colours = None if colors_disabled() else "standard"
+        # The sixteen colors of the terminal's own palette suit its background.
+        self._colors = None if colors_disabled() else ColorSystem.STANDARD
         self._console = Console(
-            file=io.StringIO(), force_terminal=True, width=columns, color_system=colours, highlight=False,
-            markup=False, emoji=False, legacy_windows=False,
+            file=io.StringIO(), force_terminal=True, width=max(columns, 1), highlight=False, markup=False,
+            emoji=False, legacy_windows=False, theme=_THEME,
         )  # fmt: skip
         light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
-        self._theme = "ansi_light" if light else "ansi_dark"
+        self._code_theme = "ansi_light" if light else "ansi_dark"
 
-    def lines(self, text: str, number: int | None = None) -> list[str]:
-        """The lines of `text`, with colours, no wider than the terminal, without spaces at their ends. `number`: what
-        a numbered list that it begins with begins with."""
-        self._source, self._number = text.split("\n"), number
-        blocks = SyntaxTreeNode(_parsed(text)).children
-        found = self._blocks(blocks, self.columns, outermost=True)
-        for line in found:
-            line.rstrip()
-        found = [part for line in found for part in line.divide(_cuts(line.plain, self.columns))]
-        whole = Text("\n").join([*found, Text()])
-        with self._console.capture() as capture:
-            self._console.print(whole, end="", no_wrap=True, overflow="ignore", crop=False)
-        return capture.get().split("\n")[:-1]
+    def lines(self, source: str) -> list[str]:
+        """Return the lines of one block with SGR sequences, without trailing spaces."""
+        if _fits(source, self.columns):
+            content = _Markdown(source, self._code_theme)
+        else:  # the source itself, which loses nothing
+            content = Text(printable(source).strip("\n"), overflow="fold")
+        lines = [self._encode(line) for line in self._console.render_lines(content, pad=False)]
+        while lines and not lines[-1]:
+            lines.pop()
+        first = next((i for i, line in enumerate(lines) if line), 0)
+        return lines[first:]
 
-    def _blocks(self, nodes: list[SyntaxTreeNode], width: int, outermost: bool = False) -> list[Text]:
-        """The lines of blocks one below the other: apart by an empty line, inside of others only where the text is."""
-        lines: list[Text] = []
-        for node in nodes:
-            if lines and (outermost or self._is_apart(node)):
-                lines.append(Text())
-            lines += self._block(node, width)
-        return lines
-
-    def _is_apart(self, node: SyntaxTreeNode) -> bool:
-        return node.map is not None and not self._source[node.map[0] - 1].strip(" \t>")
-
-    def _block(self, node: SyntaxTreeNode, width: int) -> list[Text]:
-        if node.type in ("fence", "code_block"):
-            return self._code(node, width)
-        if node.type in ("bullet_list", "ordered_list"):
-            return list(self._list(node, width))
-        if node.type == "blockquote":
-            return [Text.assemble(("│ ", "dim"), line) for line in self._blocks(node.children, width - 2)]
-        if node.type == "table":
-            return self._table(node, width)
-        if node.type == "hr":
-            return [Text("─" * width, "dim")]
-        text = Text()
-        for child in node.children:
-            text += self._inline(child)
-        if node.type == "heading":
-            text.stylize_before(_STYLES[node.tag])
-        return self._wrapped(text, width)
-
-    def _wrapped(self, text: Text, width: int) -> list[Text]:
-        return list(text.wrap(self._console, max(width, _NARROWEST), overflow="fold", tab_size=4))
-
-    def _code(self, node: SyntaxTreeNode, width: int) -> list[Text]:
-        """Code between its fences, so that it is told from text without colours, and begins where the line does."""
-        code, language = printable(node.content).rstrip("\n").expandtabs(4), printable(node.info).strip()
-        name = language.split()[0] if language else "text"
-        coloured = Syntax("", name, theme=self._theme, background_color="default").highlight(code)
-        coloured.rstrip()
-        lines = list(coloured.split("\n", allow_blank=True)) if coloured else []
-        if node.type == "fence":
-            last = self._source[node.map[1] - 1].strip(" \t>")
-            is_closed = node.map[1] - node.map[0] > 1 and last and not last.strip(node.markup[0])
-            lines = [Text(f"```{language}", "dim"), *lines, *([Text("```", "dim")] if is_closed else [])]
-        return [part for line in lines for part in line.divide(_cuts(line.plain, max(width, _NARROWEST)))]
-
-    def _list(self, node: SyntaxTreeNode, width: int) -> Iterator[Text]:
-        number = int(node.attrs.get("start", 1)) if self._number is None else self._number
-        self._number = None
-        for i, item in enumerate(node.children):
-            mark = "• " if node.type == "bullet_list" else f"{number + i}. "
-            if i and self._is_apart(item):
-                yield Text()
-            lines = self._blocks(item.children, width - len(mark))
-            for j, line in enumerate(lines or [Text()]):
-                yield Text.assemble(" " * len(mark) if j else (mark, "bold"), line)
-
-    def _table(self, node: SyntaxTreeNode, width: int) -> list[Text]:
-        rows = [[self._cell(cell) for cell in row.children] for part in node.children for row in part.children]
-        headings = node.children[0].children[0].children
-        sides = [str(cell.attrs.get("style", "")).removeprefix("text-align:") for cell in headings]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", border_style="dim")
-        for heading, side in zip(rows[0], sides, strict=True):
-            table.add_column(heading, justify=side or "left", overflow="fold")
-        for row in rows[1:]:
-            table.add_row(*row)
-        options = self._console.options.update(width=max(width, _NARROWEST), height=None)
-        lines = self._console.render_lines(table, options, pad=False)
-        found = [Text.assemble(*((piece.text, piece.style or "") for piece in line)) for line in lines]
-        return found
-
-    def _cell(self, cell: SyntaxTreeNode) -> Text:
-        text = Text()
-        for child in cell.children:
-            text += self._inline(child)
-        return text
-
-    def _inline(self, node: SyntaxTreeNode) -> Text:
-        if node.type in ("softbreak", "hardbreak"):
-            return Text("\n")  # models that break lines (poems, addresses) mean it
-        text = Text()
-        if not node.children or node.type == "image":
-            text.append(printable(node.content))
-        else:
-            for child in node.children:
-                text += self._inline(child)
-        if node.type in _STYLES:
-            text.stylize_before(_STYLES[node.type])
-        if node.type in ("link", "image"):  # where it leads is shown: a terminal's own links hide it
-            target = printable(str(node.attrs.get("href" if node.type == "link" else "src", "")))
-            if target and target not in (text.plain, f"mailto:{text.plain}"):
-                text.append(f" ({target})", "dim")
-        return text
+    def _encode(self, line: list[Segment]) -> str:
+        """Return a line as text with SGR sequences, without trailing spaces."""
+        while line and not line[-1].text.rstrip():
+            line = line[:-1]
+        if line:
+            line = [*line[:-1], Segment(line[-1].text.rstrip(), line[-1].style)]
+        return "".join(style.render(text, color_system=self._colors) if style else text for text, style, _ in line)
 
 
-def _cuts(text: str, width: int) -> list[int]:
-    """Where to cut `text` into pieces of at most `width` columns."""
-    cuts, used = [], 0
-    for i, character in enumerate(text):
-        cells = cell_len(character)
-        if used + cells > width:
-            cuts.append(i)
-            used = 0
-        used += cells
-    return cuts
+class MarkdownStream:
+    """Shows one Markdown text that arrives in pieces.
+
+    Finished blocks are printed. The last block is redrawn in place; when it grows higher than the screen, its first
+    lines are printed as they are and scroll off. Only a table is shown from its end until it is finished, since each
+    row can change its column widths.
+    """
+
+    def __init__(self, tail: LiveTail, clock: Callable[[], float] = time.perf_counter):
+        """Use `tail` for the last block; `clock` returns seconds."""
+        self._tail, self._clock = tail, clock
+        self._renderer = Renderer(tail.size()[0])
+        self._source = ""  # of the last block
+        self._printed = 0  # lines of it
+        self._is_first_block = True
+        self._next_frame = 0.0
+
+    def push(self, text: str) -> None:
+        """Add text. It is drawn now, or with a later piece."""
+        self._source += printable(text.replace("\r", ""))
+        start = self._clock()
+        if start >= self._next_frame:
+            self._draw()
+            end = self._clock()
+            self._next_frame = end + max(_FRAME_SECONDS, (end - start) / _DRAWING_SHARE)
+
+    def finish(self) -> None:
+        """Print the rest. The cursor is then at the start of a line."""
+        self._tail.draw([], self._finish_blocks(len(self._source.split("\n"))))
+
+    def _draw(self) -> None:
+        columns, rows = self._tail.size()
+        if columns != self._renderer.columns:
+            self._renderer = Renderer(columns)
+            self._printed = min(self._printed, len(self._lines(self._source)))
+        # An unfinished line may still turn out to belong to the block above it.
+        complete, _, last_line = self._source.rpartition("\n")
+        final = self._finish_blocks(max(block_starts(complete + "\n"), default=0))
+        visible = self._source.removesuffix(last_line) if _BLOCK_MARKER.fullmatch(last_line) else self._source
+        lines = self._lines(visible)[self._printed :]
+        overflow = len(lines) - max(rows - 1, 1)
+        if overflow > 0:
+            if not any(token.type == "table_open" for token in _PARSER.parse(self._source)):
+                final += lines[:overflow]
+                self._printed += overflow
+            lines = lines[overflow:]
+        self._tail.draw(lines, final)
+
+    def _lines(self, block: str) -> list[str]:
+        lines = self._renderer.lines(block)
+        return lines if self._is_first_block or not lines else ["", *lines]
+
+    def _finish_blocks(self, end: int) -> list[str]:
+        """Remove the blocks above line `end` from the source; return their lines that are not printed yet."""
+        source_lines = self._source.split("\n")
+        starts = [start for start in block_starts(self._source) if start < end]
+        final: list[str] = []
+        for start, stop in zip(starts, [*starts[1:], end], strict=False):
+            final += self._lines("\n".join(source_lines[start:stop]))[self._printed :]
+            self._is_first_block, self._printed = False, 0
+        if starts:
+            self._source = "\n".join(source_lines[end:])
+        return final
+
+
+def plain_lines(lines: Sequence[str]) -> list[str]:
+    """Return lines without their SGR sequences."""
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]

@@ -58,31 +58,31 @@ class TerminalScreen:
     """Reasoning dimmed, shown, or only counted; the answer as Markdown, or as the text that it is."""
 
     def __init__(self, reasoning: ReasoningDisplay, markdown: bool):
-        from mlxlm.chat.terminal.live_lines import LiveLines
-        from mlxlm.chat.terminal.markdown_stream import MarkdownStream
+        from mlxlm.chat.terminal.live_tail import LiveTail
+        from mlxlm.chat.terminal.markdown import MarkdownStream
 
         self._thinking = reasoning
-        self._live_lines = LiveLines(_put, terminal_size)
-        self._markdown = MarkdownStream(self._live_lines, terminal_size) if markdown else None
+        self._tail = LiveTail(_put, terminal_size)
+        self._markdown = MarkdownStream(self._tail) if markdown else None
         self._at: Literal["start", "thinking", "answer"] = "start"
         self._thinking_since = 0.0
         self._line_is_open = False
 
     def status(self, text: str) -> None:
         if self._at == "start":
-            self._live_lines.draw([_status_line(text)])
+            self._tail.draw([_status_line(text)])
 
     def push(self, text: str, reasoning: bool) -> None:
         if not text:
             return
         if reasoning and self._at != "thinking":
-            self._live_lines.draw([])
+            self._tail.draw([])
             self._at, self._thinking_since = "thinking", time.perf_counter()
         elif not reasoning and self._at != "answer":
             self._end_thinking()
             self._at = "answer"
         if reasoning and self._thinking == "hide":
-            self._live_lines.draw([_status_line(f"thinking … {self._thought():.0f} s")])
+            self._tail.draw([_status_line(f"thinking … {self._thought():.0f} s")])
         elif reasoning or self._markdown is None:
             text = printable(text)
             _put(dim(text) if reasoning and self._thinking == "dim" else text)
@@ -104,9 +104,9 @@ class TerminalScreen:
     def _end_thinking(self) -> None:
         """The cursor is at the begin of a line then, below an empty one if there was reasoning."""
         if self._at == "start":
-            self._live_lines.draw([])
+            self._tail.draw([])
         elif self._thinking == "hide":
-            self._live_lines.draw([_status_line(f"(thought for {self._thought():.1f} s)"), ""], keep=2)
+            self._tail.draw([], [_status_line(f"(thought for {self._thought():.1f} s)"), ""])
         else:
             _put("\n\n" if self._line_is_open else "\n")
             self._line_is_open = False

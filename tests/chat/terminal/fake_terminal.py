@@ -9,8 +9,8 @@ from rich.cells import cell_len
 _PIECE = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]")
 
 
-class Seen:
-    """A screen of `columns` x `rows` that scrolls, and obeys what `LiveLines` sends; anything else is an error.
+class FakeTerminal:
+    """A screen of `columns` x `rows` that scrolls, and obeys what `LiveTail` sends; anything else is an error.
 
     `scrolled` are the lines above it, which no program can change.
     """

@@ -17,14 +17,14 @@ from mlxlm.chat.terminal.multiline import has_open_block, quote_message, strip_b
 from mlxlm.chat.terminal.repl import Repl
 from mlxlm.chat.terminal.settings import Settings, set_setting, settings_text
 from mlxlm.utils.errors import GenerationError
-from tests.chat.fake_terminal import Seen
+from tests.chat.terminal.fake_terminal import FakeTerminal
 
 PIECES = [("I think", True), (" so.", True), ("", False), ("The **ans", False), ("wer**.\n\nDone", False)]
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    terminal = Seen(40, 10)
+    terminal = FakeTerminal(40, 10)
     # A terminal turns a line end into a new line at its begin.
     monkeypatch.setattr(screen, "_put", lambda text: terminal.write(re.sub(r"\r?\n", "\r\n", text)))
     monkeypatch.setattr(screen, "terminal_size", lambda: (40, 10))

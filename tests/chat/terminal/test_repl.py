@@ -558,10 +558,16 @@ def test_one_question_with_what_is_piped_in(model_folder, environment, tmp_path)
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--save-kv-cache",), ("--continue", "--private"), ("--draft-model", "x", "--prompt-lookup"), ("--kv-keep", "3"),
-        ("--context-overflow", "ask"), ("-p", "x", "--context-overflow", "ask"), ("-p", "x", "--markdown"), ("-n", "0"),
+        ("--save-kv-cache",),
+        ("--continue", "--private"),
+        ("--draft-model", "x", "--prompt-lookup"),
+        ("--kv-keep", "3"),
+        ("--context-overflow", "ask"),
+        ("-p", "x", "--context-overflow", "ask"),
+        ("-p", "x", "--markdown"),
+        ("-n", "0"),
     ],
-)  # fmt: skip
+)
 def test_options_that_need_others(model_folder, environment, arguments):
     done = piped(model_folder, environment, b"", *arguments)
     assert done.returncode == 2 and done.stderr.startswith(b"Usage: ")
