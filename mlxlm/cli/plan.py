@@ -216,4 +216,4 @@ def _probe(plan: Plan) -> Plan:
     check_memory(config, settings, preset="preset")
     with phase(BENCHMARK_LABEL, None):
         measured = probe(config, settings)
-    return plan.probed(measured.step, measured.memory)
+    return plan.with_measurement(measured.step, measured.memory)

@@ -155,7 +155,7 @@ def test_wrong_values(run, tmp_path):
         (["1m", "--flops", "0"], "can't plan with"),
         (["1m", "--flops", "inf"], "can't plan with"),
         (["1m", "--flops", "1e-300", "--json"], "can't plan with"),
-        (["1m", "--machine", "a100", "--ema-decay", "5"], "ema is 5.0"),
+        (["1m", "--machine", "a100", "--ema-decay", "5"], "ema_decay is 5.0"),
         (["1m", "--machine", "a100", "--context-length", "99999999999999"], "from 1 to 1,099,511,627,775"),
         (["1m", "--machine", "a100", "--data", tmp_path / "empty.txt"], "empty.txt has no size"),
         (["1m", "--machine", "a100", "--tokens", "-5"], "tokens"),
