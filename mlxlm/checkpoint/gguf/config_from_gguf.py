@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.architecture import Architecture
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES
 from mlxlm.checkpoint.gguf.metadata import MetadataReader
 from mlxlm.checkpoint.gguf.rope import read_rope_parameters
 from mlxlm.families import FAMILIES

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.architecture import Architecture
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES
 from mlxlm.checkpoint.gguf.rope import rope_metadata, rope_problems, rope_type
 from mlxlm.config import ModelConfig
 from mlxlm.utils.errors import CheckpointError

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.architectures import Architecture
+from mlxlm.checkpoint.gguf.architecture import Architecture
 from mlxlm.checkpoint.gguf.config_to_gguf import architecture_for, compatibility_notes, config_metadata
 from mlxlm.checkpoint.gguf.ggml_types import ggml_type
 from mlxlm.checkpoint.gguf.rope import rope_tensors
