@@ -47,7 +47,7 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
 
 def lines(description: Description) -> Iterator[tuple[str, str]]:
     """(heading, text) of each line to print."""
-    from mlxlm.checkpoint.layer_names import group_by_value
+    from mlxlm.utils.formatting import group_layers_by_value
 
     yield "path", description.path
     yield "format", description.format
@@ -60,7 +60,7 @@ def lines(description: Description) -> Iterator[tuple[str, str]]:
     yield "types", "; ".join(types)
     if description.quantization:
         yield "quantization", _describe_quantization(description.quantization)
-        for text, names in group_by_value(
+        for text, names in group_layers_by_value(
             {name: _describe_quantization(entry) for name, entry in description.layer_overrides.items()}
         ).items():
             yield f"  {text}", names

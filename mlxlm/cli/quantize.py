@@ -181,15 +181,15 @@ def _rows(report: QuantizationReport) -> Iterator[tuple[str, str, str]]:
 
 def notes(report: QuantizationReport) -> Iterator[str]:
     """What differs from the requested settings, and which texts were used."""
-    from mlxlm.checkpoint.layer_names import group_by_value
+    from mlxlm.utils.formatting import group_layers_by_value
 
     mixed = Counter(16 if chosen is None else chosen["bits"] for chosen in report.formats.values())
     if len(mixed) > 1:
         counted = (f"{n} {'matrix' if n == 1 else 'matrices'} in {bits} bits" for bits, n in sorted(mixed.items()))
         yield "bits: " + ", ".join(counted)
-    for size, layers in group_by_value(report.reduced_group_sizes).items():
+    for size, layers in group_layers_by_value(report.reduced_group_sizes).items():
         yield f"groups of {size}, because the requested size doesn't divide the width: {layers}"
-    for width, layers in group_by_value(report.skipped).items():
+    for width, layers in group_layers_by_value(report.skipped).items():
         yield f"left in 16 bits, because no group size divides a width of {width}: {layers}"
     if report.calibration_text:
         yield f"calibrated on: {report.calibration_text}"

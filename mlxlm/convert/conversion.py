@@ -14,7 +14,6 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
 from mlxlm.checkpoint.bits import fits_float16, max_abs
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.layer_names import group_by_value
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors, with_read_progress
 from mlxlm.checkpoint.mlx_lm import unconvertible_hint
 from mlxlm.checkpoint.open import open_checkpoint
@@ -26,6 +25,7 @@ from mlxlm.convert.verify import Progress, verify
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError
 from mlxlm.utils.files import atomic_new_files, atomic_new_folder, check_not_exists
+from mlxlm.utils.formatting import group_layers_by_value
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 OUTTYPES = gguf.OUTTYPES
@@ -170,7 +170,7 @@ def _write(
     if target == "gguf":
         written = gguf.write(path, config, tensors, tokenizer, outtype)
         kept = [
-            f"kept in {outtype}: {names} ({_WHY[outtype]})" for outtype, names in group_by_value(written.other_types).items()
+            f"kept in {outtype}: {names} ({_WHY[outtype]})" for outtype, names in group_layers_by_value(written.other_types).items()
         ]
         return list(written.notes), kept, written.tokens_may_differ
     if target == "llama2.c":

@@ -1,6 +1,12 @@
-"""Numbers for people: three significant digits and a unit."""
+"""Numbers for people: three significant digits and a unit. Layer names, grouped."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
+Value = TypeVar("Value", bound=Hashable)
 
 
 def human_bytes(n: float) -> str:
@@ -35,3 +41,11 @@ def _scaled(n: float, units: tuple[str, ...]) -> str:
             return f"{n:.3g}{unit}"
         n /= 1000
     return f"{n:.3g}{units[-1]}" if abs(n) < 999.5 else f"{n:.0f}{units[-1]}"
+
+
+def group_layers_by_value(layers: Mapping[str, Value]) -> dict[Value, str]:
+    """Join the names of layers with equal values, with * for numbers: {4: "model.layers.*.mlp.up_proj, lm_head"}."""
+    names: dict[Value, dict[str, None]] = {}
+    for name, value in layers.items():
+        names.setdefault(value, {})[re.sub(r"\.\d+\.", ".*.", name)] = None
+    return {value: ", ".join(group) for value, group in names.items()}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxlm.utils.formatting import human_bytes, human_count, human_flops, human_seconds
+from mlxlm.utils.formatting import group_layers_by_value, human_bytes, human_count, human_flops, human_seconds
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,8 @@ def test_seconds():
 
 def test_operations_in_a_second():
     assert [human_flops(n) for n in (0, 104e9, 312e12)] == ["0 FLOP/s", "104 GFLOP/s", "312 TFLOP/s"]
+
+
+def test_group_layers_by_value():
+    layers = {"model.layers.0.mlp": 4, "model.layers.1.mlp": 4, "model.layers.1.attn": 8, "lm_head": 4}
+    assert group_layers_by_value(layers) == {4: "model.layers.*.mlp, lm_head", 8: "model.layers.*.attn"}
