@@ -1,7 +1,6 @@
-"""Tokenizers: load any common kind, train two kinds, encode, decode, stream, save.
+"""Tokenizers: load any common type, train two types, encode, decode, detokenize streams, save.
 
-One runtime serves every kind, `tokenizers.Tokenizer` (Rust); a SentencePiece model is converted to it in
-memory.
+Encoding runs in `tokenizers.Tokenizer` (Rust); SentencePiece models are converted to it in memory.
 """
 
 from mlxlm.tokenizer.detokenizer import StreamingDetokenizer
@@ -10,4 +9,4 @@ from mlxlm.tokenizer.stats import TokenizerStats, tokenizer_stats
 from mlxlm.tokenizer.tokenizer import Tokenizer
 from mlxlm.tokenizer.train import TOKENIZER_TYPES, train
 
-__all__ = ["TOKENIZER_TYPES", "TokenizerStats", "StreamingDetokenizer", "Tokenizer", "load", "tokenizer_stats", "train"]
+__all__ = ["TOKENIZER_TYPES", "StreamingDetokenizer", "Tokenizer", "TokenizerStats", "load", "tokenizer_stats", "train"]

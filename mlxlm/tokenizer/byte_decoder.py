@@ -1,4 +1,4 @@
-"""Tokens as bytes, for byte-level tokenizers and those with byte fallback."""
+"""The bytes of single tokens, for byte-level BPE and BPE with byte fallback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class ByteDecoder:
-    """A decoder whose tokens stand for bytes whatever their neighbours: byte-level, or byte fallback."""
+    """The decoder of a tokenizer whose tokens have the same bytes in any context.
+
+    Attributes:
+        byte_level: Byte-level BPE (GPT-2's character for each byte), else byte fallback ("<0x0A>").
+        replacements: Substrings of tokens and their replacements, such as U+2581 and a space.
+        strip_first_space: Decoding drops a space at the beginning of a text (Llama 2's dummy prefix).
+    """
 
     def __init__(self, byte_level: bool, replacements: list[tuple[str, str]], strip_first_space: bool):
         self.byte_level = byte_level
@@ -20,28 +26,28 @@ class ByteDecoder:
         self.strip_first_space = strip_first_space
 
     @classmethod
-    def of(cls, runtime: tokenizers.Tokenizer) -> ByteDecoder | None:
-        """Recognise `runtime`'s decoder; None if it is of another sort."""
+    def from_runtime(cls, runtime: tokenizers.Tokenizer) -> ByteDecoder | None:
+        """The decoder of `runtime`, or None if it is of another type."""
         if runtime.decoder is None:
             return None
         spec = json.loads(runtime.decoder.__getstate__())
         steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
         if [step["type"] for step in steps] == ["ByteLevel"]:
             return cls(True, [], False)
-        replacements = []
-        kinds = []
+        replacements, types = [], []
         for step in steps:
-            kinds.append(step["type"])
-            if step["type"] == "Replace" and "String" in step["pattern"] and "ByteFallback" not in kinds:
-                kinds.pop()
+            types.append(step["type"])
+            if step["type"] == "Replace" and "String" in step["pattern"] and "ByteFallback" not in types:
+                types.pop()
                 replacements.append((step["pattern"]["String"], step["content"]))
-        if kinds == ["ByteFallback", "Fuse"]:
+        if types == ["ByteFallback", "Fuse"]:
             return cls(False, replacements, False)
-        if kinds == ["ByteFallback", "Fuse", "Strip"] and _strips_one_space(steps[-1]):
+        if types == ["ByteFallback", "Fuse", "Strip"] and _strips_one_space(steps[-1]):
             return cls(False, replacements, True)
         return None
 
-    def bytes_of(self, token: str) -> bytes:
+    def token_bytes(self, token: str) -> bytes:
+        """The bytes of a token's spelling in the vocabulary."""
         if self.byte_level:
             try:
                 return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
@@ -58,8 +64,7 @@ def _strips_one_space(step: dict[str, Any]) -> bool:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table (`bytes_to_unicode` in its encoder.py): printable Latin-1 stands for itself, the other 68
-    bytes, in order, for the characters from U+0100."""
+    """GPT-2's table (`bytes_to_unicode` in its encoder.py): printable Latin-1, and U+0100 on for the other 68 bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

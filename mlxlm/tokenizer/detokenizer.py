@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time: never half a character, constant time per token."""
+"""Streaming detokenizers: token ids to text, one token at a time, in constant time and without partial characters."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 
 
 class StreamingDetokenizer:
-    """What `Tokenizer.stream()` returns: `add_token` every id in order, then `finalize` once."""
+    """The interface that `Tokenizer.detokenizer()` returns: `add_token` for each id in order, then `finalize`."""
 
     def add_token(self, token_id: int) -> str:
-        """The complete characters that this token adds: "" while a character is still unfinished."""
+        """Return the text that a token completes, "" within a multi-byte character."""
         raise NotImplementedError
 
     def finalize(self) -> str:
-        """What is left: an unfinished character comes out as U+FFFD."""
+        """Return the remaining text; an incomplete character is U+FFFD."""
         raise NotImplementedError
 
 
 class ByteDetokenizer(StreamingDetokenizer):
-    """For tokenizers whose tokens stand for bytes (byte-level and byte fallback): a byte table and UTF-8.
+    """For tokenizers whose tokens have fixed bytes (byte-level and byte fallback).
 
-    The pushes and the finish join to exactly `Tokenizer.decode(ids)`, for any ids. Bytes that are not UTF-8
-    become U+FFFD by the "maximal subpart" practice (Unicode 15, section 3.9), as in Rust and Python.
+    The parts join to exactly `Tokenizer.decode(ids)`, for any ids. Invalid UTF-8 becomes U+FFFD by the "maximal
+    subpart" practice (Unicode 15, section 3.9), as in Rust and Python.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], strip_first_space: bool):
@@ -31,9 +31,11 @@ class ByteDetokenizer(StreamingDetokenizer):
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add_token(self, token_id: int) -> str:
+        """See `StreamingDetokenizer`."""
         return self._strip_once(self._utf8.decode(self._token_bytes(token_id)))
 
     def finalize(self) -> str:
+        """See `StreamingDetokenizer`."""
         return self._strip_once(self._utf8.decode(b"", final=True))
 
     def _strip_once(self, text: str) -> str:
@@ -44,35 +46,36 @@ class ByteDetokenizer(StreamingDetokenizer):
 
 
 class WindowDetokenizer(StreamingDetokenizer):
-    """For any other decoder (WordPiece, Unigram...): decodes a short window twice and emits the difference.
+    """For any other decoder (WordPiece, Unigram): decodes a short window twice and emits the difference.
 
-    The window starts at the tokens that were emitted last, so that a decoder which joins or cleans up
-    neighbours sees one neighbour on the left. Not exact where a decoder looks further than that, or changes
-    text which it has already produced.
+    The window starts at the previously emitted tokens, so that a decoder that joins or cleans up neighboring tokens
+    sees the left neighbor. It isn't exact if a decoder looks further back or changes earlier text.
     """
 
-    # A character has at most four bytes: more unfinished tokens than that are invalid bytes, and shown.
-    LONGEST_CHARACTER = 4
+    # A character has at most four bytes: more incomplete tokens than that are invalid bytes, and are emitted.
+    MAX_CHARACTER_BYTES = 4
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self._decode = decode
-        self._shown: list[int] = []
+        self._emitted: list[int] = []
         self._pending: list[int] = []
 
     def add_token(self, token_id: int) -> str:
+        """See `StreamingDetokenizer`."""
         self._pending.append(token_id)
-        return self._emit(final=len(self._pending) > self.LONGEST_CHARACTER)
+        return self._emit(final=len(self._pending) > self.MAX_CHARACTER_BYTES)
 
     def finalize(self) -> str:
+        """See `StreamingDetokenizer`."""
         return self._emit(final=True) if self._pending else ""
 
     def _emit(self, final: bool) -> str:
-        text = self._decode(self._shown + self._pending)
+        text = self._decode(self._emitted + self._pending)
         if text.endswith("\ufffd") and not final:
             return ""
-        new = text[len(self._decode(self._shown)) :] if self._shown else text
+        new = text[len(self._decode(self._emitted)) :] if self._emitted else text
         if new:
-            self._shown, self._pending = self._pending, []
-        elif final:  # tokens without text (special ones) must not hide the left neighbour, nor pile up
+            self._emitted, self._pending = self._pending, []
+        elif final:  # special tokens have no text: keep one
             self._pending = self._pending[-1:]
         return new

@@ -1,8 +1,7 @@
-"""Tokenizer files: which are read, in which order, and which are written."""
+"""Loading of tokenizer files."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +12,39 @@ from mlxlm.tokenizer import expansion_check, sentencepiece
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer, library_errors
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
+from mlxlm.utils.json_files import read_json_object
 
-# Where no file names a special token: the names in use, best known first.
-WELL_KNOWN = {
+# Usual names of special tokens, for files that don't name them.
+_USUAL_NAMES = {
     "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|endoftext|>", "[CLS]"),
     "eos": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[SEP]"),
     "pad": ("<|pad|>", "<pad>", "[PAD]"),
     "unk": ("<unk>", "[UNK]"),
 }
-_MOST_AROUND = 256  # tokens and texts; those in use have about 10
-SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_LARGEST = 128 << 20  # bytes of one file; a tokenizer.json of 260,000 tokens has 33 MB
+_MAX_TEMPLATE = 256  # tokens and texts of a post-processor; known ones have about 10
+_FILE_NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_MAX_BYTES = 128 << 20  # of a file; a tokenizer.json of 260,000 tokens has 33 MB
 
-# Some files load and fail on the first text. It has spaces, a line end, and a character that few vocabularies have.
-_TRIAL = " a\n\U0001f9a1 "
+# Encoded once, since some malformed files load but fail on the first text. The emoji is in few vocabularies.
+_PROBE = " a\n\U0001f9a1 "
 
 
 def load(path: str | Path) -> Tokenizer:
-    """Read a tokenizer from a folder or from one of its files.
+    """Load a tokenizer from a folder or one of its files.
 
-    In a folder tokenizer.json comes first, else tokenizer.model (SentencePiece BPE), else vocab.json with
-    merges.txt (GPT-2). Special tokens are named by tokenizer_config.json, else special_tokens_map.json, else
-    by well-known names. The files are data: nothing in them is executed.
+    In a folder, tokenizer.json has precedence over tokenizer.model (SentencePiece BPE), then vocab.json with merges.txt
+    (GPT-2). Special tokens are those of tokenizer_config.json, else special_tokens_map.json, else those with usual
+    names. No code in the files is executed.
 
-    Raises TokenizerError, naming the file, if one is missing or malformed.
+    Raises:
+        TokenizerError: A file is missing or malformed; the message names it.
     """
     path = Path(path)
-    source = _source(path)
+    source = _find_source(path)
     folder = source.parent
-    config = _json_object(folder / "tokenizer_config.json")
+    config = _read_object(folder / "tokenizer_config.json")
     model = None
-    own_names: dict[str, str | None] = {}
+    model_names: dict[str, str | None] = {}
     if source.suffix == ".json" and source.name != "vocab.json":
         runtime = _from_json(source)
         if (folder / "tokenizer.model").is_file():
@@ -51,98 +52,91 @@ def load(path: str | Path) -> Tokenizer:
     elif source.suffix == ".model":
         model = _read(source)
         proto = sentencepiece.parse(model, str(source))
-        own_names = sentencepiece.special_names(proto)
+        model_names = sentencepiece.special_names(proto)
         add_bos, add_eos = config.get("add_bos_token", True), config.get("add_eos_token", False)
         runtime = sentencepiece.convert(proto, add_bos=bool(add_bos), add_eos=bool(add_eos))
     else:
         runtime = _from_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
-    names, template = _special_names(runtime, folder, config, own_names), _chat_template(folder, config)
+    names, template = _special_names(runtime, folder, config, model_names), _chat_template(folder, config)
     try:
         tokenizer = Tokenizer(runtime, names, chat_template=template, sentencepiece_model=model)
-        tokenizer.decode(tokenizer.encode(_TRIAL))
+        tokenizer.decode(tokenizer.encode(_PROBE))
         return tokenizer
     except TokenizerError as error:
         raise TokenizerError(f"{source}: {error.message}", error.hint) from None
 
 
-def _source(path: Path) -> Path:
-    """The file that holds the vocabulary."""
+def _find_source(path: Path) -> Path:
+    """The file with the vocabulary."""
     if path.is_dir():
-        for name in SOURCES:
+        for name in _FILE_NAMES:
             if (path / name).is_file():
                 return path / name
-        raise MissingTokenizerError(f"no tokenizer in {path}", f"a folder with {' or '.join(SOURCES)}")
+        raise MissingTokenizerError(f"no tokenizer in {path}", f"a folder with {' or '.join(_FILE_NAMES)}")
     if not path.exists():
         raise TokenizerError(f"cannot read {path}: no such file or folder", "check the path")
     if path.suffix not in (".json", ".model") and path.name != "merges.txt":
-        raise TokenizerError(f"{path} is not a tokenizer file", " or ".join(SOURCES))
+        raise TokenizerError(f"{path} is not a tokenizer file", " or ".join(_FILE_NAMES))
     return path
 
 
 def _read(path: Path) -> bytes:
-    data = read_bytes(path, _LARGEST, TokenizerError)
+    data = read_bytes(path, _MAX_BYTES, TokenizerError)
     if not data:
         raise TokenizerError(f"{path} is empty", "the complete file")
     return data
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """The object in an optional JSON file; {} if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not valid JSON: {error}", "the complete file") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} is not a JSON object", "the complete file")
-    return content
+    return read_json_object(path, _MAX_BYTES, TokenizerError, "the complete file") if path.exists() else {}
 
 
 def _from_json(path: Path) -> tokenizers.Tokenizer:
-    content = _json_object(path)
+    content = _read_object(path)
     if "model" not in content:
-        raise TokenizerError(f"{path} has no field 'model'", "a tokenizer.json of the tokenizers library")
+        raise TokenizerError(f"{path} has no field 'model'", "a tokenizer.json from the tokenizers library")
     expansion_check.check_expansion(content, str(path))
     with library_errors(f"{path} is not a tokenizer"):
         runtime = tokenizers.Tokenizer.from_buffer(_read(path))
-    _check_template(content.get("post_processor"), path)  # whose shape the library has checked
+    _check_template(content.get("post_processor"), path)  # well-formed, or the library would have failed
     return runtime
 
 
 def _check_template(step: Any, path: Path) -> None:
-    """The tokens that a post-processor puts around a text are in its own table, the library panics otherwise; and they
-    are few, around one text."""
+    """Check a post-processor: it adds few tokens to one text, and all are in its table (else the library panics)."""
     if not isinstance(step, dict):
         return
-    for inner in step.get("processors") or ():
-        _check_template(inner, path)
+    for nested in step.get("processors") or ():
+        _check_template(nested, path)
     if step.get("type") != "TemplateProcessing":
         return
     for field in ("single", "pair"):
         sequences = [piece["Sequence"]["id"] for piece in step[field] if "Sequence" in piece]
         ids = sum(len(token["ids"]) for token in step["special_tokens"].values())
-        if len(step[field]) + ids > _MOST_AROUND or len(set(sequences)) < len(sequences):
-            raise TokenizerError(f"{path}: post_processor.{field} repeats a text, or puts {_MOST_AROUND} tokens around")
+        if len(step[field]) + ids > _MAX_TEMPLATE or len(set(sequences)) < len(sequences):
+            raise TokenizerError(
+                f"{path}: post_processor.{field} repeats a text, or adds more than {_MAX_TEMPLATE} tokens"
+            )
         for piece in step[field]:
             name = piece.get("SpecialToken", {}).get("id")
             if name is not None and name not in step["special_tokens"]:
-                raise TokenizerError(f"{path}: post_processor.{field} has '{name}', which special_tokens lacks")
+                raise TokenizerError(f"{path}: post_processor.{field} has '{name}', which is not in special_tokens")
 
 
 def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokenizer:
-    """GPT-2's two files: byte-level BPE with GPT-2's word pattern, no tokens around a text."""
+    """GPT-2's two files: byte-level BPE with GPT-2's word pattern, without BOS and EOS."""
     for path in (vocabulary, merges):
         if not path.is_file():
             raise TokenizerError(f"{path} is missing", "vocab.json and merges.txt in one folder")
         _read(path)
-    content = _json_object(vocabulary)
+    content = _read_object(vocabulary)
     for token, id in content.items():
         if type(id) is not int or not 0 <= id < 2**32:
-            raise TokenizerError(f"{vocabulary}: the id of '{token}' is not a number from 0 up")
+            raise TokenizerError(f"{vocabulary}: the id of '{token}' is not an integer from 0 up")
     with library_errors(f"{vocabulary} and {merges.name} are not a tokenizer"):
         runtime = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    special = [name for names in WELL_KNOWN.values() for name in names if name in content]
+    special = [name for names in _USUAL_NAMES.values() for name in names if name in content]
     runtime.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     runtime.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     runtime.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -151,12 +145,15 @@ def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokeniz
 
 
 def _special_names(
-    runtime: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], own: dict[str, str | None]
+    runtime: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], model_names: dict[str, str | None]
 ) -> dict[str, str | None]:
-    """Texts by role. A configuration file that has the field decides, even with null; then `own`, the names
-    in the model file; then the well-known names."""
+    """Texts of special tokens by role.
+
+    A field in a configuration file has precedence, even if it is null, then `model_names` from a SentencePiece model,
+    then usual names.
+    """
     path = folder / "special_tokens_map.json"
-    token_map = _json_object(path)
+    token_map = _read_object(path)
     names: dict[str, str | None] = {}
     for role in ROLES:
         field = f"{role}_token"
@@ -165,13 +162,13 @@ def _special_names(
         elif field in token_map:
             names[role] = _token_text(token_map[field], path, field)
         else:
-            known = (name for name in WELL_KNOWN[role] if runtime.token_to_id(name) is not None)
-            names[role] = own.get(role) or next(known, None)
+            usual = (name for name in _USUAL_NAMES[role] if runtime.token_to_id(name) is not None)
+            names[role] = model_names.get(role) or next(usual, None)
     return names
 
 
 def _token_text(value: Any, path: Path, field: str) -> str | None:
-    """A token is written as its text, as an object with "content", or as null."""
+    """The text of a token, which is stored as its text, as an object with "content", or as null."""
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and not isinstance(text, str):
         raise TokenizerError(f"{path}: '{field}' is not a token's text")

@@ -1,4 +1,4 @@
-"""SentencePiece BPE models: read, and converted to the common runtime with the same ids."""
+"""SentencePiece BPE models: parsed and converted to a `tokenizers.Tokenizer` with the same ids."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from mlxlm.tokenizer.tokenizer import bos_eos_processor
 from mlxlm.utils.errors import TokenizerError
 
-SPACE = "\u2581"  # SentencePiece writes a space as this character
+SPACE = "\u2581"  # SentencePiece's character for a space
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
 BPE = 2  # TrainerSpec.ModelType
-MAX_PIECE_LENGTH = 512  # characters of a piece: merges take time by the square; the longest in use have 48
+MAX_PIECE_LENGTH = 512  # characters: the time of `_merges` is quadratic in them; known models have up to 48
 
 
 def parse(data: bytes, name: str) -> Any:
-    """The ModelProto in `data`. Raises TokenizerError, naming the file `name`, if it is not a BPE model that
-    `convert` can reproduce exactly."""
+    """Parse a ModelProto.
+
+    Args:
+        data: The content of the file.
+        name: Name of the file, for error messages.
+
+    Raises:
+        TokenizerError: It isn't a BPE model that `convert` can reproduce exactly.
+    """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
@@ -30,19 +37,19 @@ def parse(data: bytes, name: str) -> Any:
     if not model.pieces:
         raise TokenizerError(f"{name} is not a SentencePiece model: it has no pieces")
     for i, piece in enumerate(model.pieces):
-        if not isinstance(piece.piece, str):  # protobuf gives bytes that are not UTF-8 as they are
+        if not isinstance(piece.piece, str):  # protobuf returns invalid UTF-8 as bytes
             raise TokenizerError(f"{name}: piece {i} is not UTF-8 text")
-    if not model.HasField("normalizer_spec"):  # the last part of every model; its defaults would alter text
-        raise TokenizerError(f"{name} is not a whole SentencePiece model: it has no normalizer_spec")
+    if not model.HasField("normalizer_spec"):  # the last field; its defaults would change text
+        raise TokenizerError(f"{name} is truncated: it has no normalizer_spec")
     unsupported = None
     if model.trainer_spec.model_type != BPE:
-        unsupported = "is not of the BPE type"
+        unsupported = "is not BPE"
     elif model.normalizer_spec.precompiled_charsmap:
-        unsupported = f"normalizes text ({model.normalizer_spec.name or 'its own rules'})"
+        unsupported = f"normalizes text ({model.normalizer_spec.name or 'custom rules'})"
     elif any(piece.type in (USER_DEFINED, UNUSED) for piece in model.pieces):
         unsupported = "has user-defined or unused pieces"
     elif len({piece.piece for piece in model.pieces}) != len(model.pieces):
-        unsupported = "has the same piece twice"
+        unsupported = "has a piece twice"
     elif any(len(piece.piece) > MAX_PIECE_LENGTH for piece in model.pieces):
         unsupported = f"has a piece of more than {MAX_PIECE_LENGTH} characters"
     if unsupported:
@@ -51,24 +58,29 @@ def parse(data: bytes, name: str) -> Any:
 
 
 def special_names(model: Any) -> dict[str, str | None]:
-    """Texts of the special tokens by role."""
+    """Texts of the special tokens by role ("bos", "eos", "pad", "unk")."""
     spec = model.trainer_spec
     ids = {"bos": spec.bos_id, "eos": spec.eos_id, "pad": spec.pad_id, "unk": spec.unk_id}
     return {role: model.pieces[i].piece if 0 <= i < len(model.pieces) else None for role, i in ids.items()}
 
 
 def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> tokenizers.Tokenizer:
-    """A runtime with the ids of SentencePiece's own encoder.
+    """Convert a model from `parse` to a tokenizer with the ids of SentencePiece's encoder.
 
-    SentencePiece merges the adjacent pair whose joined text is the piece with the best score, leftmost first,
-    so each way to cut a piece in two is a merge here, ranked by the piece's score. Between equal scores
-    (Llama 2's runs of spaces) the longest left part goes first: that extends a run from its left end, as
-    "leftmost first" does. The ids could differ only where two different cuts of one piece overlap in a text,
-    or where a model gives equal scores to pieces other than runs of one character.
+    SentencePiece merges the adjacent pair that forms the piece with the best score, leftmost first. Here, each split of
+    a piece in two is a merge, ranked by the score of the piece. Between equal scores (Llama 2's runs of spaces) the
+    longest left part has precedence, which extends a run from its left end, as "leftmost first" does. The ids could
+    only differ if two splits of one piece overlap in a text, or if pieces other than runs of one character have equal
+    scores.
 
-    A model that alters nothing (identity, no dummy prefix) keeps spaces as they are, so that a literal U+2581
-    in a text falls back to its bytes and comes back; SentencePiece itself returns it as a space. With a dummy
-    prefix (Llama 2) the ids are SentencePiece's for every text, and a literal U+2581 does come back as a space.
+    A model that changes nothing (identity, no dummy prefix) keeps spaces, so that a literal U+2581 is encoded as bytes
+    and decoded unchanged; SentencePiece decodes it as a space. With a dummy prefix (Llama 2) the ids are those of
+    SentencePiece for every text, and a literal U+2581 becomes a space.
+
+    Args:
+        model: The ModelProto.
+        add_bos: Encode BOS before a text.
+        add_eos: Encode EOS after a text.
     """
     rules = model.normalizer_spec
     byte_fallback = model.trainer_spec.byte_fallback
@@ -91,9 +103,9 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
     if not lossless:
         runtime.normalizer = _normalizer(rules)
     if byte_fallback and not any(_crosses_words(text, space) for text in mergeable):
-        # No piece spans the end of a word or a line, so that cutting there cannot change the ids; words are
-        # then cached, which makes encoding several times faster. (Without byte fallback, neighbouring unknown
-        # characters are one token, also across words.)
+        # No piece crosses words or lines, so that splitting there can't change the ids. Words are then cached, which
+        # makes encoding several times faster. (Without byte fallback, adjacent unknown characters are one token, even
+        # across words.)
         words = rf"\n|{space}+[^{space}\n]*|[^{space}\n]+"
         runtime.pre_tokenizer = pre_tokenizers.Split(Regex(words), "isolated")
     steps = [decoders.ByteFallback(), decoders.Fuse()]

@@ -1,4 +1,4 @@
-"""How well a tokenizer fits a text."""
+"""Compression and speed of a tokenizer on a text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from mlxlm.tokenizer.tokenizer import Tokenizer
 from mlxlm.utils.errors import TokenizerError
 
-_BATCH = 1 << 19  # characters
+_BATCH_CHARACTERS = 1 << 19
 
 
 @dataclass
 class TokenizerStats:
-    """Measures of a tokenizer on a text; special tokens are not counted.
+    """Statistics of a tokenizer on a text, without special tokens.
 
-    bytes, tokens: of the text (UTF-8) and of its encoding.
-    bytes_per_token: higher is better, at the same vocabulary size.
-    tokens_per_second: speed of encoding in batches.
-    vocabulary_used: share of all ids that occur, 0 to 1.
+    Attributes:
+        bytes: Bytes of the text in UTF-8.
+        tokens: Number of tokens.
+        bytes_per_token: Compression; higher is better at the same vocabulary size.
+        tokens_per_second: Speed of encoding in batches.
+        vocabulary_used: Fraction of all ids that occur.
     """
 
     bytes: int
@@ -30,7 +32,11 @@ class TokenizerStats:
 
 
 def tokenizer_stats(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenizerStats:
-    """Encode `texts`, in bounded memory. Raises TokenizerError if there is no text."""
+    """Measure a tokenizer on `texts`, in bounded memory.
+
+    Raises:
+        TokenizerError: There is no text.
+    """
     used = bytearray(tokenizer.vocab_size)
     n_bytes = tokens = size = 0
     seconds = 0.0
@@ -50,7 +56,7 @@ def tokenizer_stats(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenizerStat
         batch.append(text)
         n_bytes += len(text.encode("utf-8"))
         size += len(text)
-        if size >= _BATCH:
+        if size >= _BATCH_CHARACTERS:
             encode()
             batch, size = [], 0
     encode()

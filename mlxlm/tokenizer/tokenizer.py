@@ -1,4 +1,4 @@
-"""The tokenizer: text to ids, ids to text, for every kind of tokenizer through one interface."""
+"""`Tokenizer`: one interface for all types of tokenizers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,28 @@ from mlxlm.tokenizer.detokenizer import ByteDetokenizer, StreamingDetokenizer, W
 from mlxlm.utils.errors import TokenizerError, os_errors_as
 from mlxlm.utils.files import write_bytes
 
-LARGEST_VOCABULARY = 1 << 24  # the largest in use have about 260,000 tokens
-_LONGEST_TOKEN = 1 << 16  # characters; a text of a thousand of them still fits into memory
-_LEAD = "\n"
+_MAX_VOCAB_SIZE = 1 << 24  # known vocabularies have up to about 260,000 tokens
+_MAX_TOKEN = 1 << 16  # characters; a text of a thousand such tokens fits in memory
+_CONTINUATION = "\n"  # see `_encode_texts`
 ROLES = ("bos", "eos", "pad", "unk")
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Encodes text to token ids and decodes ids to text.
+
+    Args:
+        runtime: The tokenizer of the tokenizers library.
+        names: Texts of special tokens by role ("bos", "eos", "pad", "unk").
+        chat_template: Jinja source.
+        sentencepiece_model: The SentencePiece model that `runtime` was converted from, for `save`.
 
     Attributes:
-        vocab_size: highest id + 1, special tokens included.
-        bos_id, eos_id, pad_id, unk_id: ids of the special tokens, or None.
-        special_tokens: text of every special token, with its id.
-        chat_template: jinja source, or None; settable.
+        vocab_size: Highest id + 1, including special tokens.
+        bos_id: Id of the BOS token, or None. The same for eos_id, pad_id and unk_id.
+        special_tokens: Ids by text of all special tokens.
+        special_token_names: Texts by role of the special tokens in the vocabulary.
+        chat_template: Jinja source, or None; can be set.
+        sentencepiece_model: See Args.
     """
 
     def __init__(
@@ -43,18 +51,17 @@ class Tokenizer:
         chat_template: str | None = None,
         sentencepiece_model: bytes | None = None,
     ):
-        """`names`: texts of the special tokens, keys from ROLES. `sentencepiece_model`: kept for `save`."""
-        # A tokenizer.json may carry the length limit or the padding of its model: neither is wanted here.
+        # A tokenizer.json may have its model's truncation and padding.
         runtime.no_truncation()
         runtime.no_padding()
         self._runtime = runtime
-        self._lock = threading.Lock()  # guards runtime.encode_special_tokens, a setting and not an argument
+        self._lock = threading.Lock()  # guards runtime.encode_special_tokens, which is not an argument
         vocabulary = runtime.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        if self.vocab_size > LARGEST_VOCABULARY:  # tables of this length will be allocated
-            raise TokenizerError(f"a token has the id {self.vocab_size - 1}", f"ids below {LARGEST_VOCABULARY}")
-        if max(map(len, vocabulary), default=0) > _LONGEST_TOKEN:
-            raise TokenizerError(f"a token has more than {_LONGEST_TOKEN} characters", "tokens of text")
+        if self.vocab_size > _MAX_VOCAB_SIZE:  # callers allocate tables of this length
+            raise TokenizerError(f"a token has the id {self.vocab_size - 1}", f"ids below {_MAX_VOCAB_SIZE}")
+        if max(map(len, vocabulary), default=0) > _MAX_TOKEN:
+            raise TokenizerError(f"a token has more than {_MAX_TOKEN} characters", "tokens of text")
         self.special_token_names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (vocabulary.get(names.get(r)) for r in ROLES)
         added = runtime.get_added_tokens_decoder()
@@ -62,15 +69,18 @@ class Tokenizer:
         self._special_ids = frozenset(self.special_tokens.values())
         self.chat_template = chat_template
         self.sentencepiece_model = sentencepiece_model
-        self._decoder = ByteDecoder.of(runtime)
+        self._decoder = ByteDecoder.from_runtime(runtime)
         self._bytes: dict[int, bytes] = {}
 
     @property
     def min_vocab_size(self) -> int:
-        """The least that a model's vocabulary must have: highest id + 1 of a text, of what `encode` puts around it, and
-        of the chat template. A model for pictures may have special tokens beyond, which no text becomes."""
-        around, template = self.encode(""), self.chat_template or ""
-        unused = {id for text, id in self.special_tokens.items() if id not in around and text not in template}
+        """Smallest vocabulary of a model for this tokenizer.
+
+        The highest id + 1 that text, `encode` and the chat template can have. Multimodal models may have further
+        special tokens beyond their vocabulary.
+        """
+        added, template = self.encode(""), self.chat_template or ""
+        unused = {id for text, id in self.special_tokens.items() if id not in added and text not in template}
         ids = self._runtime.get_vocab(with_added_tokens=True).values()
         return max((id for id in ids if id not in unused), default=-1) + 1
 
@@ -79,36 +89,37 @@ class Tokenizer:
 
     @property
     def tokenizer_type(self) -> str:
-        """Either "byte-level", "sentencepiece" (BPE with byte fallback), or another model's name in lower case."""
+        """The type: "byte-level", "sentencepiece" (BPE with byte fallback), or another in lower case."""
         if self._decoder is None:
             return type(self._runtime.model).__name__.lower()
         return "byte-level" if self._decoder.byte_level else "sentencepiece"
 
     @cached_property
     def adds_dummy_prefix(self) -> bool:
-        """Whether `encode` puts a space in front of a text (a dummy prefix)."""
-        line_end, both = self._encode([_LEAD, _LEAD + "a"], add_special_tokens=False, parse_special=False)
-        return both[len(line_end) :] != self._encode(["a"], add_special_tokens=False, parse_special=False)[0]
+        """Whether `encode` adds a space before a text (a dummy prefix)."""
+        prefix, both = self._encode([_CONTINUATION, _CONTINUATION + "a"], add_special_tokens=False, parse_special=False)
+        return both[len(prefix) :] != self._encode(["a"], add_special_tokens=False, parse_special=False)[0]
 
     @property
     def strips_dummy_prefix(self) -> bool:
-        """Whether `decode` and `stream` leave out a space at the beginning of a text (Llama 2's dummy prefix)."""
+        """Whether decoding drops a space at the beginning of a text (Llama 2's dummy prefix)."""
         return self._decoder is not None and self._decoder.strip_first_space
 
     @property
     def has_byte_tokens(self) -> bool:
-        """Whether `token_bytes` are the bytes of text, whatever a token's neighbours; else they are its spelling."""
+        """Whether `token_bytes` are the bytes of a token in any text; else they are its spelling in the vocabulary."""
         return self._decoder is not None
 
     @property
     def prefix_token_ids(self) -> list[int]:
-        """What `encode` puts in front of a text by itself, usually BOS or nothing."""
-        whole, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
-        return whole[: next((n for n in range(len(whole) - len(bare) + 1) if whole[n : n + len(bare)] == bare), 0)]
+        """The ids that `encode` adds before a text, usually BOS or nothing."""
+        ids, text_ids = self.encode("a"), self.encode("a", add_special_tokens=False)
+        starts = range(len(ids) - len(text_ids) + 1)
+        return ids[: next((start for start in starts if ids[start : start + len(text_ids)] == text_ids), 0)]
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) of the canonical tokenizer.json. The chat template is not part of it."""
+        """SHA-256 in hexadecimal of the canonical tokenizer.json, without the chat template."""
         content = json.loads(self._runtime.to_str())
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
@@ -116,70 +127,70 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False, continues: bool = False
     ) -> list[int]:
-        """The ids of `text`.
+        """Encode a text.
 
-        add_special_tokens: also what the tokenizer puts around a text (usually BOS in front), as
-            transformers does.
-        parse_special: False: text that looks like a special token ("<|user|>") is ordinary text, so that
-            neither data nor a person can forge a control token. True: it becomes that token (rendered chat
-            templates).
-        continues: `text` goes on where another one stopped: nothing is put around it, and no space in front.
+        Args:
+            text: The text.
+            add_special_tokens: Add the special tokens of the tokenizer (usually BOS), as in transformers.
+            parse_special: Encode text such as "<|user|>" as the special token, as for rendered chat templates. By
+                default it is ordinary text, so that data and users can't forge control tokens.
+            continues: The text continues another one: without special tokens and dummy prefix.
 
-        Raises TokenizerError if `text` has lone surrogates, which no UTF-8 text contains.
+        Raises:
+            TokenizerError: The text has lone surrogates, which UTF-8 doesn't have.
         """
-        [ids] = self._encode_parts([text], [continues], add_special_tokens and not continues, parse_special)
+        [ids] = self._encode_texts([text], [continues], add_special_tokens and not continues, parse_special)
         return ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = False, continues: Sequence[bool] | None = None
     ) -> list[list[int]]:
-        """`encode` of every text, in parallel (Rust threads), special tokens in the texts never parsed."""
-        return self._encode_parts(texts, continues or [False] * len(texts), add_special_tokens, parse_special=False)
+        """Encode texts in parallel (Rust threads). Special tokens in the texts are ordinary text. See `encode`."""
+        return self._encode_texts(texts, continues or [False] * len(texts), add_special_tokens, parse_special=False)
 
-    def _encode_parts(
+    def _encode_texts(
         self, texts: Sequence[str], continues: Sequence[bool], add_special_tokens: bool, parse_special: bool
     ) -> list[list[int]]:
         if not (any(continues) and self.adds_dummy_prefix):
             return self._encode(list(texts), add_special_tokens, parse_special)
-        # A line end takes the space that would come first, and its ids are dropped. Tokenizers that add a
-        # space never merge a line end with what follows it.
-        dropped = len(self._encode([_LEAD], False, False)[0])
-        led = [_LEAD + text if goes_on else text for text, goes_on in zip(texts, continues, strict=True)]
-        encoded = self._encode(led, add_special_tokens, parse_special)
-        return [ids[dropped:] if goes_on else ids for ids, goes_on in zip(encoded, continues, strict=True)]
+        # A line end before the text gets the dummy prefix, and its ids are dropped. Tokenizers with a dummy prefix
+        # never merge a line end with the text after it.
+        num_dropped = len(self._encode([_CONTINUATION], False, False)[0])
+        prefixed = [_CONTINUATION + text if is_next else text for text, is_next in zip(texts, continues, strict=True)]
+        encoded = self._encode(prefixed, add_special_tokens, parse_special)
+        return [ids[num_dropped:] if is_next else ids for ids, is_next in zip(encoded, continues, strict=True)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids without a token (a model's padding rows) add nothing.
+        """Decode ids. Ids without a token (the padding of a model's vocabulary) have no text.
 
-        Equal to transformers' decode, with one exception: a byte-fallback tokenizer there turns a whole run
-        of byte tokens into U+FFFD if one byte of it is invalid; here valid characters around it survive.
+        Equal to transformers' decode with one exception: with byte fallback, one invalid byte there turns a whole run
+        of byte tokens into U+FFFD; here the valid characters remain.
         """
         if self._decoder is None:
-            ids = [_checked(i) for i in ids]
+            ids = [_check_id(i) for i in ids]
             with library_errors("this tokenizer can't decode a text"):
                 return self._runtime.decode(ids, skip_special_tokens=skip_special_tokens)
-        bytes_of = self.token_bytes if skip_special_tokens else self._content_bytes
-        text = b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
+        token_bytes = self.token_bytes if skip_special_tokens else self._content_bytes
+        text = b"".join(map(token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._decoder.strip_first_space else text
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token stands for: b"" for special tokens and for ids without a token.
-
-        A first-space rule of the whole text (Llama 2's dummy prefix) is not applied to single tokens.
-        """
+        """The bytes of a token, b"" for special tokens and ids without a token. A dummy prefix is not stripped."""
         return b"" if id in self._special_ids else self._content_bytes(id)
 
     def detokenizer(self) -> StreamingDetokenizer:
-        """A decoder for one stream of ids; special tokens add no text."""
+        """A decoder for one stream of ids; special tokens have no text."""
         if self._decoder is None:
             return WindowDetokenizer(self.decode)
         return ByteDetokenizer(self.token_bytes, self._decoder.strip_first_space)
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and, where there is one, tokenizer.model, which transformers and
-        mlx_lm read. Existing files are replaced one by one.
+        """Write tokenizer.json, tokenizer_config.json and, for SentencePiece, tokenizer.model.
 
-        Raises TokenizerError if the folder cannot be written.
+        transformers and mlx_lm read them. Existing files are replaced.
+
+        Raises:
+            TokenizerError: Writing fails.
         """
         folder = Path(folder)
         config: dict[str, Any] = {
@@ -216,21 +227,23 @@ class Tokenizer:
     def _content_bytes(self, id: int) -> bytes:
         content = self._bytes.get(id)
         if content is None:
-            token = self._runtime.id_to_token(_checked(id))
+            token = self._runtime.id_to_token(_check_id(id))
             if token is None:
                 content = b""
             elif self._decoder is None:
                 content = token.encode("utf-8")
             else:
-                content = self._decoder.bytes_of(token)
+                content = self._decoder.token_bytes(token)
             self._bytes[int(id)] = content
         return content
 
 
 @contextmanager
 def library_errors(message: str) -> Iterator[None]:
-    """The library's errors as TokenizerError: a bare Exception for a tokenizer that doesn't add up, or a panic, which
-    Python sees as a BaseException of a type that can't be imported."""
+    """Convert errors of the tokenizers library to TokenizerError.
+
+    They are bare Exceptions or panics, whose type is a BaseException that can't be imported.
+    """
     try:
         yield
     except BaseException as error:
@@ -240,7 +253,7 @@ def library_errors(message: str) -> Iterator[None]:
 
 
 def bos_eos_processor(runtime: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
-    """What `encode` puts around a text: `bos` in front and `eos` at the end, each where not None."""
+    """A post-processor that adds BOS and EOS, each unless it is None."""
     tokens = [token for token in (bos, eos) if token]
     single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
     second = [part.replace("$A", "$B").removesuffix(":0") + ":1" for part in single]
@@ -251,9 +264,9 @@ def bos_eos_processor(runtime: tokenizers.Tokenizer, bos: str | None, eos: str |
     )
 
 
-def _checked(id: int) -> int:
+def _check_id(id: int) -> int:
     if not 0 <= id < 2**32:
-        raise TokenizerError(f"{id} is not a token id", "ids from 0 up")
+        raise TokenizerError(f"{id} is not a token id", "integers from 0 up")
     return int(id)
 
 

@@ -1,4 +1,4 @@
-"""Train a tokenizer: byte-level BPE (the kind of GPT-2 and Llama 3) or SentencePiece BPE (Llama 2's kind)."""
+"""Tokenizer training: byte-level BPE (as in GPT-2 and Llama 3) or SentencePiece BPE (as in Llama 2)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ PAD = "<|pad|>"
 BYTE_LEVEL_SPECIAL_TOKENS = {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "pad": PAD}
 SENTENCEPIECE_SPECIAL_TOKENS = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": PAD}
 
-# Words for byte-level BPE, after OpenAI's cl100k_base (tiktoken, openai_public.py) and Llama 3: contractions,
-# letters with one leading mark or space, digits in groups of up to three, punctuation with its line ends,
-# line ends, spaces.
-WORDS = (
+# Pre-tokenization of byte-level BPE, after OpenAI's cl100k_base (tiktoken, openai_public.py) and Llama 3: contractions,
+# letters with one leading mark or space, up to three digits, punctuation with line ends, line ends, spaces.
+WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
     r"|\p{N}{1,3}"
@@ -32,60 +31,63 @@ WORDS = (
     r"|\s+"
 )
 
-# SentencePiece keeps its training lines in memory: a sample of this many lines, about 200 MB of prose. It
-# skips lines that are longer than its limit in bytes, so they are cut before.
+# SentencePiece keeps a sample of this many lines in memory, about 200 MB of prose. It skips lines that are longer than
+# its limit in bytes, so that they are split before.
 SAMPLE_LINES = 1_000_000
 LINE_CHARACTERS = 1024
 _LINE_PART = re.compile(rf".{{1,{LINE_CHARACTERS}}}(?=[ ]|$)|.{{1,{LINE_CHARACTERS}}}", re.DOTALL)
 _UNTRAINABLE = dict.fromkeys(map(ord, "\0\u2585" + sentencepiece.SPACE))
 
-LARGEST = 1_000_000  # tokens; the largest vocabularies in use have about 260,000
+MAX_VOCAB_SIZE = 1_000_000  # known vocabularies have up to about 260,000 tokens
 
 
 def train(
     texts: Iterable[str], vocab_size: int, tokenizer_type: str = "byte-level", *, exact: bool = True
 ) -> Tokenizer:
-    """Learn a vocabulary of `vocab_size` tokens, special tokens included, from `texts`; without `exact` of fewer where
-    the text doesn't support that many.
+    """Train a tokenizer. The same texts give the same tokenizer.
 
-    kind "byte-level": memory grows with the number of different words only. kind "sentencepiece": from a
-    random sample of a million lines, where there are more. The same texts give the same tokenizer.
+    Special tokens are "<|begin_of_text|>", "<|end_of_text|>" (byte-level) or "<unk>", "<s>", "</s>" (SentencePiece),
+    and for both "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>". `encode` adds BOS.
 
-    Special tokens: "<|begin_of_text|>", "<|end_of_text|>" (byte-level) or "<unk>", "<s>", "</s>"
-    (SentencePiece), and for both "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>". `encode`
-    puts BOS in front.
+    Args:
+        texts: Training texts. Memory grows with the number of different words (byte-level); SentencePiece uses a
+            random sample of a million lines.
+        vocab_size: Number of tokens, including special tokens.
+        tokenizer_type: "byte-level" or "sentencepiece".
+        exact: Raise an error if the text is too short for `vocab_size` tokens, else train fewer.
 
-    Raises TokenizerError for an unknown kind, for no text, and for a vocabulary too small (bytes and special
-    tokens must fit) or, if `exact`, larger than the text supports: the message names a size that works.
+    Raises:
+        TokenizerError: The type is unknown, there is no text, or the vocabulary is smaller than bytes and special
+            tokens or, if `exact`, larger than the text supports; the message names a size that works.
     """
-    if vocab_size > LARGEST:
-        raise TokenizerError(f"a vocabulary of {vocab_size} is too large", f"{LARGEST} or less")
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise TokenizerError(f"a vocabulary of {vocab_size} is too large", f"{MAX_VOCAB_SIZE} or less")
     if tokenizer_type not in TOKENIZER_TYPES:
-        raise TokenizerError(f"unknown kind of tokenizer: {tokenizer_type}", " or ".join(TOKENIZER_TYPES))
-    trained = (_train_byte_level if tokenizer_type == "byte-level" else _train_sentencepiece)(texts, vocab_size)
-    if exact and trained.vocab_size < vocab_size:
-        largest = trained.vocab_size
+        raise TokenizerError(f"unknown tokenizer type: {tokenizer_type}", " or ".join(TOKENIZER_TYPES))
+    tokenizer = (_train_byte_level if tokenizer_type == "byte-level" else _train_sentencepiece)(texts, vocab_size)
+    if exact and tokenizer.vocab_size < vocab_size:
+        supported = tokenizer.vocab_size
         raise TokenizerError(
-            f"a vocabulary of {vocab_size} is larger than this text supports, which is {largest}",
-            f"a vocabulary size of {largest} or less, or more text",
+            f"a vocabulary of {vocab_size} is larger than this text supports, which is {supported}",
+            f"a vocabulary size of {supported} or less, or more text",
         )
-    return trained
+    return tokenizer
 
 
 def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     special = [*BYTE_LEVEL_SPECIAL_TOKENS.values(), *CHAT_TOKENS]
-    _check_smallest(vocab_size, 256 + len(special))
+    _check_min_size(vocab_size, 256 + len(special))
     runtime = tokenizers.Tokenizer(models.BPE())
     runtime.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     runtime.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=2,  # a pair seen once only memorizes its word
+        min_frequency=2,  # a pair that occurs once would only memorize its word
         special_tokens=[AddedToken(name, special=True, normalized=False) for name in special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -98,14 +100,14 @@ def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     import sentencepiece as spm
 
-    _check_smallest(vocab_size, 256 + len(SENTENCEPIECE_SPECIAL_TOKENS) + len(CHAT_TOKENS) + 1)
-    written = io.BytesIO()
+    _check_min_size(vocab_size, 256 + len(SENTENCEPIECE_SPECIAL_TOKENS) + len(CHAT_TOKENS) + 1)
+    output = io.BytesIO()
     spm.set_random_generator_seed(0)
     failures: list[BaseException] = []
     try:
         spm.SentencePieceTrainer.train(
-            sentence_iterator=_noting(failures, _lines(_non_empty(texts))),
-            model_writer=written,
+            sentence_iterator=_record_errors(failures, _split_lines(_non_empty(texts))),
+            model_writer=output,
             model_type="bpe",
             vocab_size=vocab_size,
             hard_vocab_limit=False,
@@ -126,13 +128,13 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         if failures:
             raise failures[0] from None
         raise _sentencepiece_error(error, vocab_size) from error
-    model = sentencepiece.parse(written.getvalue(), "the trained model")
+    model = sentencepiece.parse(output.getvalue(), "the trained model")
     runtime = sentencepiece.convert(model)
-    return Tokenizer(runtime, SENTENCEPIECE_SPECIAL_TOKENS, sentencepiece_model=written.getvalue())
+    return Tokenizer(runtime, SENTENCEPIECE_SPECIAL_TOKENS, sentencepiece_model=output.getvalue())
 
 
 def _non_empty(texts: Iterable[str]) -> Iterator[str]:
-    """The non-empty ones of `texts`, checked: Unicode without lone surrogates, and not all blank."""
+    """The non-empty texts. Raises TokenizerError for lone surrogates, and if all texts are blank."""
     blank = True
     for text in texts:
         check_unicode(text)
@@ -143,19 +145,19 @@ def _non_empty(texts: Iterable[str]) -> Iterator[str]:
         raise TokenizerError("there is no text to train a tokenizer on", "files with some text")
 
 
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Lines of at most LINE_CHARACTERS, cut before a space where there is one.
+def _split_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines of at most LINE_CHARACTERS, split before a space if there is one.
 
-    SentencePiece would drop every line that has NUL or U+2585 (its own mark for unknown characters) and read
-    U+2581 as a space: these three are left out, and are later encoded by their bytes.
+    SentencePiece would skip lines with NUL or U+2585 (its mark for unknown characters) and read U+2581 as a space:
+    these three characters are removed, and later encoded as bytes.
     """
     for text in texts:
         for line in text.translate(_UNTRAINABLE).split("\n"):
             yield from _LINE_PART.findall(line)
 
 
-def _noting(failures: list[BaseException], lines: Iterator[str]) -> Iterator[str]:
-    """`lines`; an error of theirs is noted, because SentencePiece passes on no more than its text."""
+def _record_errors(failures: list[BaseException], lines: Iterator[str]) -> Iterator[str]:
+    """Yield `lines` and record their error, since SentencePiece only reports its text."""
     try:
         yield from lines
     except BaseException as error:
@@ -163,14 +165,14 @@ def _noting(failures: list[BaseException], lines: Iterator[str]) -> Iterator[str
         raise
 
 
-def _check_smallest(vocab_size: int, smallest: int) -> None:
-    if vocab_size < smallest:
-        raise _too_small(vocab_size, "bytes and special tokens alone", smallest)
+def _check_min_size(vocab_size: int, min_size: int) -> None:
+    if vocab_size < min_size:
+        raise _too_small(vocab_size, "bytes and special tokens alone", min_size)
 
 
-def _too_small(vocab_size: int, what: str, smallest: int) -> TokenizerError:
-    message = f"a vocabulary of {vocab_size} is too small: {what} need {smallest}"
-    return TokenizerError(message, f"a vocabulary size of at least {smallest}")
+def _too_small(vocab_size: int, content: str, min_size: int) -> TokenizerError:
+    message = f"a vocabulary of {vocab_size} is too small: {content} need {min_size}"
+    return TokenizerError(message, f"a vocabulary size of at least {min_size}")
 
 
 def _sentencepiece_error(error: RuntimeError, vocab_size: int) -> TokenizerError:

@@ -116,7 +116,7 @@ def test_malformed_json(content, tmp_path):
 def test_truncated_json(saved):
     path = saved / "tokenizer.json"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(TokenizerError, match="tokenizer.json is not valid JSON"):
+    with pytest.raises(TokenizerError, match="tokenizer.json is not JSON"):
         load(saved)
 
 

@@ -92,4 +92,4 @@ def test_the_window_stays_small():
     for id in range(500):
         stream.add_token(id)
     stream.finalize()
-    assert max(lengths) <= 2 * (WindowDetokenizer.LONGEST_CHARACTER + 1)
+    assert max(lengths) <= 2 * (WindowDetokenizer.MAX_CHARACTER_BYTES + 1)

@@ -100,7 +100,7 @@ def test_lone_surrogates(tokenizer_type):
 
 
 def test_unknown_kind_and_huge_vocabulary(corpus):
-    with pytest.raises(TokenizerError, match="unknown kind"):
+    with pytest.raises(TokenizerError, match="unknown tokenizer type"):
         train(corpus, 400, "unigram")
     with pytest.raises(TokenizerError, match="too large"):
         train(corpus, 10**9)
