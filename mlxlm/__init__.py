@@ -1,17 +1,17 @@
 """mlxlm: train, quantize and chat with language models on Apple silicon, with MLX.
 
-    import mlxlm
+Examples:
+    >>> import mlxlm
+    >>> lm = mlxlm.load("my-model")
+    >>> print(mlxlm.generate(lm, "Once upon a time", max_tokens=50).text)
+    >>> for chunk in mlxlm.stream(lm, "Once upon a time"):
+    ...     print(chunk.text, end="")
+    >>> for result in mlxlm.batch(lm, ["Once upon a time", "In a dark wood"], num_samples=2):
+    ...     print(result.text)
+    >>> print(mlxlm.score(lm, "Once upon a time").bits_per_byte)
+    >>> print(mlxlm.plan("15m", batch_size=16, max_seq_length=512).memory.total)
 
-    loaded = mlxlm.load("my-model")
-    print(mlxlm.generate(loaded, "Once upon a time", max_tokens=50).text)
-    for chunk in mlxlm.stream(loaded, "Once upon a time"):
-        print(chunk.text, end="")
-    for result in mlxlm.batch(loaded, ["Once upon a time", "In a dark wood"], num_samples=2):
-        print(result.text)
-    print(mlxlm.score(loaded, "Once upon a time").bits_per_byte)
-    print(mlxlm.plan("15m", batch_size=16, max_seq_length=512).memory.total)
-
-Importing this doesn't import MLX, which comes with the first call; on Linux it loads the BLAS that MLX is to use.
+Importing mlxlm doesn't import MLX, which the first call does. On Linux it loads the BLAS library for MLX.
 """
 
 from contextlib import suppress
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Chat", "batch", "generate", "load", "plan", "score", "stream"]
 
-# A millisecond: here, so that `import mlx.core` after this line finds the BLAS. The error of a BLAS that
-# can't be loaded comes with the first use of MLX, where a command can show it.
+# Takes a millisecond. Here, so that a later `import mlx.core` uses this BLAS; an error is raised with the first use of
+# MLX, where a command can show it.
 with suppress(errors.PlatformError):
     blas.load_blas()
 
@@ -40,7 +40,7 @@ def __getattr__(name: str):
         from mlxlm.chat.session import Chat
 
         return Chat
-    if name == "plan":  # the package, which can be called
+    if name == "plan":  # a callable package
         return import_module("mlxlm.plan")
     if name in __all__:
         from mlxlm import generation
