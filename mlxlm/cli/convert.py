@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import json_option
+from mlxlm.cli.options import argument_errors_as_usage, json_option
 from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
     from mlxlm.convert.conversion import ConversionReport
-
-
-_NO_DTYPE = {"gguf": "--outtype sets the type of a GGUF file", "llama2.c": "these files are float32"}
 
 
 @click.command()
@@ -32,9 +28,16 @@ _NO_DTYPE = {"gguf": "--outtype sets the type of a GGUF file", "llama2.c": "thes
     type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
     help="Type of a GGUF file's matrices.  [default: SOURCE's]",
 )
-@click.option("--no-verify", is_flag=True, help="Don't read the output again to compare it with SOURCE.")
+@click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
+@click.option(
+    "--cross-check",
+    is_flag=True,
+    help="Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens.",
+)
 @json_option
-def convert(source: str, out: str, dtype: str | None, outtype: str | None, no_verify: bool, as_json: bool) -> None:
+def convert(
+    source: str, out: str, dtype: str | None, outtype: str | None, no_verify: bool, cross_check: bool, as_json: bool
+) -> None:
     """Convert SOURCE to another format, and verify the result.
 
     SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or llama2.c .bin file.
@@ -43,21 +46,22 @@ def convert(source: str, out: str, dtype: str | None, outtype: str | None, no_ve
     quantize to write quantized ones.
     """
     from mlxlm.convert.conversion import convert as run_convert
-    from mlxlm.convert.conversion import output_format
     from mlxlm.utils.errors import one_line
 
     if not source or not out:
         raise click.UsageError("SOURCE and --out need a name")
-    target = output_format(Path(out))
-    if out.endswith("/") and target != "huggingface":
+    if out.lower().endswith((".gguf/", ".bin/")):
         raise click.UsageError(f"{out} would be a file (try: without the / at its end, or another name for a folder)")
-    if dtype and target != "huggingface":
-        raise click.UsageError(f"--dtype would have no effect on {out}: {_NO_DTYPE[target]}")
-    if outtype and target != "gguf":
-        raise click.UsageError("--outtype would have no effect: it is for an --out that ends in .gguf")
-    with render.phases_progress() as progress:
-        outtype = outtype.upper() if outtype else None
-        report = run_convert(source, out, dtype=dtype, outtype=outtype, verify_output=not no_verify, progress=progress)
+    with argument_errors_as_usage(), render.phases_progress() as progress:
+        report = run_convert(
+            source,
+            out,
+            dtype=dtype,
+            outtype=outtype and outtype.upper(),
+            verify_output=not no_verify,
+            cross_check=cross_check,
+            progress=progress,
+        )
     if as_json:
         render.emit_json(report.to_dict())
         return

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import click
+
+from mlxlm.utils.errors import ArgumentError
 
 TEXT_COLUMN_HELP = "Column of tables, or field of JSON lines, that has the text."
 SOURCES_HELP = (
@@ -83,6 +87,15 @@ def flag(name: str) -> str:
         if parameter.name == name and isinstance(parameter, click.Option):
             return max(parameter.opts, key=len)
     return f"--{name.replace('_', '-')}"
+
+
+@contextmanager
+def argument_errors_as_usage() -> Iterator[None]:
+    """Turn the ArgumentError of a library function into UsageError, with options for the arguments it names."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise click.UsageError(re.sub(r"`(\w+)`", lambda match: flag(match[1]), str(error))) from error
 
 
 def given_values(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Convert checkpoints between formats, verify the result, and compare models."""
 
-from mlxlm.convert.conversion import convert
+from mlxlm.convert.conversion import ConversionReport, convert
 
-__all__ = ["convert"]
+__all__ = ["ConversionReport", "convert"]

@@ -26,7 +26,7 @@ from mlxlm.utils.errors import CheckpointError, TokenizerError
 _TIE = {"mlx_lm": 1e-3, "transformers": 1e-3, "llama.cpp": 0.02}
 _TIE_QUANTIZED = 0.1
 _BLOCKS = {"Q8_0", "Q4_0"}  # types that llama.cpp multiplies with rounded activations
-_HINT = "--no-verify writes it all the same"
+_HINT = "without cross_check (--cross-check) to write it anyway"
 
 
 def cross_check(

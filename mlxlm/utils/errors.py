@@ -59,6 +59,13 @@ class ConfigError(MlxlmError):
     """A model configuration or a setting can't work."""
 
 
+class ArgumentError(ConfigError):
+    """Arguments of a function contradict each other, or one has no effect.
+
+    The message names arguments in backticks; the command line shows the options of these names instead.
+    """
+
+
 class TokenizerError(MlxlmError):
     """A tokenizer can't be read, trained or used."""
 

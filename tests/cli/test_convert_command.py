@@ -14,8 +14,7 @@ from mlxlm.utils.json_files import write_json
 
 
 @pytest.fixture(autouse=True)
-def no_peers(monkeypatch):
-    monkeypatch.setattr("mlxlm.convert.conversion._BACKENDS", {"huggingface": (), "gguf": (), "llama2.c": ()})
+def few_greedy_tokens(monkeypatch):
     monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
 
 
@@ -57,7 +56,7 @@ def test_convert_says_what_it_wrote_and_verified(model, tmp_path, capsys):
 def test_options_without_an_effect_are_wrong_usage(model, tmp_path, capsys):
     for out, options in (
         ("out", ["--outtype", "f16"]), ("out.bin", ["--outtype", "f16"]), ("out.gguf", ["--dtype", "float16"]),
-        ("out.bin", ["--dtype", "float16"]),
+        ("out.bin", ["--dtype", "float16"]), ("out", ["--no-verify", "--cross-check"]),
     ):  # fmt: skip
         code, _, err = run(capsys, "convert", model, "--out", tmp_path / out, *options)
         assert code == 2 and "would have no effect" in err
@@ -147,7 +146,7 @@ def test_compare_needs_one_tokenizer(model, tmp_path, make_text, capsys):
 
 def test_kinds_of_files_are_those_of_the_library():
     from mlxlm.cli.convert import convert
-    from mlxlm.convert.conversion import DTYPES, OUTTYPES
+    from mlxlm.convert.output_formats import DTYPES, OUTTYPES
 
     choices = {option.name: option.type.choices for option in convert.params if hasattr(option.type, "choices")}
     assert [outtype.upper() for outtype in choices["outtype"]] == list(OUTTYPES)

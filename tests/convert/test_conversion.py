@@ -19,7 +19,7 @@ from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.quantize import quantize
 from mlxlm.tokenizer import Tokenizer, sentencepiece
-from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
+from mlxlm.utils.errors import ArgumentError, CheckpointError, ConfigError, TokenizerError
 from mlxlm.utils.json_files import write_json
 from tests.paths import SHARED
 
@@ -55,14 +55,12 @@ def results(report) -> dict[str, str]:
     return {check.name: check.result for check in report.checks}
 
 
-def quiet_peers(monkeypatch):
-    """Other programs take seconds to start: they are asked in tests of their own."""
-    monkeypatch.setattr(module, "_BACKENDS", dict.fromkeys(module._BACKENDS, ()))
+@pytest.fixture(autouse=True)
+def few_greedy_tokens(monkeypatch):
     monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
 
 
-def test_a_folder_of_transformers_opens_in_transformers_and_mlx_lm_again(tmp_path, tiny_tokenizer, monkeypatch):
-    quiet_peers(monkeypatch)
+def test_a_folder_of_transformers_opens_in_transformers_and_mlx_lm_again(tmp_path, tiny_tokenizer):
     torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -92,8 +90,7 @@ def test_a_folder_of_transformers_opens_in_transformers_and_mlx_lm_again(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_around_the_formats_and_back_bit_equal(write_model, tmp_path, monkeypatch, dtype):
-    quiet_peers(monkeypatch)
+def test_around_the_formats_and_back_bit_equal(write_model, tmp_path, dtype):
     source = write_model(dtype=dtype)
     reports = [
         convert(source, tmp_path / "out.gguf"),
@@ -125,8 +122,7 @@ def sentencepiece_tokenizer(size: int) -> Tokenizer:
     return Tokenizer(runtime, sentencepiece.special_names(proto), sentencepiece_model=written.getvalue())
 
 
-def test_a_llama2c_file_and_back(write_model, tmp_path, monkeypatch):
-    quiet_peers(monkeypatch)
+def test_a_llama2c_file_and_back(write_model, tmp_path):
     tokenizer = sentencepiece_tokenizer(300)
     source = write_model(tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
     tokenizer.save(source)
@@ -147,8 +143,7 @@ def test_a_llama2c_file_and_back(write_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("outtype", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5)])
-def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, monkeypatch, outtype, bits):
-    quiet_peers(monkeypatch)
+def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, outtype, bits):
     report = convert(write_model(), tmp_path / "out.gguf", outtype=outtype)
     assert results(report)["tensors"] == results(report)["logits"] == "within rounding"
     assert report.bits_per_weight < bits + 2 and report.dtype == outtype
@@ -156,8 +151,7 @@ def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, monkeypatc
     assert back.dtype == "float16" and back.bits_per_weight == 16
 
 
-def test_a_quantized_folder_becomes_plain(write_model, tmp_path, monkeypatch):
-    quiet_peers(monkeypatch)
+def test_a_quantized_folder_becomes_plain(write_model, tmp_path):
     source = write_model()
     weights = taken_out(source)
     name = "model.layers.1.mlp.up_proj"
@@ -173,8 +167,7 @@ def test_a_quantized_folder_becomes_plain(write_model, tmp_path, monkeypatch):
     assert open_checkpoint(tmp_path / "out").tensors[f"{name}.weight"].dtype == mx.float16
 
 
-def test_a_quantized_folder_becomes_a_llama2c_file(write_model, tmp_path, monkeypatch):
-    quiet_peers(monkeypatch)
+def test_a_quantized_folder_becomes_a_llama2c_file(write_model, tmp_path):
     source = write_model(tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
     sentencepiece_tokenizer(300).save(source)
     quantize(source, tmp_path / "quantized", group_size=32, evaluate=False, verify=False)
@@ -185,11 +178,10 @@ def test_a_quantized_folder_becomes_a_llama2c_file(write_model, tmp_path, monkey
         assert mx.array_equal(written[name].read(), tensor.read().astype(mx.float32)), name
 
 
-def test_a_published_llama2c_file_comes_back(tmp_path, monkeypatch):
+def test_a_published_llama2c_file_comes_back(tmp_path):
     source = SHARED / "models/stories260K/stories260K.bin"
     if not source.is_file():
         pytest.skip("no models beside this checkout")
-    quiet_peers(monkeypatch)
     convert(source, tmp_path / "folder")
     convert(tmp_path / "folder", tmp_path / "out/model.bin")
     written, expected = (np.fromfile(path, np.float32) for path in (tmp_path / "out/model.bin", source))
@@ -198,8 +190,7 @@ def test_a_published_llama2c_file_comes_back(tmp_path, monkeypatch):
     assert (tmp_path / "out/tokenizer.bin").read_bytes() == source.with_name("tok512.bin").read_bytes()
 
 
-def test_dtypes(write_model, tmp_path, monkeypatch):
-    quiet_peers(monkeypatch)
+def test_dtypes(write_model, tmp_path):
     source = write_model(dtype="float32")
     report = convert(source, tmp_path / "half", dtype="float16")
     assert results(report)["tensors"] == "within rounding" and report.bits_per_weight == 16
@@ -265,8 +256,7 @@ def test_options_outputs_and_sources_that_make_no_sense(write_model, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "there.gguf"]
 
 
-def test_a_model_without_a_tokenizer(write_model, tmp_path, monkeypatch):
-    quiet_peers(monkeypatch)
+def test_a_model_without_a_tokenizer(write_model, tmp_path):
     source = write_model(tokenizer=False)
     report = convert(source, tmp_path / "out")
     assert "no tokenizer" in report.warnings[0] and results(report)["greedy tokens"] == "equal"
@@ -278,14 +268,13 @@ def test_a_model_without_a_tokenizer(write_model, tmp_path, monkeypatch):
 def test_a_tokenizer_that_can_not_be_read_is_an_error_at_the_beginning(write_model, tmp_path, command):
     source = write_model()
     (source / "tokenizer.json").write_text('{"model": 1}')
-    message = "can't be read: .*tokenizer.json.*move the tokenizer's files away to write the weights alone"
+    message = "can't be read: .*tokenizer.json.*remove the tokenizer's files to write the weights only"
     with pytest.raises(TokenizerError, match=message):
         command(source, tmp_path / "out", progress=lambda phase, *_: pytest.fail(phase))
     assert not (tmp_path / "out").exists()
 
 
-def test_progress_ends_where_it_should(write_model, tmp_path, monkeypatch):
-    quiet_peers(monkeypatch)
+def test_progress_ends_where_it_should(write_model, tmp_path):
     source, told = write_model(), {}
     convert(source, tmp_path / "out", progress=lambda phase, done, total: told.update({phase: (done, total)}))
     assert all(done == total for done, total in told.values()), told
@@ -331,7 +320,7 @@ def test_memory_is_that_of_the_largest_tensor(write_model, tmp_path):
 
 @pytest.mark.parametrize("out", ["z.safetensors", "z.pt", "z.PTH", "z.json", ".gguf", ".bin"])
 def test_names_of_files_that_this_does_not_write_are_refused(write_model, tmp_path, out):
-    with pytest.raises(ConfigError, match="is not a name for what convert writes .try: a folder, NAME.gguf"):
+    with pytest.raises(ConfigError, match="doesn't write files like .* .try: a folder, NAME.gguf"):
         convert(write_model(), tmp_path / out)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
@@ -375,12 +364,22 @@ def test_types_that_are_not_as_asked_are_told(write_model, tmp_path):
     assert convert(source, tmp_path / "out", verify_output=False).dtype == "bfloat16, float32"
     report = convert(source, tmp_path / "out.gguf", outtype="Q4_0", verify_output=False)
     assert report.warnings == [] and report.notes == [
-        "kept in F16: blk.*.ffn_down.weight (32 doesn't divide their rows)",
-        "kept in Q8_0: token_embd.weight (each of its errors is one of a logit)",
+        "kept in F16: blk.*.ffn_down.weight (its rows are not a multiple of 32)",
+        "kept in Q8_0: token_embd.weight (its errors are errors of the logits)",
     ]
 
 
-def test_programs_are_not_asked_about_what_they_have_no_words_for(write_model, tmp_path, monkeypatch):
+def test_other_programs_run_only_with_cross_check(write_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", lambda *_, **__: pytest.fail("started"))
+    source = write_model()
+    for out in ("out", "out.gguf"):
+        checks = results(convert(source, tmp_path / out))
+        assert list(checks) == ["tensors", "tokenizer", "configuration", "logits", "greedy tokens"]
+    with pytest.raises(ArgumentError, match="`cross_check` would have no effect"):
+        convert(source, tmp_path / "third", verify_output=False, cross_check=True)
+
+
+def test_programs_do_not_run_on_models_that_they_do_not_support(write_model, tmp_path, monkeypatch):
     asked = []
 
     def ask(backend, *_args, **_options):
@@ -389,10 +388,10 @@ def test_programs_are_not_asked_about_what_they_have_no_words_for(write_model, t
 
     monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", ask)
     monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 4)
-    report = convert(write_model("own", positions="alibi"), tmp_path / "own-out")
+    report = convert(write_model("own", positions="alibi"), tmp_path / "own-out", cross_check=True)
     assert not asked and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"
     assert "only mlxlm opens this model" in report.checks[-1].detail and not report.warnings
-    report = convert(write_model("geglu", hidden_act="gelu"), tmp_path / "geglu-out")
+    report = convert(write_model("geglu", hidden_act="gelu"), tmp_path / "geglu-out", cross_check=True)
     assert asked == ["transformers"] and results(report)["mlx_lm"] == "differs"
     reason = "its llama computes silu, this model uses gelu"
     assert report.warnings == [f"mlx_lm computes something else: {reason}"]

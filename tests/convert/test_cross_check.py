@@ -59,7 +59,9 @@ def greedy_tokens(checkpoint: Checkpoint) -> list[int]:
 def answering(monkeypatch, answer) -> None:
     """`answer(peer, path, ids, start)` stands for the other programs."""
     monkeypatch.setattr(
-        cross_check.reference_backends, "run_backend", lambda backend, path, ids, start, **_: answer(backend, path, ids, start)
+        cross_check.reference_backends,
+        "run_backend",
+        lambda backend, path, ids, start, **_: answer(backend, path, ids, start),
     )
 
 
@@ -84,7 +86,9 @@ def test_a_tie_is_no_difference_and_an_absent_peer_is_skipped(memory, monkeypatc
 
 def test_another_token_is_an_error(memory, monkeypatch):
     answering(monkeypatch, lambda backend, path, ids, start: opinion(ids, start, 1, 0.01))
-    with pytest.raises(CheckpointError, match=r"out: mlx_lm goes on with token .* .greedy token 1 of 64.*--no-verify"):
+    with pytest.raises(
+        CheckpointError, match=r"out: mlx_lm goes on with token .* .greedy token 1 of 64.*without cross_check"
+    ):
         verify(memory, memory, "out", ("mlx_lm",))
 
 
@@ -124,16 +128,17 @@ def test_a_peer_that_refuses_is_a_warning_under_the_outputs_name(folder, tmp_pat
 
     answering(monkeypatch, answer)
     monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
-    report = convert(folder, tmp_path / "out")
+    report = convert(folder, tmp_path / "out", cross_check=True)
     [warning] = report.warnings
     assert warning.startswith("mlx_lm can't run this output: ") and "transformers agrees" in warning
     assert f"The model at {tmp_path / 'out'} in {tmp_path / 'out'} is odd" in warning
     assert ".partial" not in json.dumps(report.to_dict())
     assert {check.name: check.result for check in report.checks}["mlx_lm"] == "refused"
-    monkeypatch.setattr("mlxlm.convert.conversion._BACKENDS", {"huggingface": ("mlx_lm",)})
     (folder / "config.json").rename(tmp_path / "config.json")
     source = replace(open_checkpoint(tmp_path / "out"), path=tmp_path / "nowhere")
-    with pytest.raises(reference_backends.BackendRejected, match=r"out: mlx_lm can't read it.*try: --no-verify"):
+    with pytest.raises(
+        reference_backends.BackendRejected, match=r"out: mlx_lm can't read it.*try: without cross_check"
+    ):
         verify(source, open_checkpoint(tmp_path / "out"), "out", ("mlx_lm",))
 
 
@@ -228,7 +233,7 @@ def test_mlx_lm_agrees_with_the_right_tokens_only(folder):
 
 def test_llama_cpp_verifies_a_file_by_any_name(folder, tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    report = convert(folder, tmp_path / "my-Phi3-like.gguf")  # a name that llama.cpp would act on
+    report = convert(folder, tmp_path / "my-Phi3-like.gguf", cross_check=True)  # a name that llama.cpp would act on
     [check] = [check for check in report.checks if check.name == "llama.cpp"]
     assert check.result == "equal" and check.detail.endswith("; equal tokens of a text")
     assert report.warnings == []

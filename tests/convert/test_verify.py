@@ -8,7 +8,6 @@ from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
-from mlxlm.convert import conversion as converting
 from mlxlm.convert import convert
 from mlxlm.convert import verify as module
 from mlxlm.convert.verify import verify
@@ -69,7 +68,7 @@ def test_a_writer_that_swaps_two_rows_leaves_nothing(model, tmp_path, tiny_token
     def faulty(folder, values, config, tensors, tokenizer):
         write(folder, values, config, {**tensors, NAME: tensors[NAME].transform(swapped)}, tokenizer)
 
-    monkeypatch.setattr(converting.huggingface, "write", faulty)
+    monkeypatch.setattr(huggingface, "write", faulty)
     with pytest.raises(CheckpointError, match=f"out: {NAME} differs from"):
         convert(source, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["source"]

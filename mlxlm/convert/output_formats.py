@@ -1,0 +1,206 @@
+"""The formats that `convert` writes, one writer each: the arguments it takes, its checks, its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint import gguf, huggingface, llama2c
+from mlxlm.checkpoint.bits import fits_float16, max_abs
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors
+from mlxlm.checkpoint.tokenizer_files import FOLDER_FORMATS, check_tokenizer, copy_tokenizer
+from mlxlm.convert.tensor_diff import dequantized_tensors
+from mlxlm.utils.errors import ArgumentError, CheckpointError, ConfigError
+from mlxlm.utils.files import atomic_new_files, atomic_new_folder
+from mlxlm.utils.formatting import group_layers_by_value
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+OUTTYPES = gguf.OUTTYPES
+_OUTTYPE_OF = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+_OTHER_SUFFIXES = (".safetensors", ".pt", ".pth", ".json", ".ggml", ".npz")  # names of files that no writer makes
+# Why a matrix of a GGUF file is of another type than the outtype.
+_OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "its rows are not a multiple of 32"}
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """What a writer wrote.
+
+    Attributes:
+        path: What to open: a folder, or the file.
+        warnings: What the user should know.
+        notes: Deviations from the requested types that are intended.
+        tokens_may_differ: Whether a warning says that the format's runtime tokenizes some texts differently.
+    """
+
+    path: Path
+    warnings: list[str]
+    notes: list[str]
+    tokens_may_differ: bool = False
+
+
+class Writer:
+    """Writes one checkpoint in one format.
+
+    Attributes:
+        format: Name of the format, as in `Checkpoint.format` or "huggingface".
+        backends: Other programs that read the format, names in `reference_backends.REQUIRED_PACKAGES`.
+        tensors: The tensors to write, not quantized, by the decoder's names.
+        type_name: Type of the file's weights if the format has one, else None.
+    """
+
+    format: ClassVar[str]
+    backends: ClassVar[tuple[str, ...]] = ()
+    dtype_ignored: ClassVar[str | None] = None  # why `dtype` has no effect
+    outtype_ignored: ClassVar[str | None] = "it is for .gguf files"
+
+    def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
+        self.checkpoint, self.out = checkpoint, out
+        self.config = checkpoint.config.with_changes(quantization=None)
+        self.tensors: LazyTensors = dequantized_tensors(checkpoint)
+        self.type_name: str | None = None
+
+    @classmethod
+    def check_arguments(cls, dtype: str | None, outtype: str | None) -> None:
+        """Raise ConfigError for unknown types, ArgumentError for one that the format doesn't use."""
+        for name, value, choices, ignored in (
+            ("dtype", dtype, DTYPES, cls.dtype_ignored),
+            ("outtype", outtype, OUTTYPES, cls.outtype_ignored),
+        ):
+            if value is not None and value not in choices:
+                raise ConfigError(f"unknown {name} {value!r}", f"one of {', '.join(choices)}")
+            if value is not None and ignored:
+                raise ArgumentError(f"`{name}` would have no effect: {ignored}")
+
+    def atomic_output(self) -> AbstractContextManager[Path]:
+        """A context manager: a temporary folder whose files get their names at the end."""
+        return atomic_new_files(self.out)
+
+    def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
+        """Write `tensors`, which are `self.tensors` with progress, to the temporary `folder`."""
+        raise NotImplementedError
+
+
+class HuggingFaceWriter(Writer):
+    """A folder in the model family's own Hugging Face layout."""
+
+    format = "huggingface"
+    backends = ("transformers", "mlx_lm")
+
+    def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
+        super().__init__(checkpoint, out)
+        check_tokenizer(checkpoint)
+        if dtype or checkpoint.config.quantization or checkpoint.format not in FOLDER_FORMATS:
+            target = DTYPES[dtype] if dtype else _main_dtype(checkpoint)
+            self.tensors = {name: _cast(name, tensor, target) for name, tensor in self.tensors.items()}
+
+    def atomic_output(self) -> AbstractContextManager[Path]:
+        """A context manager: a temporary folder that gets its name at the end."""
+        return atomic_new_folder(self.out)
+
+    def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
+        """Write config.json, the weights and the tokenizer's files."""
+        huggingface.write(folder, self.checkpoint.hf_config, self.config, tensors, None)
+        return WrittenFiles(folder, copy_tokenizer(self.checkpoint, folder), [])
+
+
+class GGUFWriter(Writer):
+    """A file for llama.cpp."""
+
+    format = "gguf"
+    backends = ("llama.cpp",)
+    dtype_ignored = "`outtype` sets the type of a .gguf file"
+    outtype_ignored = None
+
+    def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
+        super().__init__(checkpoint, out)
+        self.tokenizer = checkpoint.load_tokenizer()
+        self.type_name = outtype or _OUTTYPE_OF[_main_dtype(checkpoint)]
+
+    def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
+        """Write the file."""
+        path = folder / self.out.name
+        result = gguf.write(path, self.config, tensors, self.tokenizer, self.type_name)
+        notes = [
+            f"kept in {other}: {names} ({_OTHER_TYPE_REASONS[other]})"
+            for other, names in group_layers_by_value(result.other_types).items()
+        ]
+        return WrittenFiles(path, list(result.notes), notes, result.tokens_may_differ)
+
+
+class Llama2cWriter(Writer):
+    """A llama2.c file with its tokenizer.bin."""
+
+    format = "llama2.c"
+    dtype_ignored = "llama2.c files are float32"
+
+    def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
+        super().__init__(checkpoint, out)
+        self.tokenizer = checkpoint.load_tokenizer()
+        llama2c.check_output_path(out, self.config, self.tokenizer)
+
+    def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
+        """Write both files."""
+        path = folder / self.out.name
+        llama2c.write(path, self.config, tensors, self.tokenizer)
+        return WrittenFiles(path, [], [])
+
+
+_WRITERS = {".gguf": GGUFWriter, ".bin": Llama2cWriter}
+
+
+def writer_for(out: Path) -> type[Writer]:
+    """The writer for the name of an output: NAME.gguf, NAME.bin, or any other name for a folder.
+
+    Raises:
+        ConfigError: The name looks like a file in another format.
+    """
+    if (out.name.startswith(".") and out.name.lower() in _WRITERS) or out.suffix.lower() in _OTHER_SUFFIXES:
+        raise ConfigError(f"convert doesn't write files like {out.name}", "a folder, NAME.gguf or NAME.bin")
+    return _WRITERS.get(out.suffix.lower(), HuggingFaceWriter)
+
+
+def dtype_names(tensors: Iterable[LazyTensor]) -> str:
+    """The dtypes of tensors, the one with most bytes first: "bfloat16, float32"."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("mlx.core.")
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    return ", ".join(sorted(sizes, key=sizes.get, reverse=True))
+
+
+def _main_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+    """The dtype of most weights of a checkpoint; if it is quantized, of most of its scales, else float16."""
+    sizes = dict.fromkeys(DTYPES.values(), 0)
+    quantized = False
+    for tensor in checkpoint.tensors.values():
+        if tensor.stored_dtype in UNQUANTIZED_DTYPES and tensor.dtype in sizes:
+            sizes[tensor.dtype] += tensor.nbytes
+        else:
+            quantized = True
+    if quantized:
+        sizes[mx.float32] = 0  # vectors: GGUF files keep them in float32 whatever the model's dtype
+        if not any(sizes.values()):
+            return mx.float16
+    return max(sizes, key=sizes.get)
+
+
+def _cast(name: str, tensor: LazyTensor, dtype: mx.Dtype) -> LazyTensor:
+    """The tensor in `dtype`; reading it raises CheckpointError if float16 can't represent its values."""
+    if dtype == tensor.dtype or not mx.issubdtype(tensor.dtype, mx.floating):
+        return tensor
+    if dtype != mx.float16:
+        return tensor.astype(dtype)
+
+    def to_float16(value: mx.array) -> mx.array:
+        if not fits_float16(value):
+            problem = f"{name} has values up to {max_abs(value):.3g}, the largest float16 is 65504"
+            raise CheckpointError(problem, "bfloat16 or float32")
+        return value.astype(mx.float16)
+
+    return tensor.transform(to_float16, dtype=mx.float16)
