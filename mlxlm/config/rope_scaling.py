@@ -36,6 +36,13 @@ _MIN, _MAX = 1e-6, 1e12  # beyond these, products of factors overflow float32
 _BOUNDS = f" from {_MIN} to {_MAX}"
 
 
+def required_fields(rope_type: str) -> list[str]:
+    """Fields of a `rope_type` without a default."""
+    # longrope's default factor is the ratio of the two lengths.
+    optional = (*_OPTIONAL, "factor") if rope_type == "longrope" else _OPTIONAL
+    return [name for name in SCALINGS[rope_type] if name not in optional]
+
+
 def validate_rope(c: ModelConfig) -> Iterator[str]:
     """Yield a message for each problem of the rotary position fields of a configuration."""
     dims = c.rotary_dims
@@ -60,8 +67,7 @@ def _validate_scaling(c: ModelConfig, scaling: Any, dims: int) -> Iterator[str]:
             if not isinstance(value, list) or len(value) != dims // 2 or not all(map(_is_factor, value)):
                 yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers{_BOUNDS}"
             continue
-        # longrope's default factor is the ratio of the two lengths.
-        optional = name in _OPTIONAL or (rope_type == "longrope" and name == "factor")
+        optional = name not in required_fields(rope_type)
         if name != "truncate" and not _is_factor(value) and not (value is None and optional):
             bounds = _BOUNDS if is_positive(value) else ""
             yield f"rope_scaling: {name} is {short_repr(value)}, {rope_type} needs a positive number{bounds}"

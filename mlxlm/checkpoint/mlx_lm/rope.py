@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
-from mlxlm.config.rope_scaling import SCALINGS, attention_factor, scaled_wavelengths, unscaled_wavelengths
+from mlxlm.config.rope_scaling import (
+    SCALINGS,
+    attention_factor,
+    required_fields,
+    scaled_wavelengths,
+    unscaled_wavelengths,
+)
 from mlxlm.utils.errors import CheckpointError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -22,7 +28,6 @@ _SYNONYMS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 _SLIDING_BASE = {
     "gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq", "olmo3": "rope_theta",
 }  # fmt: skip
-_REQUIRED = {"yarn": ("factor", "original_max_position_embeddings"), "longrope": ("short_factor", "long_factor")}
 
 _TYPES = {
     **{name: (int, float) for names in SCALINGS.values() for name in names},
@@ -191,7 +196,7 @@ def _wavelengths(rope: Mapping[str, Any], base: float, dims: int) -> list[float]
         return unscaled_wavelengths(base, dims)
     if rope_type not in SCALINGS or rope_type == "dynamic":
         return None
-    if any(name not in rope for name in _REQUIRED.get(rope_type, SCALINGS[rope_type])):
+    if any(name not in rope for name in required_fields(rope_type)):
         return None
     return scaled_wavelengths(base, dims, rope)
 
