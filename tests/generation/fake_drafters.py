@@ -35,8 +35,8 @@ class Oracle:
         self.closed = True
 
 
-class Always:
-    """A Pace that always proposes `count`."""
+class FixedLength:
+    """A DraftLengthController that always chooses `count`."""
 
     reason = None
 
@@ -46,7 +46,7 @@ class Always:
     def next_draft_length(self):
         return self.count
 
-    def record_acceptance(self, accepted, refused):
+    def record_acceptance(self, accepted, rejected):
         pass
 
     def record_time(self, proposals, seconds):
@@ -54,12 +54,13 @@ class Always:
 
 
 def always(drafter, count):
+    """A SpeculativeDecoder that always drafts `count` tokens."""
     speculation = SpeculativeDecoder(drafter, num_draft_tokens=count)
-    speculation._draft_length = Always(count)
+    speculation._draft_length = FixedLength(count)
     return speculation
 
 
-def disturbed(model, share):
+def perturbed(model, share):
     """A model that agrees with `model` often, not always."""
     other = Decoder(model.config)
     noise = iter(mx.random.split(mx.random.key(1), 100))

@@ -1,4 +1,4 @@
-"""Batches: every row's text is the one of its request alone, whatever is beside it."""
+"""Batched generation: every text equals that of its request alone."""
 
 import itertools
 import random
@@ -56,7 +56,7 @@ requests = st.builds(
 
 @settings(max_examples=10)
 @given(st.lists(requests, min_size=1, max_size=7), st.integers(1, 5))
-def test_rows_equal_their_result_alone(lm, wanted, batch_size):
+def test_batched_texts_equal_texts_alone(lm, wanted, batch_size):
     found = dict(run_batch(lm, wanted, batch_size=batch_size))
     assert sorted(found) == list(range(len(wanted)))
     for index, request in enumerate(wanted):
@@ -127,7 +127,7 @@ def greedy(ids, max_tokens=4):
     return Request(ids, GenerationOptions(temperature=0, max_tokens=max_tokens, seed=1))
 
 
-def test_what_prompts_share_is_read_once(lm):
+def test_a_shared_prefix_is_read_once(lm):
     model = counting(lm)
     wanted = [greedy([*SYSTEM, 7 + i, *range(i % 3)]) for i in range(8)]
     results = dict(run_batch(model, wanted, batch_size=8))
@@ -209,7 +209,7 @@ def test_requests_are_drawn_as_they_are_needed(lm, batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_an_iterable_may_have_nothing_for_now(lm, batch_size):
+def test_an_iterable_may_yield_none_for_now(lm, batch_size):
     given = []
 
     def source():
@@ -266,7 +266,7 @@ def test_a_row_that_has_ended_needs_no_position_behind_the_context(lm, changes):
         same(result, alone(other, wanted[index]))
 
 
-def test_a_batch_that_waits_holds_no_caches(lm):
+def test_a_waiting_batch_holds_no_caches(lm):
     held = []
 
     def source():
@@ -330,7 +330,7 @@ def test_refused(lm, arguments, message):
 
 
 @given(st.lists(st.integers(0, 1), max_size=600), st.lists(st.integers(0, 1), max_size=600), st.integers(0, 600))
-def test_what_two_texts_begin_with(one, other, n):
+def test_common_prefix_length(one, other, n):
     one, other = [7] * n + one, [7] * n + other
     pairs = zip(one, other, strict=False)
     assert common_prefix_length(one, other) == len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))

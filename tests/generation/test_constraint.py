@@ -1,4 +1,4 @@
-"""Constraints: every text matches, whatever the model would rather say, or the reason is told."""
+"""Constrained decoding: every text matches its constraint, or the reason is reported."""
 
 import json
 import re
@@ -297,7 +297,7 @@ def nested(depth):
 
 
 @pytest.mark.parametrize(
-    ("constraint", "said"),
+    ("constraint", "message"),
     [
         ({"json_schema": {"not": {"type": "string"}}}, '"not" can\'t be enforced while a text is generated'),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, '"uniqueItems" can\'t be enforced'),
@@ -322,11 +322,11 @@ def nested(depth):
         ({"regex": r"[^\x00-\x{10FFFF}]"}, "no text matches it"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_in_one_line(lm, constraint, said):
+def test_unsupported_constraints_are_refused_in_one_line(lm, constraint, message):
     started = time.process_time()
     with pytest.raises(GenerationError) as caught:
         compiled(GenerationOptions(**constraint), lm.tokenizer)
-    assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert message in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert time.process_time() - started < 5
 
 
@@ -495,7 +495,7 @@ def test_one_of_alternatives_that_take_too_long_to_compare_is_refused(lm, schema
     assert time.process_time() - started < 5
 
 
-def test_no_error_speaks_of_the_library(lm):
+def test_errors_do_not_mention_llguidance_terms(lm):
     """Its options and its ways of saying things mean nothing to who wrote the schema."""
     wrong = [
         False, {"not": {}}, {"oneOf": []}, {"anyOf": []}, {"enum": []}, {"type": []}, {"enum": 3}, {"type": 3},

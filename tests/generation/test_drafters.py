@@ -126,7 +126,7 @@ def test_a_padded_vocabulary_gets_the_width_of_the_other(lm, size):
     assert max(draft_state.propose(4, Checked(), size).tolist()) < min(size, 300)
 
 
-def test_what_can_be_taken_back(lm):
+def test_max_trimmable_tokens(lm):
     assert max_trimmable_tokens(Context(lm.model), 7) == 7
     rotating = Context(lm.model, KVOptions(size=20, keep=2))  # drops 2 at a time
     rotating.read(list(range(1, 16)))

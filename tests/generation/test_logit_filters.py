@@ -1,4 +1,4 @@
-"""The distribution that a token is drawn from: against a float64 reference, and against transformers."""
+"""Logit filters against a float64 reference and against transformers."""
 
 from dataclasses import replace
 
@@ -112,7 +112,7 @@ def test_ties_with_the_last_kept_token_stay():
     assert (probabilities(logits, SamplingOptions(temperature=1.0, top_p=0.3)) > 0).tolist() == [True] + [False] * 3
 
 
-def test_a_set_is_never_empty():
+def test_no_filter_removes_all_tokens():
     """However little probability is asked for; and however flat the distribution."""
     for logits in (np.zeros(100_000, np.float32), np.linspace(-50, 50, V, dtype=np.float32)):
         for option in ({"top_p": 1e-12}, {"typical_p": 1e-12}, {"top_p": 1 - 1e-12}, {"typical_p": 1 - 1e-12}):
@@ -147,7 +147,7 @@ def test_xtc_leaves_the_least_likely_top_choice(likely, threshold, kept):
     assert np.isfinite(np.array(both[1])).all()
 
 
-def test_the_order_of_filters_is_the_stated_one():
+def test_the_order_of_filters():
     """Each pair where the order shows: thresholds are of what the earlier filter has left."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     kept = lambda **o: np.flatnonzero(probabilities(logits, SamplingOptions(**{"temperature": 1.0, **o}))).tolist()  # noqa: E731

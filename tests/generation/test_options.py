@@ -11,7 +11,7 @@ from mlxlm.generation import GenerationOptions, Sampler, SamplingOptions
 from mlxlm.utils.errors import GenerationError
 
 
-def test_all_problems_are_named_at_once_with_values_that_work():
+def test_all_problems_are_reported_at_once():
     wrong = {
         "temperature": -1,
         "top_k": -2,
@@ -43,28 +43,59 @@ def test_all_problems_are_named_at_once_with_values_that_work():
 @pytest.mark.parametrize(
     "setting",
     [
-        {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 1e-9}, {"temperature": "1"},
-        {"top_k": 1.5}, {"top_k": True}, {"top_p": float("nan")}, {"top_p": 1.1}, {"min_p": -0.1},
-        {"repetition_penalty": float("inf")}, {"seed": 2**64}, {"typical_p": 1.5}, {"xtc_probability": None},
-        {"dry_sequence_breakers": ("", "x")}, {"dry_sequence_breakers": (1,)}, {"dry_sequence_breakers": None}, {"logit_bias": {-1: 0.0}},
-        {"logit_bias": {"x": 1.0}}, {"logit_bias": {1: float("nan")}}, {"logit_bias": {1: -1e9}},
-        {"logit_bias": ["3"]}, {"logit_bias": ["3=x"]}, {"logit_bias": 3}, {"logprobs": 10**6}, {"json_schema": "{"},
-        {"json_schema": "[]"}, {"json_schema": 3}, {"json_schema": {1: object()}},
-        {"json_schema": {"const": float("nan")}}, {"json_schema": '{"const": NaN}'},
-        {"json_schema": '{"const": 1e400}'}, {"json_schema": '{"const": 1' + "0" * 400 + "}"},
-        {"json_schema": '{"const": "\\ud83d"}'}, {"regex": 3}, {"regex": "a" * 2**21}, {"choice": ("",)},
-        {"choice": (None,)}, {"choice": None}, {"logit_bias": None}, {"logit_bias": {1.5: 1.0}},
-        {"logit_bias": ["5=1", "5=-100"]}, {"logit_bias": {"5": 1, 5: 3}}, {"top_k": np.float32(1.5)},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-9},
+        {"temperature": "1"},
+        {"top_k": 1.5},
+        {"top_k": True},
+        {"top_p": float("nan")},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"repetition_penalty": float("inf")},
+        {"seed": 2**64},
+        {"typical_p": 1.5},
+        {"xtc_probability": None},
+        {"dry_sequence_breakers": ("", "x")},
+        {"dry_sequence_breakers": (1,)},
+        {"dry_sequence_breakers": None},
+        {"logit_bias": {-1: 0.0}},
+        {"logit_bias": {"x": 1.0}},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": {1: -1e9}},
+        {"logit_bias": ["3"]},
+        {"logit_bias": ["3=x"]},
+        {"logit_bias": 3},
+        {"logprobs": 10**6},
+        {"json_schema": "{"},
+        {"json_schema": "[]"},
+        {"json_schema": 3},
+        {"json_schema": {1: object()}},
+        {"json_schema": {"const": float("nan")}},
+        {"json_schema": '{"const": NaN}'},
+        {"json_schema": '{"const": 1e400}'},
+        {"json_schema": '{"const": 1' + "0" * 400 + "}"},
+        {"json_schema": '{"const": "\\ud83d"}'},
+        {"regex": 3},
+        {"regex": "a" * 2**21},
+        {"choice": ("",)},
+        {"choice": (None,)},
+        {"choice": None},
+        {"logit_bias": None},
+        {"logit_bias": {1.5: 1.0}},
+        {"logit_bias": ["5=1", "5=-100"]},
+        {"logit_bias": {"5": 1, 5: 3}},
+        {"top_k": np.float32(1.5)},
     ],
-)  # fmt: skip
-def test_impossible_settings(setting):
+)
+def test_invalid_values(setting):
     with pytest.raises(GenerationError, match=next(iter(setting))) as caught:
         SamplingOptions(**setting)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ({"temperature": 0, "typical_p": 0.9}, "typical_p needs a temperature above 0"),
         ({"temperature": 0, "xtc_probability": 0.5}, "xtc_probability needs a temperature above 0"),
@@ -81,12 +112,12 @@ def test_impossible_settings(setting):
         ({"json_schema": '{"const": "\\ud83d"}'}, "it has half of a surrogate pair"),
     ],
 )
-def test_settings_that_contradict_each_other(setting, said):
-    with pytest.raises(GenerationError, match=said):
+def test_messages_of_invalid_values(setting, message):
+    with pytest.raises(GenerationError, match=message):
         GenerationOptions(**setting)
 
 
-def test_forms_a_setting_can_be_given_in():
+def test_accepted_forms_of_values():
     """JSON has ids as texts and lists for tuples; the shell has everything as text."""
     biases = {5: -100.0, 7: 2.5}
     for given in (biases, {"5": -100.0, "7": "2.5"}, ["5=-100", "7=2.5"], ("5=-1e2", "7=2.5")):
@@ -104,7 +135,7 @@ def test_forms_a_setting_can_be_given_in():
     )
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_numbers_are_accepted():
     options = SamplingOptions(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(5): np.float32(1)})
     assert options == SamplingOptions(temperature=0.5, top_k=3, logit_bias={5: 1.0})
     assert type(options.temperature) is float and type(options.top_k) is int and type(*options.logit_bias) is int
@@ -112,7 +143,7 @@ def test_numbers_of_numpy_are_numbers():
 
 @pytest.mark.parametrize("name", [f.name for f in fields(GenerationOptions) if isinstance(f.default, int | float)])
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
-def test_a_large_number_is_refused_or_can_be_drawn_with(name, value):
+def test_large_numbers_are_refused_or_work(name, value):
     try:
         options = GenerationOptions.of(**{"dry_multiplier": 1.0, "dry_sequence_breakers": (), name: value})
     except GenerationError as error:
@@ -128,6 +159,6 @@ def test_options_survive_a_file_of_json():
     assert GenerationOptions.of(**json.loads(json.dumps(asdict(options)))) == options
 
 
-def test_there_is_no_other_setting():
+def test_unknown_options_are_refused():
     with pytest.raises(GenerationError, match="there is no option temprature"):
         GenerationOptions.of(temprature=1)

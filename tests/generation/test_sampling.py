@@ -1,4 +1,4 @@
-"""Draws: they follow the distribution, depend on their seed alone, and each row on itself alone."""
+"""Sampling: the distribution of draws, their seeds, and independence of the rows of a batch."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel, Sampler, SamplingOptions, generate
 from mlxlm.generation.drafters import DraftModel
-from mlxlm.generation.gumbel_noise import _exponential, derive_seed, gumbel_noise, token_noise
 from mlxlm.generation.sampling import sample_batch
 from mlxlm.utils.errors import GenerationError
 from tests.generation.fake_drafters import always
@@ -86,12 +85,12 @@ def test_the_tokens_of_one_text_are_independent():
     """Pairs of draws that follow each other have the product of their distributions."""
     p = np.array([0.5, 0.3, 0.2])
     sampler = Sampler(SamplingOptions(temperature=1.0), [1], seed=0)
-    logits = mx.log(mx.array(p.astype(np.float32)))[None]
-    tokens = np.array(mx.concatenate([sampler(logits) for _ in range(4001)]))
+    logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
+    tokens = np.array(sampler.verify_draft(logits, mx.zeros(4000, mx.int32))[0])  # 4001 steps at once
     assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
 
 
-def test_seeds_beside_each_other_are_independent():
+def test_adjacent_seeds_are_independent():
     p = np.array([0.5, 0.3, 0.2])
     logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
     tokens = np.array(
@@ -100,45 +99,13 @@ def test_seeds_beside_each_other_are_independent():
     assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
 
 
-def test_noise_is_fine_near_its_top():
-    """The 67 highest or so of 4M numbers all differ, and are as many as they should be.
-
-    -log(u) has few values there, and unlikely tokens of a large vocabulary would be short of draws.
-    """
-    keys = [token_noise(5, step)[0] for step in range(16)]
-    top = np.concatenate([noise[noise > 11] for noise in (np.array(gumbel_noise([key], 250_000)) for key in keys)])
-    expected = 4_000_000 * -np.expm1(-np.exp(-11))
-    assert abs(len(top) - expected) < 4 * expected**0.5
-    assert len(set(top.tolist())) == len(top)
-
-
-def test_noise_has_gumbels_distribution():
-    """Kolmogorov-Smirnov distance of 100,000 numbers to exp(-exp(-x)), below its 99.99 % quantile."""
-    noise = np.sort(np.array(gumbel_noise([token_noise(1, 1)[0]], 100_000))[0].astype(np.float64))
-    assert np.isfinite(noise).all()
-    distance = np.abs(np.exp(-np.exp(-noise)) - (np.arange(100_000) + 0.5) / 100_000).max()
-    assert distance < 2.23 / 100_000**0.5
-
-
-def test_exponentials_are_exact_at_both_ends():
-    u = np.concatenate([np.logspace(-9.9, -0.01, 2000), 1 - np.logspace(-7, -0.3, 1000)]).astype(np.float32)
-    u = u[u < 1]
-    np.testing.assert_allclose(np.array(_exponential(mx.array(u))), -np.log1p(-u.astype(np.float64)), rtol=4e-7)
-
-
-def test_padded_vocabularies_share_their_noise():
-    keys = [token_noise(1, step)[0] for step in range(3)]
-    small, large = gumbel_noise(keys, 151_936), gumbel_noise(keys, 152_064)
-    assert mx.array_equal(small, large[:, :151_936])
-
-
 def texts(options, seed, n=20):
     sampler = Sampler(options, [1, 2, 3], seed)
     logits = mx.random.normal((n, 1, V), key=mx.random.key(0)).astype(mx.bfloat16)
     return [sampler(row).item() for row in logits]
 
 
-def test_a_text_depends_on_its_seed_alone():
+def test_a_text_depends_only_on_its_seed():
     options = SamplingOptions(temperature=1.0)
     first = texts(options, seed=7)
     mx.random.seed(123)  # whatever else the process draws
@@ -146,13 +113,6 @@ def test_a_text_depends_on_its_seed_alone():
     assert texts(options, seed=7) == first
     assert texts(options, seed=8) != first
     assert len({tuple(texts(options, seed)) for seed in (0, 1, 2**32, 2**63, 2**64 - 1)}) == 5
-
-
-def test_derived_seeds_differ_in_every_part():
-    ids = ("1", "2", "1\n2", "\u00e9")
-    seeds = {derive_seed(seed, id, sample) for seed in range(10) for id in ids for sample in range(10)}
-    assert len(seeds) == 400 and all(0 <= seed < 2**53 for seed in seeds)
-    assert derive_seed(1, "a", 2) == 2229106196240772  # for ever: results are made again from it
 
 
 SETTINGS = [
@@ -183,7 +143,7 @@ SETTINGS = [
     st.integers(0, 1000),
     st.data(),
 )
-def test_each_row_is_its_row_alone(rows, size, seed, data):
+def test_a_batched_row_equals_its_sampler_alone(rows, size, seed, data):
     """Bit for bit, with neighbours of any settings, and rows that leave on the way."""
     made = lambda: [Sampler(SamplingOptions(**SETTINGS[which]), [1, 2, 1, 2], s) for which, s in rows]  # noqa: E731
     together, alone = made(), made()
@@ -199,7 +159,7 @@ def test_each_row_is_its_row_alone(rows, size, seed, data):
 
 @pytest.mark.parametrize("which", range(len(SETTINGS)))
 @pytest.mark.parametrize("seed", range(4))
-def test_ahead_draws_what_single_steps_draw(which, seed):
+def test_verify_draft_draws_what_single_steps_draw(which, seed):
     """Whatever part of it is taken; fork and the sampler it came from then go the same way."""
     options = SamplingOptions(**SETTINGS[which])
     plain, verify_draft = Sampler(options, [1, 2, 1], seed), Sampler(options, [1, 2, 1], seed)
@@ -220,7 +180,7 @@ def test_ahead_draws_what_single_steps_draw(which, seed):
         assert plain.pop_logprobs() == verify_draft.pop_logprobs()
 
 
-def test_ahead_of_a_wrong_draft_still_draws_its_first_tokens():
+def test_a_wrong_draft_does_not_change_the_tokens_before_it():
     options = SamplingOptions(temperature=1.0, dry_multiplier=1.0, dry_sequence_breakers=(), repetition_penalty=2.0)
     logits = mx.random.normal((3, V), key=mx.random.key(1))
     wanted = [Sampler(options, [1, 2], 0)(logits[:1]).item()]
@@ -234,7 +194,7 @@ def test_ahead_of_a_wrong_draft_still_draws_its_first_tokens():
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0, 3.0])
-def test_gaps_are_leads_in_logits(temperature):
+def test_margins_are_leads_in_logits(temperature):
     options = SamplingOptions(temperature=temperature, top_k=4)
     logits = mx.random.normal((1, V), key=mx.random.key(2)) * 3
     token, gap = Sampler(options, [1], 0).verify_draft(logits, mx.array([], mx.int32))
@@ -244,7 +204,7 @@ def test_gaps_are_leads_in_logits(temperature):
         assert (drawn == token.item()) is same
 
 
-def test_greedy_is_the_likeliest_whatever_filters_say():
+def test_greedy_ignores_filters():
     logits = mx.array([[1.0, 3.0, 2.9, 0.0]])
     options = SamplingOptions(temperature=0, top_k=2, top_p=0.1, min_p=0.9)
     assert Sampler(options, [1], seed=0)(logits).item() == 1
@@ -278,7 +238,7 @@ def test_logits_that_are_not_numbers_are_an_error(options, value, where, dtype):
     "options", [{}, {"regex": "[a-z]{9,}"}, {"temperature": 0, "logprobs": 0}, {"draft": True, "regex": "[a-z]{9,}"},
                 {"draft": True}],
 )  # fmt: skip
-def test_a_model_whose_logits_are_no_numbers_is_an_error(lm, options, good):
+def test_a_model_with_nan_logits_is_an_error(lm, options, good):
     """From the first pass on, or after some `good` ones; with guesses, too."""
 
     class Broken:
@@ -296,7 +256,7 @@ def test_a_model_whose_logits_are_no_numbers_is_an_error(lm, options, good):
 
 
 @pytest.mark.parametrize("constraint", [{}, {"regex": "[a-z]{20}"}])
-def test_a_draft_model_without_numbers_changes_nothing(lm, constraint):
+def test_a_draft_model_with_nan_logits_changes_no_token(lm, constraint):
     class Broken:
         layers = lm.model.layers
 
@@ -309,7 +269,7 @@ def test_a_draft_model_without_numbers_changes_nothing(lm, constraint):
     assert found.tokens == wanted.tokens
 
 
-def test_tokens_that_cannot_be_are_never_drawn():
+def test_impossible_tokens_are_never_drawn():
     logits = mx.where(mx.arange(V) < 3, 0.0, -mx.inf)[None]
     for options in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 10, "top_p": 0.9}, {"typical_p": 0.9}):
         sampler = Sampler(SamplingOptions(**options), [1], 0)
@@ -321,7 +281,7 @@ def test_a_vocabulary_of_one():
     assert tokens.tolist() == [0, 0]
 
 
-def test_a_fork_computes_no_logprobs():
+def test_a_fork_records_no_logprobs():
     sampler = Sampler(SamplingOptions(logprobs=2), [1], 0)
     fork = sampler.fork()
     assert fork(mx.array(LOGITS)[None]).item() == sampler(mx.array(LOGITS)[None]).item()
@@ -329,19 +289,19 @@ def test_a_fork_computes_no_logprobs():
 
 
 @pytest.mark.parametrize("n", [0, 2])
-def test_logprobs_of_no_others_sort_nothing(monkeypatch, n):
+def test_logprobs_without_alternatives_sort_nothing(monkeypatch, n):
     sorts = []
     for name in ("argsort", "argpartition"):
         found = getattr(mx, name)
         monkeypatch.setattr(mx, name, lambda *a, found=found, **k: sorts.append(1) or found(*a, **k))
     sampler = Sampler(SamplingOptions(temperature=0, logprobs=n), [1], 0)
     token = sampler(mx.array(LOGITS)[None]).item()
-    told = sampler.pop_logprobs()
-    assert told.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(told.top_logprobs) == n
+    logprobs = sampler.pop_logprobs()
+    assert logprobs.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(logprobs.top_logprobs) == n
     assert bool(sorts) == (n > 0)
 
 
-def test_biases_are_made_once():
+def test_equal_logit_biases_share_a_group():
     made = [SamplingOptions(temperature=0, logit_bias={id: -11.0 * id for id in range(V)}) for _ in range(3)]
     samplers = [Sampler(options, [1], 0) for options in made]
     assert len({sampler.processor.key for sampler in samplers}) == 1

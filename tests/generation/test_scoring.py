@@ -80,7 +80,7 @@ def test_a_first_token_with_nothing_in_front_is_not_predicted(lm):
     assert (alone.logprobs, alone.total) == ([None], 0) and math.isnan(alone.bits_per_byte)
 
 
-def test_the_model_is_likelier_to_say_what_it_says(lm):
+def test_generated_text_is_likelier_than_other_text(lm):
     said = generate(lm, "The quick", max_tokens=8, temperature=0).tokens
     other = [(token + 1) % 300 for token in said]
     prompt = lm.tokenizer.encode("The quick")
@@ -106,3 +106,8 @@ def test_logits_that_are_no_numbers_are_an_error(lm):
 
     with pytest.raises(GenerationError, match="not numbers"):
         score(replace(lm, model=Broken()), TEXT)
+
+
+def test_only_strings_are_scored(lm):
+    with pytest.raises(GenerationError, match="must be strings"):
+        score(lm, [1, 2])

@@ -1,4 +1,4 @@
-"""Speculation changes no token: against the plain engine, with right, wrong and mixed guesses, on every cache."""
+"""Speculative decoding changes no token: against plain decoding, with right, wrong and mixed drafts, on every cache."""
 
 import pytest
 

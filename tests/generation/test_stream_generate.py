@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -271,3 +272,32 @@ def test_a_schema_that_can_not_be_served_is_refused_before_anything_is_computed(
 def test_options_for_tokens_that_the_model_does_not_have(lm):
     with pytest.raises(GenerationError, match="logit_bias names the token 300"):
         stream(lm, "x", logit_bias={300: 1})
+
+
+@pytest.mark.parametrize("prompt", [None, 3, 1.5, ["a"], [1.5], ["a", 3], [[3]]])
+def test_invalid_prompts_are_refused(lm, prompt):
+    with pytest.raises(GenerationError, match="neither a text nor a list of ids"):
+        stream(lm, prompt)
+
+
+def test_numpy_integers_are_ids(lm):
+    wanted = generate(lm, [3, 4], temperature=0, max_tokens=3)
+    assert generate(lm, np.array([3, 4]), temperature=0, max_tokens=3).tokens == wanted.tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kv": "8"}, r"kv is '8' \(try: mlxlm.cache.KVOptions"),
+        ({"speculation": "lookup"}, r"speculation is 'lookup' \(try: SpeculativeDecoder\(PromptLookup\(\)\)"),
+        ({"lookup": True}, r"there is no option lookup \(try: one of context, kv, speculation, temperature"),
+    ],
+)
+def test_invalid_arguments_are_refused(lm, arguments, message):
+    with pytest.raises(GenerationError, match=message):
+        stream(lm, "a", **arguments)
+
+
+def test_a_length_beyond_what_the_device_counts(lm):
+    with pytest.raises(GenerationError, match="dry_allowed_length is 2147483648"):
+        GenerationOptions(dry_multiplier=1, dry_allowed_length=2**31)

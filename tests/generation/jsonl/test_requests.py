@@ -141,9 +141,17 @@ def test_a_digest_is_of_all_that_decides_the_text(read, lm, reader):
     same = [{"id": "a"}, {"num_samples": 3}, {"temperature": 0.5}, {"max_tokens": 7}, {"top_p": 1}, {"seed": None}]
     assert {digest(value) for value in same} == {plain}
     others = [
-        {"prompt": "y"}, {"prompt": [5]}, {"temperature": 1}, {"seed": 0}, {"seed": 1}, {"seed": 1, "num_samples": 2},
-        {"logit_bias": {"3": 1}}, {"logit_bias": {"3": 2}}, {"json_schema": {"type": "object"}}, {"choice": ["a"]},
-    ]  # fmt: skip
+        {"prompt": "y"},
+        {"prompt": [5]},
+        {"temperature": 1},
+        {"seed": 0},
+        {"seed": 1},
+        {"seed": 1, "num_samples": 2},
+        {"logit_bias": {"3": 1}},
+        {"logit_bias": {"3": 2}},
+        {"json_schema": {"type": "object"}},
+        {"choice": ["a"]},
+    ]
     found = [plain, digest({}, kv=KVOptions(size=99)), digest({}, defaults=replace(DEFAULTS, seed=9))]
     found += [digest(value) for value in others]
     weights = [(name, value + 1) for name, value in tree_flatten(lm.model.parameters())]
@@ -205,24 +213,36 @@ def test_lines_without_an_id_that_can_be_read(refused, line, message):
         ({"prompt": [1, True]}, "the prompt is not a string", "a string"),
         ({"prompt": "x", "temprature": 1}, 'there is no field "temprature"', "temperature"),
         ({"prompt": "x", "Top-K": 1, "max_token": 2}, 'there is no field "Top-K", "max_token"', "top_k, max_tokens"),
-        ({"prompt": "x", "zzz": 1}, 'there is no field "zzz"', "id, prompt, messages, system_prompt, num_samples, or an option"),
+        (
+            {"prompt": "x", "zzz": 1},
+            'there is no field "zzz"',
+            "id, prompt, messages, system_prompt, num_samples, or an option",
+        ),
         ({"prompt": "x", "temperature": -1}, "invalid options: temperature is -1", None),
         ({"prompt": "x", "temperature": "1", "top_p": 2}, "invalid options: temperature is '1'", None),
         ({"prompt": "x", "num_samples": 0}, "num_samples is 0", "a whole number from 1"),
         ({"prompt": "x", "num_samples": 1.0}, "num_samples is 1.0", "a whole number from 1"),
         ({"prompt": "x", "num_samples": 10**12}, "num_samples is 1000000000000", "a whole number from 1"),
         ({"prompt": "x", "seed": -1}, "invalid options: seed is -1", None),
-        ({"prompt": "x", "system_prompt": "s"}, "a prompt without a chat can't have a system prompt", "messages, or --chat"),
+        (
+            {"prompt": "x", "system_prompt": "s"},
+            "a prompt without a chat can't have a system prompt",
+            "messages, or --chat",
+        ),
         ({"messages": [], "system_prompt": 3}, "system_prompt is not a string", '"Be brief."'),
         ({"messages": "hello"}, "messages is not a list of messages", '[{"role"'),
         ({"messages": []}, "messages is not a list of messages", '[{"role"'),
         ({"messages": ["hello"]}, "message 1 must have a role and a content", '{"role": "user"'),
         ({"messages": [{"role": "user"}]}, "message 1 must have a role and a content", '{"role": "user"'),
         ({"messages": [{"role": "bot", "content": ""}]}, "message 1 has the role 'bot'", "one of system, user"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "the content of message 1 is not a string", '{"role": "user"'),
+        (
+            {"messages": [{"role": "user", "content": [1]}]},
+            "the content of message 1 is not a string",
+            '{"role": "user"',
+        ),
         ({"messages": [{"role": "system", "content": "a"}]}, "the last message is not the user's", '{"role": "user"'),
     ],
-)  # fmt: skip
+)
 def test_requests_that_cant_be_served(refused, fields, message, hint):
     error = refused({"id": "a", **fields})
     assert error.id == "a" and error.message.startswith(message)
