@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlxlm.checkpoint.mlx_lm.rope import FULL, SLIDING, is_known, rope_parameters, unsupported_rope_type
+from mlxlm.checkpoint.mlx_lm.rope import is_known, rope_parameters, unsupported_rope_type
+from mlxlm.config.components import FULL, SLIDING
 from mlxlm.config.numbers import is_count
 from mlxlm.utils.errors import CheckpointError
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.config.components import FULL, SLIDING
 from mlxlm.config.rope_scaling import (
     SCALINGS,
     attention_factor,
@@ -20,7 +21,6 @@ from mlxlm.config.rope_scaling import (
 )
 from mlxlm.utils.errors import CheckpointError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _PARTIAL = "partial_rotary_factor"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,9})\.")
 _SYNONYMS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}

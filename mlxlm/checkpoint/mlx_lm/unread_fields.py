@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm.checkpoint.mlx_lm.rope import SLIDING, original_context
+from mlxlm.checkpoint.mlx_lm.rope import original_context
+from mlxlm.config.components import SLIDING
 from mlxlm.config.numbers import is_count
 from mlxlm.families.activations import MLX_LM_ACTIVATIONS, same_activation
 from mlxlm.utils.errors import CheckpointError
@@ -79,7 +80,7 @@ def check_unread_fields(name: str, fields: Mapping[str, Any], config: Mapping[st
 def supported_length(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, str] | None:
     """Length up to which mlx_lm's model computes what the configuration says.
 
-    Args: As `check_unread_fields`.
+    See `check_unread_fields` for the arguments.
 
     Returns:
         The number of tokens and the field that the model ignores beyond it, or None if there is no limit.
