@@ -202,8 +202,8 @@ def _gguf(folder: Path, byte_level: bool = False) -> Sample:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, value in weights().items():
-        for ours, theirs in GGUF_NAMES:
-            name = name.replace(ours, theirs)
+        for hf_name, gguf_name in GGUF_NAMES:
+            name = name.replace(hf_name, gguf_name)
         value = np.array(value)
         if value.ndim == 1 or name.startswith("blk.0"):
             writer.add_tensor(name, value)

@@ -96,13 +96,13 @@ def test_model_quantized_by_mlx_lm(tmp_path):
     utils = pytest.importorskip("mlx_lm.utils")
     llama = pytest.importorskip("mlx_lm.models.llama")
     values = {**config_to_hf(CONFIG), "rope_theta": 10_000.0}
-    theirs = llama.Model(llama.ModelArgs.from_dict(values))
-    theirs, values = utils.quantize_model(theirs, values, 32, 4, mode="mxfp4")
+    mlx_lm_model = llama.Model(llama.ModelArgs.from_dict(values))
+    mlx_lm_model, values = utils.quantize_model(mlx_lm_model, values, 32, 4, mode="mxfp4")
     (tmp_path / "config.json").write_text(json.dumps(values))
-    save_weights(tmp_path, dict(tree_flatten(theirs.parameters())))
+    save_weights(tmp_path, dict(tree_flatten(mlx_lm_model.parameters())))
     tokens = mx.array([[1, 2, 3, 4]])
-    ours, _ = load_model(tmp_path)
-    np.testing.assert_allclose(np.array(ours(tokens)), np.array(theirs(tokens).astype(mx.float32)), atol=1e-4)
+    model, _ = load_model(tmp_path)
+    np.testing.assert_allclose(np.array(model(tokens)), np.array(mlx_lm_model(tokens).astype(mx.float32)), atol=1e-4)
 
 
 def test_load_one_layer(tmp_path, monkeypatch):
@@ -158,8 +158,8 @@ def test_layer_stays_quantized(tmp_path, monkeypatch):
     assert is_quantized(block.self_attn.o_proj) and block.self_attn.o_proj.bits == 4
     layer = block.self_attn.o_proj
     parts = (part.astype(mx.float32) for part in (layer.scales, layer.biases))
-    found = mx.dequantize(layer.weight, *parts, group_size=64, bits=4)
-    assert mx.array_equal(found, expected_model.layers[1].self_attn.o_proj.weight)
+    dequantized = mx.dequantize(layer.weight, *parts, group_size=64, bits=4)
+    assert mx.array_equal(dequantized, expected_model.layers[1].self_attn.o_proj.weight)
 
 
 def test_weights_that_do_not_fit_in_float32_keep_their_dtype(tmp_path, monkeypatch):
@@ -173,11 +173,11 @@ def test_weights_that_do_not_fit_in_float32_keep_their_dtype(tmp_path, monkeypat
     assert load_model(tmp_path)[0].model.norm.weight.dtype == mx.float32
     set_memory(monkeypatch, int(1.5 * stored))
     with pytest.warns(UserWarning, match="try: mlxlm quantize"):
-        kept, _ = load_model(tmp_path)
-    assert {value.dtype for _, value in tree_flatten(kept.parameters())} == {mx.bfloat16}
+        loaded, _ = load_model(tmp_path)
+    assert {value.dtype for _, value in tree_flatten(loaded.parameters())} == {mx.bfloat16}
     tokens = mx.array([[1, 2, 3]])
-    np.testing.assert_allclose(np.array(kept(tokens).astype(mx.float32)), np.array(model(tokens)), atol=3e-2)
-    text = list(generate_tokens(Context(kept), [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), 3))
+    np.testing.assert_allclose(np.array(loaded(tokens).astype(mx.float32)), np.array(model(tokens)), atol=3e-2)
+    text = list(generate_tokens(Context(loaded), [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), 3))
     assert len(text) == 3
     set_memory(monkeypatch, stored)
     with pytest.raises(CheckpointError, match=r"weights take .* GB, this machine has .* GB .try: mlxlm quantize"):

@@ -68,12 +68,12 @@ def test_transformers_and_mlx_lm_open_it(tmp_path, config, tensors, tiny_tokeniz
     mlx_lm = pytest.importorskip("mlx_lm")
     huggingface.write(tmp_path, {"initializer_range": 0.5}, config, tensors, tiny_tokenizer, shard_bytes)
     tokens = [[1, 5, 9, 200]]
-    ours = np.array(load_model(tmp_path)[0](mx.array(tokens)), dtype=np.float32)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    np.testing.assert_allclose(ours, theirs(torch.tensor(tokens)).logits.detach().numpy(), atol=1e-4)
+    logits = np.array(load_model(tmp_path)[0](mx.array(tokens)), dtype=np.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    np.testing.assert_allclose(logits, reference(torch.tensor(tokens)).logits.detach().numpy(), atol=1e-4)
     model, _ = mlx_lm.load(str(tmp_path))
     model.set_dtype(mx.float32)
-    np.testing.assert_allclose(ours, np.array(model(mx.array(tokens))), atol=1e-4)
+    np.testing.assert_allclose(logits, np.array(model(mx.array(tokens))), atol=1e-4)
 
 
 def test_fields_of_the_source_are_kept(tmp_path, config, tensors, tiny_tokenizer):
@@ -144,7 +144,7 @@ def test_quantized_folders_have_mlx_names(tmp_path, config, tiny_tokenizer):
     quantized = config.with_changes(quantization=plan)
     huggingface.write(tmp_path, {}, quantized, {n: lazy_tensor(v) for n, v in weights.items()}, tiny_tokenizer)
     assert open_checkpoint(tmp_path).config == quantized
-    theirs, _ = mlx_lm.load(str(tmp_path))
+    reference, _ = mlx_lm.load(str(tmp_path))
     tokens = mx.array([[1, 2, 3]])
-    ours, _ = load_model(tmp_path)
-    np.testing.assert_allclose(np.array(ours(tokens)), np.array(theirs(tokens).astype(mx.float32)), atol=2e-2)
+    model, _ = load_model(tmp_path)
+    np.testing.assert_allclose(np.array(model(tokens)), np.array(reference(tokens).astype(mx.float32)), atol=2e-2)

@@ -52,10 +52,10 @@ def test_malformed_configs_are_errors(model_dir, change, expected):
 def test_mismatched_quantized_parts_are_one_error(tmp_path, tiny_config, data):
     """Missing parts, other bits, other groups: an error that names the layer, or a model that loads."""
     model = Decoder(tiny_config)
-    weights, made = quantized_weights(model, 4, 32)
-    whole = len(weights)
+    weights, original_plan = quantized_weights(model, 4, 32)
+    total_count = len(weights)
     bits, group_size = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.sampled_from([32, 64]))
-    plan = {**made, "bits": bits, "group_size": group_size}
+    plan = {**original_plan, "bits": bits, "group_size": group_size}
     for name in data.draw(st.lists(st.sampled_from(sorted(weights)), max_size=2)):
         weights.pop(name, None)
     (tmp_path / "config.json").write_text(json.dumps({**config_to_hf(tiny_config), "quantization": plan}))
@@ -63,19 +63,19 @@ def test_mismatched_quantized_parts_are_one_error(tmp_path, tiny_config, data):
     try:
         loaded, _ = load_model(tmp_path)
         mx.eval(loaded.parameters())
-        assert plan == made
+        assert plan == original_plan
     except CheckpointError as error:
         assert str(tmp_path) in str(error)
-        assert len(weights) < whole or plan != made
+        assert len(weights) < total_count or plan != original_plan
 
 
 def test_load_submodule(model_dir, tiny_config):
     checkpoint = open_checkpoint(model_dir)
     block = Decoder(tiny_config).layers[0]
     load_submodule(block, checkpoint.tensors, "model.layers.1")
-    whole = load_model(model_dir)[0].layers[1]
-    for (name, ours), (_, theirs) in zip(
-        tree_flatten(block.parameters()), tree_flatten(whole.parameters()), strict=True
+    layer = load_model(model_dir)[0].layers[1]
+    for (name, value), (_, expected) in zip(
+        tree_flatten(block.parameters()), tree_flatten(layer.parameters()), strict=True
     ):
-        assert mx.array_equal(ours, theirs), name
+        assert mx.array_equal(value, expected), name
     assert not block.training

@@ -56,7 +56,7 @@ def test_only_regular_files_are_read(model_dir, kind, name):
 
 
 def test_gguf_files_in_a_folder(model_dir):
-    """As the hub has them: config.json is that of the model they were made from."""
+    """As the hub has them: config.json is that of their source."""
     (model_dir / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no model\*.safetensors, pytorch_model\*.bin or .gguf file"):
         open_checkpoint(model_dir)

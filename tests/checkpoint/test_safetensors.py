@@ -22,8 +22,8 @@ def test_shards_have_an_index_and_load_back(tmp_path):
     save_weights(tmp_path, weights, shard_bytes=1000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2800 and len(set(index["weight_map"].values())) == 4
-    found = load_weights(tmp_path)
-    assert found.keys() == weights.keys() and all(mx.array_equal(found[k], weights[k]) for k in weights)
+    loaded = load_weights(tmp_path)
+    assert loaded.keys() == weights.keys() and all(mx.array_equal(loaded[k], weights[k]) for k in weights)
 
 
 def test_file_tensors_has_all_names(model_dir, tiny_config):
@@ -148,5 +148,5 @@ def test_tensors_are_aligned(tmp_path):
     read = mx.load(str(tmp_path / "model.safetensors"))
     assert all(mx.array_equal(read[name], value) and read[name].shape == value.shape for name, value in weights.items())
     safe = pytest.importorskip("safetensors.numpy")
-    theirs = safe.load_file(tmp_path / "model.safetensors")
-    assert all(np.array_equal(theirs[name], np.array(value)) for name, value in weights.items())
+    reference = safe.load_file(tmp_path / "model.safetensors")
+    assert all(np.array_equal(reference[name], np.array(value)) for name, value in weights.items())

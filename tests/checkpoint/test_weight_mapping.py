@@ -85,7 +85,7 @@ def test_fused_tensor_is_read_once():
     for _ in range(2):
         for tensor in tensors.values():
             assert tensor.read().shape == (2, 2)
-    assert len(reads) == 2  # once for each round: nothing is kept after the last part
+    assert len(reads) == 2  # once for each round: nothing is cached after the last part
 
 
 def test_mismatched_parts_are_errors():

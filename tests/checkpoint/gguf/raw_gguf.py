@@ -23,8 +23,8 @@ class Raw:
         return self
 
     def write(self, path, data=bytes(64)):
-        given = ((self.tensors, self.tensor_count), (self.keys, self.key_count))
-        counts = [len(parts) if count is None else count for parts, count in given]
+        parts_and_counts = ((self.tensors, self.tensor_count), (self.keys, self.key_count))
+        counts = [len(parts) if count is None else count for parts, count in parts_and_counts]
         header = self.magic + struct.pack("<IQQ", self.version, *counts) + b"".join(self.keys + self.tensors)
         path.write_bytes(header + bytes(-len(header) % 32) + data)
         return path

@@ -42,11 +42,11 @@ def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
     writer.write_tensors_to_file()
     writer.close()
     tokenizer = read_tokenizer(MetadataReader(read_header(tmp_path / "m.gguf")))
-    theirs = open_llama_cpp(tmp_path / "m.gguf", vocab_only=True)
+    llama_cpp = open_llama_cpp(tmp_path / "m.gguf", vocab_only=True)
     encoder = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     for text in ("a    b  c <table> x <table>y", "     the cat", "x\n   y   ", SAMPLE):
         assert tokenizer.encode(text) == encoder.encode(text)
-        assert tokenizer.encode(text) == theirs.tokenize(text.encode(), add_bos=False, special=False)
+        assert tokenizer.encode(text) == llama_cpp.tokenize(text.encode(), add_bos=False, special=False)
 
 
 def string(text: str) -> bytes:

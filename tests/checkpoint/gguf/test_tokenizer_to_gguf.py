@@ -53,7 +53,7 @@ def test_real_tokenizers_on_real_text(name, shared_data, through):
 
 
 def test_llama_tokenizer_json_without_its_model(shared_data, through, tmp_path):
-    """Scores are found in the order of the merges."""
+    """Scores follow the order of the merges."""
     folder = shared_data.parent / "tokenizers" / "llama2"
     if not folder.is_dir():
         pytest.skip("no Llama 2 tokenizer beside this checkout")
@@ -133,8 +133,8 @@ def test_merges_that_scores_cannot_express_are_errors(case, sentencepiece_bpe):
     if case == "one merge less":
         del merges[-1]
     else:  # a token that two merges make, the second one behind those of other tokens
-        made = ["".join(merge) for merge in merges]
-        i = next(i for i, token in enumerate(made) if made[i + 1 : i + 2] == [token] and len(set(token)) > 1)
+        merged = ["".join(merge) for merge in merges]
+        i = next(i for i, token in enumerate(merged) if merged[i + 1 : i + 2] == [token] and len(set(token)) > 1)
         merges.append(merges.pop(i))
     runtime = tokenizers.Tokenizer.from_str(json.dumps(model))
     with pytest.raises(TokenizerError, match="follow from its tokens|in an order"):

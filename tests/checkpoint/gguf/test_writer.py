@@ -24,9 +24,9 @@ def bits(value: mx.array) -> bytes:
 
 
 def test_write_then_open_is_the_same_model(model, tensors, tiny_tokenizer, tmp_path):
-    written = gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "BF16")
+    result = gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "BF16")
     again = open_checkpoint(tmp_path / "m.gguf")
-    assert not written.other_types
+    assert not result.other_types
     assert again.config == model.config
     assert again.hf_config["model_type"] == model.config.model_type
     assert set(again.tensors) == set(tensors)
@@ -54,17 +54,17 @@ def test_folder_to_gguf_to_folder_is_bit_equal(model, tiny_tokenizer, tmp_path):
 
 def test_llama_cpp_logits_are_the_same(model, tensors, tiny_tokenizer, tmp_path, open_llama_cpp):
     gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "F32")
-    theirs = open_llama_cpp(tmp_path / "m.gguf", logits_all=True)
+    reference = open_llama_cpp(tmp_path / "m.gguf", logits_all=True)
     tokens = np.random.default_rng(0).integers(0, 300, 40).tolist()
-    theirs.eval(tokens)
-    expected = np.array(theirs.scores[: len(tokens)])
+    reference.eval(tokens)
+    expected = np.array(reference.scores[: len(tokens)])
     logits = np.array(model(mx.array([tokens]))[0])
     # llama.cpp takes GELU from a table in float16, and has no other form of it than with tanh.
     assert np.abs(logits - expected).max() < 0.01 * logits.std()
     for _ in range(16):
         tokens.append(int(expected[-1].argmax()))
-        theirs.eval(tokens[-1:])
-        expected = np.array(theirs.scores[len(tokens) - 1 : len(tokens)])
+        reference.eval(tokens[-1:])
+        expected = np.array(reference.scores[len(tokens) - 1 : len(tokens)])
     greedy = np.array(model(mx.array([tokens]))[0]).argmax(-1)
     assert greedy[39:-1].tolist() == tokens[40:]
 
@@ -72,28 +72,28 @@ def test_llama_cpp_logits_are_the_same(model, tensors, tiny_tokenizer, tmp_path,
 def test_gguf_package_reads_our_header(tiny_tokenizer, tmp_path):
     model = random_model("llama-3", tiny_tokenizer)
     gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "F16")
-    theirs, ours = gguf_package.GGUFReader(tmp_path / "m.gguf"), read_header(tmp_path / "m.gguf")
-    metadata = {name: theirs.get_field(name).contents() for name in theirs.fields if not name.startswith("GGUF.")}
+    reference, ours = gguf_package.GGUFReader(tmp_path / "m.gguf"), read_header(tmp_path / "m.gguf")
+    metadata = {name: reference.get_field(name).contents() for name in reference.fields if not name.startswith("GGUF.")}
     read = {name: value.read() if isinstance(value, Array) else value for name, value in ours.metadata.items()}
     assert metadata == read
-    offsets = {tensor.name: (tensor.data_offset, tensor.n_bytes) for tensor in theirs.tensors}
+    offsets = {tensor.name: (tensor.data_offset, tensor.n_bytes) for tensor in reference.tensors}
     assert offsets == {name: (info.offset, info.nbytes) for name, info in ours.tensors.items()}
 
 
 @pytest.mark.parametrize("kind", gguf.OUTTYPES)
 def test_every_outtype_equals_the_gguf_package(kind, tiny_tokenizer, tmp_path):
     model = random_model("gpt2", tiny_tokenizer)
-    written = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, kind)
+    result = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, kind)
     reader = gguf_package.GGUFReader(tmp_path / "m.gguf")
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    assert found["output_norm.weight"].tensor_type.name == found["position_embd.weight"].tensor_type.name == "F32"
-    matrix = found["blk.1.ffn_up.weight"]
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
+    assert by_name["output_norm.weight"].tensor_type.name == by_name["position_embd.weight"].tensor_type.name == "F32"
+    matrix = by_name["blk.1.ffn_up.weight"]
     assert matrix.tensor_type.name == kind
     expected = gguf_package.quants.quantize(np.array(model.layers[1].mlp.up_proj.weight), matrix.tensor_type)
     np.testing.assert_array_equal(np.asarray(matrix.data).view(np.uint8), expected.view(np.uint8))
     head = "Q8_0" if kind == "Q4_0" else kind
-    assert found["token_embd.weight"].tensor_type.name == head  # the head too: they are tied
-    assert written.other_types == ({"token_embd.weight": "Q8_0"} if kind == "Q4_0" else {})
+    assert by_name["token_embd.weight"].tensor_type.name == head  # the head too: they are tied
+    assert result.other_types == ({"token_embd.weight": "Q8_0"} if kind == "Q4_0" else {})
     file_type = gguf_package.LlamaFileType(reader.get_field("general.file_type").contents()).name
     assert file_type in (f"ALL_{kind}", f"MOSTLY_{kind}")
 
@@ -106,8 +106,8 @@ def test_unquantizable_rows_are_float16(tiny_tokenizer, tmp_path):
         mlp = f"model.layers.{i}.mlp"
         tensors |= {f"{mlp}.{name}_proj.weight": lazy_tensor(mx.ones((72, 64))) for name in ("gate", "up")}
         tensors[f"{mlp}.down_proj.weight"] = lazy_tensor(mx.ones((64, 72)))
-    written = gguf.write(tmp_path / "m.gguf", config, tensors, tiny_tokenizer, "Q8_0")
-    assert written.other_types == {f"blk.{i}.ffn_down.weight": "F16" for i in range(config.num_hidden_layers)}
+    result = gguf.write(tmp_path / "m.gguf", config, tensors, tiny_tokenizer, "Q8_0")
+    assert result.other_types == {f"blk.{i}.ffn_down.weight": "F16" for i in range(config.num_hidden_layers)}
 
 
 def test_quantized_weights_are_errors(tiny_tokenizer, tmp_path):
@@ -153,9 +153,9 @@ def test_llama_cpp_runs_quantized_files(kind, tiny_tokenizer, tmp_path, open_lla
     again = open_checkpoint(tmp_path / "m.gguf")
     model.load_weights([(name, tensor.read().astype(mx.float32)) for name, tensor in again.tensors.items()])
     tokens = np.random.default_rng(0).integers(0, 300, 24).tolist()
-    theirs = open_llama_cpp(tmp_path / "m.gguf", logits_all=True)
-    theirs.eval(tokens)
-    expected, logits = np.array(theirs.scores[:24]), np.array(model(mx.array([tokens]))[0])
+    reference = open_llama_cpp(tmp_path / "m.gguf", logits_all=True)
+    reference.eval(tokens)
+    expected, logits = np.array(reference.scores[:24]), np.array(model(mx.array([tokens]))[0])
     # llama.cpp multiplies with activations in 8 bits: errors of 1% in each product, through three layers.
     assert np.abs(logits - expected).mean() < 0.05 * logits.std()
 
