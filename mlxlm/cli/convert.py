@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 )
 @json_option
 def convert(
-    source: str, out: str, dtype: str | None, outtype: str | None, no_verify: bool, cross_check: bool, as_json: bool
+    source: str, out: str, *, dtype: str | None, outtype: str | None, no_verify: bool, cross_check: bool, as_json: bool
 ) -> None:
     """Convert SOURCE to another format, and verify the result.
 

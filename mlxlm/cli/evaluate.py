@@ -60,8 +60,9 @@ _TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
 )
 @json_option
 def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, as_json: bool, **options: Any) -> None:
-    """Evaluate MODEL on TEXT: loss, perplexity, bits per byte and bits per character; or with --multiple-choice on
-    questions: accuracy.
+    """Evaluate MODEL on TEXT, or on multiple-choice questions.
+
+    TEXT gives loss, perplexity, bits per byte and bits per character; --multiple-choice gives the accuracy.
 
     Every token is predicted once, from a window that slides over the text: with at least context-length - stride tokens
     before it, if the text has them. A smaller stride is slower and mostly gives a lower loss. `compare` and `quantize`
@@ -100,7 +101,9 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
     start = time.perf_counter()
     with render.bytes_progress("Evaluating", total) as advance:
         for text in dict.fromkeys(texts):
-            source = read_documents([text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad)
+            source = read_documents(
+                [text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad
+            )
             losses["stdin" if text == "-" else text] = evaluate_text(
                 lm, source, context_length=context_length, stride=stride
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import SectionedCommand, add_options, given_values, on_bad_input_option, option
+from mlxlm.cli.options import SectionedCommand, add_options, on_bad_input_option, option
 from mlxlm.cli.run_options import (
     check_data_needs_resume,
     command_start_time,
@@ -19,6 +19,7 @@ from mlxlm.cli.run_options import (
     runtime_options,
 )
 from mlxlm.cli.training_options import (
+    data_settings,
     given_settings,
     print_skipped,
     reject_unused_settings,
@@ -75,7 +76,7 @@ def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     context of a chat is that of MODEL.
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
-    """
+    """  # noqa: D301 - \b keeps click from wrapping the example
     from mlxlm.cli.training import print_summary, run_training
     from mlxlm.tokenizer import load
 
@@ -115,12 +116,7 @@ def _new_run(
         base,
         tokenizer,
         SFTEncoder(tokenizer, base.config.eos_ids | {tokenizer.eos_id}, options["chat_template"]),
-        DataOptions(
-            data,
-            validation=options["validation"],
-            stdin=sys.stdin.buffer,
-            **given_values({name: options[name] for name in ("validation_fraction", "on_bad_input")}),
-        ),
+        DataOptions(data, stdin=sys.stdin.buffer, **data_settings(options)),
         budget=Budget(
             epochs=options["epochs"],
             minutes=options["minutes"],

@@ -74,6 +74,7 @@ _memory = partial(option, "Memory and speed")
 )
 def generate(
     model: str,
+    *,
     prompt: str | None,
     jsonl: str | None,
     options: GenerationOptions,

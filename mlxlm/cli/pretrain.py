@@ -24,6 +24,7 @@ from mlxlm.cli.training_options import (
     DEFAULT_MAX_SEQ_LENGTH,
     FLAGS,
     data_options,
+    data_settings,
     given_settings,
     print_skipped,
     reject_unused_settings,
@@ -160,12 +161,9 @@ def _new_run(
         if minutes is None:  # a time limit fits the length to the time
             settings["max_seq_length"] = length
         config = with_overrides(config, options["overrides"], reserved, length)
-    given = {name: options[name] for name in ("validation_fraction", "on_bad_input") if options[name] is not None}
     run = start_run(
         out,
-        DataOptions(
-            data, weights, options["validation"], text_column=options["text_column"], stdin=sys.stdin.buffer, **given
-        ),
+        DataOptions(data, weights, stdin=sys.stdin.buffer, **data_settings(options)),
         config,
         tokenizer=TokenizerOptions(
             options["tokenizer"], options["tokenizer_type"] or "byte-level", options["vocab_size"]

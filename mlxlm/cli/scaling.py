@@ -84,6 +84,7 @@ _UNUSED_SETTINGS = (
 def scaling(
     data: tuple[str, ...],
     out: Path,
+    *,
     compute_budget: str | None,
     predict: str | None,
     fit_only: bool,

@@ -58,6 +58,7 @@ def tokenizer() -> None:
 @on_bad_input_option("Text")
 def train_command(
     files: tuple[str, ...],
+    *,
     vocab_size: int,
     tokenizer_type: str,
     text_column: str | None,

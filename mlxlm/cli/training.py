@@ -81,8 +81,8 @@ def run_training(
     print_forecast(run)
     ending: Finished | Stopped | None = None
     num_processes = options["process_group"].size if "process_group" in options else 1
-    with (stop or stop_on_signal()).catch_signals() as stop, _display(num_processes) as show:
-        for event in train(run, tokenizer, resume=resume, should_stop=stop, **options):
+    with (stop or stop_on_signal()).catch_signals() as should_stop, _display(num_processes) as show:
+        for event in train(run, tokenizer, resume=resume, should_stop=should_stop, **options):
             show(event)
             if isinstance(event, Finished | Stopped):
                 ending = event

@@ -11,6 +11,7 @@ import click
 from mlxlm.cli import render
 from mlxlm.cli.options import (
     add_options,
+    given_values,
     on_bad_input_option,
     option,
     reject_unused_options,
@@ -160,7 +161,7 @@ def setting_options(without: Collection[str] = (), help_texts: Mapping[str, str]
 
 def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of TrainSettings that the command line sets, `steps` among them."""
-    return {name: options[name] for name in ("steps", *FLAGS) if options.get(name) is not None}
+    return given_values({name: options.get(name) for name in ("steps", *FLAGS)})
 
 
 def reject_unused_settings(options: Mapping[str, Any], *rules: tuple[object, Collection[str], str]) -> None:
@@ -200,6 +201,12 @@ def data_options(vocab_size: str = "the preset's, or less if the text supports l
         *validation_options("Text"),
         on_bad_input_option(_DATA),
     )
+
+
+def data_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of DataOptions that the command line sets."""
+    names = ("validation", "validation_fraction", "text_column", "on_bad_input")
+    return given_values({name: options.get(name) for name in names})
 
 
 def validation_options(what: str) -> tuple[Callable, ...]:

@@ -1,0 +1,42 @@
+"""Helpers of the tests of the command line."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+from mlxlm.cli.main import _run
+
+QUICK = ["--steps", "6", "--batch-size", "4", "--max-seq-length", "32", "--vocab-size", "300"]
+MLXLM = [sys.executable, "-m", "mlxlm.cli.main"]
+
+
+def run_command(*arguments, **settings):
+    """Run `mlxlm ARGUMENTS` in a process of its own."""
+    command = [*MLXLM, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
+
+
+def error_line(capsys, *arguments) -> str:
+    """Run a command that fails with exit code 1, nothing on stdout and one line of error, which is returned."""
+    capsys.readouterr()
+    assert _run(list(map(str, arguments))) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def dying_compiler(tmp_path, death):
+    """The environment of a command that compiles everything anew, with a g++ that runs `death` the first time."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "bin").mkdir()
+    compiler, died = tmp_path / "bin/g++", tmp_path / "died"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *.so*) [ -e {died} ] || {{ touch {died}; {death}; }} ;; esac\n'
+        f'exec {shutil.which("g++")} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}

@@ -1,0 +1,176 @@
+"""The command line as a whole: help, exit codes, streams, signals, errors."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxlm.cli.main import COMMANDS, _run
+from tests.cli.helpers import QUICK, dying_compiler, error_line, run_command
+from tests.paths import ROOT
+
+
+def test_help_imports_no_heavy_library():
+    code = (
+        "import sys\nfrom mlxlm.cli.main import _run\nassert _run(['--help']) == 0\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'rich', 'numpy', 'tokenizers', 'matplotlib'}\n"
+        "print(sorted(heavy & {name.split('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for name in COMMANDS:
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert _run([name, "--help"]) == 0
+    assert "--debug" in capsys.readouterr().out
+
+
+def test_a_checkout_runs_from_any_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "cli.py"), "presets"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert "1m" in done.stdout and done.stderr == ""
+
+
+def test_wrong_usage_is_exit_code_2(capsys):
+    assert _run(["nonsense"]) == 2
+    assert _run(["pretrain"]) == 2
+    assert _run(["pretrain", "--resume", "x", "--steps", "3"]) == 2
+
+
+def test_quantize_convert_compare_and_generate(tmp_path, run_folder, capsys, monkeypatch):
+    monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
+    capsys.readouterr()
+    assert _run(["quantize", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bits_per_weight"] < 6 and report["metrics"]["bits_per_byte_after"] > 0
+    assert _run(["convert", str(run_folder), "--out", str(tmp_path / "plain"), "--no-verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
+    assert _run(["compare", str(run_folder), str(tmp_path / "plain"), "--tokens", "64"]) == 0
+    assert capsys.readouterr().out.startswith("identical: ")
+    arguments = ["generate", str(tmp_path / "small"), "-p", "The cat", "--max-tokens", "5", "--seed", "1", "--json"]
+    assert _run(arguments) == 0
+    first = capsys.readouterr().out
+    assert _run(arguments) == 0
+    assert json.loads(first)["text"] == json.loads(capsys.readouterr().out)["text"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_a_weak_reference_callback_ends_the_command(tmp_path, number, code):
+    (tmp_path / "victim.py").write_text(
+        "import click, os, time, weakref\n"
+        "class Thing: pass\n"
+        "@click.command()\n"
+        "def victim():\n"
+        "    thing = Thing()\n"
+        f"    watched = weakref.ref(thing, lambda _: os.kill(os.getpid(), {number:d}))\n"
+        "    del thing\n"
+        "    time.sleep(60)\n"
+    )
+    run = "from mlxlm.cli import main; main.COMMANDS['victim'] = ('victim:victim', ''); main.main(['victim'])"
+    done = subprocess.run([sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == code and "ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["evaluate", "generate"])
+def test_a_killed_compiler_ends_no_command(tmp_path, run_folder, text_file, what):
+    arguments = [text_file] if what == "evaluate" else ["-p", "the", "-n", "3", "-t", "1", "--top-p", "0.9"]
+    done = run_command(what, run_folder, *arguments, env=dying_compiler(tmp_path, "kill -INT $$"))
+    assert (tmp_path / "died").exists() and done.returncode == 0 and done.stdout, done.stderr
+
+
+@pytest.fixture(params=["a full disk", "no reader", "no terminal"])
+def unwritable(request):
+    """A descriptor that can't be written to."""
+    if request.param == "a full disk":
+        if not Path("/dev/full").exists():
+            pytest.skip("no /dev/full here")
+        ours = os.open("/dev/full", os.O_WRONLY)
+    else:
+        other, ours = os.pipe() if request.param == "no reader" else os.openpty()
+        os.close(other)
+    yield ours
+    os.close(ours)
+
+
+def test_unwritable_messages_end_no_command(unwritable):
+    """Neither during the work, nor for the error at its end, nor at exit."""
+    code = (
+        "from mlxlm.cli import main, render\n"
+        "def work(args):\n"
+        "    render.say('x' * 10_000)\n"
+        "    main.print_error(ValueError())\n"
+        "    return 3\n"
+        "main._run = work\n"
+        "main.main()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stderr=unwritable, timeout=50).returncode == 3
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- 2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_no_file_replaces_a_closed_standard_stream(tmp_path, closed):
+    code = (
+        "import os, subprocess, sys\n"
+        "from mlxlm.cli import main\n"
+        "def work(args):\n"
+        "    child = subprocess.run([sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]'])\n"
+        "    with open('opened', 'w') as file:\n"
+        "        print(file.fileno(), child.returncode, file=file)\n"
+        "    return 0\n"
+        "main._run = work\n"
+        "main.main()\n"
+    )
+    done = subprocess.run(["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], cwd=tmp_path, timeout=50)
+    number, child = (tmp_path / "opened").read_text().split()
+    assert done.returncode == 0 and int(number) > 2 and child == "0"  # a child process has all three, too
+
+
+def test_a_model_is_read_with_standard_input_closed(run_folder):
+    arguments = [sys.executable, "from mlxlm.cli.main import main; main()", str(run_folder)]
+    shell = ["bash", "-c", '"$0" -c "$1" generate "$2" -p the -n 3 -t 0 <&-', *arguments]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run_command("generate", run_folder, "-p", "the", "-n", "3", "-t", "0").stdout
+
+
+def test_wrong_models_and_paths(tmp_path, text_file, run_folder, capsys):
+    line = error_line(capsys, "pretrain", text_file, "--preset", "9b", "--out", tmp_path / "x")
+    assert "no preset '9b'" in line and "one of 0.3m" in line
+    sizes = {"model_type": "llama", "hidden_size": 7, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    line = error_line(capsys, "pretrain", text_file, "--config", tmp_path / "config.json", "--out", tmp_path / "x")
+    assert "missing intermediate_size, vocab_size" in line
+    line = error_line(capsys, "pretrain", text_file, "--out", run_folder, *QUICK)
+    assert "already exists" in line and f"--resume {run_folder}" in line
+    line = error_line(capsys, "pretrain", text_file, "--out", text_file / "run", *QUICK)
+    assert "a path whose parent is a folder" in line
+    assert "there is no model folder" in error_line(capsys, "generate", tmp_path / "none", "-p", "x")
+    assert "there is no model folder" in error_line(capsys, "convert", tmp_path / "none", "--out", tmp_path / "y")
+    assert "is not a run" in error_line(capsys, "pretrain", "--resume", tmp_path)
+    line = error_line(capsys, "generate", run_folder, "-p", "The cat sat. " * 2000)
+    assert "context of 32 " in line and "(try: " in line
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run_folder, damaged)
+    checkpoint = next((damaged / "checkpoints").iterdir()) / "model.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    assert "model.safetensors is truncated" in error_line(capsys, "generate", damaged, "-p", "x")
+
+
+def test_debug_shows_the_traceback(tmp_path, capsys):
+    assert _run(["generate", str(tmp_path / "none"), "-p", "x", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path):
+    done = subprocess.run(
+        f'"{sys.executable}" -m mlxlm.cli.main presets | true', shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""

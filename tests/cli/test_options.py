@@ -1,0 +1,79 @@
+"""The options of all commands: sections, names, defaults in help texts, checks of combinations."""
+
+import inspect
+import re
+from dataclasses import fields
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mlxlm.cli.main import COMMANDS, app
+from mlxlm.cli.options import SectionedCommand, option, reject_unused_options
+from mlxlm.cli.training_options import FLAGS, SETTINGS
+from mlxlm.train import TrainSettings
+
+
+def leaf_commands():
+    commands = []
+    for name in COMMANDS:
+        command = app.get_command(None, name)
+        for child in getattr(command, "commands", {"": command}).values():
+            commands.append(pytest.param(child, id=f"{name} {child.name}" if child is not command else name))
+    return commands
+
+
+@pytest.mark.parametrize("command", leaf_commands())
+def test_help_fits_80_columns_and_every_option_is_explained(command):
+    text = command.get_help(click.Context(command, terminal_width=80))
+    lines = [line for line in text.splitlines() if '{"messages"' not in line]  # an example of one line
+    assert max(map(len, lines)) <= 80
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert re.search(r"[.\]:] ?$", parameter.help) or "  [default" in parameter.help, parameter.opts
+
+
+@pytest.mark.parametrize("command", leaf_commands())
+def test_every_option_is_a_parameter_of_its_function(command):
+    signature = inspect.signature(inspect.unwrap(command.callback)).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in signature.values()):
+        return
+    names = {parameter.name for parameter in command.params if parameter.expose_value}
+    assert names == set(signature)
+
+
+def test_settings_are_the_fields_of_train_settings():
+    assert set(FLAGS) <= {field.name for field in fields(TrainSettings)}
+
+
+def test_the_help_states_the_defaults_of_train_settings():
+    defaults = TrainSettings.defaults(steps=1000)
+    for _, flag, _, text in SETTINGS:
+        default = defaults.get(flag.removeprefix("--").replace("-", "_"))
+        stated = re.search(r"\[default: ([\w.-]+)", text)
+        if stated and re.fullmatch(r"[\d.]+|adamw|cosine|concatenate", stated[1]) and default is not None:
+            assert type(default)(stated[1]) == default, flag
+
+
+@pytest.fixture
+def command():
+    @click.command(cls=SectionedCommand)
+    @option("Second", "--two-parts", type=click.IntRange(1), help="Two.")
+    @option("First", "-o", "--one", help="One.")
+    @click.option("--other", is_flag=True, help="Other.")
+    def command(**options):
+        reject_unused_options(options, (options["other"], ["one", "two_parts"], "--other is given"))
+
+    return command
+
+
+def test_sections_are_in_order_of_appearance_and_others_last(command):
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert text.index("Second:") < text.index("First:") < text.index("Options:") < text.index("--other")
+
+
+def test_unused_options_are_named_as_typed(command):
+    result = CliRunner().invoke(command, ["--other", "--two-parts", "1", "-o", "x"])
+    assert result.exit_code == 2
+    assert "--one and --two-parts would have no effect: --other is given" in " ".join(result.output.split())
+    assert CliRunner().invoke(command, ["--two-parts", "1"]).exit_code == 0
