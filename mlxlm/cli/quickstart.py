@@ -85,7 +85,7 @@ def quickstart(
 def _new_run(data: tuple[str, ...], out: Path, minutes: float, on_bad_input: str) -> Run:
     from mlxlm.cli.training import phase
     from mlxlm.config.optimizers import OPTIMIZERS
-    from mlxlm.data import Manifest
+    from mlxlm.data import DataOptions, Manifest
     from mlxlm.data.builtin import write_python_reference
     from mlxlm.families import load_preset
     from mlxlm.train import start_run
@@ -103,7 +103,12 @@ def _new_run(data: tuple[str, ...], out: Path, minutes: float, on_bad_input: str
         render.say(f"1. Training a tokenizer and a small model on {text}")
         try:
             run = start_run(
-                out, sources, config, minutes=minutes, on_bad_input=on_bad_input, settings=settings, phase=phase
+                out,
+                DataOptions(sources, on_bad_input=on_bad_input),
+                config,
+                minutes=minutes,
+                settings=settings,
+                phase=phase,
             )
         except TooFewTokensError as error:  # its hint is an option of pretrain
             raise DataError(error.message, "more text, or text that repeats itself less") from error

@@ -14,8 +14,8 @@ from tests.cli.helpers import error_line
 def hasty(tmp_path, monkeypatch):
     """Training that ends after a step, in an empty folder."""
     monkeypatch.setattr("mlxlm.train.budget.Budget.seconds_left", lambda budget: 0.06)  # too little to learn anything
-    for least in ("_LEAST_TOKENS", "_LEAST_STEPS"):
-        monkeypatch.setattr(f"mlxlm.train.budget.{least}", 0)
+    for name in ("_MIN_TOKENS", "_MIN_STEPS"):
+        monkeypatch.setattr(f"mlxlm.train.budget.{name}", 0)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)  # of measuring speed
     monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)  # no waiting for mlx_lm
     monkeypatch.chdir(tmp_path)
@@ -26,7 +26,7 @@ def test_with_and_without_a_file(tmp_path, monkeypatch, capsys):
     """The text of few words supports fewer tokens than the default."""
     topics = list(islice(python_reference(), 100))
     monkeypatch.setattr("mlxlm.data.builtin.python_reference", lambda: iter(topics))
-    monkeypatch.setattr("mlxlm.cli.quickstart.VOCAB_SIZE", 300)
+    monkeypatch.setattr("mlxlm.cli.quickstart.VOCAB_SIZE", 600)
     (tmp_path / "simple.txt").write_text("The cat sat on the mat.\n" * 2000)
     for arguments, name in ((["simple.txt"], "mlxlm-quickstart"), ([], "mlxlm-quickstart-2")):
         assert _run(["quickstart", *arguments, "--minutes", "0.001"]) == 0
