@@ -147,9 +147,9 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
     if with_probe:
         result = _probe(result)
     if plot is not None:
-        from mlxlm.plan.plot import draw
+        from mlxlm.plan.plot import plot_plan
 
-        draw(result, plot)
+        plot_plan(result, plot)
     if as_json:
         render.emit_json({**result.to_dict(), "textbook": result.textbook()})
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from mlxlm.report.smoothing import ExponentialMovingAverage, smoothing_span
+from mlxlm.report.curves import ExponentialMovingAverage, smoothing_span
 from mlxlm.train import (
     CheckpointNotSaved,
     CheckpointSaved,

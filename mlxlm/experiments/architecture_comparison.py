@@ -15,7 +15,6 @@ from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, infer_field, parse_overrides, parse_value
 from mlxlm.data import TokenDataset
-from mlxlm.experiments.curves import plot_runs
 from mlxlm.experiments.sweep import (
     check_saved_args,
     is_finished,
@@ -26,6 +25,7 @@ from mlxlm.experiments.sweep import (
 )
 from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.report import read_run
+from mlxlm.report.plots import plot_runs
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.budget import check_duration
 from mlxlm.train.memory_limits import check_memory

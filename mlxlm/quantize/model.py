@@ -10,8 +10,9 @@ from mlxlm.checkpoint.mlx_lm import unconvertible_hint
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.tokenizer_files import check_tokenizer
 from mlxlm.quantize.job import BitTarget, Progress, QuantizationJob
+from mlxlm.quantize.plot import plot_quantization
 from mlxlm.quantize.quantization_plan import Format
-from mlxlm.quantize.report import QuantizationReport, draw
+from mlxlm.quantize.report import QuantizationReport
 from mlxlm.utils.errors import CheckpointError, ConfigError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists
 from mlxlm.utils.json_files import write_json
@@ -80,7 +81,7 @@ def quantize(
         shutil.rmtree(scratch)
         report = job.report(str(source), out, folder, plan, made, warnings)
         write_json(folder / REPORT_FILE, report.to_dict())
-        draw(report, folder / PLOT_FILE)
+        plot_quantization(report, folder / PLOT_FILE)
     return report
 
 

@@ -1,18 +1,11 @@
-"""What a quantized model costs: sizes, divergence from its source, errors by layer; and the picture of it."""
+"""What a quantized model costs: sizes, divergence from its source, errors by layer."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mlxlm.convert.metadata import Check
-from mlxlm.utils.files import write_figure
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+?)(?:_proj)?$")
-_OUTSIDE = {"model.embed_tokens": "embedding", "model.embed_positions": "positions", "lm_head": "head"}
-_COLORS = {2: "#7f0000", 3: "#d7301f", 4: "#fc8d59", 5: "#74a9cf", 6: "#2b8cbe", 8: "#045a8d"}
 
 
 @dataclass(frozen=True)
@@ -87,62 +80,3 @@ class QuantizationReport:
         if self.metrics is not None:
             values["metrics"]["bits_per_byte_change"] = self.metrics.bits_per_byte_change
         return {**values, "worst_layers": self.worst_layers()}
-
-
-def draw(report: QuantizationReport, path: Path) -> None:
-    """Draw the error of each matrix by layer, colour by bits, and below it that of the hidden states."""
-    from matplotlib.figure import Figure  # half a second: only where a picture is drawn
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(9, 6.5 if report.metrics else 4.2), layout="constrained")
-    panels = figure.subplots(2 if report.metrics else 1, 1, squeeze=False)[:, 0]
-    layers = _by_kind(report)
-    used: set[int] = set()
-    shapes = []
-    for marker, (kind, points) in zip("os^vDP*XhH<>d", layers.items(), strict=False):
-        x, y, bits = zip(*sorted(points), strict=True)
-        panels[0].plot(x, y, lw=0.6, color="#bbb", zorder=1)
-        panels[0].scatter(x, y, c=[_COLORS[b] for b in bits], marker=marker, s=26, zorder=2)
-        shapes.append(Line2D([], [], marker=marker, ls="", color="#555", label=kind))
-        used.update(bits)
-    colors = [Patch(color=_COLORS[b], label=f"{b} bits") for b in sorted(used)]
-    panels[0].legend(handles=shapes + colors, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
-    panels[0].set_ylabel(f"relative error of {report.error_of}")
-    title = f"{Path(report.path).name}: {report.bits_per_weight:.2f} bits per weight, {report.method}"
-    if report.metrics is not None:
-        hidden_state_errors = list(report.metrics.hidden_state_errors.values())
-        panels[1].plot(range(-1, len(hidden_state_errors) - 1), hidden_state_errors, "o-", ms=3, color="#045a8d")
-        panels[1].set_ylabel("relative error of hidden states")
-        title += (
-            f": KL {report.metrics.kl:.4f} nats/token, top-1 {100 * report.metrics.top1_agreement:.1f} %, "
-            f"{report.metrics.bits_per_byte_change:+.4f} bits/byte"
-        )
-    figure.suptitle(title, fontsize=10)
-    panels[-1].set_xlabel("layer")
-    last = _last_layer(report)
-    outside = {-1: "embedding"} | ({last + 1: "head"} if "lm_head" in report.errors else {})
-    for panel in panels:
-        panel.margins(y=0.08)
-        panel.set_ylim(0, panel.get_ylim()[1])
-        panel.grid(alpha=0.3)
-        panel.set_xlim(-1.5, max(last, *outside) + 0.5)
-        panel.set_xticks([*range(0, last + 1, max(last, 0) // 16 + 1), *outside])
-        panel.xaxis.set_major_formatter(lambda x, _position: outside.get(round(x), f"{x:.0f}"))
-    write_figure(path, figure)
-
-
-def _last_layer(report: QuantizationReport) -> int:
-    return max((int(m[1]) for name in report.errors if (m := re.match(r"model\.layers\.(\d+)\.", name))), default=-1)
-
-
-def _by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, float, int]]]:
-    """Kind of matrix -> (layer, error, bits) of each; embedding and head are outside the layers."""
-    last = _last_layer(report)
-    found: dict[str, list[tuple[int, float, int]]] = {}
-    for module, error in report.errors.items():
-        match = _LAYER.match(module)
-        kind = match[2] if match else _OUTSIDE.get(module, module.rpartition(".")[2])
-        layer = int(match[1]) if match else (last + 1 if module == "lm_head" else -1)
-        found.setdefault(kind, []).append((layer, error, report.bits[module]))
-    return found

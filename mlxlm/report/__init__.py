@@ -7,36 +7,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxlm.report.page import REPORT_MARKER, page
+from mlxlm.report.page import REPORT_MARKER, render_page
+from mlxlm.report.plots import plot_losses, plot_runs
 from mlxlm.report.runs import RunHistory, read_run
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import write_bytes
 
-REPORT_FILE = "report.html"  # in a run's folder
+REPORT_FILE, LOSS_PLOT_FILE = "report.html", "loss.png"  # in a run's folder
 
-__all__ = ["REPORT_FILE", "RunHistory", "read_run", "write_report"]
+__all__ = ["LOSS_PLOT_FILE", "REPORT_FILE", "RunHistory", "plot_losses", "plot_runs", "read_run", "write_report"]
 
 
 def write_report(runs: Sequence[RunHistory], out: Path, defaults: Callable[[int], Mapping[str, Any]]) -> None:
-    """Write the report of runs that `read_run` has read to `out`. `defaults`: the settings of a run of so many steps
-    where nothing is said, as `TrainSettings.defaults` has them.
+    """Write the report of one or more runs to `out`.
 
-    Runs of one name go by as much of their paths as tells them apart. Raises CheckpointError if another file than a
-    report is at `out`, or if the disk refuses.
+    Args:
+        runs: From `read_run`. Runs with the same name are named by as much of their paths as tells them apart.
+        out: An HTML file; a previous report is replaced.
+        defaults: Returns the default settings of a run of so many steps, see `TrainSettings.defaults`.
+
+    Raises:
+        CheckpointError: `out` is a file that is not a report, or can't be written.
     """
     if out.exists() and not _is_report(out):
-        raise CheckpointError(f"{out} is there already, and is no report", "another name for --out")
-    write_bytes(out, page(_told_apart(runs), defaults).encode("utf-8", "replace"))
+        raise CheckpointError(f"{out} already exists and is not a report", "another name for --out")
+    write_bytes(out, render_page(_with_unique_names(runs), defaults).encode("utf-8", "replace"))
 
 
-def _told_apart(runs: Sequence[RunHistory]) -> list[RunHistory]:
-    parts = [run.path.absolute().parts for run in runs]
-    found = []
-    for run, own in zip(runs, parts, strict=True):
-        others = [other for other in parts if other != own]
-        count = next((n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own))
-        found.append(replace(run, name=str(Path(*own[-count:]))))
-    return found
+def _with_unique_names(runs: Sequence[RunHistory]) -> list[RunHistory]:
+    paths = [run.path.absolute().parts for run in runs]
+    renamed = []
+    for run, path in zip(runs, paths, strict=True):
+        others = [other for other in paths if other != path]
+        count = next((n for n in range(1, len(path)) if all(other[-n:] != path[-n:] for other in others)), len(path))
+        renamed.append(replace(run, name=str(Path(*path[-count:]))))
+    return renamed
 
 
 def _is_report(path: Path) -> bool:

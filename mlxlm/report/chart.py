@@ -1,23 +1,34 @@
-"""Line charts as SVG: readable without a script, coloured by the page's style sheet."""
+"""Line charts as SVG: small, readable without a script, colored by the page's style sheet.
+
+Unlike matplotlib's SVG, they follow the light or dark color scheme, and `page.js` shows the values under the pointer.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mlxlm.report.downsample import Point, downsample
+from mlxlm.report.curves import Point, downsample
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 34
+_ARROW_SPACING = 60  # for the value beside an arrow
 NUM_COLORS = 8  # of the style sheet: .c0 to .c7
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve. `style`: "line", "faint" for what noise surrounds, "dots" for few values, with a line between them.
-    `label`: what a single value is called in the picture, where there is no more than one."""
+    """A curve.
+
+    Attributes:
+        name: For the readout under the pointer.
+        points: (x, y).
+        color: Index into the style sheet's colors; they repeat, dotted, after `NUM_COLORS`.
+        style: "line", "faint" (for noise) or "dots" (for few values, joined by a line).
+        label: Text beside the value, if there is only one.
+    """
 
     name: str
     points: Sequence[Point]
@@ -32,127 +43,154 @@ def chart(
     y_unit: str = "",
     *,
     size: tuple[int, int] = (400, 240),
-    points: int = 600,
+    max_points: int = 600,
     from_zero: bool = False,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """An `<svg>` of the series, each of at most `points` points; "" without any point.
+    """Draw curves as an `<svg>`; "" if they have no points.
 
-    The y axis is logarithmic where values of a curve are more than 30 times apart and none is below 0. Else, where the
-    highest 2% of the values, those of the first steps and of spikes, would take a third of it, it ends below them, and
-    an arrow at the edge has the highest. A series of one point is a dot with its value. `x_unit` and `y_unit`:
-    "tokens", "seconds", "bytes", or another, for the figures at the axes. `marks` are vertical lines at x with a label.
+    The y axis is logarithmic if the values differ by more than a factor of 30 and all are positive. Otherwise, if the
+    highest 2% of the values (of the first steps and of spikes) would take a third of the axis, it ends below them, and
+    an arrow at the edge shows the highest. A curve of one point is a dot with its value.
+
+    Args:
+        series: The curves.
+        x_unit: "tokens" or "seconds".
+        y_unit: "tokens", "seconds", "bytes", or "" for plain numbers.
+        size: Width and height.
+        max_points: Points per curve; longer curves are downsampled.
+        from_zero: Start the y axis at 0.
+        marks: Vertical lines, (x, label).
     """
-    drawn = [(s, downsample(s.points, points)) for s in series]
-    drawn = [(s, p) for s, p in drawn if p]
-    if not drawn:
-        return ""
-    width, height = size
-    every_x = [x for _, p in drawn for x, _ in p]
-    x_low, x_high = min(every_x), max(every_x)
-    x_high = max(x_high, x_low + 1, x_low * (1 + 1e-9))  # apart also where one more is the same in float64
-    clear = [p for s, p in drawn if s.style != "faint" or len(drawn) == 1]
-    lowest = min(y for _, p in drawn for _, y in p)
-    scale = _Scale.of([y for p in clear for _, y in p], lowest, from_zero)
-
-    def across(x: float) -> float:
-        return _LEFT + (x - x_low) / (x_high - x_low) * (width - _LEFT - _RIGHT)
-
-    def down(y: float) -> float:
-        return _TOP + (1 - scale.share(y)) * (height - _TOP - _BOTTOM)
-
-    parts = [
-        f'<svg viewBox="0 0 {width} {height}" role="img" data-x="{x_low:.6g} {x_high:.6g}" '
-        f'data-x-unit="{escape(x_unit)}" '
-        f'data-y="{scale.low:.6g} {scale.high:.6g}" data-log="{int(scale.logarithmic)}" data-y-unit="{escape(y_unit)}" '
-        f'data-plot="{_LEFT} {_TOP} {width - _RIGHT} {height - _BOTTOM}">'
-    ]
-    for y in scale.ticks():
-        at = down(y)
-        parts.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{width - _RIGHT}"/>')
-        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{at + 4:.1f}">{escape(format_value(y, y_unit))}</text>')
-    for x in _ticks(x_low, x_high, 4 if width < 600 else 8):
-        at = across(x)
-        parts.append(f'<path class="grid" d="M{at:.1f} {_TOP}V{height - _BOTTOM}"/>')
-        parts.append(
-            f'<text class="x" x="{at:.1f}" y="{height - _BOTTOM + 16}">{escape(format_value(x, x_unit))}</text>'
-        )
-    parts.append(f'<text class="x" x="{(_LEFT + width - _RIGHT) / 2:.0f}" y="{height - 4}">{_NAMES[x_unit]}</text>')
-    for x, label in marks:
-        if x_low <= x <= x_high:
-            at = across(x)
-            parts.append(
-                f'<path class="mark" d="M{at:.1f} {_TOP}V{height - _BOTTOM}"><title>{escape(label)}</title></path>'
-            )
-    # What is beyond the axis leaves the picture at its edge, where `_arrows` say how far.
-    parts.append(f'<svg x="{_LEFT}" y="{_TOP}" width="{width - _LEFT - _RIGHT}" height="{height - _TOP - _BOTTOM}">')
-    for s, p in drawn:
-        places = [(across(x) - _LEFT, down(y) - _TOP) for x, y in p]
-        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-        look = _look(s)
-        parts.append(f'<polyline class="{look}" data-name="{escape(s.name)}" points="{line}"/>')
-        if len(p) == 1:
-            [(a, b)], value = places, f"{s.label} {format_value(p[0][1], y_unit)}".strip()
-            a = min(max(a, 4.0), width - _LEFT - _RIGHT - 4.0)
-            parts.append(f'<circle class="{look}" cx="{a:.1f}" cy="{b:.1f}" r="4"/>')
-            parts.append(_beside(a, max(b - 8, 12), value, width - _LEFT - _RIGHT))
-        elif s.style == "dots" and len(p) <= 60:
-            parts += [f'<circle class="{look}" cx="{a:.1f}" cy="{b:.1f}" r="2.5"/>' for a, b in places]
-    points_above = [(across(x) - _LEFT, y, s) for s, p in drawn for x, y in p if scale.share(y) > 1 + 1e-9]
-    parts += _arrows(points_above, y_unit, width - _LEFT - _RIGHT)
-    return "".join([*parts, "</svg></svg>"])
+    curves = [(s, downsample(s.points, max_points)) for s in series]
+    curves = [(s, points) for s, points in curves if points]
+    return _Chart(curves, x_unit, y_unit, size, from_zero).svg(marks) if curves else ""
 
 
-def _look(series: Series) -> str:
-    """Its classes in the style sheet."""
-    return f"c{series.color % NUM_COLORS} {series.style}{' second' if series.color >= NUM_COLORS else ''}"
+class _Chart:
+    """One chart: its axes, and how it draws them and the curves."""
+
+    def __init__(
+        self,
+        curves: list[tuple[Series, list[Point]]],
+        x_unit: str,
+        y_unit: str,
+        size: tuple[int, int],
+        from_zero: bool,
+    ):
+        self.curves, self.x_unit, self.y_unit = curves, x_unit, y_unit
+        self.width, self.height = size
+        self.plot_width, self.plot_height = size[0] - _LEFT - _RIGHT, size[1] - _TOP - _BOTTOM
+        xs = [x for _, points in curves for x, _ in points]
+        self.x_low, high = min(xs), max(xs)
+        # The ends differ also if adding one makes no difference in float64.
+        self.x_high = max(high, self.x_low + 1, self.x_low * (1 + 1e-9))
+        lowest = min(y for _, points in curves for _, y in points)
+        visible = [points for s, points in curves if s.style != "faint" or len(curves) == 1]
+        self.scale = _Scale.fit([y for points in visible for _, y in points], lowest, from_zero)
+
+    def x(self, value: float) -> float:
+        """Position in the plot area, in pixels from its left edge."""
+        return (value - self.x_low) / (self.x_high - self.x_low) * self.plot_width
+
+    def y(self, value: float) -> float:
+        """Position in the plot area, in pixels from its top edge."""
+        return (1 - self.scale.fraction(value)) * self.plot_height
+
+    def svg(self, marks: Sequence[tuple[float, str]]) -> str:
+        scale, right, bottom = self.scale, self.width - _RIGHT, self.height - _BOTTOM
+        return "".join([
+            f'<svg viewBox="0 0 {self.width} {self.height}" role="img" data-x="{self.x_low:.6g} {self.x_high:.6g}" '
+            f'data-x-unit="{escape(self.x_unit)}" data-y="{scale.low:.6g} {scale.high:.6g}" '
+            f'data-log="{int(scale.logarithmic)}" data-y-unit="{escape(self.y_unit)}" '
+            f'data-plot="{_LEFT} {_TOP} {right} {bottom}">',
+            *self._axes(right, bottom),
+            *self._marks(marks, bottom),
+            # The inner <svg> clips values beyond the axis; arrows show how high they are.
+            f'<svg x="{_LEFT}" y="{_TOP}" width="{self.plot_width}" height="{self.plot_height}">',
+            *self._curves(),
+            *self._arrows(),
+            "</svg></svg>",
+        ])  # fmt: skip
+
+    def _axes(self, right: int, bottom: int) -> Iterator[str]:
+        for value in self.scale.ticks():
+            y, label = _TOP + self.y(value), escape(format_value(value, self.y_unit))
+            yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>'
+            yield f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{label}</text>'
+        for value in _ticks(self.x_low, self.x_high, 4 if self.width < 600 else 8):
+            x, label = _LEFT + self.x(value), escape(format_value(value, self.x_unit))
+            yield f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom}"/>'
+            yield f'<text class="x" x="{x:.1f}" y="{bottom + 16}">{label}</text>'
+        yield f'<text class="x" x="{(_LEFT + right) / 2:.0f}" y="{self.height - 4}">{_AXIS_LABELS[self.x_unit]}</text>'
+
+    def _marks(self, marks: Sequence[tuple[float, str]], bottom: int) -> Iterator[str]:
+        for value, label in marks:
+            if self.x_low <= value <= self.x_high:
+                line = f"M{_LEFT + self.x(value):.1f} {_TOP}V{bottom}"
+                yield f'<path class="mark" d="{line}"><title>{escape(label)}</title></path>'
+
+    def _curves(self) -> Iterator[str]:
+        for series, points in self.curves:
+            positions = [(self.x(x), self.y(y)) for x, y in points]
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
+            classes = f"{_color(series)} {series.style}{' second' if series.color >= NUM_COLORS else ''}"
+            yield f'<polyline class="{classes}" data-name="{escape(series.name)}" points="{line}"/>'
+            if len(points) == 1:
+                [(x, y)], value = positions, f"{series.label} {format_value(points[0][1], self.y_unit)}".strip()
+                x = min(max(x, 4.0), self.plot_width - 4.0)
+                yield f'<circle class="{classes}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+                yield self._label(x, max(y - 8, 12), value)
+            elif series.style == "dots" and len(points) <= 60:
+                for x, y in positions:
+                    yield f'<circle class="{classes}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+
+    def _arrows(self) -> Iterator[str]:
+        """An arrow at the top edge, with the highest value, for each group of points above it."""
+        above = [(self.x(x), y, s) for s, p in self.curves for x, y in p if self.scale.fraction(y) > 1 + 1e-9]
+        groups: list[list[tuple[float, float, Series]]] = []
+        for point in sorted(above, key=lambda p: p[0]):
+            if groups and point[0] - groups[-1][-1][0] < _ARROW_SPACING:
+                groups[-1].append(point)
+            else:
+                groups.append([point])
+        for group in groups:
+            x, highest, series = max(group, key=lambda p: p[1])
+            x = min(max(x, 5.0), self.plot_width - 5.0)
+            value = format_value(highest, self.y_unit)
+            title = f"<title>{escape(series.name)}: up to {escape(value)}, above the chart</title>"
+            yield f'<path class="beyond {_color(series)}" d="M{x:.1f} 1l5 8h-10z">{title}</path>'
+            yield self._label(x, 10, value)
+
+    def _label(self, x: float, y: float, text: str) -> str:
+        """A text beside a point, on the side with more room."""
+        side, x = ("before", x - 8) if x > self.plot_width / 2 else ("value", x + 8)
+        return f'<text class="{side}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
-def _arrows(points: Sequence[tuple[float, float, Series]], unit: str, width: int) -> list[str]:
-    """An arrow at the upper edge, with the value, for each group of (x, value, series) beyond it: the highest."""
-    parts, groups = [], []
-    for point in sorted(points, key=lambda p: p[0]):
-        if groups and point[0] - groups[-1][-1][0] < _ARROW_ROOM:
-            groups[-1].append(point)
-        else:
-            groups.append([point])
-    for group in groups:
-        x, y, series = max(group, key=lambda p: p[1])
-        x = min(max(x, 5.0), width - 5.0)
-        value = format_value(y, unit)
-        title = f"<title>{escape(series.name)}: up to {escape(value)}, above the picture</title>"
-        parts.append(f'<path class="beyond c{series.color % NUM_COLORS}" d="M{x:.1f} 1l5 8h-10z">{title}</path>')
-        parts.append(_beside(x, 10, value, width))
-    return parts
-
-
-_ARROW_ROOM = 60  # between two arrows, for the value
-
-
-def _beside(x: float, y: float, text: str, width: int) -> str:
-    """A text at a point, on the side of it that has more room."""
-    side, at = ("before", x - 8) if x > width / 2 else ("value", x + 8)
-    return f'<text class="{side}" x="{at:.1f}" y="{y:.1f}">{escape(text)}</text>'
+def _color(series: Series) -> str:
+    """The color's class in the style sheet."""
+    return f"c{series.color % NUM_COLORS}"
 
 
 def single_values(series: Sequence[Series], x_unit: str, y_unit: str = "") -> list[str]:
-    """What there is to say of series of which none has more than one point: a line of text each. [] where one has, and
-    `chart` draws them."""
-    found = [(s, downsample(s.points, 2)) for s in series]
-    if any(len(p) > 1 for _, p in found):
+    """Each curve as a line of text, if none has more than one point; otherwise [], and `chart` draws them."""
+    curves = [(s, downsample(s.points, 2)) for s in series]
+    if any(len(points) > 1 for _, points in curves):
         return []
-    return [f"{s.name}: {format_value(p[0][1], y_unit)} at {_amount(p[0][0], x_unit)}" for s, p in found if p]
+    suffix = " tokens" if x_unit == "tokens" else " of steps"
+    return [
+        f"{s.name}: {format_value(points[0][1], y_unit)} at {format_value(points[0][0], x_unit)}{suffix}"
+        for s, points in curves
+        if points
+    ]
 
 
-def _amount(value: float, unit: str) -> str:
-    return f"{format_value(value, unit)} tokens" if unit == "tokens" else f"{format_value(value, unit)} of steps"
-
-
-_NAMES = {"tokens": "tokens", "seconds": "time spent in steps"}
+_AXIS_LABELS = {"tokens": "tokens", "seconds": "time spent in steps"}
 
 
 def format_value(value: float, unit: str) -> str:
-    """A number as people read it."""
+    """Format a number for people."""
     if unit == "bytes":
         return human_bytes(value)
     if unit == "seconds":
@@ -162,18 +200,20 @@ def format_value(value: float, unit: str) -> str:
     return f"{value:.4g}"
 
 
-_ROOM_ABOVE = 1.5  # heights of the other values that an axis may have for the highest 2%
+_MAX_OUTLIER_RANGE = 1.5  # of the highest 2%, relative to the range of the other values
 
 
 @dataclass(frozen=True)
 class _Scale:
+    """The y axis."""
+
     low: float
     high: float
     logarithmic: bool
 
     @classmethod
-    def of(cls, values: Sequence[float], lowest: float, from_zero: bool) -> _Scale:
-        """`values` decide, but for the lowest of all, which the axis has in any case."""
+    def fit(cls, values: Sequence[float], lowest: float, from_zero: bool) -> _Scale:
+        """The axis for `values`; it also includes `lowest`, the lowest value of all curves."""
         values = sorted(values)
         low, high = values[0], values[-1]
         if not from_zero and lowest > 0 and high > 30 * low:
@@ -182,32 +222,36 @@ class _Scale:
             low = min(0.0, lowest)
         else:
             low = lowest
-            most = values[math.ceil(0.98 * (len(values) - 1))]
-            high = high if high - low <= _ROOM_ABOVE * (most - low) else most
+            quantile = values[math.ceil(0.98 * (len(values) - 1))]
+            high = high if high - low <= _MAX_OUTLIER_RANGE * (quantile - low) else quantile
         margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
         return cls(low if from_zero else low - margin, high + margin, False)
 
-    def share(self, y: float) -> float:
-        """0 at the lower end of the axis, 1 at the upper; beyond that at most 2 heights away."""
+    def fraction(self, y: float) -> float:
+        """0 at the lower end of the axis, 1 at the upper; values outside are clamped to [-2, 3]."""
         if self.logarithmic:
             y = max(y, self.low / 10)
-            share = math.log(y / self.low) / math.log(self.high / self.low)
+            fraction = math.log(y / self.low) / math.log(self.high / self.low)
         else:
-            share = (y - self.low) / (self.high - self.low)
-        return max(-2.0, min(3.0, share))
+            fraction = (y - self.low) / (self.high - self.low)
+        return max(-2.0, min(3.0, fraction))
 
     def ticks(self) -> list[float]:
         if self.logarithmic:
             powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-            return [10.0**p for p in powers][:12] or [self.low, self.high]
+            ticks = [10.0**p for p in powers][:12]
+            if len(ticks) < 3:
+                decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
+                ticks = [f * 10.0**p for p in decades for f in (1, 2, 5) if self.low <= f * 10.0**p <= self.high]
+            return ticks or [self.low, self.high]
         return _ticks(self.low, self.high, 5)
 
 
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    """At most about `most` round numbers between the two."""
-    raw = (high - low) / most
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from `low` to `high`."""
+    raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * f for f in (1, 2, 2.5, 5, 10) if power * f >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
-    count = math.floor(high / step + 1e-9) - first + 1
-    return [0.0 if i + first == 0 else (i + first) * step for i in range(min(count, 3 * most))]
+    n = math.floor(high / step + 1e-9) - first + 1
+    return [0.0 if i + first == 0 else (i + first) * step for i in range(min(n, 3 * count))]

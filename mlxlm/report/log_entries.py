@@ -1,4 +1,4 @@
-"""Entries of a run's log, read back."""
+"""Reads the log of a run."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from typing import Any
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import CheckpointError
 
-_LONGEST = 16 << 20  # bytes of a line; the longest are samples
+LOG_FILE = "log.jsonl"  # in a run's folder
+_MAX_LINE = 16 << 20  # bytes; the longest lines are samples
 
 
 def read_log_entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a `log.jsonl`, one at a time; none where there is no file.
+    """Yield the entries of a `log.jsonl`; none if there is no file.
 
-    Lines that a crash cut off or left empty are no entries. Raises CheckpointError for what can't be read, and for a
-    line of more than 16 MB, which no run writes.
+    Lines that a crash cut off or left empty are skipped.
+
+    Raises:
+        CheckpointError: The file can't be read, or has a line of more than 16 MB, which no run writes.
     """
     return (entry for _, entry in read_log_lines(path))
 
 
 def read_log_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """What `read_log_entries` reads, each entry behind its line, which has an end even where the file's last one lacks it.
+    """Yield each entry of `read_log_entries` with its line, which always ends with a newline.
 
-    An entry can have values that JSON lacks, NaN above all: it can't always be written again, its line can.
+    To write an entry again, write its line: the entry can have values that JSON lacks, such as NaN.
     """
     if not path.exists():
         return
     with open_regular(path, CheckpointError) as file:
-        while line := file.readline(_LONGEST):
-            if len(line) == _LONGEST:
+        while line := file.readline(_MAX_LINE):
+            if len(line) == _MAX_LINE:
                 hint = "the log of a training run"
-                raise CheckpointError(f"{path} has a line of more than {_LONGEST >> 20} MB", hint)
+                raise CheckpointError(f"{path} has a line of more than {_MAX_LINE >> 20} MB", hint)
             try:
                 entry = json.loads(line)
             except (ValueError, RecursionError):
@@ -43,10 +46,10 @@ def read_log_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 yield line.removesuffix(b"\n") + b"\n", entry
 
 
-def entry_before_start(path: Path, event: str, figures: Sequence[str]) -> dict[str, Any] | None:
-    """The entry of this name from before the run began, if all of `figures` in it are numbers above 0."""
+def entry_before_start(path: Path, event: str, fields: Sequence[str]) -> dict[str, Any] | None:
+    """The first `event` entry before training started whose fields `fields` are all positive; None if there is none."""
     for entry in read_log_entries(path):
-        if entry["event"] == event and all(number(entry.get(name)) > 0 for name in figures):
+        if entry["event"] == event and all(number(entry.get(name)) > 0 for name in fields):
             return entry
         if entry["event"] == "started":
             break
@@ -54,9 +57,9 @@ def entry_before_start(path: Path, event: str, figures: Sequence[str]) -> dict[s
 
 
 def number(value: Any) -> float:
-    """A finite number, else NaN."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if usable else math.nan
+    """`value` as a float if it is a finite number, else NaN."""
+    is_finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_finite else math.nan
 
 
 def _is_step(value: Any) -> bool:

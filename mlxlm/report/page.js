@@ -1,8 +1,8 @@
 "use strict";
-// The values under the pointer. Without a script, the charts are the same without them.
+// Shows the values under the pointer. The charts don't need it.
 const readout = document.getElementById("readout");
 
-function figure(value, unit) {
+function formatValue(value, unit) {
   const scaled = (units) => {
     let i = 0;
     while (Math.abs(value) >= 999.5 && i < units.length - 1) { value /= 1000; i += 1; }
@@ -40,9 +40,9 @@ for (const chart of document.querySelectorAll("figure svg[data-plot]")) {
     const x = (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
     if (x < left || x > right) return;
     cursor.setAttribute("d", `M${x} ${top}V${bottom}`);
-    const lines = [figure(x0 + (x - left) / (right - left) * (x1 - x0), chart.dataset.xUnit)];
+    const lines = [formatValue(x0 + (x - left) / (right - left) * (x1 - x0), chart.dataset.xUnit)];
     curves.forEach((curve, i) => {
-      lines.push(`${curve.dataset.name}  ${figure(valueAt(nearest(i, x - left)[1]), chart.dataset.yUnit)}`);
+      lines.push(`${curve.dataset.name}  ${formatValue(valueAt(nearest(i, x - left)[1]), chart.dataset.yUnit)}`);
     });
     readout.textContent = lines.join("\n");
     readout.style.display = "block";

@@ -1,5 +1,4 @@
-"""A run's folder as a report needs it. Everything in it may have been written by anybody: what is no number is left
-out, what is no text is not shown."""
+"""Reads the folder of a run for a report. The files are untrusted: values of a wrong type are left out."""
 
 from __future__ import annotations
 
@@ -11,23 +10,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxlm.checkpoint.locations import RUN_FILE
+from mlxlm.data.manifest import MANIFEST_FILE
 from mlxlm.families import config_to_hf, load_config
-from mlxlm.report.log_entries import number, read_log_entries
-from mlxlm.report.smoothing import ExponentialMovingAverage, smoothing_span
+from mlxlm.report.curves import ExponentialMovingAverage, smoothing_span
+from mlxlm.report.log_entries import LOG_FILE, number, read_log_entries
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.utils.json_files import read_json
 
 METRICS = ("tokens", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
-_RUN_FILE, _LOG, _MANIFEST = "train.json", "log.jsonl", "manifest.json"
-_ENDS = ("stopped", "failed", "finished")
-_TOLD = ("started", "checkpoint_not_saved", "paused", "throttled", "resumed", "training_warning", *_ENDS)
+_END_EVENTS = ("stopped", "failed", "finished")
+_SHOWN_EVENTS = ("started", "checkpoint_not_saved", "paused", "throttled", "resumed", "training_warning", *_END_EVENTS)
 
 
 @dataclass
 class RunHistory:
-    """What is known of a run. `steps` has a column for each of `METRICS`, and "step" and "smoothed"; a figure that an
-    entry lacks is NaN. `validations` are (step, loss, bits per byte), `samples` (step, text). `steps_changed`: how many
-    steps the run was to have, after each change of that."""
+    """The log, settings, model and data of a run.
+
+    Attributes:
+        name: Of the folder.
+        path: The folder.
+        settings: Training settings, from `train.json`.
+        model: The model's configuration.
+        data: Sizes of the splits.
+        steps: A column for each of `METRICS`, "step" and "smoothed" (the smoothed loss); missing values are NaN.
+        validations: (step, loss, bits per byte).
+        samples: (step, text).
+        events: Log entries to show: starts, ends, pauses, warnings.
+        steps_changed: The number of steps of the run after each change.
+        num_saved: Checkpoints saved.
+    """
 
     name: str
     path: Path
@@ -39,7 +51,7 @@ class RunHistory:
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     steps_changed: list[float] = field(default_factory=list)
-    saved: int = 0
+    num_saved: int = 0
 
     @property
     def best(self) -> tuple[int, float, float] | None:
@@ -48,69 +60,69 @@ class RunHistory:
 
     @property
     def parameters(self) -> float:
+        """Number of parameters, or NaN."""
         return next((number(e.get("parameters")) for e in reversed(self.events) if e["event"] == "started"), math.nan)
 
     @property
     def state(self) -> str:
-        """How the run stands, by the last entry that says so: a warning may come after the end."""
-        known = (e["event"] for e in reversed(self.events) if e["event"] in ("started", *_ENDS))
-        last = next(known, "started")
+        """How the run ended: "stopped", "failed", "finished" or "not finished"."""
+        states = (e["event"] for e in reversed(self.events) if e["event"] in ("started", *_END_EVENTS))
+        last = next(states, "started")  # a warning can follow the end
         return "not finished" if last == "started" else last
 
     def last(self, metric: str) -> float:
+        """The last value of a metric, or NaN."""
         column = self.steps[metric]
         return column[-1] if column else math.nan
 
     def x_at_step(self, axis: str, step: int) -> float:
-        """Where step `step` is on an axis: 0 before the first one; between two steps that were logged, that of the one
-        before."""
+        """The value of `axis` ("tokens" or "seconds") at a step: that of the last logged step up to it; 0 at step 0."""
         logged = bisect_right(self.steps["step"], step)
         return self.steps[axis][logged - 1] if logged else 0.0 if step == 0 else math.nan
 
 
 def read_run(path: Path) -> RunHistory:
-    """The facts of the run at `path`. Raises CheckpointError or ConfigError, naming the file, for what is no run."""
-    if not (path / _RUN_FILE).is_file():
-        raise CheckpointError(f"{path} is not a run: it has no {_RUN_FILE}", "the --out folder of mlxlm pretrain")
-    about = read_json(path / _RUN_FILE)
-    if not isinstance(about, Mapping):
-        raise ConfigError(f"{path / _RUN_FILE} is not a JSON object")
-    settings = about.get("settings")
+    """Read the run at `path`. Raises CheckpointError or ConfigError, which name the file, if it is not a run."""
+    if not (path / RUN_FILE).is_file():
+        raise CheckpointError(f"{path} is not a run: it has no {RUN_FILE}", "the --out folder of mlxlm pretrain")
+    fields = read_json(path / RUN_FILE)
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"{path / RUN_FILE} is not a JSON object")
+    settings = fields.get("settings")
     history = RunHistory(
         name=path.absolute().name,
         path=path,
         settings=dict(settings) if isinstance(settings, Mapping) else {},
         model=config_to_hf(load_config(path)),
-        data=_data(path / about["data"]) if isinstance(about.get("data"), str) else {},
+        data=_read_data_sizes(path / fields["data"]) if isinstance(fields.get("data"), str) else {},
     )
-    _read_log(history, path / _LOG)
+    _read_log(history, path / LOG_FILE)
     return history
 
 
-def _data(folder: Path) -> dict[str, Any]:
-    """Sizes out of the data's manifest; {} where the data is gone."""
+def _read_data_sizes(folder: Path) -> dict[str, Any]:
+    """Sizes from the data's manifest; {} if it can't be read."""
     try:
-        manifest = read_json(folder / _MANIFEST)
+        manifest = read_json(folder / MANIFEST_FILE)
     except MlxlmError:
         return {}
     if not isinstance(manifest, Mapping):
         return {}
-    found: dict[str, Any] = {"data": str(folder)}
+    fields: dict[str, Any] = {"data": str(folder)}
     for split in ("train", "validation"):
         sizes = manifest.get(split)
         if isinstance(sizes, Mapping):
-            found |= {f"{split} {name}": sizes[name] for name in ("tokens", "bytes", "documents") if name in sizes}
-    return found
+            fields |= {f"{split} {name}": sizes[name] for name in ("tokens", "bytes", "documents") if name in sizes}
+    return fields
 
 
 def _read_log(history: RunHistory, path: Path) -> None:
     columns = {name: array("d") for name in ("step", "smoothed", *METRICS)}
-    smooth, steps = None, number(history.settings.get("steps"))
-    planned = 0 if math.isnan(steps) else int(steps)
+    steps = number(history.settings.get("steps"))
+    smooth = ExponentialMovingAverage(smoothing_span(0 if math.isnan(steps) else int(steps)))
     for entry in read_log_entries(path):
         kind, step = entry["event"], entry.get("step", 0)
         if kind == "step" and not math.isnan(loss := number(entry.get("loss"))):
-            smooth = smooth or ExponentialMovingAverage(smoothing_span(planned))
             columns["step"].append(step)
             columns["smoothed"].append(smooth(loss))
             for name in METRICS:
@@ -122,7 +134,7 @@ def _read_log(history: RunHistory, path: Path) -> None:
         elif kind == "steps_changed":
             history.steps_changed.append(number(entry.get("steps")))
         elif kind == "checkpoint_saved":
-            history.saved += 1
-        elif kind in _TOLD:
+            history.num_saved += 1
+        elif kind in _SHOWN_EVENTS:
             history.events.append(entry)
     history.steps = columns

@@ -1,5 +1,6 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
+from mlxlm.report import plot_losses
 from mlxlm.train.budget import Budget
 from mlxlm.train.distributed.heartbeat import RankLostError
 from mlxlm.train.distributed.process_group import ProcessGroup
@@ -23,7 +24,6 @@ from mlxlm.train.events import (
 )
 from mlxlm.train.finetune import open_base_model, start_finetune
 from mlxlm.train.loop import train
-from mlxlm.train.plot import plot_losses
 from mlxlm.train.repeat import repeat_run
 from mlxlm.train.run import Run
 from mlxlm.train.run_data import TokenizerOptions

@@ -32,6 +32,7 @@ from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import MANIFEST_FILE, is_prepared
 from mlxlm.families import config_from_hf, config_to_hf, load_config
+from mlxlm.report.log_entries import LOG_FILE
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -143,7 +144,7 @@ class Run:
     @property
     def log_file(self) -> Path:
         """The log, see `RunLog`."""
-        return self.path / "log.jsonl"
+        return self.path / LOG_FILE
 
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""

@@ -6,14 +6,13 @@ import errno
 import fcntl
 import filecmp
 import glob
-import io
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import psutil
 
@@ -249,13 +248,6 @@ def write_bytes(path: Path, content: bytes, error_type: type[MlxlmError] = Check
     """Write or replace a file atomically. Raises `error_type` if that fails."""
     with atomic_write(path, error_type) as file:
         file.write(content)
-
-
-def write_figure(path: Path, figure: Any, *, dpi: int = 120) -> None:
-    """Write a matplotlib figure in the format of the file's suffix. Raises CheckpointError if that fails."""
-    image = io.BytesIO()
-    figure.savefig(image, dpi=dpi, format=path.suffix[1:].lower())
-    write_bytes(path, image.getvalue())
 
 
 def _remove_abandoned(path: Path) -> None:

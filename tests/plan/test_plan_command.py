@@ -151,7 +151,7 @@ def test_wrong_values(run, tmp_path):
     (tmp_path / "empty.txt").touch()
     for arguments, problem in (
         (["1m", "--machine", "abacus"], "unknown machine 'abacus'"),
-        (["1m", "--machine", "a100", "--plot", tmp_path / "plan.gif"], "no kind of picture"),
+        (["1m", "--machine", "a100", "--plot", tmp_path / "plan.gif"], "not a picture format"),
         (["1m", "--flops", "0"], "can't plan with"),
         (["1m", "--flops", "inf"], "can't plan with"),
         (["1m", "--flops", "1e-300", "--json"], "can't plan with"),

@@ -60,7 +60,7 @@ def texts(make_text, tmp_path_factory) -> tuple[Path, Path]:
 def no_pictures(request, monkeypatch):
     """A picture takes half a second, and one test looks at one: those that ask for `pictures` draw."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("mlxlm.quantize.model.draw", lambda report, path: None)
+        monkeypatch.setattr("mlxlm.quantize.model.plot_quantization", lambda report, path: None)
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,7 @@ from mlxlm.cli.main import _run
 from mlxlm.families import config_to_hf
 from mlxlm.report import read_run, write_report
 from mlxlm.report.chart import Series, chart, format_value
-from mlxlm.report.downsample import downsample
-from mlxlm.report.smoothing import ExponentialMovingAverage, smoothing_span
+from mlxlm.report.curves import ExponentialMovingAverage, downsample, smoothing_span
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 NASTY = "Once </script><script>document.title='owned'</script><img src=http://example.com/x onerror=alert(1)> \x1b[31m"
@@ -91,7 +90,7 @@ def test_one_run(tmp_path, tiny_config):
     cells = page.texts["td"]
     for expected in ("654k", "50", "5k", "25s", "200", "1 GB", "12345", "paused: <b>battery</b>", "0.5"):
         assert expected in cells, expected
-    assert "went on: <b>battery</b>, after 1m15s" in cells
+    assert "continued: <b>battery</b>, after 1m15s" in cells
     assert [t for t in page.texts["summary"]] == [f"step {n}" for n in (50, 40, 30, 20, 10)]
     assert page.texts["pre"][0] == NASTY.replace("\x1b", "\ufffd") + " of step 50"
     assert sum('class="changed"' in line for line in html.split("<tr")) == 1  # clip, of all settings
@@ -164,7 +163,7 @@ def test_the_validation_before_the_first_step_is_the_first_point(tmp_path, tiny_
 def test_how_often_the_length_was_changed_is_told_once(tmp_path, tiny_config):
     changes = [{"event": "steps_changed", "step": n, "steps": 1000 * n} for n in (3, 4, 5)]
     run = make_run(tmp_path / "run", tiny_config, entries=changes)
-    assert written(tmp_path, run).count("the number of steps was changed 3 times, at last to 5,000.") == 1
+    assert written(tmp_path, run).count("the number of steps was changed 3 times, most recently to 5,000.") == 1
     run = make_run(tmp_path / "once", tiny_config, entries=[{"event": "steps_changed", "steps": "x"}])
     assert "the number of steps was changed once, to –." in written(tmp_path, run)
     assert "was changed" not in written(tmp_path, make_run(tmp_path / "never", tiny_config))
@@ -202,7 +201,7 @@ def test_what_is_no_run_and_what_is_no_report(tmp_path, tiny_config):
         write_report([read_run(tmp_path)], tmp_path / "out.html", defaults)
     run = make_run(tmp_path / "run", tiny_config)
     (tmp_path / "mine.html").write_text("precious")
-    with pytest.raises(CheckpointError, match="mine.html is there already, and is no report"):
+    with pytest.raises(CheckpointError, match="mine.html already exists and is not a report"):
         write_report([read_run(run)], tmp_path / "mine.html", defaults)
     assert (tmp_path / "mine.html").read_text() == "precious"
     for _ in range(2):  # a report replaces a report
@@ -247,7 +246,7 @@ def test_a_chart_of_far_values_is_logarithmic_and_one_of_equal_values_has_an_axi
 
 
 def arrows(picture):
-    """(x, title) of each mark for values above the picture."""
+    """(x, title) of each mark for values above the chart."""
     found = re.findall(r'<path class="beyond c\d" d="M([\d.]+) 1[^"]*"><title>([^<]*)</title>', picture)
     return [(float(x), title) for x, title in found]
 
@@ -259,11 +258,11 @@ def test_what_is_above_the_picture_is_marked_with_its_value():
     runs = [Series("a each step", noisy, 0, "faint"), Series("a smoothed", steady, 0)]
     picture = chart(runs, "tokens", size=(1160, 330))
     [(x, title)] = arrows(picture)
-    assert title == "a each step: up to 42, above the picture" and ">42</text>" in picture
+    assert title == "a each step: up to 42, above the chart" and ">42</text>" in picture
     assert x == pytest.approx((1160 - 52 - 12) * 700 / 999, abs=0.1)
     assert arrows(chart([Series("a", [(i, 2.0 + i / 1000) for i in range(1000)])], "tokens")) == []
     first = chart([Series("a", [(i, 30.0 if i == 0 else y) for i, y in steady])], "tokens")
-    assert [t for _, t in arrows(first)] == ["a: up to 30, above the picture"]
+    assert [t for _, t in arrows(first)] == ["a: up to 30, above the chart"]
 
 
 def test_noise_stays_within_the_picture():
@@ -280,8 +279,8 @@ def test_a_single_validation_is_named_in_the_picture_and_a_sentence_where_there_
     page = Page(html)
     loss = 5 / math.sqrt(10) + 0.1
     assert f"validation {loss - 0.1:.4g}" in page.texts["text"]
-    assert f"run: {loss / 3:.4g} at 1k tokens (one value, so there is no curve)" in page.texts["p"]
-    assert f"run: {loss / 3:.4g} at 5s of steps (one value, so there is no curve)" in page.texts["p"]
+    assert f"run: {loss / 3:.4g} at 1k tokens (a single value)" in page.texts["p"]
+    assert f"run: {loss / 3:.4g} at 5s of steps (a single value)" in page.texts["p"]
     [validation] = [f for f in html.split("<figure") if "bits per byte)" in f]
     assert "<svg" not in validation
     several = Page(written(tmp_path, make_run(tmp_path / "more", tiny_config)))

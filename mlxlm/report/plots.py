@@ -1,0 +1,73 @@
+"""Pictures of training runs: the losses of one run, or several runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxlm.report.curves import Point, block_means
+from mlxlm.report.runs import RunHistory
+from mlxlm.utils.plots import LEGEND_SIZE, count_axis, label_axes, new_figure, save_figure
+
+_MAX_POINTS = 100  # of a training curve
+
+
+def plot_losses(run: RunHistory, path: Path) -> None:
+    """Draw training and validation loss and the learning rate over tokens.
+
+    Raises:
+        CheckpointError: The file can't be written.
+    """
+    steps = run.steps
+    figure = new_figure(8, 4.5)
+    axes = figure.add_subplot()
+    label_axes(axes, "tokens", "loss (nats per token)")
+    count_axis(axes.xaxis)
+    axes.plot(steps["tokens"], steps["loss"], lw=0.8, color="#9ab", label="training")
+    if run.best:
+        _, loss, bits = run.best
+        points = [(run.x_at_step("tokens", step), loss) for step, loss, _ in run.validations]
+        label = f"validation (best {loss:.3f} = {bits:.3f} bits per byte)"
+        _plot(axes, points, "o-", ms=3, color="#c33", label=label)
+    learning_rate = axes.twinx()
+    learning_rate.plot(steps["tokens"], steps["learning_rate"], ":", lw=1, color="#555")
+    learning_rate.set_ylabel("learning rate (dotted)")
+    learning_rate.set_ylim(bottom=0)
+    axes.legend(loc="upper right")
+    save_figure(figure, path)
+
+
+def plot_runs(runs: Mapping[str, RunHistory], path: Path) -> None:
+    """Draw training loss and validation of several named runs over tokens, one color per run.
+
+    Raises:
+        CheckpointError: The file can't be written.
+    """
+    figure = new_figure(12, 4.8)
+    training, validation = figure.subplots(1, 2)
+    losses: list[float] = []  # after the first tenth, which would leave no room for the differences
+    for i, (name, run) in enumerate(runs.items()):
+        color = f"C{i % 10}"
+        points = block_means(list(zip(run.steps["tokens"], run.steps["loss"], strict=True)), _MAX_POINTS)
+        _plot(training, points, color=color, lw=1.3)
+        losses += [loss for _, loss in points[len(points) // 10 :]]
+        label = name.replace("$", r"\$")  # which would start a formula
+        label += f": {run.best[2]:.4f}" if run.best else ""
+        points = [(run.x_at_step("tokens", step), bits) for step, _, bits in run.validations]
+        _plot(validation, points, "o-", ms=3, color=color, label=label)
+    if losses:
+        losses.sort()
+        low, high = losses[0], losses[int(0.98 * (len(losses) - 1))]  # without spikes
+        margin = 0.05 * (high - low) or 0.1
+        training.set_ylim(low - margin, high + margin)
+    for axes, title in ((training, "training loss (nats per token)"), (validation, "validation (bits per byte)")):
+        label_axes(axes, "tokens", title=title)
+        count_axis(axes.xaxis)
+    if runs:
+        figure.legend(loc="outside right upper", title="best", fontsize=LEGEND_SIZE)
+    save_figure(figure, path)
+
+
+def _plot(axes: Any, points: Sequence[Point], *args: Any, **options: Any) -> None:
+    axes.plot([x for x, _ in points], [y for _, y in points], *args, **options)
