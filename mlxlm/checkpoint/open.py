@@ -119,15 +119,15 @@ def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
 
 
 def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) -> dict[str, LazyTensor]:
-    named: dict[str, LazyTensor] = {}
+    by_hf_name: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         hf_name = families.normalize_tensor_name(config, name)
-        if hf_name in named:
+        if hf_name in by_hf_name:
             raise CheckpointError(f"{folder}: {hf_name} occurs twice, with and without a prefix")
         if hf_name is not None:
-            named[hf_name] = tensor
+            by_hf_name[hf_name] = tensor
     for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
-    return to_decoder_weights(families.weight_mappings(config, for_mlx=for_mlx), named, str(folder))
+    return to_decoder_weights(families.weight_mappings(config, for_mlx=for_mlx), by_hf_name, str(folder))
 
 
 def _check_shapes(config: ModelConfig, tensors: LazyTensors, path: Path) -> None:

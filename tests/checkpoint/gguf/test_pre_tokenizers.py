@@ -9,7 +9,7 @@ import tokenizers
 
 from mlxlm.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.tokenizer.train import WORDS
+from mlxlm.tokenizer.train import WORD_PATTERN
 from mlxlm.utils.errors import TokenizerError
 from tests.checkpoint.gguf.gguf_tokenizers import check
 
@@ -50,7 +50,7 @@ def test_nfc_without_a_matching_name_is_noted(byte_level):
 def test_equivalent_spellings(byte_level):
     model = json.loads(byte_level.to_json())
     plain = model["pre_tokenizer"]["pretokenizers"][0]
-    assert plain["pattern"]["Regex"] == WORDS
+    assert plain["pattern"]["Regex"] == WORD_PATTERN
     for behavior, invert in (("Isolated", False), ("Removed", True)):
         plain |= {"behavior": behavior, "invert": invert}
         assert find_pre_tokenizer(model) == ("smaug-bpe", [])
