@@ -101,9 +101,7 @@ def _bars(parts: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
 def _memory_title(plan: Plan) -> str:
     t = plan.training
     peak = "the update" if plan.memory.update > plan.memory.backward else "the backward pass"
-    settings = (
-        f"{t.optimizer}, {t.attention_path(plan.config)} attention{', gradient checkpointing' if t.grad_checkpoint else ''}"
-    )
+    settings = f"{t.optimizer}, {t.attention_path(plan.config)} attention{', gradient checkpointing' if t.grad_checkpoint else ''}"
     where = " on each device" if plan.duration.num_devices > 1 else ""
     return f"training memory of {t.batch_size} x {t.max_seq_length} tokens{where}, {settings}; peak in {peak}"
 
@@ -222,7 +220,11 @@ def _largest_training(plan: Plan, fits: Fits) -> str:
     t = plan.training
     preset = [f"preset: {fits.preset}"] if fits.preset else []
     if fits.batch_size:
-        cores = ", which the cores don't share" if replace(t, batch_size=fits.batch_size).num_workers < t.num_workers else ""
+        cores = (
+            ", which the cores don't share"
+            if replace(t, batch_size=fits.batch_size).num_workers < t.num_workers
+            else ""
+        )
         rest = [f"sequence length: {fits.max_seq_length:,}"] if fits.max_seq_length else []
         return "; or ".join([f"Largest batch that fits: {fits.batch_size:,}{cores}", *rest, *preset])
     if fits.max_seq_length:
