@@ -104,13 +104,13 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
 
 def _launch(hosts: str | None, num_processes: int | None) -> int:
     """Run this command on all hosts; returns the exit code."""
-    from mlxlm.cli.launch import launch, make_hostfile, strip_options
+    from mlxlm.cli.launch import launch, strip_options
 
     if hosts is not None and num_processes is not None:
         raise click.UsageError(
             "--num-processes would have no effect: --hosts says what to start, localhost,localhost too"
         )
-    return launch(make_hostfile(hosts, num_processes), strip_options(sys.argv[1:], ("--hosts", "--num-processes")))
+    return launch(hosts, num_processes, strip_options(sys.argv[1:], ("--hosts", "--num-processes")))
 
 
 def _train(process_group: ProcessGroup, data: tuple[str, ...], options: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""What happens in a run, as values: whoever drives the loop decides what to show.
+"""Events of a run: what `train` yields, and what its log has.
 
-Each is an entry of the run's log, too: its fields under the names they have here, see `mlxlm.train.log`.
+Each event is an entry of the log, with the same field names. See `mlxlm.train.log`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ModelSizeChosen:
-    """A model whose size was chosen by the time there is: `parameters`, trained on about `tokens`, which are `epochs`
-    passes over the text. `law_name`: what says which size is best."""
+    """The model size was chosen for the available time.
+
+    Attributes:
+        parameters: Number of parameters.
+        tokens: Tokens that the model will see, about.
+        epochs: Passes over the text.
+        law_name: The scaling law that chose it.
+    """
 
     parameters: int
     tokens: float
@@ -22,8 +28,15 @@ class ModelSizeChosen:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a probe on this machine says of a run before it begins: seconds in its `steps`, seconds with its
-    `validations`, and MLX's peak of memory in bytes."""
+    """What a benchmark on this machine predicts for a run.
+
+    Attributes:
+        steps: Number of steps.
+        step_seconds: Seconds of all steps.
+        seconds: Seconds of all steps and validations.
+        memory: MLX's peak memory in bytes.
+        validations: Number of validations.
+    """
 
     steps: int
     step_seconds: float
@@ -34,10 +47,16 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Conversations:
-    """What a tuning run is made of: conversations, in so many `pieces` where they are longer than a row of
-    `max_seq_length` tokens. `split`: how many of them were split between turns only; `cut`: how many have a question
-    with an answer that is longer than a row, which goes on in further rows. `suggested_seq_length`: a sequence length that fewer are
-    cut at, if the model's context allows one."""
+    """The data of a fine-tuning run.
+
+    Attributes:
+        conversations: Number of conversations.
+        pieces: Number of documents made of them; a conversation that is longer than a row becomes several.
+        split: Conversations that were split between turns only.
+        cut: Conversations that have a question with an answer which is longer than a row, and continues in the next.
+        max_seq_length: Tokens of a row.
+        suggested_seq_length: A length with which fewer are cut, if the model's context allows one.
+    """
 
     conversations: int
     pieces: int
@@ -49,10 +68,19 @@ class Conversations:
 
 @dataclass(frozen=True)
 class Started:
-    """The loop is ready; `step` > 0 after a resume. `epochs`: passes over the data by the last step, `epochs_by_source` each
-    part that has a weight. `flops_per_token`: floating-point operations that training on one token takes, forward and
-    backward. `dropped_fraction`: the share of the text that an epoch leaves out, since it doesn't fit into rows. `padding`: the
-    share of the rows that is padding, which nothing is learned from."""
+    """The loop is ready.
+
+    Attributes:
+        step: The last finished step: above 0 after a resume.
+        steps: Number of steps of the run.
+        parameters: Number of parameters.
+        tokens_per_step: Tokens of a step, of all processes.
+        epochs: Passes over the data after the last step.
+        flops_per_token: Floating-point operations of training on a token, forward and backward.
+        epochs_by_source: The same as `epochs`, for each source that has a weight.
+        dropped_fraction: Fraction of the text that an epoch leaves out because it doesn't fit into rows.
+        padding: Fraction of the rows that is padding.
+    """
 
     step: int
     steps: int
@@ -67,10 +95,20 @@ class Started:
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step. `loss` in nats per token; `memory` in bytes, on a CPU that of the process, on a GPU MLX's peak;
-    `seconds` spent in the run's steps so far, before
-    a resume too, without pauses and rests; `seconds_left` until the run's end by the clock on the wall, from
-    the second step on with rests and all else that went between steps."""
+    """A step is finished.
+
+    Attributes:
+        step: Its number, from 1.
+        steps: Number of steps of the run.
+        tokens: Tokens seen so far.
+        loss: Training loss in nats per token.
+        learning_rate: Learning rate.
+        grad_norm: Global norm of the gradient before clipping.
+        tokens_per_second: Over the last 50 steps; 0 for the first step.
+        seconds: Spent in steps so far, before a resume too, without pauses and rests.
+        seconds_left: Until the run ends; from the second step on with all that happens between steps.
+        memory: Bytes: on a CPU the memory of the process, on a GPU MLX's peak.
+    """
 
     step: int
     steps: int
@@ -86,8 +124,10 @@ class Step:
 
 @dataclass(frozen=True)
 class StepsChanged:
-    """After step `step` a run with a time limit is to have this many `steps`: steps take longer than they did, or less.
-    The learning rates from here on are those of a run of so many."""
+    """After step `step`, a run with a time limit has another number of `steps`, because steps are slower or faster.
+
+    The learning rate schedule changes with it.
+    """
 
     step: int
     steps: int
@@ -95,7 +135,7 @@ class StepsChanged:
 
 @dataclass(frozen=True)
 class Validation:
-    """`best`: no earlier validation of the run had a lower loss."""
+    """The result of a validation. `best`: no earlier validation of the run had a lower loss."""
 
     step: int
     tokens: int
@@ -107,7 +147,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that the model makes of `prompt`."""
+    """Text that the model generated after `prompt`."""
 
     step: int
     prompt: str
@@ -116,14 +156,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
+    """A checkpoint was saved in the folder `path`."""
+
     step: int
     path: Path
 
 
 @dataclass(frozen=True)
 class CheckpointNotSaved:
-    """A checkpoint that the disk has no room for. Training goes on; it is tried again when there is room. `hint` says
-    what would help."""
+    """The disk is full. Training continues; the checkpoint is saved when there is room. `hint`: what would help."""
 
     step: int
     reason: str
@@ -132,7 +173,7 @@ class CheckpointNotSaved:
 
 @dataclass(frozen=True)
 class Paused:
-    """Nothing is computed until Resumed, or until a stop is asked for."""
+    """Nothing is computed until Resumed, or until a stop is requested."""
 
     step: int
     reason: str
@@ -140,7 +181,7 @@ class Paused:
 
 @dataclass(frozen=True)
 class Throttled:
-    """From now on `duty_cycle` percent of the time is worked, until Resumed."""
+    """The run computes `duty_cycle` percent of the time until Resumed."""
 
     step: int
     reason: str
@@ -149,7 +190,7 @@ class Throttled:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What Paused or Slowed the run, for `reason`, is over after `seconds`."""
+    """The pause or throttling for `reason` is over, after `seconds`."""
 
     step: int
     reason: str
@@ -158,7 +199,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class TrainingWarning:
-    """Something beside the training does not work; the training goes on."""
+    """Something besides the training does not work; the training continues."""
 
     step: int
     message: str
@@ -166,7 +207,7 @@ class TrainingWarning:
 
 @dataclass(frozen=True)
 class Stopped:
-    """`should_stop` asked for it: everything up to `step` is saved."""
+    """A stop was requested; everything up to `step` is saved in `path`."""
 
     step: int
     path: Path
@@ -174,7 +215,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Failed:
-    """An error ended the run in step `step`. It is logged only: what drives the loop gets the error itself."""
+    """An error ended the run in step `step`. Only logged: `train` raises the error."""
 
     step: int
     message: str
@@ -182,9 +223,17 @@ class Failed:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last step is done and saved. `tokens_per_second` is over the last 50 steps, the first left out, 0 where
-    there are no others, and None where nothing was left to do. `memory`: MLX's peak in bytes since the run began or was
-    resumed."""
+    """The last step is finished and saved.
+
+    Attributes:
+        step: Its number.
+        seconds: Spent in steps.
+        tokens_per_second: Over the last 50 steps except the first; 0 if there are none, None if nothing was left to do.
+        best_loss: Lowest validation loss, in nats per token.
+        bits_per_byte: The same in bits per byte.
+        memory: MLX's peak in bytes since the run began or was resumed.
+        path: The run.
+    """
 
     step: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Writes the pictures of a run: loss.png and report.html."""
+"""Writes the plots of a run: loss.png and report.html."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeating a run with a time limit from its log, without the clock."""
+"""Repeats a run with a time limit from its log, without the clock."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mlxlm.utils.errors import CheckpointError
 def repeat_run(out: Path | str, original: Run) -> Run:
     """Make the run `out`, which repeats `original` step by step.
 
-    The number of steps of a run with a time limit follows the clock, and with it the learning rates, so that starting
-    the same command again gives other weights. The log records each change of that number and each validation; the new
-    run makes the same ones and ends with the same weights, to the bit on the same machine. It uses the data of
-    `original` where that lies.
+    The number of steps of a run with a time limit follows the clock, and with it the learning rates, so starting the
+    same command again gives other weights. The log has each change of that number and each validation. The new run
+    makes the same ones and ends with the same weights, to the bit on the same machine. It uses the data of `original`
+    at its location.
 
     Raises:
         CheckpointError: `out` exists, or `original` is a fine-tuning run or hasn't finished.

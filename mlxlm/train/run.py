@@ -51,8 +51,8 @@ class Run:
     """A run directory, which transformers and mlx_lm load as a model.
 
     It has `config.json`, tokenizer files, `train.json`, `log.jsonl`, `checkpoints/step-N/`, `loss.png`, `report.html`,
-    and `model.safetensors`: the weights of the best checkpoint. `train.json` has the settings, the location of the token
-    shards (in `data/` inside the run, or an absolute path), a digest of them, and the version of the format.
+    and `model.safetensors`: the weights of the best checkpoint. `train.json` has the settings, the location of the
+    token shards (in `data/` inside the run, or an absolute path), a digest of them, and the version of the format.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Texts that a model in training makes, to be read by people."""
+"""Sample texts of a model in training."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mlxlm.train.settings import TrainSettings
 
 
 def sample_text(model: Decoder, tokenizer: Tokenizer, run: Run, settings: TrainSettings) -> str:
-    """How the model continues the sample prompt, always by the same seed; the model is in training mode again after."""
+    """Generate text after the sample prompt, always with the same seed, and leave the model in training mode."""
     lm = LoadedModel(model, tokenizer, run.config, run.path)
     model.eval()
     try:
         options = {"max_tokens": settings.sample_tokens, "temperature": 0.8, "seed": settings.seed}
-        return generate(lm, _prompt(tokenizer, settings.sample_prompt), **options).text
+        return generate(lm, _encode_prompt(tokenizer, settings.sample_prompt), **options).text
     finally:
         model.train()
 
 
-def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of `text`, or where it has none, the one that begins texts: BOS or EOS."""
+def _encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of `text`; of an empty one, the token that begins texts: BOS or EOS."""
     if text:
         return tokenizer.encode(text)
     return [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
@@ -12,24 +12,65 @@ from mlxlm.backend.blas import load_blas
 from mlxlm.backend.cpu_cores import num_batch_shards
 from mlxlm.backend.mlx import mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.data import Batch
+from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.train.cpu_data_parallel import CPUDataParallel
 from mlxlm.train.distributed.process_group import ProcessGroup
-from mlxlm.train.ema import ema_weights
-from mlxlm.train.loss import summed_loss
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.settings import TrainSettings
 
 Arrays = tuple[mx.array, mx.array | None, mx.array | None]  # of a Batch
 
 
+def summed_loss(
+    model: Decoder, tokens: mx.array, segment_ids: mx.array | None = None, weights: mx.array | None = None
+) -> mx.array:
+    """Return the cross-entropy in nats, summed over the targets of a batch, times their weights: a float32 scalar.
+
+    Args:
+        model: The model.
+        tokens: Int `[B, T + 1]`.
+        segment_ids: Int `[B, T]`, see `mlxlm.data.Batch`.
+        weights: The loss mask, float32 `[B, T]`.
+    """
+    hidden = model.model(tokens[:, :-1], segment_ids=segment_ids)
+    weights = None if weights is None else weights.flatten()
+    return linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]), model.head_weight, tokens[:, 1:].flatten(), weights,
+        softcap=model.final_logit_softcap, training=True,
+    )  # fmt: skip
+
+
+def clip_grad_norm(gradients: Any, max_norm: float) -> tuple[Any, mx.array]:
+    """Return the gradients, scaled to a global norm of at most `max_norm` (0: not scaled), and their norm before."""
+    norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
+    if max_norm > 0:
+        factor = mx.minimum(max_norm / (norm + 1e-6), 1.0)
+        gradients = tree_map(lambda g: g * factor, gradients)
+    return gradients, norm
+
+
+def update_ema(
+    ema: Mapping[str, mx.array], weights: Mapping[str, mx.array], decay: float, step: mx.array
+) -> dict[str, mx.array]:
+    """Return the exponential moving average of the weights after step number `step` (from 1, a scalar array).
+
+    d · average + (1 - d) · weight, which predicts better than the weights between two noisy steps (Polyak & Juditsky
+    1992). d is `decay`, but at most (1 + step) / (10 + step), so that the first weights are soon forgotten: the average
+    is over about the last ninth of the steps until it is over 1 / (1 - decay) of them.
+    """
+    step = step.astype(mx.float32)
+    rate = 1 - mx.minimum(decay, (1 + step) / (10 + step))
+    return {name: average + rate * (weights[name] - average) for name, average in ema.items()}
+
+
 class TrainStep:
-    """Gradients of a model and what an optimizer makes of them; all that a step changes is owned here.
+    """Computes gradients and updates a model. Owns everything that a step changes.
 
-    The weights are float32. With `settings.dtype` "bfloat16" they are rounded for each forward pass, whose products
-    and activations are in it; the loss, the sums of gradients, their norm and the update stay float32.
+    The weights are float32. With `settings.dtype` "bfloat16" they are rounded for each forward pass, whose products and
+    activations have that dtype; the loss, the sums of gradients, their norm and the update stay float32.
 
-    With `settings.ema_decay`, an average of the weights goes along: what is evaluated, and a checkpoint's model.
+    With `settings.ema_decay`, an average of the weights is kept, which is evaluated and saved as the model.
     """
 
     def __init__(self, model: Decoder, settings: TrainSettings, process_group: ProcessGroup | None = None):
@@ -38,46 +79,53 @@ class TrainStep:
         model.model.grad_checkpoint = settings.grad_checkpoint
         self._optimizer = make_optimizer(settings)
         self._optimizer.init(model.trainable_parameters())
-        self._averages = {name: mx.array(weight) for name, weight in self._raw().items()} if settings.ema_decay else {}
+        self._ema = (
+            {name: mx.array(weight) for name, weight in self._parameters().items()} if settings.ema_decay else {}
+        )
         mx.random.seed(settings.seed)
-        self._step = mx.compile(self._update, inputs=self.state, outputs=self.state)
-        self._own_sums = mx.compile(self._sums, inputs=[model.state, mx.random.state], outputs=mx.random.state)
-        self._use_sums = mx.compile(self._use, inputs=self.state, outputs=self.state)
-        self._cut(num_batch_shards(settings.batch_size))
+        self._compiled_step = mx.compile(self._step, inputs=self.state, outputs=self.state)
+        # With several ranks or CPU cores: gradients and update apart
+        random = mx.random.state
+        self._compiled_sums = mx.compile(self._gradient_sums, inputs=[model.state, random], outputs=random)
+        self._compiled_update = mx.compile(self._update, inputs=self.state, outputs=self.state)
+        self._shard_batches(num_batch_shards(settings.batch_size))
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> tuple[mx.array, mx.array]:
-        """Update the model on one batch after another, their gradients added: one step.
+        """Update the model on the sum of the gradients of `batches`.
 
-        All steps have as many batches, of one shape. Returns the mean loss in nats per token, each counted by its
-        weight, and the gradient's norm before clipping; not evaluated: evaluate them with `state`. Both are 0 where
-        all weights are 0.
+        All steps have as many batches, of one shape. With several ranks, each passes its own batches, and the sums are
+        over those of all.
 
-        With several ranks each gives its own batches, and the sums are over those of all. Raises RankLost if one is
-        lost. After any error `state` is as it was.
+        Returns:
+            The mean loss in nats per token, weighted by the loss mask, and the gradient's norm before clipping; not
+            evaluated: evaluate them with `state`. Both are 0 if all weights are 0.
+
+        Raises:
+            RankLostError: A rank is lost. After any error, `state` is as it was before.
         """
-        held = self.weights(), self.save_state()
+        before = self.weights(), self.save_state()
         try:
-            return self._stepped(batches, mx.array(learning_rate, mx.float32))
+            return self._run(batches, mx.array(learning_rate, mx.float32))
         except BaseException:  # a graph that could not be traced leaves arrays without values in the state
-            self.load(*held)
+            self.load(*before)
             raise
 
-    def _stepped(self, batches: Sequence[Batch], rate: mx.array) -> tuple[mx.array, mx.array]:
+    def _run(self, batches: Sequence[Batch], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
         if self.process_group.size == 1:
             if self._workers is None:
-                return self._step(_arrays(batches), rate)
-            return self._use_sums(self._workers(batches), rate)
-        following, *keys = mx.random.split(mx.random.state[0], 1 + self.process_group.size)
-        _set_key(keys[self.process_group.rank])  # each rank drops out elements of its own
-        # Out of the compiled graph: no weight is touched before all sums have come.
-        parts = [self._own_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
-        sums = self.process_group.all_reduce(_added(parts))
-        _set_key(following)
-        return self._use_sums([sums], rate)
+                return self._compiled_step(_arrays(batches), learning_rate)
+            return self._compiled_update(self._workers(batches), learning_rate)
+        next_key, *keys = mx.random.split(mx.random.state[0], 1 + self.process_group.size)
+        _set_random_key(keys[self.process_group.rank])  # another dropout on each rank
+        # Outside the compiled graph: no weight is changed before all sums have arrived.
+        sums = [self._compiled_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
+        total = self.process_group.all_reduce(_add(sums))
+        _set_random_key(next_key)
+        return self._compiled_update([total], learning_rate)
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What decides here how sums are rounded, beside settings and data: JSON's types."""
+        """What decides how sums are rounded here, besides settings and data, as JSON values."""
         return {
             "chip": platform.chip(),
             "blas": load_blas().name,
@@ -86,133 +134,120 @@ class TrainStep:
         }
 
     def match_environment(self, environment: Any) -> str | None:
-        """Cut batches as a step whose `environment` this is, where nothing else differs, however many cores there are now.
+        """Shard batches as in `environment`, that of a checkpoint, so that a resumed run is the same to the bit.
 
-        Says what differs on the same chip; of another one nobody expects the same bits.
+        Returns:
+            A warning if it can't be the same on this chip. On another chip nobody expects it.
         """
-        own = self.environment
-        if (
-            not isinstance(environment, dict)
-            or own["chip"] != environment.get("chip")
-            or own["num_processes"] != environment.get("num_processes")
-        ):
+        here = self.environment
+        same = ("chip", "num_processes")
+        if not isinstance(environment, dict) or any(here[name] != environment.get(name) for name in same):
             return None
-        if own["blas"] != environment.get("blas"):
+        if here["blas"] != environment.get("blas"):
             return (
-                f"products come from {own['blas']}, and came from {environment.get('blas')} before: the weights will not "
-                "be those of a run without interruption, to the bit (mlxlm doctor tells more)"
+                f"matrix products are computed by {here['blas']}, before by {environment.get('blas')}: the weights "
+                "will not be those of a run without interruption, to the bit (see mlxlm doctor)"
             )
         parts = environment.get("parts")
         if isinstance(parts, int) and 1 <= parts <= self.settings.batch_size and parts != self._parts:
-            self._cut(parts)
+            self._shard_batches(parts)
         return None
 
-    def _cut(self, parts: int) -> None:
+    def _shard_batches(self, parts: int) -> None:
+        """Compute the gradients of the rows of a batch in `parts`, on as many CPU cores."""
         self._parts = parts
-        self._workers = CPUDataParallel(self._sums, self.model.state, parts) if parts > 1 else None
+        self._workers = CPUDataParallel(self._gradient_sums, self.model.state, parts) if parts > 1 else None
 
     @property
     def state(self) -> list[Any]:
-        """Everything that a step changes: weights, optimizer, averages, random state."""
+        """Everything that a step changes: weights, optimizer, EMA, random state."""
         optimizers = [o.state for o in self._optimizer.optimizers]
-        return [self.model.state, optimizers, self._averages, mx.random.state]
+        return [self.model.state, optimizers, self._ema, mx.random.state]
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights, where there are any."""
-        raw = self._raw()
+        """Give the model the EMA weights inside the block, if there are any."""
+        parameters = self._parameters()
         self.model.load_weights(list(self.weights().items()))
         try:
             yield
         finally:
-            self.model.load_weights(list(raw.items()))
+            self.model.load_weights(list(parameters.items()))
 
     def weights(self) -> dict[str, mx.array]:
-        """What the model is worth now, float32 by name: the averaged weights, or the only ones."""
-        return dict(self._averages) or self._raw()
+        """Return the weights of the trained model, float32 by name: the EMA weights if there are any."""
+        return dict(self._ema) or self._parameters()
 
     def save_state(self) -> dict[str, mx.array]:
-        """All that is to be kept beside `weights`, as named arrays: optimizer, random state and, where `weights` are
-        averages, what they are averages of."""
-        raw = {f"weights.{name}": weight for name, weight in self._raw().items()} if self._averages else {}
+        """Return what a checkpoint needs besides `weights`: optimizer, random state, and the weights behind the EMA."""
+        raw = {f"weights.{name}": weight for name, weight in self._parameters().items()} if self._ema else {}
         return dict(sorted([*tree_flatten(self._optimizer.state), *raw.items(), ("random", mx.random.state[0])]))
 
     def load(self, weights: dict[str, mx.array], state: dict[str, mx.array]) -> None:
-        """Continue from what `weights` and `save_state` gave. Raises ValueError if names or shapes differ."""
-        for given, own in ((weights, self.weights()), (state, self.save_state())):
-            if {n: x.shape for n, x in given.items()} != {n: x.shape for n, x in own.items()}:
+        """Load the results of `weights` and `save_state`. Raises ValueError if names or shapes differ."""
+        for loaded, current in ((weights, self.weights()), (state, self.save_state())):
+            if {n: x.shape for n, x in loaded.items()} != {n: x.shape for n, x in current.items()}:
                 raise ValueError("the weights or the optimizer's state are of another model")
         raw = {n.removeprefix("weights."): x for n, x in state.items() if n.startswith("weights.")}
         self.model.load_weights(list((raw or weights).items()))
-        self._averages.update(weights if self._averages else {})
-        _set_key(state["random"])
-        loaded = tree_unflatten([(n, x) for n, x in state.items() if n.startswith("states.")])
-        for optimizer, values in zip(self._optimizer.optimizers, loaded["states"], strict=True):
+        self._ema.update(weights if self._ema else {})
+        _set_random_key(state["random"])
+        optimizer_states = tree_unflatten([(n, x) for n, x in state.items() if n.startswith("states.")])["states"]
+        for optimizer, values in zip(self._optimizer.optimizers, optimizer_states, strict=True):
             optimizer.state.update(values)
 
-    def _raw(self) -> dict[str, mx.array]:
+    def _parameters(self) -> dict[str, mx.array]:
         return dict(tree_flatten(self.model.trainable_parameters()))
 
-    def _update(self, batches: list[Arrays], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
-        return self._use([self._sums(batches)], learning_rate)
+    def _step(self, batches: list[Arrays], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
+        return self._update([self._gradient_sums(batches)], learning_rate)
 
-    def _sums(self, batches: list[Arrays]) -> dict[str, Any]:
-        """Over the tokens of `batches`: their gradients, loss and count."""
+    def _gradient_sums(self, batches: list[Arrays]) -> dict[str, Any]:
+        """Return the sums over the tokens of `batches`: gradients, loss and count."""
         parameters = self.model.trainable_parameters()
-        total, gradients = self._gradients(parameters, batches)
-        self.model.update(parameters)
-        count = sum(_count(tokens, weights) for tokens, _, weights in batches)
-        return {"gradients": gradients, "loss": total, "count": count}
-
-    def _use(self, parts: list[dict[str, Any]], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
-        """Update the model; what `_sums` gave is divided once: every token weighs the same, whichever part of a step
-        and whichever rank it is in."""
-        sums = _added(parts)
-        # 0 where a batch of a rank has nothing to be learned.
-        count = mx.where(sums["count"] > 0, sums["count"], 1.0)
-        gradients = tree_map(lambda g: g / count, sums["gradients"])
-        norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
-        if self.settings.grad_clip > 0:
-            factor = mx.minimum(self.settings.grad_clip / (norm + 1e-6), 1.0)
-            gradients = tree_map(lambda g: g * factor, gradients)
-        self._optimizer.learning_rate = learning_rate
-        self._optimizer.update(self.model, gradients)
-        step = self._optimizer.optimizers[0].step
-        self._averages.update(ema_weights(self._averages, self._raw(), self.settings.ema_decay, step))
-        return sums["loss"] / count, norm
-
-    def _gradients(self, parameters: dict, batches: list[Arrays]) -> tuple[mx.array, dict]:
-        """The loss over all `batches` and its gradients, summed over tokens."""
-        loss_and_gradient = mx.value_and_grad(self._loss)
-        total, gradients = mx.array(0.0), None
+        loss_and_grad = mx.value_and_grad(self._loss)
+        loss, gradients = mx.array(0.0), None
         for tokens, segment_ids, weights in batches:
-            if gradients is not None:  # one micro-batch's activations at a time: this one waits for the last
-                tokens, total = mx.depends([tokens, total], [g for _, g in tree_flatten(gradients)])
-            loss, gradient = loss_and_gradient(parameters, tokens, segment_ids, weights)
-            total = total + loss
-            gradients = gradient if gradients is None else tree_map(mx.add, gradients, gradient)
-        return total, gradients
+            if gradients is not None:  # keep the activations of one batch at a time: this one waits for the last
+                tokens, loss = mx.depends([tokens, loss], [g for _, g in tree_flatten(gradients)])
+            batch_loss, batch_gradients = loss_and_grad(parameters, tokens, segment_ids, weights)
+            loss = loss + batch_loss
+            gradients = batch_gradients if gradients is None else tree_map(mx.add, gradients, batch_gradients)
+        self.model.update(parameters)
+        count = sum(_count_targets(tokens, weights) for tokens, _, weights in batches)
+        return {"gradients": gradients, "loss": loss, "count": count}
 
     def _loss(self, parameters: dict, *batch: mx.array | None) -> mx.array:
         self.model.update(tree_map(lambda weight: weight.astype(self._dtype), parameters))
         return summed_loss(self.model, *batch)
+
+    def _update(self, sums: list[dict[str, Any]], learning_rate: mx.array) -> tuple[mx.array, mx.array]:
+        """Update the model from the sums of all parts, which are divided once: every token weighs the same."""
+        total = _add(sums)
+        count = mx.where(total["count"] > 0, total["count"], 1.0)  # 0 if there is nothing to learn
+        gradients = tree_map(lambda g: g / count, total["gradients"])
+        gradients, norm = clip_grad_norm(gradients, self.settings.grad_clip)
+        self._optimizer.learning_rate = learning_rate
+        self._optimizer.update(self.model, gradients)
+        step = self._optimizer.optimizers[0].step
+        self._ema.update(update_ema(self._ema, self._parameters(), self.settings.ema_decay, step))
+        return total["loss"] / count, norm
 
 
 def _arrays(batches: Sequence[Batch]) -> list[Arrays]:
     return [tuple(None if part is None else mx.array(part) for part in batch) for batch in batches]
 
 
-def _added(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sums over all parts of a step, of what `_sums` gave for each."""
-    return reduce(partial(tree_map, mx.add), parts)
+def _add(sums: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add the results of `_gradient_sums` of all parts of a step."""
+    return reduce(partial(tree_map, mx.add), sums)
 
 
-def _set_key(key: mx.array) -> None:
+def _set_random_key(key: mx.array) -> None:
     """Make `key` the state of MLX's global random numbers."""
     high, low = key.tolist()
     mx.random.seed(high << 32 | low)  # the seed is the key, in two halves
 
 
-def _count(tokens: mx.array, weights: mx.array | None) -> mx.array:
-    """What the targets of a batch count together."""
+def _count_targets(tokens: mx.array, weights: mx.array | None) -> mx.array:
     return mx.array(float(tokens[:, 1:].size)) if weights is None else weights.sum()

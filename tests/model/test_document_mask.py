@@ -6,7 +6,7 @@ import pytest
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.kernels import use_kernels
 from mlxlm.model import Decoder
-from mlxlm.train.loss import summed_loss
+from mlxlm.train.step import summed_loss
 
 LENGTHS = [[9, 1, 14, 8], [20, 12]]  # of the documents in two rows of 32
 FORMS = {

@@ -188,7 +188,7 @@ def test_another_blas_since_the_last_checkpoint_is_said(monkeypatch, new_run):
     finish(run, stop_at=2)
     monkeypatch.setattr(step_module, "load_blas", lambda: Blas("other", None))
     warnings = [e.message for e in finish(run, resume=True) if isinstance(e, TrainingWarning)]
-    assert len(warnings) == 1 and "products come from other, and came from" in warnings[0]
+    assert len(warnings) == 1 and "products are computed by other, before by" in warnings[0]
 
 
 @pytest.mark.parametrize("parts", [0, 9, "2", None, 2**70])

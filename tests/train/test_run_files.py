@@ -207,7 +207,7 @@ def test_the_command_resumes_with_moved_data(stopped, tmp_path, capsys):
     code, err = command("pretrain", "--resume", stopped.path)
     assert code == 1 and f"(try: mlxlm pretrain --resume {stopped.path} --data FOLDER" in err
     code, err = command("pretrain", tmp_path / "text.txt", "--out", tmp_path / "new", "--data", moved)
-    assert code == 2 and "give --resume RUN, too" in err
+    assert code == 2 and "--data needs --resume RUN" in err
     for name in ("pretrain", "finetune"):
         assert command(name, "--resume", stopped.path, "--data", moved)[0] == 0
     assert stopped.checkpoints()[-1].name == "step-20"

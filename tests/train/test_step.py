@@ -9,10 +9,8 @@ from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.dropout import Dropout
 from mlxlm.train import TrainSettings, start_run
-from mlxlm.train.ema import ema_weights
-from mlxlm.train.loss import summed_loss
 from mlxlm.train.spike_detector import SpikeDetector
-from mlxlm.train.step import TrainStep
+from mlxlm.train.step import TrainStep, summed_loss, update_ema
 from mlxlm.utils.errors import ConfigError
 
 RNG = np.random.default_rng(0)
@@ -183,7 +181,7 @@ def test_averages_against_numpy():
     weights = RNG.normal(size=(50, 3))
     average, wanted = {"w": mx.array(weights[0], dtype=mx.float32)}, weights[0]
     for step in range(1, 50):
-        average = ema_weights(average, {"w": mx.array(weights[step], dtype=mx.float32)}, 0.8, mx.array(step, mx.uint64))
+        average = update_ema(average, {"w": mx.array(weights[step], dtype=mx.float32)}, 0.8, mx.array(step, mx.uint64))
         decay = min(0.8, (1 + step) / (10 + step))
         wanted = decay * wanted + (1 - decay) * weights[step]
         np.testing.assert_allclose(np.array(average["w"]), wanted, atol=1e-5)

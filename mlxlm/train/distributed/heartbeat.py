@@ -1,121 +1,97 @@
-"""A second line between the processes of a run, beside MLX's own: who is still there, and short messages.
+"""Heartbeats and short messages between rank 0 and the other processes of a run, beside MLX's collectives.
 
-MLX's collectives wait for ever for a process that hangs or a network that is gone: nothing is closed, so nothing
-fails. Here each process says each second that it is there, from a thread of its own.
+Protects from a process that hangs or a network that is gone: MLX's collectives would wait forever, because nothing is
+closed, so nothing fails. Here a thread of each process sends a heartbeat every second over a TCP connection to rank 0,
+with its status (whether to stop, battery, heat, whether its data is unchanged).
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-import selectors
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 from mlxlm.utils.errors import TrainingError
 
-HEARTBEAT_INTERVAL = 1.0  # seconds between two signs of life
-_LONGEST = 1 << 24  # bytes of a message: a configuration has thousands
-_BYE = "bye"
+HEARTBEAT_INTERVAL = 1.0  # seconds
+_MAX_MESSAGE = 1 << 24  # bytes; a configuration has thousands
+_CONNECT_TIMEOUT = 5.0  # seconds for each address
 
 
 class RankLostError(TrainingError):
-    """A process of this run has ended, hangs, or can't be reached any more."""
-
-
-class _Link:
-    """A connection to one other process."""
-
-    def __init__(self, connection: socket.socket, rank: int, heartbeat_timeout: float):
-        self.socket, self.rank = connection, rank
-        self.heard = time.monotonic()
-        self.done = False  # it has said that it leaves
-        self._rest = b""
-        self._lock = threading.Lock()
-        connection.settimeout(heartbeat_timeout)
-
-    def send(self, message: Any) -> None:
-        """Raises OSError."""
-        line = json.dumps(message).encode() + b"\n"
-        with self._lock:
-            self.socket.sendall(line)
-
-    def receive(self) -> list[Any]:
-        """The messages that have come; waits for some bytes. Raises OSError, also where the other side has closed."""
-        received = self.socket.recv(1 << 16)
-        if not received:
-            raise ConnectionResetError
-        self.heard = time.monotonic()
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        if len(self._rest) > _LONGEST:
-            raise ConnectionResetError
-        return [json.loads(line) for line in lines]
+    """Another process of this run has ended, hangs, or can't be reached any more."""
 
 
 class Heartbeat:
-    """Watches the links of this process, carries what rank 0 has to say to all, and the facts of each to all.
+    """Watches the connections of this process, and carries the messages of rank 0 and the status of all ranks.
 
-    links: connected sockets and the rank at the other end of each; together those of all processes connect them all.
-    heartbeat_timeout: seconds of silence after which a process is held to be lost.
-    status: asked each second, from the pulse's thread, for what the others should know of this process.
-    on_lost: called with what happened, again each second until `disconnect`.
+    Args:
+        rank: The rank of this process.
+        connections: By rank: on rank 0 those of all others, on the others that of rank 0.
+        timeout: Seconds of silence after which a rank is lost.
+        status: Called every second by the heartbeat thread; returns JSON values for the other ranks.
+        on_lost: Called with the problem by the heartbeat thread, every second until `disconnect`.
+
+    Attributes:
+        peer_status: The last status of each other rank.
     """
 
     def __init__(
         self,
         rank: int,
-        links: list[tuple[socket.socket, int]],
-        heartbeat_timeout: float,
+        connections: Mapping[int, Connection],
+        timeout: float,
         status: Callable[[], dict[str, Any]],
         on_lost: Callable[[str], None],
     ):
-        self.rank, self.heartbeat_timeout = rank, heartbeat_timeout
-        self.peer_status: dict[int, dict[str, Any]] = {}  # the facts of the others
-        self._facts, self._beats = status, 0
-        self._heard: dict[int, int] = {}
-        self._links = [_Link(connection, other, heartbeat_timeout) for connection, other in links]
-        self._on_lost = on_lost
-        self._changed = threading.Condition()
+        self.rank, self.timeout = rank, timeout
+        self.peer_status: dict[int, dict[str, Any]] = {}
+        self._open = dict(connections)  # those that have not ended or said goodbye
+        self._connections = list(connections.values())
+        self._last_heard = dict.fromkeys(connections, time.monotonic())
+        self._status, self._on_lost = status, on_lost
+        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._messages: deque[Any] = deque()
         self._problem: str | None = None
-        self._said: dict[int, Any] = {}
-        self._newest = self._taken = 0
-        self._left = False
-        self._waker, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="mlxlm pulse", daemon=True)
+        self._closed = False
+        self._waker, self._woken = Pipe()
+        self._thread = threading.Thread(target=self._run, name="mlxlm heartbeat", daemon=True)
         self._thread.start()
 
-    def publish(self, value: Any) -> None:
-        """From rank 0 to all: a JSON value."""
-        self._newest += 1
-        self._send({"number": self._newest, "value": value})
+    def publish(self, message: Any) -> None:
+        """On rank 0: send a JSON value to all other ranks."""
+        self._send({"message": message})
 
     def next_message(self) -> Any:
-        """The next value that rank 0 says to all. Waits without using a core. Raises RankLost."""
+        """On another rank: return the next message of rank 0. Waits without using a core. Raises RankLostError."""
         with self._changed:
-            self._changed.wait_for(lambda: self._taken + 1 in self._said or self._problem)
-            if self._taken + 1 not in self._said:
+            self._changed.wait_for(lambda: self._messages or self._problem)
+            if not self._messages:
                 raise RankLostError(self._problem)
-            self._taken += 1
-            return self._said.pop(self._taken)
+            return self._messages.popleft()
 
     def problem(self, wait: float = 0.0) -> str | None:
-        """What has happened to another process, if anything, or does within `wait` seconds."""
+        """Return what happened to another rank, now or within `wait` seconds; None if nothing did."""
         with self._changed:
             self._changed.wait_for(lambda: self._problem, wait)
             return self._problem
 
     def disconnect(self, graceful: bool) -> None:
-        """The end: the others are told, or find the line cut."""
-        self._left = True
+        """End the heartbeat. `graceful` tells the others that this rank leaves in order; else it is lost for them."""
         if graceful:
-            self._send(_BYE)
-        self._waker.close()
+            self._send({"leaving": True})
+        self._closed = True
+        self._waker.send_bytes(b"")
         self._thread.join()
-        for connection in (self._woken, *(link.socket for link in self._links)):
+        for connection in (self._waker, self._woken, *self._connections):
             connection.close()
 
     def _run(self) -> None:
@@ -125,137 +101,87 @@ class Heartbeat:
             self._lose(f"rank {self.rank} can't watch the others ({type(error).__name__}: {error})")
 
     def _watch(self) -> None:
-        beat = min(HEARTBEAT_INTERVAL, self.heartbeat_timeout / 4)
-        spoken = 0.0
-        while not self._left:
-            if time.monotonic() - spoken >= beat:
-                spoken = time.monotonic()
-                self._beats += 1
-                self._send({"from": self.rank, "beat": self._beats, "status": self._facts()})
+        interval, sent_at = min(HEARTBEAT_INTERVAL, self.timeout / 4), -float("inf")
+        while not self._closed:
+            if time.monotonic() - sent_at >= interval:
+                sent_at = time.monotonic()
+                known = self.peer_status if self.rank == 0 else {}  # rank 0 passes on what it knows of all ranks
+                self._send({"status": {**known, self.rank: self._status()}})
                 if self._problem is not None:
                     self._on_lost(self._problem)
-            open_links = [link for link in self._links if not link.done]
-            ready = _readable([self._woken, *(link.socket for link in open_links)], beat / 2)
-            for link in open_links:
-                if link.socket in ready:
-                    self._read(link)
-                elif time.monotonic() - link.heard > self.heartbeat_timeout:
-                    link.done = True
-                    self._lose(f"rank {link.rank} has not been heard of for {self.heartbeat_timeout:g} seconds")
+            ready = wait([self._woken, *self._open.values()], interval / 2)
+            for rank, connection in list(self._open.items()):
+                if connection in ready:
+                    self._receive(rank, connection)
+                elif time.monotonic() - self._last_heard[rank] > self.timeout:
+                    del self._open[rank]
+                    self._lose(f"rank {rank} has not been heard of for {self.timeout:g} seconds")
 
-    def _read(self, link: _Link) -> None:
+    def _receive(self, rank: int, connection: Connection) -> None:
         try:
-            messages = link.receive()
-        except (OSError, ValueError):
-            link.done = True
-            self._lose(f"rank {link.rank} has ended")
+            message = json.loads(connection.recv_bytes(_MAX_MESSAGE))
+        except (OSError, EOFError, ValueError):
+            del self._open[rank]
+            self._lose(f"rank {rank} has ended")
             return
-        for message in messages:
-            if message == _BYE:
-                link.done = True
-            elif "lost" in message:
-                self._lose(message["lost"], source=link)
-            elif "beat" in message:
-                if message["from"] != self.rank and message["beat"] > self._heard.get(message["from"], 0):
-                    self._heard[message["from"]] = message["beat"]
-                    self.peer_status[message["from"]] = message["status"]
-                    self._send(message, source=link)
-            elif message["number"] > self._newest:
-                self._send(message, source=link)
-                with self._changed:
-                    self._newest = message["number"]
-                    self._said[self._newest] = message["value"]
-                    self._changed.notify_all()
+        self._last_heard[rank] = time.monotonic()
+        if "status" in message:
+            status = {int(peer): values for peer, values in message["status"].items()}
+            self.peer_status |= {peer: values for peer, values in status.items() if peer != self.rank}
+        elif "message" in message:
+            with self._changed:
+                self._messages.append(message["message"])
+                self._changed.notify_all()
+        elif "lost" in message:
+            self._lose(message["lost"])
+        else:
+            del self._open[rank]  # it leaves
 
-    def _lose(self, problem: str, source: _Link | None = None) -> None:
+    def _lose(self, problem: str) -> None:
         with self._changed:
             if self._problem is not None:
                 return
             self._problem = problem
             self._changed.notify_all()
-        self._send({"lost": problem}, source)
+        self._send({"lost": problem})
 
-    def _send(self, message: Any, source: _Link | None = None) -> None:
-        for link in self._links:
-            if link is not source and not link.done:
-                try:
-                    link.send(message)
-                except OSError:  # reading from it will tell
-                    continue
-
-
-def _readable(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
-    """Those that have something to read, after so many seconds at most; of any number of open files."""
-    with selectors.DefaultSelector() as selector:
-        for each in sockets:
-            selector.register(each, selectors.EVENT_READ)
-        return [key.fileobj for key, _ in selector.select(seconds)]
+    def _send(self, message: Any) -> None:
+        content = json.dumps(message).encode()
+        with self._sending:
+            for connection in list(self._open.values()):
+                with suppress(OSError):  # reading will tell that it has ended
+                    connection.send_bytes(content)
 
 
-def listen(address: str, peers: int) -> socket.socket:
-    """A socket on a free port of `address` for `peers` others to connect to."""
-    return socket.create_server((address, 0), backlog=max(1, peers))
+def accept_ranks(listener: Listener, count: int) -> dict[int, Connection]:
+    """On rank 0: return the connections of the `count` other ranks. Turns away whoever doesn't know the secret."""
+    connections: dict[int, Connection] = {}
+    while len(connections) < count:
+        with suppress(OSError, EOFError, ValueError, AuthenticationError):
+            connection = listener.accept()
+            connections[int(connection.recv_bytes(16))] = connection
+            _send_at_once(connection)
+    return connections
 
 
-def make_secret() -> str:
-    """What those who belong to this run know."""
-    return secrets.token_hex(16)
-
-
-def connect(address: tuple[str, int], secret: str, rank: int, heartbeat_timeout: float) -> socket.socket:
-    """A link to the process that listens at `address`. Raises RankLost."""
-    try:
-        connection = _prompt(socket.create_connection(address, heartbeat_timeout))
-        connection.sendall(f"{secret} {rank}\n".encode())
-    except OSError as error:
-        raise RankLostError(
-            f"rank {rank} can't connect to {address[0]} port {address[1]}: {error.strerror or error}",
-            "a firewall that lets the machines of the run reach each other",
-        ) from None
-    return connection
-
-
-def accept(server: socket.socket, secret: str, peers: int, heartbeat_timeout: float) -> list[tuple[socket.socket, int]]:
-    """Links from the `peers` processes that connect; whoever doesn't know `secret` is turned away. Raises RankLost."""
-    links: list[tuple[socket.socket, int]] = []
-    deadline = time.monotonic() + heartbeat_timeout
-    while len(links) < peers:
-        server.settimeout(max(0.001, deadline - time.monotonic()))
+def connect_to_rank0(addresses: list[str], port: int, secret: bytes, rank: int) -> Connection:
+    """On another rank: connect to rank 0 at the first of `addresses` that can be reached. Raises RankLostError."""
+    problem = None
+    for address in addresses:
         try:
-            connection, _ = server.accept()
-        except OSError:
-            raise RankLostError(
-                f"{peers - len(links)} processes of the run did not connect within {heartbeat_timeout:g} seconds",
-                "a firewall that lets the machines of the run reach each other",
-            ) from None
-        words = _line(connection, min(1.0, deadline - time.monotonic())).decode("ascii", "replace").split()
-        if (
-            len(words) == 2
-            and secrets.compare_digest(words[0].encode(), secret.encode())
-            and words[1].isdecimal()
-            and int(words[1]) not in (rank for _, rank in links)
-        ):
-            links.append((_prompt(connection), int(words[1])))
+            socket.create_connection((address, port), _CONNECT_TIMEOUT).close()  # `Client` would wait for minutes
+            connection = Client((address, port), authkey=secret)
+            connection.send_bytes(str(rank).encode())
+        except (OSError, EOFError, AuthenticationError) as error:
+            problem = problem or f"{address} port {port}: {getattr(error, 'strerror', None) or error}"
         else:
-            connection.close()
-    return links
+            _send_at_once(connection)
+            return connection
+    raise RankLostError(
+        f"rank {rank} can't connect to {problem}", "a firewall that lets the machines of the run reach each other"
+    )
 
 
-def _line(connection: socket.socket, seconds: float) -> bytes:
-    """The line that comes within so many seconds, all of it, or nothing."""
-    line, deadline = b"", time.monotonic() + seconds
-    with suppress(OSError):
-        while not line.endswith(b"\n") and len(line) < 64:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-            received = connection.recv(1)
-            if not received or time.monotonic() > deadline:
-                return b""
-            line += received
-        return line
-    return b""
-
-
-def _prompt(connection: socket.socket) -> socket.socket:
-    """Short messages leave at once."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+def _send_at_once(connection: Connection) -> None:
+    with socket.socket(fileno=os.dup(connection.fileno())) as tcp:
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

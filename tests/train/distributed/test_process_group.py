@@ -1,6 +1,5 @@
-"""Several processes: collectives, the pulse, and real runs by mlx.launch with ranks that end, hang and are stopped."""
+"""Several processes: collectives, and real runs by mlx.launch with ranks that end, hang and are stopped."""
 
-import fcntl
 import json
 import os
 import re
@@ -8,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +16,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.families import config_to_hf
-from mlxlm.train import ProcessGroup, RankLostError, Run, run_worker
-from mlxlm.train.distributed import heartbeat as pulses
-from mlxlm.train.distributed.heartbeat import Heartbeat
+from mlxlm.train import ProcessGroup, Run, run_worker
 from mlxlm.train.distributed.process_group import detect_backend
 from mlxlm.utils.errors import DataError, PlatformError
 from tests.paths import ROOT
@@ -116,132 +111,6 @@ def test_a_follower_without_the_data_says_where_it_should_be(new_run):
     with pytest.raises(DataError, match="rank 1: .* has changed"):
         run_worker(_Told(other))
     assert run_worker(_Told(None)) is None  # the run ended before it began
-
-
-# The pulse, in threads
-
-
-@pytest.fixture
-def ring():
-    """Makes the pulses of a ring of three."""
-    made = []
-
-    def make(heartbeat_timeout: float, on_lost=lambda _problem: None) -> list[Heartbeat]:
-        pairs = [socket.socketpair() for _ in range(3)]
-        for i in range(3):
-            links = [(pairs[i][0], (i + 1) % 3), (pairs[i - 1][1], (i - 1) % 3)]
-            made.append(Heartbeat(i, links, heartbeat_timeout, lambda i=i: {"load": i}, on_lost))
-        return made
-
-    yield make
-    for heartbeat in made:
-        heartbeat.disconnect(graceful=True)
-
-
-def test_what_rank_0_says_reaches_all_once_and_in_order(ring):
-    zero, *others = ring(5.0)
-    for i in range(20):
-        zero.publish({"number": i})
-    zero.publish(None)
-    for heartbeat in others:
-        assert [heartbeat.next_message() for _ in range(21)] == [*({"number": i} for i in range(20)), None]
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not all(len(p.peer_status) == 2 for p in (zero, *others)):
-        time.sleep(0.01)
-    assert zero.peer_status == {1: {"load": 1}, 2: {"load": 2}}
-    assert others[0].peer_status == {0: {"load": 0}, 2: {"load": 2}}
-
-
-def test_an_end_in_order_is_no_loss(ring):
-    zero, one, two = ring(1.5)
-    one.disconnect(graceful=True)
-    assert zero.problem(wait=2.0) is None and two.problem() is None
-
-
-def test_all_learn_who_has_ended(ring):
-    lost = []
-    zero, one, two = ring(5.0, lost.append)
-    one.disconnect(graceful=False)
-    for heartbeat in (zero, two):
-        assert heartbeat.problem(wait=5) == "rank 1 has ended"
-    with pytest.raises(RankLostError, match="rank 1 has ended"):
-        two.next_message()
-    assert set(lost) <= {"rank 1 has ended"}
-
-
-def test_silence_is_a_loss():
-    ours, theirs = socket.socketpair()
-    seen = threading.Event()
-    start = time.monotonic()
-    heartbeat = Heartbeat(0, [(ours, 4)], 0.3, dict, lambda _problem: seen.set())
-    assert heartbeat.problem(wait=5) == "rank 4 has not been heard of for 0.3 seconds"
-    assert 0.25 < time.monotonic() - start < 5 and seen.wait(5)
-    heartbeat.disconnect(graceful=False)
-    theirs.close()
-
-
-def test_a_pulse_that_fails_is_a_loss():
-    ours, theirs = socket.socketpair()
-    heartbeat = Heartbeat(2, [(ours, 0)], 5.0, lambda: {"facts": {1, 2}}, lambda _problem: None)
-    with pytest.raises(RankLostError, match="rank 2 can't watch the others .TypeError"):
-        heartbeat.next_message()
-    heartbeat.disconnect(graceful=False)
-    theirs.close()
-
-
-def test_a_pulse_of_a_process_with_many_open_files():
-    ours, theirs = socket.socketpair()
-    moved = ours.detach()
-    try:
-        high = fcntl.fcntl(moved, fcntl.F_DUPFD, 1500)  # beyond what select() takes
-    except OSError:
-        pytest.skip("this machine allows fewer open files")
-    finally:
-        os.close(moved)
-    heartbeat = Heartbeat(0, [(socket.socket(fileno=high), 1)], 5.0, dict, lambda _problem: None)
-    assert heartbeat.problem(wait=0.1) is None
-    theirs.close()
-    assert heartbeat.problem(wait=5) == "rank 1 has ended"
-    heartbeat.disconnect(graceful=False)
-
-
-def drip(connection: socket.socket) -> None:
-    """A byte now and then, for two seconds."""
-    with suppress(OSError):
-        for _ in range(40):
-            connection.sendall(b"x")
-            time.sleep(0.05)
-
-
-@needs_sockets
-def test_strangers_are_turned_away():
-    secret = pulses.make_secret()
-    with pulses.listen("127.0.0.1", 1) as server:
-        address = server.getsockname()
-        with socket.create_connection(address) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            friend = pulses.connect(address, secret, 3, 5.0)
-            [(link, rank)] = pulses.accept(server, secret, 1, 5.0)
-            assert rank == 3
-            with suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-        friend.close()
-        link.close()
-        with pytest.raises(RankLostError, match="1 processes of the run did not connect"):
-            pulses.accept(server, secret, 1, 0.05)
-        with socket.create_connection(address) as slow:
-            threading.Thread(target=drip, args=[slow], daemon=True).start()
-            begun = time.monotonic()
-            with pytest.raises(RankLostError, match="did not connect within 0.2 seconds"):
-                pulses.accept(server, secret, 1, 0.2)
-            assert time.monotonic() - begun < 1.5  # it drips for 2
-        twice = [pulses.connect(address, secret, 2, 5.0) for _ in range(2)]
-        with pytest.raises(RankLostError, match="1 processes of the run did not connect"):
-            pulses.accept(server, secret, 2, 1.0)
-        for connection in twice:
-            connection.close()
-    with pytest.raises(RankLostError, match="can't connect to 127.0.0.1"):
-        pulses.connect(address, secret, 1, 1.0)
 
 
 # Two processes

@@ -22,7 +22,7 @@ def stuck(error: Exception) -> None:
 
 with ProcessGroup.join(stuck, heartbeat_timeout=4.0) as process_group:
     mine = float(process_group.rank + 1)
-    module._MESSAGE = 64  # bytes: several messages
+    module._MESSAGE_BYTES = 64  # bytes: several messages
     tree = {"a": mx.full((3, 4), mine), "b": [mx.array(10 * mine), mx.full((50,), mine, mx.bfloat16)], "c": mx.array(7)}
     total = process_group.all_reduce(tree)
     sent = process_group.broadcast(
@@ -50,7 +50,7 @@ with ProcessGroup.join(stuck, heartbeat_timeout=4.0) as process_group:
     weights = mx.random.normal((100, 100))
     mx.eval(weights)
     if sys.argv[1] == "stuck":
-        module._STUCK, process_group._sockets = 0.2, set()
+        module._HANG_TIMEOUT, process_group._sockets = 0.2, set()
 
         def on_rank_lost(lost: RankLostError) -> TrainingError:
             mx.save_safetensors(sys.argv[2], {"weights": weights})
