@@ -1,8 +1,8 @@
-"""Which model to train in a given time: the best size by a scaling law, for the text there is, at this machine's speed.
+"""Which model to train in a given time: the best size by a scaling law, for the text and the speed of this machine.
 
-By default the law is that of Hoffmann et al. 2022. Passes over the same text count by what they are worth (Muennighoff
-et al. 2023): up to four are nearly as good as new text, later ones teach less and less, and so do parameters that learn
-the text by heart: the size depends on the text, too.
+By default the law is that of Hoffmann et al. 2022. Repeated text counts less (Muennighoff et al. 2023): up to four
+epochs are nearly as good as new text, later ones teach less and less, and so do parameters that memorize the text. So
+the size depends on the text, too.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlxlm.backend import device
 from mlxlm.config import ModelConfig
 from mlxlm.data import BadInput, total_bytes
-from mlxlm.plan import Training, training_memory
-from mlxlm.plan.advice import usable_memory
 from mlxlm.plan.corpus import count_corpus
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.plan.model_sizes import model_family, nearest_model, vocab_size_for
 from mlxlm.plan.scaling_law import CHINCHILLA_LAW, FLOPS_PER_PARAM_TOKEN, ScalingLaw
 from mlxlm.train.budget import TRAINING_FRACTION, batch_settings
 from mlxlm.train.events import ModelSizeChosen
+from mlxlm.train.memory_limits import fits_memory
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
 
-_UTILISATION = 0.3  # of the speed of large products, which small models reach; a first guess, which probes correct
-_BYTES_PER_TOKEN = 3  # the same, of small vocabularies
-_ALIKE = 0.005  # losses differ by less: the smallest model is taken, which learns less of a short text by heart
-# Of the time, and at most so many seconds, for each of two sizes: beside other programs three short steps say little.
-_PROBING, _LONGEST = 0.01, 3.0
+_MFU = 0.3  # of the speed of large products, for small models: a first guess, which benchmarks correct
+_BYTES_PER_TOKEN = 3  # a guess for small vocabularies
+_EQUAL_LOSS = 0.005  # relative: of nearly equal losses, the smallest model wins, which memorizes less of a short text
+# Seconds for each of two sizes, and their fraction of the time: beside other programs three short steps say little.
+_BENCHMARK_FRACTION, _MAX_BENCHMARK_SECONDS = 0.01, 3.0
 
 
 @dataclass(frozen=True)
 class AutoSize:
+    """The model that was chosen: its configuration, expected tokens and epochs, settings, and the law that chose it."""
+
     config: ModelConfig
     tokens: float
     epochs: float
@@ -47,19 +47,20 @@ class AutoSize:
 
     @property
     def event(self) -> ModelSizeChosen:
+        """The event for the log."""
         return ModelSizeChosen(self.config.parameter_count(), self.tokens, self.epochs, self.law_name)
 
 
 def guess_vocab_size(
     seconds: float, sources: Sequence[str | Path], text_column: str | None, on_bad_input: str = "stop"
 ) -> int:
-    """Tokens of a tokenizer for the model that will be chosen, before there is one: by the speed of products here."""
-    each, unique_tokens = _flops_in(seconds) / FLOPS_PER_PARAM_TOKEN, math.inf
+    """Guess the vocabulary size for the model that will be chosen, by the speed of matrix products here."""
+    param_tokens, unique_tokens = _flops_in(seconds) / FLOPS_PER_PARAM_TOKEN, math.inf
     if total_bytes(sources):  # a pipe has no size
         unique_tokens = count_corpus(sources, 1024, text_column, BadInput(on_bad_input)).bytes / _BYTES_PER_TOKEN
     sizes = [config.parameter_count() for config in model_family(1024)]
     return vocab_size_for(
-        min(sizes, key=lambda size: CHINCHILLA_LAW.loss_with_repetition(size, each / size, unique_tokens))
+        min(sizes, key=lambda size: CHINCHILLA_LAW.loss_with_repetition(size, param_tokens / size, unique_tokens))
     )
 
 
@@ -71,83 +72,88 @@ def auto_size(
     scaling_law: ScalingLaw | None = None,
     num_processes: int = 1,
 ) -> AutoSize:
-    """The model of `mlxlm.plan.model_sizes` that is best after `seconds` of training on a text of `unique_tokens` tokens.
+    """Return the model of `mlxlm.plan.model_sizes` that is best after `seconds` of training.
 
-    values: settings that are given; batch size and sequence length are chosen, too, unless they are among them.
-    scaling_law: of the user's own runs; None: `CHINCHILLA_LAW`.
-    num_processes: how many processes like this one train together; "accumulate" is what all of them add.
+    Args:
+        seconds: Training time.
+        unique_tokens: Tokens of the text.
+        vocab_size: Vocabulary size.
+        values: Settings. Batch size and sequence length are chosen, too, unless they are given here.
+        scaling_law: A law fitted to the user's runs; None: `CHINCHILLA_LAW`.
+        num_processes: Processes that train together; `grad_accumulation_steps` are those of all of them.
 
-    Raises ConfigError where not even the smallest model fits the memory.
+    Raises:
+        ConfigError: Not even the smallest model fits the memory.
     """
-    there = usable_memory(device.device_memory())
-    expected = _flops_in(seconds)
+    available_flops = _flops_in(seconds)
+    law = scaling_law or CHINCHILLA_LAW
 
-    def usual(config: ModelConfig) -> TrainSettings:
-        """What one process does of a step, by a first guess of the speed."""
-        provisional = TrainSettings.provisional(values)
-        tokens = expected / config.flops_per_token(provisional.max_seq_length // 2, training=True)
-        found = TrainSettings.provisional(batch_settings(config, tokens, values))
-        return found.per_process(num_processes)
+    def settings_for(config: ModelConfig) -> TrainSettings:
+        """The settings of one process, by a first guess of the speed."""
+        draft = TrainSettings.provisional(values)
+        tokens = available_flops / config.flops_per_token(draft.max_seq_length // 2, training=True)
+        return TrainSettings.provisional(batch_settings(config, tokens, values)).per_process(num_processes)
 
-    fitting = [c for c in model_family(vocab_size) if training_memory(c, Training.from_settings(usual(c))).total <= there]
-    if not fitting:
+    candidates = [config for config in model_family(vocab_size) if fits_memory(config, settings_for(config))]
+    if not candidates:
         raise ConfigError("no model fits the memory with these settings", "--batch-size 1, or a smaller --vocab-size")
-    token_seconds = fit_token_seconds(fitting, seconds, usual)
+    token_seconds = fit_token_seconds(candidates, seconds, settings_for)
 
-    def tokens(config: ModelConfig) -> float:
+    def tokens_in_time(config: ModelConfig) -> float:
         return TRAINING_FRACTION * seconds * num_processes / token_seconds(config)
 
     def loss(config: ModelConfig) -> float:
-        return (scaling_law or CHINCHILLA_LAW).loss_with_repetition(
-            config.parameter_count(), tokens(config), unique_tokens
-        )
+        return law.loss_with_repetition(config.parameter_count(), tokens_in_time(config), unique_tokens)
 
-    lowest = min(map(loss, fitting))
-    best = next(config for config in fitting if loss(config) <= (1 + _ALIKE) * lowest)
-    many = tokens(best)
-    form = batch_settings(best, many, values)
+    lowest = min(map(loss, candidates))
+    best = next(config for config in candidates if loss(config) <= (1 + _EQUAL_LOSS) * lowest)
+    tokens = tokens_in_time(best)
     law_name = (
         "the scaling law of Hoffmann et al. 2022" if scaling_law is None else "the scaling law of the user's runs"
     )
-    return AutoSize(best, many, many / unique_tokens, form, law_name)
+    return AutoSize(best, tokens, tokens / unique_tokens, batch_settings(best, tokens, values), law_name)
 
 
 def fit_token_seconds(
-    members: list[ModelConfig], seconds: float, settings: Callable[[ModelConfig], TrainSettings]
+    models: list[ModelConfig], seconds: float, settings: Callable[[ModelConfig], TrainSettings]
 ) -> Callable[[ModelConfig], float]:
-    """Seconds for each token of training, as a function of the model: two of `members` are probed, others follow by
-    their operations. The probes take a small part of `seconds`."""
+    """Return a function that predicts the training seconds per token of a model.
+
+    Two of `models` are benchmarked, in a small part of `seconds`; others follow from their operations.
+    """
     guess = CHINCHILLA_LAW.compute_optimal(_flops_in(seconds))[0]
-    by_size = sorted(members, key=lambda c: c.parameter_count())
+    by_size = sorted(models, key=lambda c: c.parameter_count())
     large = next((c for c in reversed(by_size) if c.parameter_count() <= guess), by_size[0])
     small = next((c for c in reversed(by_size) if c.parameter_count() <= large.parameter_count() / 4), by_size[0])
-    found = []
+    points = []  # logarithms of the operations and the seconds per token
     for config in {c.hidden_size: c for c in (small, large)}.values():
-        tried, until = settings(config), time.monotonic() + min(_LONGEST, _PROBING * seconds)
-        steps = [probe(config, tried).step]
-        while time.monotonic() < until:
-            steps.append(probe(config, tried).step)
-        found.append((math.log(_flops(config, tried)), math.log(median(steps) / tried.tokens_per_step)))
+        model_settings = settings(config)
+        end = time.monotonic() + min(_MAX_BENCHMARK_SECONDS, _BENCHMARK_FRACTION * seconds)
+        steps = [probe(config, model_settings).step]
+        while time.monotonic() < end:
+            steps.append(probe(config, model_settings).step)
+        seconds_per_token = median(steps) / model_settings.tokens_per_step
+        points.append((math.log(_flops(config, model_settings)), math.log(seconds_per_token)))
     slope = 1.0
-    if len(found) == 2 and found[1][0] > found[0][0]:
-        slope = min(1.2, max(0.3, (found[1][1] - found[0][1]) / (found[1][0] - found[0][0])))
+    if len(points) == 2 and points[1][0] > points[0][0]:
+        slope = min(1.2, max(0.3, (points[1][1] - points[0][1]) / (points[1][0] - points[0][0])))
 
     def token_seconds(config: ModelConfig) -> float:
-        at = math.log(_flops(config, settings(config)))
-        return math.exp(found[-1][1] + slope * (at - found[-1][0]))
+        log_flops = math.log(_flops(config, settings(config)))
+        return math.exp(points[-1][1] + slope * (log_flops - points[-1][0]))
 
     return token_seconds
 
 
 def nearest_models(sizes: list[float], vocab_size: int) -> list[ModelConfig]:
-    """One member of the family for each of these numbers of parameters, without repeats, from the smallest."""
-    found = {c.hidden_size: c for c in (nearest_model(size, vocab_size) for size in sizes)}
-    return [found[hidden] for hidden in sorted(found)]
+    """Return the nearest model of the family for each number of parameters, without duplicates, smallest first."""
+    models = {c.hidden_size: c for c in (nearest_model(size, vocab_size) for size in sizes)}
+    return [models[hidden_size] for hidden_size in sorted(models)]
 
 
 def _flops_in(seconds: float) -> float:
-    """Operations that training does here in so long: a first guess."""
-    return measure_matmul(seconds=0.1) * 1e9 * _UTILISATION * seconds
+    """Guess the operations of training in `seconds` on this machine."""
+    return measure_matmul(seconds=0.1) * 1e9 * _MFU * seconds
 
 
 def _flops(config: ModelConfig, settings: TrainSettings) -> float:

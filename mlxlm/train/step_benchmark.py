@@ -1,4 +1,4 @@
-"""What training takes on this machine, by trying it: three steps on random tokens, and validation."""
+"""Benchmarks training on this machine: three steps on random tokens, and validation."""
 
 from __future__ import annotations
 
@@ -23,91 +23,96 @@ from mlxlm.train.step import TrainStep
 
 BENCHMARK_STEPS = 3
 BENCHMARK_LABEL = "trying three training steps"
-# A run of fewer steps isn't probed, unless its length is given in minutes: the probe has four of its own.
+# Shorter runs are not benchmarked, except with a time limit: the benchmark takes four steps itself.
 MIN_STEPS_TO_BENCHMARK = 100
 
 
 @dataclass(frozen=True)
 class Probe:
-    """compile_seconds: seconds of the first step. step: the median of three after it. validation: seconds of a batch of
-    validation, 0 where there was nothing to validate on. memory: MLX's peak in bytes, over what was there before."""
+    """The result of a benchmark.
+
+    Attributes:
+        compile_seconds: Seconds of the first step.
+        step: Seconds of a step: the median of three after the first.
+        validation: Seconds of a batch of validation; 0 without validation data.
+        memory: MLX's peak in bytes, beyond what was allocated before.
+    """
 
     compile_seconds: float
     step: float
     validation: float
     memory: int
 
-    def forecast(self, settings: TrainSettings, held_out: int, steps: int | None = None) -> Forecast:
-        """What a run of so many `steps` (None: the settings') takes, `held_out` tokens being there to validate on: all
-        steps and validations, without saving and samples."""
+    def forecast(self, settings: TrainSettings, validation_tokens: int, steps: int | None = None) -> Forecast:
+        """Predict a run of `steps` (default: the settings'): steps and validations, without saving and samples."""
         steps = settings.steps if steps is None else steps
-        windows = min(max(held_out - 1, 1), settings.eval_tokens) / settings.max_seq_length
-        each = self.validation * math.ceil(math.ceil(windows) / settings.batch_size)
+        windows = min(max(validation_tokens - 1, 1), settings.eval_tokens) / settings.max_seq_length
+        validation_seconds = self.validation * math.ceil(math.ceil(windows) / settings.batch_size)
         if settings.eval_every is None:
-            times = num_validations(settings.time_limit, each)
+            times = num_validations(settings.time_limit, validation_seconds)
         else:
             times = -(-steps // settings.eval_every) if settings.eval_every else 1
         seconds = self.compile_seconds + self.step * (steps - 1)
-        return Forecast(steps, seconds, seconds + times * each, self.memory, times)
+        return Forecast(steps, seconds, seconds + times * validation_seconds, self.memory, times)
 
-    def steps_in(self, seconds: float, settings: TrainSettings, held_out: int) -> int:
-        """The most steps, at least one, whose forecast is no longer than `seconds`."""
+    def steps_in(self, seconds: float, settings: TrainSettings, validation_tokens: int) -> int:
+        """Return the largest number of steps, at least one, whose forecast is at most `seconds`."""
 
-        def takes(steps: int) -> float:
-            return self.forecast(settings, held_out, max(1, steps)).seconds
+        def seconds_of(steps: int) -> float:
+            return self.forecast(settings, validation_tokens, max(1, steps)).seconds
 
-        return max(1, bisect_right(range(int(max(0.0, seconds) / self.step) + 2), seconds, key=takes) - 1)
+        return max(1, bisect_right(range(int(max(0.0, seconds) / self.step) + 2), seconds, key=seconds_of) - 1)
 
 
-def probe(config: ModelConfig, settings: TrainSettings, held_out: TokenDataset | None = None) -> Probe:
-    """Time and memory of training `config` here, on throwaway weights.
+def probe(config: ModelConfig, settings: TrainSettings, validation_data: TokenDataset | None = None) -> Probe:
+    """Measure time and memory of training `config` here, with throwaway weights.
 
-    One step that compiles and three that count; with `held_out`, two batches of that are validated on, the first of
-    which warms up. What was in memory before stays, and nothing else does.
+    One step compiles and three count. Of two batches of `validation_data` the first is for warmup. No memory stays
+    allocated.
     """
-    _forget()
+    _free_memory()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    compile_seconds, times, validation = _tried(config, settings, held_out)
+    compile_seconds, times, validation = _measure(config, settings, validation_data)
     memory = mx.get_peak_memory() - before
-    _forget()
+    _free_memory()
     return Probe(compile_seconds, sorted(times)[BENCHMARK_STEPS // 2], validation, memory)
 
 
-def _tried(
-    config: ModelConfig, settings: TrainSettings, held_out: TokenDataset | None
+def _measure(
+    config: ModelConfig, settings: TrainSettings, validation_data: TokenDataset | None
 ) -> tuple[float, list[float], float]:
-    """Seconds: of the first step, of each after it, and of a batch of validation."""
+    """Return the seconds of the first step, of each after it, and of a batch of validation."""
     model = Decoder(config, dropout=settings.dropout)
     model.init_weights(0)
     step, batches = TrainStep(model, settings), _batches(config, settings)
     first, *times = [_seconds(lambda: eval_arrays(step(batches, 0.0), step.state)) for _ in range(1 + BENCHMARK_STEPS)]
-    if held_out is None:
+    if validation_data is None:
         return first, times, 0.0
-    _, validation = [_seconds(lambda: _validate(model, held_out, settings)) for _ in range(2)]
+    _, validation = [_seconds(lambda: _validate(model, validation_data, settings)) for _ in range(2)]
     return first, times, validation
 
 
-def _validate(model: Decoder, held_out: TokenDataset, settings: TrainSettings) -> None:
-    """On one batch, as a run does."""
+def _validate(model: Decoder, validation_data: TokenDataset, settings: TrainSettings) -> None:
+    """Validate on one batch, as a run does."""
     length, rows = settings.max_seq_length, settings.batch_size
     masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
-    evaluate_dataset(model, held_out, length, rows, rows * length, **masks)
+    evaluate_dataset(model, validation_data, length, rows, rows * length, **masks)
 
 
-def _forget() -> None:
-    """Models have cycles, so that they stay until Python looks for those."""
+def _free_memory() -> None:
+    """Models have reference cycles, so they stay until Python collects those."""
     gc.collect()
     mx.clear_cache()
 
 
 def _batches(config: ModelConfig, settings: TrainSettings) -> list[Batch]:
-    """One step's: with documents, and weights, where the run's have them."""
+    """Return random batches of one step, with documents and a loss mask if the run has them."""
     rows, length = settings.batch_size, settings.max_seq_length
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, config.vocab_size, (settings.grad_accumulation_steps, rows, length + 1), dtype=np.int32)
-    segment_ids = np.cumsum(draw.random((rows, length)) < 4 / length, axis=1, dtype=np.int32)
-    weights = (draw.random((rows, length)) < 0.5).astype(np.float32)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, (settings.grad_accumulation_steps, rows, length + 1), dtype=np.int32)
+    segment_ids = np.cumsum(rng.random((rows, length)) < 4 / length, axis=1, dtype=np.int32)
+    weights = (rng.random((rows, length)) < 0.5).astype(np.float32)
     return [
         Batch(micro, segment_ids if settings.document_mask else None, weights if settings.mask_prompt else None)
         for micro in tokens

@@ -1,6 +1,6 @@
-"""Events of a run sent on to TensorBoard and Weights & Biases, by their own libraries.
+"""Sends the events of a run to TensorBoard and Weights & Biases, with their own libraries.
 
-The run does not depend on them: one that fails is left out from there on, with one warning.
+The run does not depend on them: one that fails is no longer used, with one warning.
 """
 
 from __future__ import annotations
@@ -27,26 +27,37 @@ from mlxlm.train.run import Run
 from mlxlm.utils.errors import CheckpointError, PlatformError, one_line
 from mlxlm.utils.json_files import read_json, write_json
 
-_WANDB_FILE = "wandb.json"  # in the run's folder: which W&B run it is
-_WANDB_SECONDS = 30.0  # that the first connection may take
+_WANDB_FILE = "wandb.json"  # in the run's folder: the id of the W&B run
+_WANDB_TIMEOUT = 30.0  # seconds, for the first connection
 
 
 class Tracker(Protocol):
-    def record(self, event: Event) -> None: ...
+    """A service that shows curves of a run."""
 
-    def close(self) -> None: ...
+    def record(self, event: Event) -> None:
+        """Send an event."""
+
+    def close(self) -> None:
+        """End the connection."""
 
 
 def check_trackers(tensorboard: bool, wandb: str | None) -> None:
-    """Raise PlatformError, naming the extra, where a library that was asked for is not installed."""
+    """Raise PlatformError, naming the extra to install, if the library of a chosen tracker is not installed."""
     for wanted, library, extra in ((tensorboard, "tensorboardX", "tensorboard"), (wandb is not None, "wandb", "wandb")):
         if wanted and importlib.util.find_spec(library) is None:
             raise PlatformError(f"{library} is not installed", f"pip install 'mlxlm[{extra}]'")
 
 
 class Trackers:
-    """Those that were asked for. `first` is the last step that is done already: what was sent of later ones, before
-    a power cut, is replaced or left as it is, never doubled."""
+    """The chosen trackers of a run.
+
+    Args:
+        run: The run.
+        first: The last finished step. What was sent of later ones, before a power cut, is replaced or left as it is,
+            never doubled.
+        tensorboard: Whether to write TensorBoard event files.
+        wandb: The Weights & Biases project; None for none.
+    """
 
     def __init__(self, run: Run, first: int, tensorboard: bool, wandb: str | None):
         check_trackers(tensorboard, wandb)
@@ -59,30 +70,31 @@ class Trackers:
             self._openers["Weights & Biases"] = lambda: _WeightsAndBiases(run, wandb)
 
     def record(self, event: Event) -> Iterator[TrainingWarning]:
-        """Send `event` on; Warned for each tracker that fails and is left out from here on."""
+        """Send `event`. Yields a TrainingWarning for each tracker that fails, and is no longer used."""
         for name in list(self._openers):
             try:
                 if name not in self._open:
                     self._open[name] = self._openers[name]()
                 self._open[name].record(event)
-            except Exception as error:  # whatever a library of others meets, the training goes on
+            except Exception as error:  # whatever fails in their libraries, the training continues
                 del self._openers[name]
                 reason = one_line(f"{type(error).__name__}: {error}".strip(": "))
-                yield TrainingWarning(getattr(event, "step", 0), f"{name} gets nothing more of this run: {reason}")
+                yield TrainingWarning(getattr(event, "step", 0), f"{name} gets no more events of this run: {reason}")
                 self._close(name)
 
     def close(self) -> None:
+        """Close all trackers."""
         for name in list(self._open):
             self._close(name)
 
     def _close(self, name: str) -> None:
-        with suppress(Exception):  # there is nobody left to tell
+        with suppress(Exception):  # nobody would see the error
             if name in self._open:
                 self._open.pop(name).close()
 
 
-def _numbers(event: Event) -> dict[str, float]:
-    """The curves that an event adds a point to."""
+def _scalars(event: Event) -> dict[str, float]:
+    """Return the values that an event adds to curves."""
     if isinstance(event, Step):
         return {
             "train/loss": event.loss,
@@ -98,7 +110,7 @@ def _numbers(event: Event) -> dict[str, float]:
 
 
 def _identity(run: Run, project: str) -> dict[str, Any]:
-    """Which W&B run it is. Raises CheckpointError for one of another project."""
+    """Return the id of the W&B run, made on the first call. Raises CheckpointError for another project."""
     file = run.path / _WANDB_FILE
     if not file.exists():
         write_json(file, {"id": secrets.token_hex(4), "project": project})
@@ -110,25 +122,23 @@ def _identity(run: Run, project: str) -> dict[str, Any]:
 
 
 class _TensorBoard:
-    """Event files in the run's folder `tensorboard`, one for each time the run was started."""
+    """Writes event files into the run's folder `tensorboard`, one for each start of the run."""
 
     def __init__(self, run: Run, first: int):
         from tensorboardX import SummaryWriter
 
-        # The name also has the second and the host: two that are started within one must not share a file, and
-        # TensorBoard reads them in the order of their names. `purge_step` takes back what was sent of later steps.
+        # The suffix tells two starts within a second apart, and orders the files, which TensorBoard reads by name.
+        # `purge_step` removes what was sent of later steps.
         self._writer = SummaryWriter(
             str(run.path / "tensorboard"), purge_step=first + 1, filename_suffix=f".step-{first:09d}"
         )
 
     def record(self, event: Event) -> None:
-        for name, value in _numbers(event).items():
+        for name, value in _scalars(event).items():
             self._writer.add_scalar(name, value, event.step)
         if isinstance(event, Sample):
             self._writer.add_text("sample", event.prompt + event.text, event.step)
-        if isinstance(
-            event, CheckpointSaved | Stopped | Finished
-        ):  # a resume begins from here: nothing before may be missing
+        if isinstance(event, CheckpointSaved | Stopped | Finished):  # a resume continues from here
             self._writer.flush()
 
     def close(self) -> None:
@@ -136,24 +146,24 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """One W&B run for a run, however often it was interrupted: its id is kept in `wandb.json`."""
+    """One W&B run, however often the run is interrupted: its id is stored in `wandb.json`."""
 
     def __init__(self, run: Run, project: str):
         import wandb
 
         known = _identity(run, project)
-        quiet = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=_WANDB_SECONDS)
+        quiet = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=_WANDB_TIMEOUT)
         config = {"settings": run.settings.to_dict(), "model": config_to_hf(run.config)}
         self._run: Any = wandb.init(
             project=project, id=known["id"], name=run.path.absolute().name, dir=str(run.path), resume="allow",
             config=config, settings=quiet,
         )  # fmt: skip
-        self._sent = self._run.step  # the steps before it are there already, and equal to the bit
+        self._sent = self._run.step  # W&B has the steps before it
 
     def record(self, event: Event) -> None:
         if isinstance(event, Started):
             self._run.summary["parameters"] = event.parameters
-        values: dict[str, Any] = _numbers(event)
+        values: dict[str, Any] = _scalars(event)
         if isinstance(event, Sample):
             values = {"sample": event.prompt + event.text}
         if values and event.step >= self._sent:

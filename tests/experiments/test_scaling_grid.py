@@ -23,7 +23,7 @@ TINY = {"max_seq_length": 16, "batch_size": 4, "eval_tokens": 500}
 
 @pytest.fixture
 def start(tmp_path, text_file, tokenizer_folder, monkeypatch):
-    monkeypatch.setattr(auto_size, "_PROBING", 0.0)
+    monkeypatch.setattr(auto_size, "_BENCHMARK_FRACTION", 0.0)
 
     def make(**changes):
         given = {"sizes": [2e4, 1e5], "tokens": [128, 256], "tokenizer": tokenizer_folder, "settings": TINY, **changes}

@@ -80,7 +80,7 @@ def test_a_probe_leaves_nothing_and_forecasts_the_run():
     probe(load_preset("0.3m"), settings)
     assert mx.get_active_memory() - before < 1 << 16
     run = replace(settings, steps=101, eval_every=50, eval_tokens=160)
-    found = Probe(compile_seconds=7.0, step=0.5, validation=0.25, memory=123).forecast(run, held_out=10_000)
+    found = Probe(compile_seconds=7.0, step=0.5, validation=0.25, memory=123).forecast(run, validation_tokens=10_000)
     # 100 steps after the first; 3 validations of 10 windows, 5 batches.
     assert (found.steps, found.step_seconds, found.memory) == (101, 57.0, 123)
     assert found.seconds == 57.0 + 3 * 5 * 0.25 and found.validations == 3

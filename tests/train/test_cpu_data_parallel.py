@@ -163,7 +163,8 @@ def test_a_batch_is_not_cut_where_the_threads_of_the_blas_can_not_be_set_or_on_a
 
 def test_a_process_ends_orderly_with_threads_and_their_graphs_alive():
     code = (
-        "import numpy as np\nfrom mlxlm.backend.mlx import mx\nfrom mlxlm.train.cpu_data_parallel import CPUDataParallel\n"
+        "import numpy as np\nfrom mlxlm.backend.mlx import mx\n"
+        "from mlxlm.train.cpu_data_parallel import CPUDataParallel\n"
         "cut = CPUDataParallel(lambda batches: mx.exp(batches[0][0]).sum() * 2, {}, 2)\n"
         "print([x.item() for x in cut([[np.zeros((4, 2), np.float32)]])])"
     )

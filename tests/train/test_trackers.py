@@ -110,7 +110,7 @@ def test_a_failing_tracker_is_one_warning(new_run, monkeypatch, fails_at):
     events = finish(run, wandb="p")
     [warning] = [e for e in events if isinstance(e, TrainingWarning)]
     assert warning == TrainingWarning(
-        fails_at, "Weights & Biases gets nothing more of this run: ConnectionError: no network at all"
+        fails_at, "Weights & Biases gets no more events of this run: ConnectionError: no network at all"
     )
     assert isinstance(events[-1], Finished) and fake.finished == 1
     assert [e["message"] for e in read_log(run) if e["event"] == "training_warning"] == [warning.message]

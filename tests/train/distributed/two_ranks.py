@@ -1,4 +1,4 @@
-"""One of two processes of tests/train/distributed/test_process_group.py: what its collectives gave, as JSON, then how it loses the other.
+"""One of two processes of test_process_group.py: prints its collectives as JSON, then how it loses the other.
 
 The first argument is "cut", where a hanging rank's connections are cut, or "stuck", where that has no effect.
 """
