@@ -288,8 +288,8 @@ def test_every_answer_is_learned_to_its_end(new_run, tmp_path):
     assert (stops - starts).max() <= 49
     [told] = describe(run)
     assert told == (
-        "16 conversations: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are split inside "
-        "an answer or its question, which continues in the next row; each epoch has every answer to its end "
+        "16 conversations: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are split "
+        "inside an answer or its question, which continues in the next row; each epoch has every answer to its end "
         "(try: --max-seq-length 128)"
     )
     run = new_run("short", sources=[held] * 5)
