@@ -95,9 +95,8 @@ def chat(
     """
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     _check_flags(flags, interactive)
-    from mlxlm.chat.session import Chat
     from mlxlm.chat.terminal import autosave
-    from mlxlm.chat.terminal.repl import Repl, print_notes
+    from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
     from mlxlm.chat.terminal.statistics import memory_bandwidth
 
@@ -117,10 +116,6 @@ def chat(
         "speculation": speculation and speculation(),
     }
     settings = given_values(settings)
-    chat = Chat.open(path, lm, **settings) if resumes else Chat(lm, **settings)
-    if flags["system_prompt"] is not None:
-        chat.system_prompt = flags["system_prompt"]
-    print_notes(chat)
     markdown = {None: "auto", True: "on", False: "off"}[flags["markdown"]]
     ask_on_overflow = interactive if overflow is None else overflow == "ask"
     keeper = autosave.Autosave(
@@ -130,13 +125,20 @@ def chat(
         unnamed=interactive and not flags["private"],
     )
     display = Settings(flags["reasoning"], markdown, verbose, ask_on_overflow)
-    repl = Repl(chat, display, keeper, load_model, settings)
+    repl = open_repl(
+        lm,
+        load_model,
+        autosave=keeper,
+        settings=display,
+        chat_arguments=settings,
+        system_prompt=flags["system_prompt"],
+    )
     if verbose:
         memory_bandwidth()
     if prompt is not None:
         repl.once(message if prompt == "-" else prepend_stdin(prompt))
     else:
-        sys.exit(repl.run(_greeting(model, chat), flags["private"]))
+        sys.exit(repl.run(_greeting(model, repl.chat), flags["private"]))
 
 
 def _check_flags(flags: dict[str, Any], interactive: bool) -> None:

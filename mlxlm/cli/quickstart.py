@@ -153,12 +153,12 @@ def _continuation(lm: LoadedModel) -> None:
 
 
 def _repl(lm: LoadedModel, in_terminal: bool) -> Repl:
-    from mlxlm.chat.session import Chat
     from mlxlm.chat.terminal.autosave import Autosave
-    from mlxlm.chat.terminal.repl import Repl
+    from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
 
-    return Repl(Chat(lm), Settings(ask_on_overflow=in_terminal), Autosave(unnamed=in_terminal), load_model)
+    settings = Settings(ask_on_overflow=in_terminal)
+    return open_repl(lm, load_model, autosave=Autosave(unnamed=in_terminal), settings=settings)
 
 
 def _has_roles(lm: LoadedModel) -> bool:

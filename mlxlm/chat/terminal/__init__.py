@@ -1,6 +1,6 @@
-"""The chat in a terminal, or over a pipe: the only part of the library that writes to either.
+"""The chat in a terminal or over a pipe.
 
-`loop.Repl` is the conversation of a person, `turns.answer` one answer of it. Importing the package is cheap.
+`repl.open_repl` opens a conversation, `stream_answer.stream_answer` displays one answer.
 """
 
 from mlxlm.chat.terminal.output import write

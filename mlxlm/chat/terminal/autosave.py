@@ -1,4 +1,4 @@
-"""Where a conversation is kept: a session file that is written after every answer, so that nothing is lost."""
+"""Saves a chat to a session file after every answer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,28 @@ from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.output import print_status
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 
-MAX_UNNAMED_SESSIONS = 50  # conversations that nobody gave a name; older ones are removed
+MAX_UNNAMED_SESSIONS = 50  # older ones are removed
 
 
 class Autosave:
-    """Writes a chat to its file after every change: one that a person named, or a new one among the unnamed.
+    """Writes a chat to its file after every change: a file that the user named, or a new one in a private folder.
 
-    All files are for their owner's eyes only. A file that can't be written is said once for every cause.
+    Only the owner can read these files. If one can't be written, each cause is reported once.
+
+    Attributes:
+        path: The session file; None for none yet.
+        named: Whether the user chose the file.
     """
 
     def __init__(self, path: Path | None = None, *, named: bool = False, cached: bool = False, unnamed: bool = False):
-        """`path`: the file, None for none yet; `named`: a person chose it; `cached`: with the cache beside it, when
-        the chat ends; `unnamed`: a conversation without a name is kept, too."""
+        """Save to `path`.
+
+        Args:
+            path: The session file; None for none yet.
+            named: Whether the user chose the file.
+            cached: Also save the key-value cache when the chat ends.
+            unnamed: Save chats without a file to the private folder.
+        """
         self.path = path
         self.named = named
         self._cached = cached
@@ -33,7 +43,7 @@ class Autosave:
         self._problem = ""
 
     def save_changes(self, chat: Chat) -> None:
-        """Write the conversation, once it has a message."""
+        """Save the chat if it has a file, or any message."""
         if self.path is None and not (self._unnamed and any(chat.branches.values())):
             return
         try:
@@ -43,51 +53,51 @@ class Autosave:
             self._problem = ""
         except MlxlmError as error:
             if error.message != self._problem:
-                print_status(f"this conversation is not kept: {error}")
+                print_status(f"this conversation is not saved: {error}")
             self._problem = error.message
 
     def finish(self, chat: Chat) -> None:
-        """The chat ends: write the cache, where one is wanted."""
+        """Save the key-value cache, if requested, when the chat ends."""
         if self._cached and self.path is not None:
             try:
                 self.save(chat, self.path, cache=True)
             except MlxlmError as error:
-                print_status(f"the cache is not kept: {error}")
+                print_status(f"the key-value cache is not saved: {error}")
 
     def save(self, chat: Chat, path: Path, cache: bool = False) -> None:
-        """Write the conversation to `path`, and the cache beside it. Raises GenerationError (see `Chat.save`)."""
-        with _private():
+        """Save the chat to `path`, with `cache` also the key-value cache. Raise as `Chat.save` does."""
+        with _private_umask():
             chat.save(path, cache=cache)
 
-    def name(self, path: Path, cached: bool = False) -> None:
-        """From now on, this is the conversation's file. The unnamed one that it had before is removed."""
+    def set_path(self, path: Path, cached: bool = False) -> None:
+        """Save to `path` from now on. An unnamed file used before is removed."""
         if self.path is not None and not self.named and self.path != path:
             with suppress(OSError):
                 self.path.unlink()
         self.path, self.named, self._cached = path, True, cached
 
-    def begin(self) -> None:
-        """A new conversation begins, without a name: what was kept stays where it is."""
+    def forget(self) -> None:
+        """Start a new, unnamed chat. The old file stays."""
         self.path, self.named, self._cached = None, False, False
 
     @property
     def resume_option(self) -> str | None:
-        """How to go on with this conversation another day, from any folder; None if it isn't kept."""
+        """The option of `mlxlm chat` that continues this chat; None if it isn't saved."""
         if self.path is None or self._problem:
             return None
         return f"--session {shlex.quote(str(self.path.absolute()))}" if self.named else "--continue"
 
 
 def latest_session() -> Path:
-    """The file of the last conversation without a name. Raises GenerationError if there is none."""
-    found = _by_age(_folder())
-    if not found:
+    """Return the file of the last unnamed chat. Raise GenerationError if there is none."""
+    paths = _by_age(_folder())
+    if not paths:
         raise GenerationError("there is no conversation to continue", "a chat without --continue")
-    return found[-1]
+    return paths[-1]
 
 
 def _new_unnamed() -> Path:
-    """A new file in a private folder, which loses its oldest ones. Raises MlxlmError if there is no place for it."""
+    """Return a new file in the private folder, and remove the oldest files there."""
     folder = _folder()
     with os_errors_as(GenerationError, "write", folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,12 +108,12 @@ def _new_unnamed() -> Path:
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """The session files in a folder, the one that was written last at the end."""
-    found = []
+    """Return the session files in a folder, the newest last."""
+    files = []
     for path in folder.glob("*.jsonl"):
         with suppress(OSError):  # another chat has just removed it
-            found.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(found)]
+            files.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(files)]
 
 
 def _folder() -> Path:
@@ -111,8 +121,8 @@ def _folder() -> Path:
 
 
 @contextmanager
-def _private() -> Iterator[None]:
-    """Files made meanwhile can be read by nobody else."""
+def _private_umask() -> Iterator[None]:
+    """Make new files readable by their owner only."""
     before = os.umask(0o077)
     try:
         yield

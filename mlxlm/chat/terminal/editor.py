@@ -1,4 +1,4 @@
-"""The line that a person types into: history, several lines, completion, an external editor."""
+"""The line editor: history, several lines, completion, an external editor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_cwidth
 
 from mlxlm.backend import platform
-from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, COMPLETE_PATHS, named
+from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, COMPLETE_PATHS, find_command
 from mlxlm.chat.terminal.multiline import has_open_block
 from mlxlm.chat.terminal.output import is_dumb_terminal, print_status
 from mlxlm.utils.errors import GenerationError, PlatformError
@@ -32,7 +32,7 @@ class Editor:
     """Reads messages from the terminal."""
 
     def __init__(self, repl, private: bool):
-        """`repl`: the Talk whose words are completed; `private`: what is typed is not kept."""
+        """Complete the commands of `repl`; with `private`, keep the history in memory only."""
         # Standard output may be a file while a person types: then the editor draws on standard error.
         self._output = None if sys.stdout.isatty() else create_output(always_prefer_tty=True)
         self._session = self._waiting = PromptSession(
@@ -51,12 +51,16 @@ class Editor:
         self._session.layout.current_window.height = self._height
 
     def read(self, prompt: StyleAndTextTuples, draft: str = "") -> str:
-        """A message; `draft` is there to be edited. Raises EOFError for Ctrl-D and a terminal that is gone,
-        KeyboardInterrupt for Ctrl-C."""
+        """Read a message, starting with `draft`.
+
+        Raises:
+            EOFError: Ctrl-D, or the terminal is closed.
+            KeyboardInterrupt: Ctrl-C.
+        """
         return self._read(self._session, partial(self._prompt, prompt), draft)
 
     def ask(self, question: str) -> str:
-        """One line of answer, which no history keeps. Raises as `read` does."""
+        """Read one line without history. Raise as `read` does."""
         return self._read(PromptSession(output=self._output, enable_suspend=True), question)
 
     def _read(self, session: PromptSession, prompt: AnyFormattedText, draft: str = "") -> str:
@@ -64,11 +68,11 @@ class Editor:
         try:
             return session.prompt(prompt, default=draft)
         finally:
-            # What is pasted during the answer stays one message, too. prompt_toolkit has just ended this mode.
+            # prompt_toolkit has just ended this mode; what is pasted during an answer should stay one message, too.
             self._set_bracketed_paste(True)
 
     def close(self) -> None:
-        """The last line is read."""
+        """Restore the terminal."""
         self._set_bracketed_paste(False)
 
     def _set_bracketed_paste(self, on: bool) -> None:
@@ -78,11 +82,11 @@ class Editor:
             output.flush()
 
     def _height(self) -> Dimension:
-        """A long text scrolls in half of the screen, so that what was said before, an error for instance, stays."""
+        """Limit a long text to half of the screen, so that the lines above, such as an error, stay visible."""
         return Dimension(max=self._half) if self._is_folded() or not get_app().is_done else Dimension()
 
     def _prompt(self, prompt: StyleAndTextTuples) -> StyleAndTextTuples:
-        """`prompt`, below the size of a text of which only a part is shown."""
+        """Return the prompt, with the size of the text above it if only a part is visible."""
         if not self._is_folded():
             return prompt
         text = self._session.default_buffer.text
@@ -91,17 +95,17 @@ class Editor:
         return [("fg:ansibrightblack", f"[{size}; Ctrl-G opens an editor]\n"), *prompt]
 
     def _is_folded(self) -> bool:
-        """Whether the text is higher than half of the screen; once it is sent, than the screen."""
+        """Whether the text is higher than half of the screen (once sent: than the screen)."""
         rows = _rows(self._session.default_buffer.text, self._session.output.get_size().columns)
         return rows > self._half * (2 if get_app().is_done else 1)
 
     @property
     def _half(self) -> int:
-        """Rows of half of the screen."""
+        """Half of the screen's rows."""
         return max(self._session.output.get_size().rows // 2, 1)
 
     def leave(self) -> None:
-        """Let `read` or `ask`, if one is waiting, raise EOFError; to be called in a signal's handler."""
+        """Make a waiting `read` or `ask` raise EOFError. Can be called in a signal handler."""
         app = self._waiting.app
 
         def end() -> None:
@@ -114,13 +118,13 @@ class Editor:
 
     @property
     def typed(self) -> str:
-        """What was there when Ctrl-C was hit."""
+        """The text when Ctrl-C was pressed."""
         return self._session.default_buffer.text
 
 
-@lru_cache(maxsize=1)  # asked for many times while one screen is drawn
+@lru_cache(maxsize=1)  # called many times per frame
 def _rows(text: str, columns: int) -> int:
-    """Rows of a text, about: the width of the prompt beside it isn't counted."""
+    """Estimate the rows of a text, without the width of the prompt."""
     return sum(max(1, -(-get_cwidth(line) // max(columns, 1))) for line in text.split("\n"))
 
 
@@ -154,57 +158,59 @@ class _Commands(Completer):
         self._repl = repl
 
     def get_completions(self, document: Document, event) -> Iterable[Completion]:
+        """Yield completions of one word at a time."""
         text = document.text_before_cursor
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
             return
         name, space, argument = text.partition(" ")
         if not space:
-            candidates = [key + " " * (" " in named(key).usage) for key in (*COMMANDS, *ALIASES)]
+            candidates = [key + " " * (" " in find_command(key).usage) for key in (*COMMANDS, *ALIASES)]
             argument = name
         else:
             try:
-                candidates = list(named(name).complete(self._repl))
+                candidates = list(find_command(name).complete(self._repl))
             except GenerationError:
                 return
         if COMPLETE_PATHS in candidates:
             candidates.remove(COMPLETE_PATHS)
             yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
-        # One word at a time, with a space behind it where another may follow.
-        begin = argument.rfind(" ") + 1
+        # A space follows where another word may.
+        start = argument.rfind(" ") + 1
         words: dict[str, str] = {}
         for candidate in candidates:
             if candidate.startswith(argument) and candidate != argument:
-                word, space, _ = candidate[begin:].partition(" ")
+                word, space, _ = candidate[start:].partition(" ")
                 words[word] = words.get(word) or space
         for word, space in words.items():
-            yield Completion(word + space, start_position=begin - len(argument))
+            yield Completion(word + space, start_position=start - len(argument))
 
 
 def _history() -> History:
-    """The lines of earlier chats, in a file that only its owner can read."""
+    """Return the history of earlier chats, in a file that only its owner can read."""
 
     class SafeHistory(FileHistory):
-        """A disk that is full must not disturb the chat."""
+        """A history that survives a full disk."""
 
-        kept = True
+        writable = True
 
         def store_string(self, string: str) -> None:
+            """Append a line to the file."""
             try:
-                if self.kept:
+                if self.writable:
                     super().store_string(string)
             except OSError as error:
-                self.kept = False
-                print_status(f"the history of this chat is no longer kept: {path}: {error.strerror}")
+                self.writable = False
+                print_status(f"the history of this chat is no longer saved: {path}: {error.strerror}")
 
     try:
         path = platform.state_folder() / "chat_history"
     except PlatformError as error:
-        print_status(f"the history of this chat won't be kept: {error.message}")
+        print_status(f"the history of this chat won't be saved: {error.message}")
         return InMemoryHistory()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode=0o600))
     except OSError as error:
-        print_status(f"the history of this chat won't be kept: {path}: {error.strerror}")
+        print_status(f"the history of this chat won't be saved: {path}: {error.strerror}")
         return InMemoryHistory()
     return SafeHistory(path)

@@ -1,4 +1,4 @@
-"""What a chat writes: the text of a model on standard output, everything else on standard error."""
+"""Output of the chat: the model's text on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _FIRST_COLUMN = re.compile(r".*?\S {2,}")
 
 
 def printable(text: str) -> str:
-    """`text` with every control character but tab and line end as U+FFFD: no answer may drive the terminal.
+    """Replace every control character except tab and line feed with U+FFFD, so that no text can control the terminal.
 
-    Among them are those that turn the direction of what follows, and the line ends that only some terminals obey.
+    This includes characters that change the text direction, and line ends that only some terminals obey.
     """
     return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def write(text: str) -> None:
-    """Text of a model to standard output, at once; in a terminal without control characters."""
+    """Write text of a model to standard output and flush; in a terminal without control characters."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def print_status(text: str) -> None:
-    """Lines for the person on standard error, dimmed in a terminal."""
+    """Print a status message on standard error, dimmed in a terminal."""
     text = printable(text)
     print(dim(_wrapped(text)) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def print_info(text: str) -> None:
-    """Lines that a person asked for, on standard error."""
+    """Print requested information on standard error."""
     text = printable(text)
     print(_wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def _wrapped(text: str) -> str:
-    """`text` in lines as wide as the terminal; behind a first column, they begin below each other."""
+    """Wrap `text` to the terminal's width. If it has a first column, the second is indented."""
     width = max(shutil.get_terminal_size().columns, 20)
     return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
 
@@ -56,12 +56,12 @@ def _wrapped_line(line: str, width: int) -> str:
 
 
 def dim(text: str) -> str:
-    """`text` in a terminal's faint style; as it is for a terminal without styles, or a person who wants none."""
+    """Return `text` in the faint style, unless colors are disabled."""
     return text if colors_disabled() else f"\x1b[2m{text}\x1b[0m"
 
 
 def colors_disabled() -> bool:
-    """Whether escape sequences are out of place: a dumb terminal, or NO_COLOR."""
+    """Whether to write no escape sequences: NO_COLOR is set, or the terminal is dumb."""
     return "NO_COLOR" in os.environ or is_dumb_terminal()
 
 

@@ -1,4 +1,4 @@
-"""What is seen of one answer: its reasoning, then the answer, in a terminal or as plain text."""
+"""Displays one answer, with its reasoning, in a terminal or as plain text."""
 
 from __future__ import annotations
 
@@ -14,106 +14,110 @@ ReasoningDisplay = Literal["show", "dim", "hide"]
 
 
 class Screen(Protocol):
-    """Takes the pieces of an answer."""
+    """Displays the chunks of an answer."""
 
     def status(self, text: str) -> None:
-        """A line that is seen until the answer begins, where a line can be taken away again."""
+        """Show a line until the answer starts, if the screen can remove it again."""
 
     def push(self, text: str, reasoning: bool) -> None:
-        """More of the answer, or of the reasoning before it."""
+        """Add text of the answer, or of the reasoning before it."""
 
     def finish(self) -> None:
-        """The answer is complete, or was left: end its last line."""
+        """End the last line of a complete or stopped answer."""
 
 
 def open_screen(reasoning: ReasoningDisplay, markdown: bool) -> Screen:
-    """The screen of standard output. Where that is no terminal the answer is plain text, and reasoning is part of it
-    only with "show"."""
+    """Return the screen of standard output. If that is not a terminal, only "show" displays reasoning."""
     if not sys.stdout.isatty():
         return PlainScreen(reasoning == "show")
     return PlainScreen(reasoning != "hide") if is_dumb_terminal() else TerminalScreen(reasoning, markdown)
 
 
 class PlainScreen:
-    """Text as it comes, for files, pipes, and terminals that can't move their cursor."""
+    """Plain text, for files, pipes, and terminals that can't move their cursor."""
 
     def __init__(self, show_reasoning: bool):
-        self._with_thinking = show_reasoning
-        self._thought = False
+        self._show_reasoning = show_reasoning
+        self._after_reasoning = False
 
     def status(self, text: str) -> None:
-        pass
+        """Show nothing."""
 
     def push(self, text: str, reasoning: bool) -> None:
-        if reasoning and not self._with_thinking or not text:
+        """Display more text."""
+        if reasoning and not self._show_reasoning or not text:
             return
-        write("\n\n" + text if self._thought and not reasoning else text)
-        self._thought = reasoning
+        write("\n\n" + text if self._after_reasoning and not reasoning else text)
+        self._after_reasoning = reasoning
 
     def finish(self) -> None:
+        """End the last line."""
         write("\n")
 
 
 class TerminalScreen:
-    """Reasoning dimmed, shown, or only counted; the answer as Markdown, or as the text that it is."""
+    """Shows reasoning (dimmed, plain, or only its duration), then the answer as Markdown or plain text."""
 
     def __init__(self, reasoning: ReasoningDisplay, markdown: bool):
         from mlxlm.chat.terminal.live_tail import LiveTail
         from mlxlm.chat.terminal.markdown import MarkdownStream
 
-        self._thinking = reasoning
+        self._reasoning = reasoning
         self._tail = LiveTail(_put, terminal_size)
         self._markdown = MarkdownStream(self._tail) if markdown else None
-        self._at: Literal["start", "thinking", "answer"] = "start"
-        self._thinking_since = 0.0
+        self._state: Literal["start", "reasoning", "answer"] = "start"
+        self._reasoning_start = 0.0
         self._line_is_open = False
 
     def status(self, text: str) -> None:
-        if self._at == "start":
+        """Show a line until the answer starts."""
+        if self._state == "start":
             self._tail.draw([_status_line(text)])
 
     def push(self, text: str, reasoning: bool) -> None:
+        """Display more text."""
         if not text:
             return
-        if reasoning and self._at != "thinking":
+        if reasoning and self._state != "reasoning":
             self._tail.draw([])
-            self._at, self._thinking_since = "thinking", time.perf_counter()
-        elif not reasoning and self._at != "answer":
-            self._end_thinking()
-            self._at = "answer"
-        if reasoning and self._thinking == "hide":
-            self._tail.draw([_status_line(f"thinking … {self._thought():.0f} s")])
+            self._state, self._reasoning_start = "reasoning", time.perf_counter()
+        elif not reasoning and self._state != "answer":
+            self._end_reasoning()
+            self._state = "answer"
+        if reasoning and self._reasoning == "hide":
+            self._tail.draw([_status_line(f"thinking … {self._reasoning_seconds():.0f} s")])
         elif reasoning or self._markdown is None:
             text = printable(text)
-            _put(dim(text) if reasoning and self._thinking == "dim" else text)
+            _put(dim(text) if reasoning and self._reasoning == "dim" else text)
             self._line_is_open = not text.endswith("\n")
         else:
             self._markdown.push(text)
 
     def finish(self) -> None:
-        if self._at != "answer":
-            self._end_thinking()
+        """End the last line."""
+        if self._state != "answer":
+            self._end_reasoning()
         elif self._markdown is not None:
             self._markdown.finish()
         elif self._line_is_open:
             _put("\n")
 
-    def _thought(self) -> float:
-        return time.perf_counter() - self._thinking_since
+    def _reasoning_seconds(self) -> float:
+        return time.perf_counter() - self._reasoning_start
 
-    def _end_thinking(self) -> None:
-        """The cursor is at the begin of a line then, below an empty one if there was reasoning."""
-        if self._at == "start":
+    def _end_reasoning(self) -> None:
+        """Move the cursor to the start of a line, below an empty one if there was reasoning."""
+        if self._state == "start":
             self._tail.draw([])
-        elif self._thinking == "hide":
-            self._tail.draw([], [_status_line(f"(thought for {self._thought():.1f} s)"), ""])
+        elif self._reasoning == "hide":
+            self._tail.draw([], [_status_line(f"(thought for {self._reasoning_seconds():.1f} s)"), ""])
         else:
             _put("\n\n" if self._line_is_open else "\n")
             self._line_is_open = False
 
 
 def terminal_size() -> tuple[int, int]:
-    """Columns and rows of the terminal on standard output as it is now."""
+    """Return the current columns and rows of the terminal on standard output."""
     try:
         columns, rows = os.get_terminal_size(sys.stdout.fileno())
     except OSError:
@@ -123,7 +127,7 @@ def terminal_size() -> tuple[int, int]:
 
 
 def _status_line(text: str) -> str:
-    """A line of the chat's own, no wider than the terminal."""
+    """Return a dimmed line, no wider than the terminal."""
     return dim(text[: terminal_size()[0]])
 
 

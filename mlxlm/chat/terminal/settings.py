@@ -1,15 +1,15 @@
-"""What /set changes: how answers are drawn, and how the chat looks."""
+"""The settings that /set changes: generation options and the display."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal.abbreviations import resolve_abbreviation
 from mlxlm.chat.terminal.screen import ReasoningDisplay
 from mlxlm.generation import GenerationOptions
 from mlxlm.utils.errors import GenerationError
@@ -22,14 +22,20 @@ CHAT_SETTINGS = {
     "stats": ("on", "off"),
     "context_overflow": get_args(OverflowPolicy),
 }
-_FIELDS = {field.name: field for field in fields(GenerationOptions) if field.name != "logprobs"}  # none are shown
+_FIELDS = {field.name: field for field in fields(GenerationOptions) if field.name != "logprobs"}  # not displayed
 NAMES = (*CHAT_SETTINGS, *_FIELDS)
 
 
 @dataclass
 class Settings:
-    """How the chat looks: reasoning, Markdown ("auto": with a chat template), statistics after each answer. `ask_on_overflow`:
-    where the context is full and the chat would stop, the person is asked to let it drop the oldest turns."""
+    """Display settings.
+
+    Attributes:
+        reasoning: How reasoning is displayed.
+        markdown: Whether to render Markdown; "auto" does with a chat template.
+        stats: Whether to print statistics after each answer.
+        ask_on_overflow: Ask whether to drop the oldest turns, instead of stopping, when the context is full.
+    """
 
     reasoning: ReasoningDisplay = "dim"
     markdown: Markdown = "auto"
@@ -37,7 +43,7 @@ class Settings:
     ask_on_overflow: bool = False
 
     def has_markdown(self, chat: Chat) -> bool:
-        """Whether answers are rendered. A model that just continues a text means its line ends."""
+        """Whether to render Markdown. A model without a template continues a text, whose line ends count."""
         return chat.chat_template != PLAIN if self.markdown == "auto" else self.markdown == "on"
 
     def overflow_policy(self, chat: Chat) -> OverflowPolicy:
@@ -46,23 +52,24 @@ class Settings:
 
 
 def settings_text(settings: Settings, chat: Chat) -> dict[str, str]:
-    """Every setting as text."""
-    own = {"reasoning": settings.reasoning, "markdown": settings.markdown, "stats": settings.stats}
+    """Return every setting as text."""
     values = {
-        **own,
+        "reasoning": settings.reasoning,
+        "markdown": settings.markdown,
+        "stats": settings.stats,
         "context_overflow": settings.overflow_policy(chat),
         **{name: getattr(chat.options, name) for name in _FIELDS},
     }
-    return {name: _text(value) for name, value in values.items()}
+    return {name: _format(value) for name, value in values.items()}
 
 
 def set_setting(settings: Settings, chat: Chat, name: str, text: str) -> None:
-    """Set one of NAMES, which may be shortened, from what a person typed; "default" is the default of an option of
-    GenerationOptions.
+    """Set one of `NAMES`, which may be abbreviated, from its text. "default" restores a generation option's default.
 
-    Raises GenerationError, and changes nothing, for a name that is none and a value that can't work.
+    Raises:
+        GenerationError: The name or the value is invalid. Nothing changes.
     """
-    name = named(name)
+    name = setting_name(name)
     if name in CHAT_SETTINGS and text not in CHAT_SETTINGS[name]:
         raise GenerationError(f"{name} is {text!r}", " or ".join(CHAT_SETTINGS[name]))
     if name == "context_overflow":
@@ -70,25 +77,38 @@ def set_setting(settings: Settings, chat: Chat, name: str, text: str) -> None:
     elif name in CHAT_SETTINGS:
         setattr(settings, name, text == "on" if name == "stats" else text)
     else:
-        value = getattr(chat.defaults, name) if text == "default" else _parsed(name, text)
+        value = getattr(chat.defaults, name) if text == "default" else _parse(name, text)
         chat.options = replace(chat.options, **{name: value})
 
 
-def named(name: str) -> str:
-    """The one of NAMES that a word is or abbreviates. Raises GenerationError if there is none or several."""
-    if (found := resolve_abbreviation(name.replace("-", "_"), NAMES)) is None:
+def resolve_abbreviation(name: str, names: Collection[str]) -> str | None:
+    """Return the one of `names` that equals `name`, or the only one that starts with it; None if there is none.
+
+    Raises:
+        GenerationError: Several start with it.
+    """
+    matches = [name] if name in names else [candidate for candidate in names if candidate.startswith(name)]
+    if len(matches) > 1:
+        raise GenerationError(f"{name} could be {', '.join(matches[:-1])} or {matches[-1]}", "more of its letters")
+    return matches[0] if matches else None
+
+
+def setting_name(name: str) -> str:
+    """Resolve an abbreviated name of `NAMES`. Raise GenerationError if none or several match."""
+    match = resolve_abbreviation(name.replace("-", "_"), NAMES)
+    if match is None:
         raise GenerationError(f"there is no setting {name}", ", ".join(NAMES))
-    return found
+    return match
 
 
-def _parsed(name: str, text: str) -> Any:
-    """What `text` means for a field of GenerationOptions; what means nothing stays text, to be named as a problem."""
+def _parse(name: str, text: str) -> Any:
+    """Parse the value of a generation option. Invalid text stays as it is, for GenerationOptions to report."""
     kind = str(_FIELDS[name].type)
     if "None" in kind and text == "none":
         return None
     if kind.startswith(("tuple", "Mapping")):
         try:
-            return tuple(part.replace("\\n", "\n").replace("\\t", "\t") for part in _words(text))
+            return tuple(part.replace("\\n", "\n").replace("\\t", "\t") for part in _split_words(text))
         except ValueError as error:
             raise GenerationError(f"{name} is {text!r}: {error}", "quotes that are closed") from None
     for number in (int, float) if re.match(r"int|float", kind) else ():
@@ -99,14 +119,14 @@ def _parsed(name: str, text: str) -> Any:
     return text
 
 
-def _words(text: str) -> list[str]:
-    """Words and quoted texts. Raises ValueError for a quote that isn't closed."""
+def _split_words(text: str) -> list[str]:
+    """Split words and quoted texts. Raise ValueError for an unclosed quote."""
     words = shlex.shlex(text, posix=True)
     words.whitespace_split, words.escape, words.commenters = True, "", ""
     return list(words)
 
 
-def _text(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):

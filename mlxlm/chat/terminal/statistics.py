@@ -1,4 +1,4 @@
-"""What an answer cost, and how near that was to what the machine can do."""
+"""Statistics of an answer, and how close it comes to the machine's memory bandwidth."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from mlxlm.utils.formatting import human_bytes
 
 
 def bytes_read_per_token(chat: Chat) -> BytesPerToken | str:
-    """What a token of the last answer moved, or why that isn't known. To be asked before another answer."""
+    """Return the bytes that each token of the last answer read, or why that is unknown.
+
+    Call it before the next answer, which changes the caches.
+    """
     result = chat.stats.last
     if result.speculation is not None and result.speculation.rounds:
-        return "not stated where tokens are proposed, since one pass over the weights decides several"
+        return "unknown with speculative decoding, where one pass over the weights verifies several tokens"
     bytes_per_token = bandwidth.bytes_read_per_token(chat.lm.model, chat.caches, len(result.tokens))
-    return bytes_per_token or "not stated for a mixture of experts, where each token reads other weights"
+    return bytes_per_token or "unknown for a mixture of experts, where each token reads different weights"
 
 
 def memory_bandwidth() -> float:
-    """Bytes per second of this machine's memory; measured now, which is said, unless that was done before."""
+    """Return the memory bandwidth in bytes per second. Measure it, with a message, if that was not done before."""
     if (cached_bandwidth := bandwidth.cached_bandwidth()) is not None:
         return cached_bandwidth
-    print_status("measuring how fast this machine reads memory …")
+    print_status("measuring memory bandwidth …")
     return bandwidth.measure_bandwidth()
 
 
 def summary_line(chat: Chat, bytes_per_token: BytesPerToken | str) -> str:
-    """One line about the last answer. The share of the bandwidth is there once that is known."""
+    """Return one line about the last answer, with its share of the memory bandwidth if that is known."""
     last = chat.stats.last
     timings = last.timings
     parts = [f"{len(last.tokens)} tokens", f"first after {timings.time_to_first_token:.2f} s"]
@@ -39,7 +42,7 @@ def summary_line(chat: Chat, bytes_per_token: BytesPerToken | str) -> str:
 
 
 def report_lines(chat: Chat, bytes_per_token: BytesPerToken | str | None) -> list[str]:
-    """Lines about the chat, the last answer, and the machine."""
+    """Return lines about the chat, the last answer and the machine."""
     stats = chat.stats
     lines = [
         f"answers: {stats.answers}, {stats.generated_tokens} tokens; "
@@ -51,26 +54,26 @@ def report_lines(chat: Chat, bytes_per_token: BytesPerToken | str | None) -> lis
     speed = f", {timings.tokens_per_second:.1f} tokens/s" if timings.tokens_per_second else ""
     lines.append(
         f"last answer: {len(last.tokens)} tokens{speed}; first token after {timings.time_to_first_token:.2f} s, "
-        f"{read} tokens read and {last.cached_tokens} kept from before"
+        f"{read} tokens read and {last.cached_tokens} from the cache"
     )
     if (speculation := last.speculation) is not None:
         rate = "" if speculation.acceptance_rate is None else f", {speculation.acceptance_rate:.0%} accepted"
-        why = f"; {speculation.reason}" if speculation.reason else ""
-        lines.append(f"proposed: {speculation.proposed} tokens{rate}{why}")
+        reason = f"; {speculation.reason}" if speculation.reason else ""
+        lines.append(f"speculative decoding: {speculation.proposed} tokens proposed{rate}{reason}")
     if bytes_per_token is not None and timings.tokens_per_second:
-        lines += _limit(bytes_per_token, timings.tokens_per_second)
+        lines += _bandwidth_lines(bytes_per_token, timings.tokens_per_second)
     peak = human_bytes(timings.peak_memory_bytes)
-    return [*lines, f"memory: {human_bytes(stats.cache_bytes)} of cache, at most {peak} in all"]
+    return [*lines, f"memory: {human_bytes(stats.cache_bytes)} of key-value cache, {peak} at the peak"]
 
 
-def _limit(bytes_per_token: BytesPerToken | str, speed: float) -> list[str]:
-    """How far from the limit that memory's bandwidth sets; what is counted is said."""
+def _bandwidth_lines(bytes_per_token: BytesPerToken | str, speed: float) -> list[str]:
+    """Compare the speed with the limit that memory bandwidth sets."""
     if isinstance(bytes_per_token, str):
         return [f"bandwidth: {bytes_per_token}"]
     limit, used = memory_bandwidth(), bytes_per_token.total * speed
     parts = f"{human_bytes(bytes_per_token.weights)} of weights and {human_bytes(bytes_per_token.cache)} of cache"
-    share = f"{human_bytes(used)}/s, {used / limit:.0%} of the {human_bytes(limit)}/s that this machine reads at"
+    share = f"{human_bytes(used)}/s, {used / limit:.0%} of this machine's {human_bytes(limit)}/s"
     lines = [f"bandwidth: each token reads {parts}: {share}"]
     if used > limit:
-        lines.append("  (more than memory gives: so small a model is read from the processor's own caches)")
+        lines.append("  (more than the memory bandwidth: a model this small is read from the processor's caches)")
     return lines

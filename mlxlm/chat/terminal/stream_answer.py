@@ -1,44 +1,47 @@
-"""One answer: streamed to the screen, stopped by Ctrl-C, its errors shown."""
+"""One answer, streamed to the screen."""
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing
 
 from mlxlm.chat.answer import ChatChunk
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.screen import ReasoningDisplay, open_screen
 from mlxlm.generation import FinishReason
 
-# What begins an answer: `chat.ask`, `chat.retry` or `chat.edit` with its message, as yet without `on_prefill`.
+# Starts an answer: `chat.ask`, `chat.retry` or `chat.edit` with its message, called with `on_prefill`.
 StartAnswer = Callable[[Callable[[int], None]], Generator[ChatChunk, None, None]]
 
 
-def answer(
-    chat: Chat, begin: StartAnswer, reasoning: ReasoningDisplay, markdown: bool, stop: threading.Event
+def stream_answer(
+    chat: Chat, start: StartAnswer, reasoning: ReasoningDisplay, markdown: bool, stop: threading.Event
 ) -> FinishReason | None:
-    """Stream one answer to standard output, until its end or until `stop` is set; say how it ended (None: stopped).
+    """Stream one answer to standard output until its end, or until `stop` is set.
 
-    Raises whatever the chat raises; the line on the screen is ended in any case.
+    Returns:
+        The finish reason, None if stopped.
+
+    Raises:
+        Exception: Whatever the chat raises; the last line on the screen is ended first.
     """
     screen = open_screen(reasoning, markdown)
 
-    def progress(tokens_read: int) -> None:
+    def on_prefill(tokens_read: int) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        if tokens_read < chat.prompt_tokens - 1:  # the last one is read with the answer's first
+        if tokens_read < chat.prompt_tokens - 1:  # the last one is read together with the answer's first
             screen.status(f"reading: {tokens_read} of {chat.prompt_tokens} tokens")
 
     reason: FinishReason | None = None
-    chat_chunks = begin(progress)  # before the screen is touched: it may refuse
+    chunks = start(on_prefill)  # before the screen changes: it may raise
     try:
         screen.status(f"reading {chat.prompt_tokens} tokens")
-        with closing(chat_chunks):
-            for piece in chat_chunks:
-                screen.push(piece.text, piece.reasoning)
-                reason = piece.finish_reason
+        with closing(chunks):
+            for chunk in chunks:
+                screen.push(chunk.text, chunk.reasoning)
+                reason = chunk.finish_reason
                 if stop.is_set():
                     break
     except KeyboardInterrupt:
@@ -47,27 +50,3 @@ def answer(
     finally:
         screen.finish()
     return reason
-
-
-@contextmanager
-def defer_interrupts() -> Iterator[threading.Event]:
-    """Meanwhile, Ctrl-C only sets the event: an exception could strike in the middle of a step or of this file.
-
-    The line editor reads Ctrl-C as a key and puts this handler back when a line is done.
-    """
-    interrupted = threading.Event()
-    previous = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-@contextmanager
-def raise_interrupts() -> Iterator[None]:
-    """Meanwhile, Ctrl-C raises KeyboardInterrupt again: for work that changes nothing before it is done."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

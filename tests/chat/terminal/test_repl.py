@@ -87,17 +87,17 @@ def piped(model_folder, environment, text, *arguments):
 def test_a_conversation(terminal, tmp_path):
     chat = terminal("-n", "12")
     say(chat, "Hello!", "cut off at max_tokens")
-    say(chat, "/stats", r"answers: 1, 12 tokens; context: \d+ of 4096 tokens", "0 kept from before")
+    say(chat, "/stats", r"answers: 1, 12 tokens; context: \d+ of 4096 tokens", "0 from the cache")
     say(chat, "And you?", "cut off at max_tokens")
-    say(chat, "/stats", "answers: 2, 24 tokens", r"[1-9]\d* kept from before", "each token reads", "% of the")
+    say(chat, "/stats", "answers: 2, 24 tokens", r"[1-9]\d* from the cache", "each token reads", "% of the")
     say(chat, "/tokens", r"user +Hello!", "assistant", r"user +And you\?", "in all")
     say(chat, "/retry", "cut off")
-    say(chat, "/undo", r"forgotten: And you\?")
+    say(chat, "/undo", r"removed: And you\?")
     say(chat, "/show messages", "user:", "Hello!", "assistant:")
     say(chat, "/hepl", r"there is no command /hepl \(try: /help")
     say(chat, "/help", r"/reset .*/clear", r"/exit +leave the chat .*/bye", "Alt-Enter")
     chat.send("/exit\r")
-    chat.expect("this conversation is kept: mlxlm chat --continue")
+    chat.expect("this conversation is saved: mlxlm chat --continue")
     chat.expect(pexpect.EOF)
     chat.close()
     assert chat.exitstatus == 0
@@ -150,7 +150,7 @@ def test_commands_and_settings_can_be_shortened(terminal):
     say(chat, "Hello!", "cut off")
     for short in ("/c", "/cl", "/by", "/q"):
         say(chat, short, f"error: there is no command {short} ")
-    say(chat, "/clear", "the conversation is forgotten")
+    say(chat, "/clear", "the conversation is removed")
     say(chat, "/tok", "0  in all")
     chat.send("/sh sys\t\r")
     chat.expect("system prompt: You are")
@@ -171,14 +171,14 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path):
     assert kept(tmp_path) == []  # it has a name now
     say(chat, "More", "cut off")
     assert [m["content"] for m in messages_in(saved)][2] == "More"  # and is kept up to date
-    say(chat, "/reset", "the conversation is forgotten; /load")
+    say(chat, "/reset", "the conversation is removed; /load")
     say(chat, "/tokens", "0 +in all")
     say(chat, "New", "cut off")
     assert len(messages_in(saved)) == 4
     say(chat, f"/load {saved}", "4 messages")
     say(chat, "/load nothing", "error: cannot read nothing: No such file")
     say(chat, "And?", "cut off")
-    say(chat, "/stats", r"[1-9]\d* kept from before")  # from the cache beside the file
+    say(chat, "/stats", r"[1-9]\d* from the cache")  # from the cache beside the file
     assert saved.stat().st_mode & 0o777 == 0o600
     assert f"--session '{saved}'" in leave(chat).replace("\r\n", " ")
     assert len(messages_in(saved)) == 6
@@ -202,7 +202,7 @@ def test_continue_goes_on_with_the_last_conversation_and_its_model(terminal, tmp
     chat = terminal("--continue")
     say(chat, "/set context", r"context_overflow +drop")
     (tmp_path / "tiny").rename(tmp_path / "moved")
-    say(chat, f"/model {tmp_path / 'moved'}", "goes on with this model")
+    say(chat, f"/model {tmp_path / 'moved'}", "continues with this model")
     leave(chat)
     assert json.loads(session.read_text().splitlines()[0])["model"].endswith("moved")
 
@@ -211,7 +211,7 @@ def test_private_keeps_nothing_but_what_is_saved(terminal, tmp_path):
     chat = terminal("-n", "5", "--private")
     say(chat, "Hello!", "cut off")
     say(chat, f"/save {tmp_path / 's.jsonl'}", "saved to")
-    say(chat, "/reset", "is forgotten")
+    say(chat, "/reset", "is removed")
     say(chat, "Secret", "cut off")
     assert "--continue" not in leave(chat)
     assert "Hello!" in (tmp_path / "s.jsonl").read_text() and "Secret" not in (tmp_path / "s.jsonl").read_text()
@@ -330,14 +330,15 @@ def test_ctrl_c_while_a_long_message_is_read(model_folder, environment):
     script = (
         "import os, signal\n"
         "from mlxlm.chat.session import Chat\n"
-        "from mlxlm.chat.terminal import stream_answer\n"
+        "from mlxlm.chat.terminal.interrupts import defer_interrupts\n"
+        "from mlxlm.chat.terminal.stream_answer import stream_answer\n"
         "from mlxlm.generation import load\n"
         f"chat = Chat(load({str(model_folder)!r}))\n"
-        "with stream_answer.defer_interrupts() as stop:\n"
+        "with defer_interrupts() as stop:\n"
         "    def begin(on_prefill):\n"
         "        interrupt = lambda n: (os.kill(os.getpid(), signal.SIGINT), on_prefill(n))\n"
         "        return chat.ask('Hello! ' * 300, on_prefill=interrupt)\n"
-        "    assert stream_answer.answer(chat, begin, 'dim', True, stop) is None\n"
+        "    assert stream_answer(chat, begin, 'dim', True, stop) is None\n"
         "assert chat.messages == [] and chat.stats.answers == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
@@ -465,8 +466,8 @@ def test_an_error_ends_the_turn_only(terminal):
 def test_a_history_that_cannot_be_kept_is_said(terminal, tmp_path):
     (tmp_path / "state").write_text("a file where the folder should be")
     chat = terminal("-n", "5")
-    assert "the history of this chat won't be kept" in chat.before + chat.after
-    say(chat, "Hello!", "this conversation is not kept: ")
+    assert "the history of this chat won't be saved" in chat.before + chat.after
+    say(chat, "Hello!", "this conversation is not saved: ")
     leave(chat)
 
 
@@ -486,7 +487,7 @@ def test_over_a_pipe_blocks_have_several_lines(model_folder, environment):
     assert b"user:\none\ntwo\n" in done.stderr
     open_block = piped(model_folder, environment, b'Hello!\n"""one\ntwo\n', "-n", "5")
     assert (open_block.returncode, open_block.stderr) == (
-        1, b'error: the block that begins in line 2 isn\'t closed (try: """)\n',
+        1, b'error: the block that starts in line 2 isn\'t closed (try: """)\n',
     )  # fmt: skip
 
 
