@@ -1,4 +1,4 @@
-"""What a token moves, counted by hand; what was measured is kept, and only more replaces it."""
+"""Bytes per token, counted by hand; the best measurement is saved."""
 
 import json
 
@@ -11,32 +11,32 @@ from mlxlm.model import Decoder
 
 
 @pytest.fixture
-def own_cache_folder(tmp_path, monkeypatch):
+def cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
 
-def of_all(model):
+def all_bytes(model):
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
-def test_a_tied_embedding_is_read_whole_and_another_one_is_not(tiny_config):
+def test_only_a_tied_embedding_is_read_whole(tiny_config):
     tied = Decoder(tiny_config)
-    assert bandwidth.weight_bytes(tied) == of_all(tied)
+    assert bandwidth.weight_bytes(tied) == all_bytes(tied)
     untied = Decoder(tiny_config.with_changes(tie_word_embeddings=False))
-    assert bandwidth.weight_bytes(untied) == of_all(untied) - untied.model.embed_tokens.weight.nbytes
+    assert bandwidth.weight_bytes(untied) == all_bytes(untied) - untied.model.embed_tokens.weight.nbytes
 
 
-def test_quantized_weights_count_as_they_lie_in_memory(tiny_config):
+def test_quantized_weights_count_as_in_memory(tiny_config):
     model = Decoder(tiny_config.with_changes(tie_word_embeddings=False))
     before = bandwidth.weight_bytes(model)
     nn.quantize(model, group_size=32, bits=8)
     assert before / 3.6 < bandwidth.weight_bytes(model) < before / 3  # 8 bits, a scale and a bias for 32 weights, norms
     table = model.model.embed_tokens
-    assert of_all(model) - bandwidth.weight_bytes(model) == of_all(table)
+    assert all_bytes(model) - bandwidth.weight_bytes(model) == all_bytes(table)
 
 
-def test_a_mixture_of_experts_is_not_stated():
+def test_a_mixture_of_experts_has_no_number():
     class Mixture(nn.Module):
         def __init__(self):
             super().__init__()
@@ -58,18 +58,18 @@ def test_the_cache_counts_at_its_mean_length(tiny_config, bits):
     assert bandwidth.bytes_read_per_token(model, caches, 10).cache == pytest.approx(per_position * 15.5)
 
 
-def test_a_rotating_cache_counts_what_it_holds(tiny_config):
+def test_a_rotating_cache_counts_its_tokens(tiny_config):
     model = Decoder(tiny_config)
     caches = make_cache(model, KVOptions(size=16))
     for _ in range(40):
         mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
-    moved = bandwidth.bytes_read_per_token(model, caches, 5)
+    read = bandwidth.bytes_read_per_token(model, caches, 5)
     per_position = 2 * tiny_config.num_hidden_layers * tiny_config.num_key_value_heads * tiny_config.head_dim * 4
-    assert moved.cache <= 2 * 16 * per_position
-    assert moved.total == moved.weights + moved.cache
+    assert read.cache <= 2 * 16 * per_position
+    assert read.total == read.weights + read.cache
 
 
-def test_the_best_measurement_is_kept(own_cache_folder, monkeypatch):
+def test_the_best_measurement_is_saved(cache_folder, monkeypatch):
     monkeypatch.setattr(bandwidth, "_BUFFER_BYTES", 1 << 22)
     assert bandwidth.cached_bandwidth() is None
     measured = bandwidth.measure_bandwidth()
@@ -82,17 +82,17 @@ def test_the_best_measurement_is_kept(own_cache_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', "{" * 10_000, json.dumps({"x": 5.0})])
-def test_a_record_that_is_none_is_measured_anew(own_cache_folder, monkeypatch, content):
+def test_an_invalid_file_is_replaced(cache_folder, monkeypatch, content):
     monkeypatch.setattr(bandwidth, "_BUFFER_BYTES", 1 << 22)
-    path = own_cache_folder / "mlxlm" / "bandwidth.json"
+    path = cache_folder / "mlxlm" / "bandwidth.json"
     path.parent.mkdir()
     path.write_text(content)
     assert bandwidth.cached_bandwidth() is None
     assert bandwidth.measure_bandwidth() == bandwidth.cached_bandwidth()
 
 
-def test_a_record_that_cannot_be_written_is_no_error(own_cache_folder, monkeypatch):
+def test_a_file_that_cant_be_written_is_no_error(cache_folder, monkeypatch):
     monkeypatch.setattr(bandwidth, "_BUFFER_BYTES", 1 << 22)
-    (own_cache_folder / "mlxlm").write_text("a file in the way")
+    (cache_folder / "mlxlm").write_text("a file in the way")
     assert bandwidth.measure_bandwidth() > 0
     assert bandwidth.cached_bandwidth() is None

@@ -1,4 +1,4 @@
-"""The BLAS is chosen in a stated order, never dropped in silence; its products and its threads."""
+"""The choice of a BLAS, its products and its threads."""
 
 import os
 import subprocess
@@ -18,13 +18,13 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @LINUX
-def test_a_chosen_blas_that_can_not_be_loaded_is_an_error():
+def test_a_chosen_blas_that_cant_be_loaded_is_an_error():
     done = python("from mlxlm.backend.blas import load_blas; load_blas()", MLXLM_BLAS="/nowhere/libblas.so")
     assert "MLXLM_BLAS=/nowhere/libblas.so can't be loaded" in done.stderr
 
 
 @LINUX
-def test_without_a_fast_blas_one_line_says_what_to_install(monkeypatch):
+def test_without_a_fast_blas_the_warning_tells_what_to_install(monkeypatch):
     monkeypatch.setattr(blas, "_loaded", blas.Blas("reference", None))
     assert "pip install mkl" in blas.blas_warning()
     monkeypatch.setattr(blas, "_loaded", blas.Blas("MKL", "x"))
@@ -32,7 +32,7 @@ def test_without_a_fast_blas_one_line_says_what_to_install(monkeypatch):
 
 
 @LINUX
-def test_the_choice_of_none_is_kept():
+def test_none_loads_nothing():
     done = python("from mlxlm.backend.blas import load_blas; print(load_blas().name)", MLXLM_BLAS="none")
     assert done.stdout == "MLX's own\n"
 
@@ -43,15 +43,15 @@ from contextlib import nullcontext
 from mlxlm.backend.mlx import mx
 from mlxlm.backend.blas import load_blas
 random = np.random.default_rng(0)
-for place in (nullcontext, load_blas().single_threaded):
+for context in (nullcontext, load_blas().single_threaded):
     for m, n, k in ((1, 40, 30), (7, 40, 30), (8, 8, 5), (64, 3, 9), (130, 70, 50)):
-        for turned in (False, True):
-            a, b = random.random((m, k), np.float32), random.random((n, k) if turned else (k, n), np.float32)
-            with place():
-                found = mx.array(a) @ (mx.array(b).T if turned else mx.array(b))
-                mx.eval(found)
-            wanted = a.astype(np.float64) @ (b.T if turned else b)
-            assert np.allclose(np.array(found), wanted, rtol=1e-5), (place, m, n, k, turned)
+        for transposed in (False, True):
+            a, b = random.random((m, k), np.float32), random.random((n, k) if transposed else (k, n), np.float32)
+            with context():
+                product = mx.array(a) @ (mx.array(b).T if transposed else mx.array(b))
+                mx.eval(product)
+            expected = a.astype(np.float64) @ (b.T if transposed else b)
+            assert np.allclose(np.array(product), expected, rtol=1e-5), (context, m, n, k, transposed)
 print(load_blas().name, load_blas().sets_threads)
 """
 
@@ -67,14 +67,15 @@ MKL = sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
 
 @LINUX
 @pytest.mark.skipif(not MKL, reason="MKL is not installed")
-def test_products_by_two_libraries_each_where_it_is_faster():
-    class_of_all = "class Any:\n    def __contains__(self, name): return isinstance(name, bytes)\n"
-    taken = f"from mlxlm.backend import blas\nblas._AVX512_KERNELS = Any()\nblas._loaded = blas._load_router({str(MKL[0])!r})\n"
-    done = python(class_of_all + taken + _PRODUCTS, MLXLM_BLAS="none")  # nothing is loaded with the package
+def test_products_by_mkl_and_openblas():
+    any_kernel = "class Any:\n    def __contains__(self, name): return isinstance(name, bytes)\n"
+    router = "from mlxlm.backend import blas\nblas._AVX512_KERNELS = Any()\n"
+    router += f"blas._loaded = blas._load_router({str(MKL[0])!r})\n"
+    done = python(any_kernel + router + _PRODUCTS, MLXLM_BLAS="none")  # nothing is loaded with the package
     assert done.stdout == "MKL and OpenBLAS True\n", done.stderr
 
 
-# Forces the branch for processors of AMD, on a folder of libraries of a test.
+# Takes the branch for AMD processors, with the libraries of another folder.
 _FORCED = """
 import sys
 from pathlib import Path
@@ -88,8 +89,8 @@ blas._loaded, sys.prefix = None, {prefix!r}
 
 @LINUX
 @pytest.mark.skipif(not MKL, reason="MKL is not installed")
-def test_a_broken_mkl_leaves_mlx_no_half_made_router(tmp_path):
-    """It went on with the system's library by name, while MLX's products went to functions at no address."""
+def test_a_broken_mkl_leaves_no_router(tmp_path):
+    """MLX's products must not go to a router without functions when another library is loaded instead."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmkl_rt.so.3").write_bytes(b"broken")
     code = _FORCED.format(prefix=str(tmp_path)) + (
@@ -103,7 +104,7 @@ def test_a_broken_mkl_leaves_mlx_no_half_made_router(tmp_path):
 
 @LINUX
 @pytest.mark.skipif(not MKL, reason="MKL is not installed")
-def test_mkl_alone_says_why_and_a_router_cut_short_is_made_again(tmp_path):
+def test_mkl_alone_has_a_reason_and_a_truncated_router_is_compiled_again(tmp_path):
     code = f"import os\nimport mlxlm\ndel os.environ['MLXLM_BLAS']\n{_FORCED.format(prefix=sys.prefix)}"
     code += "print(blas.load_blas().name, '|', blas.blas_warning())"
     cache = {"MLXLM_BLAS": "none", "XDG_CACHE_HOME": str(tmp_path)}
@@ -116,8 +117,8 @@ def test_mkl_alone_says_why_and_a_router_cut_short_is_made_again(tmp_path):
 
 
 @LINUX
-def test_a_library_without_the_function_is_an_error_that_says_so(tmp_path):
-    """numpy of another build, whose OpenBLAS has other names."""
+def test_a_library_without_the_function_is_an_error(tmp_path):
+    """Another build of numpy, whose OpenBLAS has other names."""
     code = (
         "import ctypes\nfrom mlxlm.backend import blas\n"
         "blas._numpy_openblas_path = lambda: ctypes.util.find_library('m')\nimport ctypes.util\nblas._load_router(None)"
@@ -128,27 +129,34 @@ def test_a_library_without_the_function_is_an_error_that_says_so(tmp_path):
 
 @LINUX
 @pytest.mark.skipif(not MKL, reason="MKL is not installed")
-def test_mkl_stays_alone_where_openblas_would_not_use_avx512():
+def test_mkl_is_used_alone_if_openblas_has_no_avx512_kernels():
     code = f"from mlxlm.backend import blas\nblas._load_router({str(MKL[0] if MKL else '')!r})"
     done = python(code, MLXLM_BLAS="none", OPENBLAS_CORETYPE="Haswell")
     assert "_NotFaster" in done.stderr
 
 
-@LINUX
-def test_the_last_to_leave_puts_the_threads_back():
-    code = (
-        "from mlxlm.backend.blas import load_blas\nblas = load_blas()\nget_threads = blas._thread_functions[0][1]\nbefore = get_threads()\n"
-        "one, other = blas.single_threaded(), blas.single_threaded()\none.__enter__()\nother.__enter__()\n"
-        "one.__exit__(None, None, None)\nassert get_threads() == 1\nother.__exit__(None, None, None)\n"
-        "assert get_threads() == before == 2\nprint('put back')"
-    )
-    assert python(code, MLXLM_BLAS="numpy", OPENBLAS_NUM_THREADS="2").stdout == "put back\n"
+# In a process of its own: the threads of the library are the process's.
+_SET_UP = """
+from mlxlm.backend.blas import load_blas
+blas = load_blas()
+get_threads = blas._thread_functions[0][1]
+before = get_threads()
+"""
 
 
 @LINUX
-def test_threads_are_set_inside_and_put_back():
-    code = (
-        "from mlxlm.backend.blas import load_blas\nblas = load_blas()\nget_threads = blas._thread_functions[0][1]\nbefore = get_threads()\n"
-        "with blas.single_threaded():\n    assert get_threads() == 1\nassert get_threads() == before\nprint('put back')"
+def test_the_last_to_leave_restores_the_threads():
+    code = _SET_UP + (
+        "first, second = blas.single_threaded(), blas.single_threaded()\nfirst.__enter__()\nsecond.__enter__()\n"
+        "first.__exit__(None, None, None)\nassert get_threads() == 1\nsecond.__exit__(None, None, None)\n"
+        "assert get_threads() == before == 2\nprint('restored')"
     )
-    assert python(code, MLXLM_BLAS="numpy").stdout == "put back\n"
+    assert python(code, MLXLM_BLAS="numpy", OPENBLAS_NUM_THREADS="2").stdout == "restored\n"
+
+
+@LINUX
+def test_threads_are_limited_inside_and_restored():
+    code = _SET_UP + (
+        "with blas.single_threaded():\n    assert get_threads() == 1\nassert get_threads() == before\nprint('restored')"
+    )
+    assert python(code, MLXLM_BLAS="numpy").stdout == "restored\n"

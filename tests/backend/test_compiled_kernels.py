@@ -1,4 +1,4 @@
-"""Kernels that MLX compiled on a CPU: what a power cut or a full disk leaves of one stops nobody."""
+"""Kernels that MLX compiled on a CPU: truncated files are removed, and killed compilers retried."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def age(file, seconds=OLD):
 
 
 @COMPILES
-def test_a_kernel_that_was_cut_short_is_made_again(tmp_path):
+def test_a_truncated_kernel_is_compiled_again(tmp_path):
     def computed():
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
         return subprocess.run([sys.executable, "-c", COMPUTE], env=environment, capture_output=True, text=True)
@@ -45,7 +45,7 @@ def test_a_kernel_that_was_cut_short_is_made_again(tmp_path):
     assert kernel.stat().st_ino == before
 
 
-def test_what_may_be_broken_goes_and_nothing_else(tmp_path):
+def test_only_kernels_that_may_be_corrupt_are_removed(tmp_path):
     whole = b"\x7fELF" + bytes(36) + (64).to_bytes(8, "little") + bytes(10) + bytes([64, 0, 1, 0]) + bytes(2 + 64)
     files = {"whole": whole, "short": whole[:-1], "empty": b"", "zeros": bytes(500), "early": whole, "linking": b""}
     for name, content in files.items():
@@ -59,7 +59,7 @@ def test_what_may_be_broken_goes_and_nothing_else(tmp_path):
     remove_corrupt_kernels(tmp_path / "none")
 
 
-def test_where_they_are(monkeypatch):
+def test_kernel_folder(monkeypatch):
     for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
         monkeypatch.delenv(name, raising=False)
     assert str(kernel_folder("1.2")) == "/tmp/mlx/1.2/cpu"
@@ -67,7 +67,7 @@ def test_where_they_are(monkeypatch):
     assert str(kernel_folder("1.2")) == "/x/mlx/1.2/cpu"
 
 
-def test_one_that_could_not_be_loaded_is_removed_if_it_is_cut_short(tmp_path):
+def test_a_kernel_that_cant_be_loaded_is_removed_if_it_is_truncated(tmp_path):
     for name, content in (("whole", b"\x7fELF" + bytes(36) + (64).to_bytes(8, "little") + bytes(16)), ("cut", b"\x7f")):
         (tmp_path / f"{name}.so").write_bytes(content)
         remove_failed_kernel(f"Could not load C++ shared library {tmp_path}/{name}.so: it is spoiled")
@@ -76,14 +76,14 @@ def test_one_that_could_not_be_loaded_is_removed_if_it_is_cut_short(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["whole.so"]
 
 
-def test_one_that_breaks_while_a_program_runs_is_named():
-    said = describe_error(RuntimeError("Could not load C++ shared library /tmp/a b/libX.so: file too short"))
-    assert said.endswith("file too short (try: rm '/tmp/a b/libX.so')")
+def test_a_kernel_that_cant_be_loaded_is_named():
+    message = describe_error(RuntimeError("Could not load C++ shared library /tmp/a b/libX.so: file too short"))
+    assert message.endswith("file too short (try: rm '/tmp/a b/libX.so')")
 
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """`compiler(text)`: a g++ that does what the shell script says, before or instead of compiling a kernel."""
+    """`compiler(script)`: a g++ that runs this shell script before or instead of compiling a kernel."""
 
     def write(text):
         script = f'#!/bin/sh\ncase "$*" in *.so*) {text} ;; esac\nexec {shutil.which("g++")} "$@"\n'
@@ -97,24 +97,25 @@ def compiler(tmp_path, monkeypatch):
 
 @COMPILES
 @pytest.mark.parametrize(
-    ("evaluation", "dies", "sines"),  # each graph is new to MLX, which compiles it
+    ("evaluate", "failure", "sines"),  # each graph is new to MLX, which compiles it
     [
-        (eval_arrays, "exit 1", 3), (eval_arrays, "kill -INT $$", 4), (eval_arrays, "exit 0", 5), (async_eval_arrays, "kill -INT $$", 6),
-        (eval_arrays, 'for last; do :; done; echo cut > "$last"; exit 0', 7),  # as a linker that was killed
+        (eval_arrays, "exit 1", 1),
+        (async_eval_arrays, "kill -INT $$", 2),
+        (eval_arrays, 'for last; do :; done; echo cut > "$last"; exit 0', 3),  # a killed linker
     ],
-)  # fmt: skip
-def test_what_a_killed_compiler_left_uncomputed_is_computed(tmp_path, compiler, evaluation, dies, sines):
-    compiler(f"[ -e {tmp_path}/died ] || {{ touch {tmp_path}/died; {dies}; }}")
+)
+def test_an_evaluation_is_retried_if_its_compiler_is_killed(tmp_path, compiler, evaluate, failure, sines):
+    compiler(f"[ -e {tmp_path}/failed ] || {{ touch {tmp_path}/failed; {failure}; }}")
 
     def function(x):
         for _ in range(sines):
             x = mx.sin(x) + 1
         return x
 
-    found = mx.compile(function)(mx.array([1.0, 2.0]))
-    evaluation(found)
-    assert (tmp_path / "died").exists()
-    assert found.tolist() == pytest.approx(function(mx.array([1.0, 2.0])).tolist())
+    result = mx.compile(function)(mx.array([1.0, 2.0]))
+    evaluate(result)
+    assert (tmp_path / "failed").exists()
+    assert result.tolist() == pytest.approx(function(mx.array([1.0, 2.0])).tolist())
 
 
 @COMPILES

@@ -1,4 +1,4 @@
-"""BLAS and backend: chosen in a stated order, never dropped in silence."""
+"""The import of MLX, the memory of devices, and the BLAS warning."""
 
 import os
 import re
@@ -19,20 +19,20 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_without_an_mlx_backend_one_line_says_which_to_install():
+def test_without_mlx_the_error_tells_what_to_install():
     code = "import sys; sys.modules['mlx.core'] = None\nimport mlxlm.backend.mlx"
     done = python(code)
     assert "MLX has no backend here" in done.stderr and "mlxlm[cpu]" in done.stderr
 
 
-def test_no_module_but_one_imports_mlx():
-    """What MLX needs to run well (BLAS, allocator) is set in one place, which nothing may go around."""
+def test_only_one_module_imports_mlx():
+    """It sets the BLAS and the allocator, which no other import may bypass."""
     package = Path(platform.__file__).parents[1]
     importing = re.compile(r"^\s*(import|from) mlx\b", re.MULTILINE)
     assert [p.name for p in package.rglob("*.py") if importing.search(p.read_text())] == ["mlx.py"]
 
 
-def test_the_memory_of_each_kind_of_device(monkeypatch):
+def test_device_memory(monkeypatch):
     def memory(**info):
         monkeypatch.setattr(device.mx, "device_info", lambda: {"device_name": "a GPU", **info})
         return device.device_memory()
@@ -50,7 +50,7 @@ def test_the_memory_of_each_kind_of_device(monkeypatch):
 
 
 @LINUX
-def test_the_warning_about_a_slow_blas_reaches_the_person():
+def test_the_warning_about_a_slow_blas_is_printed():
     code = (
         "from mlxlm.backend import blas\nblas._loaded = blas.Blas('reference', None)\n"
         "from mlxlm.cli.main import main\nmain(['doctor'])"

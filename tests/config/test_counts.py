@@ -1,4 +1,4 @@
-"""What the planner counts, beside the arrays, the operations and the caches of real models."""
+"""Counts of parameters, FLOPs and cache bytes equal those of real arrays and caches."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from mlxlm.config import ModelConfig, counts
 from mlxlm.families import load_preset
 from mlxlm.utils.errors import ConfigError
 
-PARAMETER_GROUPS = {
+GROUP_OF_MODULE = {
     "embed_tokens": "embedding", "embed_positions": "positions", "q_proj": "query", "k_proj": "key",
     "v_proj": "value", "o_proj": "output", "gate_proj": "feed_forward", "up_proj": "feed_forward",
     "down_proj": "feed_forward", "lm_head": "head",
@@ -17,7 +17,7 @@ PARAMETER_GROUPS = {
 
 @st.composite
 def configs(draw):
-    """Any decoder that can be assembled, small."""
+    """Any small decoder."""
     kv = draw(st.sampled_from([1, 2, 3]))
     parallel = draw(st.booleans())
     return ModelConfig(
@@ -48,14 +48,14 @@ def configs(draw):
 
 @settings(max_examples=60)
 @given(configs())
-def test_parameters_by_part_are_those_of_the_arrays(config):
+def test_parameters_by_group_are_those_of_the_arrays(config):
     from mlxlm.backend.mlx import tree_flatten
     from mlxlm.model import Decoder
 
     found = dict.fromkeys(counts.count_parameters(config), 0)
     for name, array in tree_flatten(Decoder(config).parameters()):
         *_, module, kind = name.split(".")
-        part = "norms" if module not in PARAMETER_GROUPS else "biases" if kind == "bias" else PARAMETER_GROUPS[module]
+        part = "norms" if module not in GROUP_OF_MODULE else "biases" if kind == "bias" else GROUP_OF_MODULE[module]
         found[part] += array.size
     assert counts.count_parameters(config) == found
     assert config.parameter_count() == sum(found.values())
@@ -63,7 +63,7 @@ def test_parameters_by_part_are_those_of_the_arrays(config):
 
 @settings(max_examples=30)
 @given(configs(), st.integers(1, 9))
-def test_operations_are_those_of_the_products(config, context_length):
+def test_flops_are_those_of_the_products(config, context_length):
     """Each weight of a matrix once, and H·D·context numbers twice, 2 operations each."""
     products = sum(counts.count_parameters(config)[part] for part in counts.MATRICES) + config.hidden_size * (
         config.vocab_size
@@ -75,7 +75,7 @@ def test_operations_are_those_of_the_products(config, context_length):
 
 
 @given(st.integers(1, 40), st.sampled_from([None, 1, 3, 64]))
-def test_keys_that_a_causal_row_sees(length, window):
+def test_mean_attended_keys(length, window):
     config = ModelConfig(8, 2, 2, 8, 8, sliding_window=window)
     by_row = [min(row, window or row) for row in range(1, length + 1)]
     assert counts.mean_attended_keys(config, length) == pytest.approx(2 * sum(by_row) / length)

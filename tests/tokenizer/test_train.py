@@ -1,3 +1,5 @@
+"""Training: special tokens, vocabulary sizes, unusual texts."""
+
 import os
 
 import pytest

@@ -1,3 +1,5 @@
+"""Streams of ids give the text that decoding them gives."""
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from tokenizers import decoders, models
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.detokenizer import WindowDetokenizer
 
-ANY = settings(max_examples=200)
+ANY = settings(max_examples=100)
 IDS = st.lists(st.integers(0, 2**32), max_size=40)
 
 

@@ -1,0 +1,129 @@
+"""The deciding fields of published configurations, mostly as transformers 4 wrote them, and their parameter counts."""
+
+from mlxlm.families import config_from_hf
+
+PUBLISHED = {
+    "SmolLM2-135M": (
+        134_515_008,
+        {
+            "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+            "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+            "rope_theta": 100000, "rope_scaling": None, "rms_norm_eps": 1e-5, "attention_bias": False,
+            "hidden_act": "silu", "max_position_embeddings": 8192, "rope_interleaved": False,
+        },
+    ),
+    "Llama-3.2-1B": (
+        1_235_814_400,
+        {
+            "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+            "tie_word_embeddings": True, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+            "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "eos_token_id": [128001, 128008, 128009],
+        },
+    ),
+    "Mistral-7B-v0.1": (
+        7_241_732_096,
+        {
+            "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096,
+            "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen2.5-0.5B": (
+        494_032_768,
+        {
+            "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+            "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+            "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 24, "use_mrope": False,
+            "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+        },
+    ),
+    "Qwen3-0.6B": (
+        596_049_920,
+        {
+            "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+            "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None, "rope_theta": 1000000,
+        },
+    ),
+    "gemma-2b": (
+        2_506_172_416,
+        {
+            "model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
+            "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256000,
+            "hidden_act": "gelu", "hidden_activation": None, "rope_scaling": None, "rope_theta": 10000.0,
+        },
+    ),
+    "gemma-2-2b": (
+        2_614_341_888,
+        {
+            "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000,
+            "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
+        },
+    ),
+    "Phi-3-mini-128k": (
+        3_821_079_552,
+        {
+            "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064, "sliding_window": 262144,
+            "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
+            "rope_scaling": {"type": "su", "short_factor": [1.05] * 48, "long_factor": [2.5] * 48},
+        },
+    ),
+    "gpt2": (
+        124_439_808,
+        {
+            "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
+            "vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+        },
+    ),
+    "pythia-70m": (
+        70_426_624,
+        {
+            "model_type": "gpt_neox", "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6,
+            "num_attention_heads": 8, "vocab_size": 50304, "rotary_pct": 0.25, "rotary_emb_base": 10000,
+            "use_parallel_residual": True, "tie_word_embeddings": False, "hidden_act": "gelu",
+        },
+    ),
+    "opt-125m": (
+        125_239_296,
+        {
+            "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "dropout": 0.1,
+            "num_attention_heads": 12, "vocab_size": 50272, "word_embed_proj_dim": 768, "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False, "max_position_embeddings": 2048, "activation_function": "relu",
+        },
+    ),
+    "falcon-7b": (
+        6_921_720_704,
+        {
+            "model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+            "vocab_size": 65024, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False,
+            "new_decoder_architecture": False, "apply_residual_connection_post_layernorm": False,
+        },
+    ),
+    "falcon-rw-1b": (
+        1_311_625_216,
+        {
+            "model_type": "falcon", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32,
+            "vocab_size": 50304, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True,
+        },
+    ),
+    "bloom-560m": (
+        559_214_592,
+        {
+            "model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "n_inner": None,
+            "vocab_size": 250880, "layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False,
+        },
+    ),
+}  # fmt: skip
+
+
+def read_published(name, **changes):
+    """The ModelConfig of a published configuration with changes to its config.json."""
+    return config_from_hf({**PUBLISHED[name][1], **changes}, name)
