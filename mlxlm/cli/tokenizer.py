@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -117,7 +118,7 @@ def decode(path: str) -> None:
         if ids[-1] >= loaded.vocab_size:
             size = loaded.vocab_size
             raise TokenizerError(f"{ids[-1]} is not one of the tokenizer's {size} ids", f"ids from 0 to {size - 1}")
-    out = click.get_binary_stream("stdout")
+    out = sys.stdout.buffer
     out.write(loaded.decode(ids).encode("utf-8"))
     out.flush()
 
@@ -169,4 +170,4 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
 
 
 def _stdin() -> BinaryIO:
-    return click.get_binary_stream("stdin")
+    return sys.stdin.buffer
