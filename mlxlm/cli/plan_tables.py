@@ -101,7 +101,8 @@ def _bars(parts: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
 def _memory_title(plan: Plan) -> str:
     t = plan.training
     peak = "the update" if plan.memory.update > plan.memory.backward else "the backward pass"
-    settings = f"{t.optimizer}, {t.attention_path(plan.config)} attention{', gradient checkpointing' if t.grad_checkpoint else ''}"
+    checkpointing = ", gradient checkpointing" if t.grad_checkpoint else ""
+    settings = f"{t.optimizer}, {t.attention_path(plan.config)} attention{checkpointing}"
     where = " on each device" if plan.duration.num_devices > 1 else ""
     return f"training memory of {t.batch_size} x {t.max_seq_length} tokens{where}, {settings}; peak in {peak}"
 

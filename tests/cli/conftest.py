@@ -2,7 +2,13 @@
 
 import pytest
 
+from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.checkpoint import save_weights
 from mlxlm.cli.main import _run
+from mlxlm.config import ModelConfig
+from mlxlm.families import config_to_hf
+from mlxlm.model import Decoder
+from mlxlm.utils.json_files import write_json
 from tests.cli.helpers import QUICK
 from tests.generation.conftest import lm  # noqa: F401
 
@@ -14,3 +20,20 @@ def run_folder(tmp_path_factory, make_text):
     (folder / "text.txt").write_text(make_text(4000), encoding="utf-8")
     assert _run(["pretrain", str(folder / "text.txt"), "--preset", "0.3m", "--out", str(folder / "run"), *QUICK]) == 0
     return folder / "run"
+
+
+@pytest.fixture
+def model(tmp_path, tiny_tokenizer):
+    """A small float16 model in the folder `model`."""
+    config = ModelConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        vocab_size=320, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    decoder = Decoder(config)
+    decoder.init_weights(0)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_weights(folder, {name: w.astype(mx.float16) for name, w in tree_flatten(decoder.parameters())})
+    write_json(folder / "config.json", config_to_hf(config))
+    tiny_tokenizer.save(folder)
+    return folder

@@ -40,3 +40,10 @@ def dying_compiler(tmp_path, death):
     )
     compiler.chmod(0o755)
     return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    """Run a command in this process; returns the exit code, stdout and stderr."""
+    capsys.readouterr()
+    code = _run(list(map(str, arguments)))
+    return code, *capsys.readouterr()

@@ -41,7 +41,7 @@ def run(capsys, monkeypatch):
     return run
 
 
-def test_the_text_and_nothing_else(run, folder):
+def test_only_the_text_is_printed(run, folder):
     wanted = generate(load(folder), "The quick", temperature=0, max_tokens=20).text
     assert run(folder, "-p", "The quick", "-t", "0", "-n", "20") == (0, wanted + "\n", "")
 
@@ -54,7 +54,7 @@ def test_the_prompt_from_a_pipe(run, folder):
     assert run(folder, "-t", "0", "-n", "9", stdin=b"The quick\r")[1] != expected[1]
 
 
-def test_what_is_piped_in_comes_before_the_prompt(run, folder):
+def test_piped_input_comes_before_the_prompt(run, folder):
     arguments = [folder, "-t", "0", "-n", "9", "-p"]
     command = [sys.executable, "-c", "from mlxlm.cli.main import main; main()", "generate", *arguments, "quick"]
     done = subprocess.run(command, input="The\n", capture_output=True, text=True, timeout=100)
@@ -122,14 +122,14 @@ def test_statistics_on_standard_error(run, folder):
         (["-p", "x", "-t", "warm"], 2, "not a valid float"),
     ],
 )
-def test_bad_input_is_one_line(run, folder, arguments, code, message):
+def test_wrong_input_is_one_line(run, folder, arguments, code, message):
     status, out, err = run(folder, *arguments)
     assert (status, out) == (code, "")
     assert message in err
     assert code == 2 or err.count("\n") == 1
 
 
-def test_samples_are_those_of_batch(run, folder):
+def test_samples_equal_those_of_batch(run, folder):
     arguments = ["-p", "The quick", "-n", "8", "-t", "1", "--seed", "5", "--num-samples", "3"]
     wanted = batch(load(folder), ["The quick"], num_samples=3, seed=5, temperature=1, max_tokens=8)
     code, out, err = run(folder, *arguments, "-v")
@@ -143,7 +143,7 @@ def test_samples_are_those_of_batch(run, folder):
     assert len({value["text"] for value in values}) == 3 and err == ""
 
 
-def test_a_sample_is_the_text_of_its_seed(run, folder):
+def test_a_sample_is_reproduced_by_its_seed(run, folder):
     line = run(folder, "-p", "The quick", "-n", "8", "-t", "1", "--num-samples", "2", "--json")[1].splitlines()[1]
     alone = run(folder, "-p", "The quick", "-n", "8", "-t", "1", "--seed", json.loads(line)["seed"], "--json")[1]
     assert json.loads(alone)["text"] == json.loads(line)["text"]
@@ -171,7 +171,7 @@ def test_the_cache_settings_reach_the_text(run, folder):
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_proposals_change_no_text(run, folder, temperature):
+def test_speculative_decoding_changes_no_text(run, folder, temperature):
     arguments = ["-p", "The quick brown fox", "-n", "60", "-t", temperature, "--seed", "3"]
     plain = run(folder, *arguments)[1]
     for proposing in (["--prompt-lookup"], ["--draft-model", folder]):
@@ -204,8 +204,8 @@ def test_a_prompt_cache(run, folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
 
 
-def test_a_prompt_cache_is_of_the_prompt(run, folder, tmp_path):
-    """A bounded cache has forgotten it by the end of the text."""
+def test_a_prompt_cache_is_saved_before_decoding(run, folder, tmp_path):
+    """A bounded cache has dropped the prompt by the end of the text."""
     cache = str(tmp_path / "cache.safetensors")
     arguments = ["-n", "60", "--max-kv-size", "48", "--json", "--prompt-cache-file", cache]
     first, second = "The quick brown fox jumps over the lazy dog", "The quick brown fox jumps over the lazy cat"
@@ -213,20 +213,20 @@ def test_a_prompt_cache_is_of_the_prompt(run, folder, tmp_path):
     assert json.loads(run(folder, "-p", second, *arguments)[1])["cached_tokens"] > 10
 
 
-def test_a_prompt_cache_that_can_not_be_written_is_refused_before_the_text(run, folder, tmp_path):
+def test_an_unwritable_prompt_cache_is_refused_first(run, folder, tmp_path):
     (tmp_path / "notes.txt").touch()
     code, out, err = run(folder, "-p", "The quick", "--prompt-cache-file", str(tmp_path / "notes.txt" / "x"))
     assert code == 1 and out.strip() == "" and err.startswith("error: cannot write ")
 
 
-def test_no_other_file_becomes_a_prompt_cache(run, folder, tmp_path):
+def test_another_file_is_not_overwritten_by_a_prompt_cache(run, folder, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes")
     code, out, err = run(folder, "-p", "The", "--prompt-cache-file", str(notes))
     assert (code, out) == (1, "") and err.startswith("error: ") and notes.read_text() == "my notes"
 
 
-def test_a_text_that_is_not_what_was_asked_for_is_an_error(run, folder):
+def test_an_incomplete_constrained_text_is_an_error(run, folder):
     code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}")
     assert code == 1 and out.count("\n") == 1 and err.startswith("error: ") and "(try: a larger --max-tokens)" in err
     code, out, err = run(folder, "-p", "The", "-n", "3", "--regex", "[a-z]{100}", "--num-samples", "2", "--json")
@@ -239,7 +239,7 @@ def test_a_text_that_is_not_what_was_asked_for_is_an_error(run, folder):
     assert (code, err) == (0, "") and out in ("yes\n", "no\n")
 
 
-def test_bad_bytes_and_missing_models(run, folder, tmp_path):
+def test_wrong_encoding_and_missing_models(run, folder, tmp_path):
     assert run(folder, stdin=b"ab\xff")[::2] == (
         1, "error: standard input is not UTF-8: invalid start byte at byte 2 (try: a text file in UTF-8)\n"
     )  # fmt: skip
@@ -276,7 +276,7 @@ def test_the_help_has_sections(capsys, command):
     assert text.count("--seed") == text.count("--max-kv-size N ") == text.count("--help") == 1
 
 
-def test_the_help_tells_the_true_defaults(run):
+def test_the_help_states_the_defaults(run):
     help_text = " ".join(run("--help")[1].split())
     for field in fields(GenerationOptions):
         shown = field.default if isinstance(field.default, int | float) else {"seed": "random"}.get(field.name)

@@ -1,4 +1,4 @@
-"""Command-line options of sampling reach GenerationOptions."""
+"""The sampling options set the fields of GenerationOptions."""
 
 from dataclasses import fields
 
@@ -32,7 +32,7 @@ def shell():
     return shell
 
 
-def test_every_option_of_the_shell_reaches_its_setting(shell, tmp_path):
+def test_every_option_sets_its_field(shell, tmp_path):
     schema = tmp_path / "schema.json"
     schema.write_text('\ufeff{"type": "null"}', encoding="utf-8")
     given = {
@@ -72,7 +72,7 @@ def test_every_option_of_the_shell_reaches_its_setting(shell, tmp_path):
     assert shell() == GenerationOptions()
 
 
-def test_schemas_that_cannot_be_read(shell, tmp_path):
+def test_unreadable_schemas(shell, tmp_path):
     latin, large = tmp_path / "latin", tmp_path / "large"
     latin.write_bytes(b'{"title": "\xe9"}')
     large.write_bytes(b" " * (2**20 + 1))
@@ -86,7 +86,7 @@ def test_schemas_that_cannot_be_read(shell, tmp_path):
         assert said in str(shell("--json-schema", given))
 
 
-def test_a_command_may_leave_options_out():
+def test_without_some_options():
     got = []
 
     @click.command()

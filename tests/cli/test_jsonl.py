@@ -1,4 +1,4 @@
-"""`mlxlm generate --jsonl`: what a person with 100,000 requests and one night relies on."""
+"""`mlxlm generate --jsonl`."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_an_empty_prompt_begins_a_text(run, requests, folder):
     assert code == 1 and "the message is empty" in parsed(out)[0]["error"]
 
 
-def test_results_depend_on_nothing_but_the_request(run, requests, tmp_path):
+def test_results_depend_only_on_the_request(run, requests, tmp_path):
     """Byte-identical lines at any batch size, in any order, resumed or not."""
     lines = [*SEVERAL, {"id": "s", "prompt": "old garden", "num_samples": 3}, BAD]
     arguments = ["-t", "1", "--seed", "4"]
@@ -142,7 +142,7 @@ def test_errors_are_results(run, requests):
     assert again == {"id": "a", "line": 5, "error": 'line 1 has the id "a", too (try: an id for each request)'}
 
 
-def test_resuming_redoes_what_failed_and_what_is_missing(run, requests, tmp_path):
+def test_resuming_repeats_failed_and_missing_requests(run, requests, tmp_path):
     out = tmp_path / "out.jsonl"
     assert run("--jsonl", requests(*SEVERAL[:3], BAD, b'{"id": "r3", '), "--resume", out)[0] == 1
     first = out.read_bytes()
@@ -158,7 +158,7 @@ def test_resuming_redoes_what_failed_and_what_is_missing(run, requests, tmp_path
     assert sorted(value["id"] for value in parsed(out.read_bytes())) == ["bad", *(f"r{n}" for n in range(7))]
 
 
-def test_a_request_beyond_all_numbers_stops_no_other(run, requests, tmp_path):
+def test_huge_numbers_in_a_request_are_an_error_result(run, requests, tmp_path):
     bad = [{"prompt": [2**32]}, {"prompt": "x", "dry_multiplier": 1, "dry_allowed_length": 2**31}]
     asked = requests(*SEVERAL, *bad, {"id": "last", "prompt": "the"})
     for size in (32, 1):
@@ -186,7 +186,7 @@ def test_resuming_with_other_requests_is_refused(run, requests, tmp_path, lines,
     assert out.read_bytes().startswith(before)
 
 
-def test_a_template_is_read_once(run, requests, tmp_path, monkeypatch):
+def test_a_template_is_compiled_once(run, requests, tmp_path, monkeypatch):
     from mlxlm.chat import chat_template
 
     compiled = []
@@ -203,7 +203,7 @@ def test_a_template_is_read_once(run, requests, tmp_path, monkeypatch):
     assert (code, out) == (1, b"") and err.startswith("error: there is no chat template nosuch")
 
 
-def test_more_samples_later(run, requests, tmp_path):
+def test_num_samples_can_be_raised_later(run, requests, tmp_path):
     out, asked = tmp_path / "out.jsonl", requests({"id": "a", "prompt": "the"}, {"id": "b", "prompt": "cat"})
     run("--jsonl", asked, "--num-samples", "2", "--resume", out)
     assert run("--jsonl", asked, "--num-samples", "3", "--resume", out)[0] == 0
@@ -248,7 +248,7 @@ def test_messages(run, requests, folder):
     assert {value["text"] for value in parsed(out)} == {texts["m"]}
 
 
-def test_every_kind_of_text_comes_back(run, requests):
+def test_texts_with_special_characters(run, requests):
     ids = ["ü 世\u2028\x85", "\x00", '"', "", -1.5]
     _, out, _ = run("--jsonl", requests(*({"id": id, "prompt": "the\u2028"} for id in ids)), "--ordered")
     assert [value["id"] for value in parsed(out)] == ids
@@ -302,12 +302,12 @@ def test_constraints(run, requests, tiny_tokenizer):
         (["-p", "x", "--batch-size", "3"], 2, "--batch-size needs --jsonl or --num-samples"),
     ],
 )
-def test_bad_usage(run, arguments, code, message):
+def test_wrong_usage(run, arguments, code, message):
     status, out, err = run(*arguments)
     assert (status, out) == (code, b"") and message in err
 
 
-def test_results_are_those_of_batch(run, requests, folder):
+def test_results_equal_those_of_batch(run, requests, folder):
     """The same texts for the same seeds: a prompt's number is the id of a request without one."""
     prompts = ["the cat", "old garden"]
     _, out, _ = run(
@@ -343,7 +343,7 @@ def ask(process, value):
     process.stdin.flush()
 
 
-def test_a_pipe_that_stays_open_is_answered_as_it_goes(start):
+def test_an_open_pipe_is_answered_line_by_line(start):
     process = start("-")
     for n in range(3):
         ask(process, {"id": n, "prompt": "the"} if n != 1 else {"id": n})
@@ -357,7 +357,7 @@ def test_a_pipe_that_stays_open_is_answered_as_it_goes(start):
     assert process.wait(60) == 1 and process.stderr.read().startswith(b"error: 1 of 6 results failed")
 
 
-def test_a_reader_that_leaves_ends_it_quietly(start):
+def test_a_broken_pipe_ends_quietly(start):
     process = start("-")
     ask(process, {"id": 0, "prompt": "the"})
     process.stdout.readline()
@@ -402,7 +402,7 @@ def test_a_full_disk_is_one_line(start, requests):
 COLOURFUL = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
 
 
-def test_nothing_but_results_and_no_colour(start, requests, run, monkeypatch):
+def test_only_results_and_no_color(start, requests, run, monkeypatch):
     process = start(requests(*SEVERAL), stdin=subprocess.DEVNULL, env=os.environ | COLOURFUL)
     out, err = process.communicate(timeout=60)
     assert err == b"" and b"\x1b" not in out and len(parsed(out)) == 7
@@ -428,7 +428,7 @@ def test_closed_streams(folder, closed, code, out, err):
     assert done.stderr == err
 
 
-def test_json_of_one_text_is_that_of_lines(run, monkeypatch):
+def test_json_output_is_utf8_without_control_characters(run, monkeypatch):
     """UTF-8 whatever the locale, and nothing that a terminal obeys."""
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     arguments = ["-p", "the", "-n", "40", "--json", "--choice", "\x9b31m\u2028ü"]

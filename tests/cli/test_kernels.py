@@ -23,7 +23,7 @@ def run_json(capsys, *args):
     return json.loads(capsys.readouterr().out)
 
 
-def test_list_names_a_path_and_a_reason_for_each_operation(tiny_model, capsys):
+def test_list(tiny_model, capsys):
     found = run_json(capsys, "kernels", "list", tiny_model)
     assert found["mode"] == "auto"
     names = {operation["case"].split()[0] for operation in found["operations"]}
@@ -33,7 +33,7 @@ def test_list_names_a_path_and_a_reason_for_each_operation(tiny_model, capsys):
     assert "decode_attention" in capsys.readouterr().out
 
 
-def test_bench_measures_keeps_and_is_used(tiny_model, capsys):
+def test_bench_saves_the_fastest(tiny_model, capsys):
     found = run_json(capsys, "kernels", "bench", tiny_model, "--repeats", "2")
     for case in found["cases"]:
         assert case["fastest"] in case["paths"]
@@ -46,7 +46,7 @@ def test_bench_measures_keeps_and_is_used(tiny_model, capsys):
         assert operation["path"] == case["fastest"] == measurements.fastest_path(case["case"])
 
 
-def test_the_mode_of_the_environment_is_shown_and_checked(tiny_model, capsys, monkeypatch):
+def test_the_environment_variable(tiny_model, capsys, monkeypatch):
     monkeypatch.setattr(dispatch, "_environment", "blockwise")
     found = run_json(capsys, "kernels", "list", tiny_model)
     paths = {operation["case"].split()[0]: operation["path"] for operation in found["operations"]}
@@ -56,6 +56,6 @@ def test_the_mode_of_the_environment_is_shown_and_checked(tiny_model, capsys, mo
     assert "auto, metal, mlx, blockwise" in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_exist(capsys):
+def test_a_missing_model(capsys):
     assert _run(["kernels", "list", "nowhere"]) == 1
     assert "nowhere" in capsys.readouterr().err

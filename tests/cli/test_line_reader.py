@@ -1,4 +1,4 @@
-"""Lines as they arrive."""
+"""Reading lines with a timeout."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ def pipe():
     os.close(reading)
 
 
-def test_what_has_arrived_and_no_more(pipe):
+def test_only_lines_that_have_arrived(pipe):
     lines, write = pipe
     assert lines.read_line(0) is None and not lines.ended
     write(b"one\ntwo\nth")
@@ -40,7 +40,7 @@ def test_what_has_arrived_and_no_more(pipe):
     assert lines.read_line(None) is None and lines.ended
 
 
-def test_waiting_as_long_as_asked(pipe):
+def test_the_timeout(pipe):
     lines, write = pipe
     start = time.monotonic()
     assert lines.read_line(0.05) is None
@@ -50,7 +50,7 @@ def test_waiting_as_long_as_asked(pipe):
     write(None)
 
 
-def test_an_endless_line_is_cut(pipe):
+def test_a_long_line_is_cut(pipe):
     lines, write = pipe
     for _ in range(50):
         write(b"x" * 50)
@@ -62,7 +62,7 @@ def test_an_endless_line_is_cut(pipe):
 
 
 @given(st.binary(max_size=300), st.integers(1, 7))
-def test_every_line_of_any_file(tmp_path_factory, content, longest):
+def test_all_lines_of_any_file(tmp_path_factory, content, longest):
     path = tmp_path_factory.mktemp("lines") / "file"
     path.write_bytes(content)
     descriptor = os.open(path, os.O_RDONLY)

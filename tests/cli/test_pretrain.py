@@ -98,7 +98,7 @@ def test_training_continues_without_a_reader_of_its_messages(tmp_path, text_file
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
 
 
-def test_a_warmup_needs_no_steps(text_file, tmp_path):
+def test_a_warmup_without_steps(text_file, tmp_path):
     few = ["--tokens", "400", "--batch-size", "2", "--max-seq-length", "32", "--vocab-size", "300"]
     out = str(tmp_path / "run")
     assert _run(["pretrain", str(text_file), "--preset", "0.3m", "--out", out, *few, "--warmup-steps", "3"]) == 0
@@ -115,7 +115,7 @@ def test_options_without_effect_are_wrong_usage(text_file, tmp_path, capsys):
         assert "would have no effect" in capsys.readouterr().err
 
 
-def test_the_vocabulary_of_a_preset_adapts_to_the_text(tmp_path, capsys):
+def test_the_vocabulary_adapts_to_the_text(tmp_path, capsys):
     text, out = tmp_path / "simple.txt", tmp_path / "run"
     text.write_text("The cat sat on the mat.\n" * 200)
     short = [text, "--preset", "0.3m", "--steps", "1", "--batch-size", "1", "--max-seq-length", "16"]
@@ -126,7 +126,7 @@ def test_the_vocabulary_of_a_preset_adapts_to_the_text(tmp_path, capsys):
     assert "a vocabulary of 2000 is larger than this text supports" in line
 
 
-def test_bad_text(tmp_path, capsys):
+def test_wrong_text_files(tmp_path, capsys):
     files = {"empty.txt": b"", "binary.bin": bytes(range(256)) * 10, "short.txt": b"hello there", "bad.jsonl": b"{"}
     expected = {"empty.txt": "is empty", "binary.bin": "not UTF-8", "short.txt": "try:", "bad.jsonl": "line 1"}
     for name, content in files.items():
@@ -138,7 +138,7 @@ def test_bad_text(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(files)
 
 
-def test_a_vocabulary_larger_than_the_text_supports(tmp_path, make_text, capsys):
+def test_a_vocabulary_that_is_too_large(tmp_path, make_text, capsys):
     (tmp_path / "text.txt").write_text(make_text(300))
     line = error_line(capsys, "pretrain", tmp_path / "text.txt", "--out", tmp_path / "run", "--vocab-size", "50000")
     assert "50000" in line and "(try: " in line

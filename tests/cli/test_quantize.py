@@ -1,4 +1,4 @@
-"""`mlxlm quantize` as a person meets it."""
+"""`mlxlm quantize`."""
 
 import json
 
@@ -37,14 +37,14 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
 
 
-def test_the_choices_are_the_librarys():
+def test_choices_are_those_of_the_library():
     assert tuple(MODES) == command.MODES
     assert tuple(library.RECIPES) == command.RECIPES and command.METHODS == library.METHODS
     bits = next(option for option in command.quantize.params if option.name == "bits")
     assert tuple(map(int, bits.type.choices)) == library.BITS
 
 
-def test_a_report_for_people(model, tmp_path, capsys, text_file):
+def test_the_report(model, tmp_path, capsys, text_file):
     arguments = ["quantize", str(model), "--out", str(tmp_path / "out"), "--bits", "3", "--eval-text", str(text_file)]
     assert _run(arguments) == 0
     out, err = capsys.readouterr()
@@ -61,7 +61,7 @@ def test_a_report_for_people(model, tmp_path, capsys, text_file):
     assert (tmp_path / "out" / "quantization.png").is_file()
 
 
-def test_one_json_object(model, tmp_path, capsys, text_file):
+def test_json(model, tmp_path, capsys, text_file):
     arguments = [
         "quantize",
         str(model),
@@ -78,7 +78,7 @@ def test_one_json_object(model, tmp_path, capsys, text_file):
     assert "last tenth" in report["calibration_text"] and "last tenth" in report["metrics"]["text"]
 
 
-def test_a_search_by_size(model, tmp_path, capsys, text_file):
+def test_max_size(model, tmp_path, capsys, text_file):
     arguments = [
         "quantize",
         str(model),

@@ -1,4 +1,4 @@
-"""What is piped into a command that has a prompt."""
+"""Piped input of commands that have a prompt."""
 
 import io
 import os
@@ -46,7 +46,7 @@ def file(content, tmp_path):
         (b"", "Summarize"),
     ],
 )
-def test_what_is_piped_in_comes_before_the_prompt(standard_input, tmp_path, capsys, content, expected):
+def test_piped_input_comes_before_the_prompt(standard_input, tmp_path, capsys, content, expected):
     for source in (pipe(content), file(content, tmp_path)):
         standard_input(source)
         assert stdin.prepend_stdin("Summarize") == expected
@@ -55,7 +55,7 @@ def test_what_is_piped_in_comes_before_the_prompt(standard_input, tmp_path, caps
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_and_a_device_are_not_read(standard_input):
+def test_terminals_and_devices_are_not_read(standard_input):
     other, terminal = os.openpty()
     os.write(other, b"typed\n\x04")
     for source in (terminal, os.open(os.devnull, os.O_RDONLY), os.open("/dev/zero", os.O_RDONLY)):
@@ -64,7 +64,7 @@ def test_a_terminal_and_a_device_are_not_read(standard_input):
     os.close(other)
 
 
-def test_a_pipe_in_which_nothing_comes_is_given_up(standard_input, monkeypatch, capsys):
+def test_an_idle_pipe_is_ignored(standard_input, monkeypatch, capsys):
     reading, writing = os.pipe()
     standard_input(reading)
     monkeypatch.setattr(stdin, "FIRST_BYTE_SECONDS", 0)
@@ -73,7 +73,7 @@ def test_a_pipe_in_which_nothing_comes_is_given_up(standard_input, monkeypatch, 
     os.close(writing)
 
 
-def test_what_is_piped_in_must_be_text(standard_input):
+def test_piped_input_must_be_utf8(standard_input):
     standard_input(pipe(b"ab\xff"))
     with pytest.raises(GenerationError, match="standard input is not UTF-8"):
         stdin.prepend_stdin("Summarize")

@@ -66,7 +66,7 @@ def test_no_line_is_wider_than_the_terminal(width):
         assert len(lines) == 5
 
 
-def test_pauses_and_put_off_checkpoints_end():
+def test_pauses_and_unsaved_checkpoints_end():
     path = Path("x")
     metrics = shown(
         started(),
@@ -82,7 +82,7 @@ def test_pauses_and_put_off_checkpoints_end():
     assert shown(started()).lines(80)[1:] == ["compiling the first step"] and shown().lines(80) == []
 
 
-def test_options_of_the_machine_may_stand_beside_resume(tmp_path, text_file, capsys):
+def test_runtime_options_with_resume(tmp_path, text_file, capsys):
     run = tmp_path / "run"
     quick = ["--preset", "0.3m", "--batch-size", "2", "--max-seq-length", "16", "--vocab-size", "300", "--steps", "1"]
     assert _run(["pretrain", str(text_file), "--out", str(run), *quick, "--duty-cycle", "90"]) == 0
