@@ -1,4 +1,4 @@
-"""Fixtures that several families of tests share: a tiny model, a tiny tokenizer, a text, real data."""
+"""Shared fixtures: a tiny model and tokenizer, texts, real data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from mlxlm.config import ModelConfig
 from tests.paths import SHARED
 
-# The same examples each time, however slow the machine is; others by `pytest --hypothesis-profile explore`.
+# The same examples each time, without deadlines. `pytest --hypothesis-profile explore` takes others.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("explore", **_UNTIMED)
 settings.register_profile("same", derandomize=True, **_UNTIMED)
@@ -22,7 +22,7 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "birds", "i
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """What was measured on this machine must not change what is tested."""
+    """Use an empty cache folder, so that measurements of this machine don't affect the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -30,7 +30,7 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_text():
-    """`make_text(words)`: sentences of common words, easy to learn, the same every time."""
+    """`make_text(words)`: sentences of common words, always the same."""
 
     def make(words: int) -> str:
         rng = random.Random(0)
@@ -46,15 +46,16 @@ def make_text():
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real texts, where a checkout has one beside it."""
+    """The folder of real texts, if there is one next to this checkout."""
     folder = SHARED / "data"
     if not folder.is_dir():
-        pytest.skip("no folder of real texts beside this checkout")
+        pytest.skip("no folder of real texts next to this checkout")
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
+    """A Llama with two layers."""
     return ModelConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -69,6 +70,7 @@ def tiny_config() -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer(make_text):
+    """A byte-level tokenizer of 300 tokens."""
     from mlxlm.tokenizer import train
 
     return train([make_text(3000)], 300)
@@ -76,6 +78,7 @@ def tiny_tokenizer(make_text):
 
 @pytest.fixture
 def text_file(tmp_path: Path, make_text) -> Path:
+    """A file with 4000 words."""
     path = tmp_path / "text.txt"
     path.write_text(make_text(4000), encoding="utf-8")
     return path
@@ -83,7 +86,7 @@ def text_file(tmp_path: Path, make_text) -> Path:
 
 @pytest.fixture
 def new_machine(monkeypatch, tmp_path):
-    """As if kernels had never been chosen, tried or measured here; and with Metal, for choices that launch nothing."""
+    """A machine with Metal on which no kernel was chosen, tested or measured; nothing can be launched."""
     from mlxlm.kernels import dispatch, measurements
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

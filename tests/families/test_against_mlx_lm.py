@@ -1,5 +1,7 @@
-"""Folders in our layouts, quantized or not, as mlx_lm opens them. It ignores sliding windows in some families, so the
-texts here are shorter than any."""
+"""Saved folders, quantized or not, have the same logits in mlx_lm.
+
+It ignores sliding windows in some families, so that the texts here are shorter than any window.
+"""
 
 import json
 
@@ -52,7 +54,7 @@ FAMILIES = {
 TOKENS = np.random.default_rng(1).integers(3, 97, (2, 30))
 
 
-OTHER_GELU = {"gemma": "gelu", "gpt_neox": "gelu_new"}  # mlx_lm's, whatever hidden_act says
+OTHER_GELU = {"gemma": "gelu", "gpt_neox": "gelu_new"}  # what mlx_lm computes whatever hidden_act says
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -91,7 +93,7 @@ def test_logits_in_mlx_lm(model, tmp_path):
 
 
 def test_quantized_logits_in_mlx_lm(model, tmp_path):
-    """8 bits, with query, key and value of the first layer in 4 and its feed-forward's last matrix as it is."""
+    """8 bits, with 4 bits in the query, key and value of the first layer, and its down projection unquantized."""
     special = {f"model.layers.0.self_attn.{name}_proj": {"group_size": 32, "bits": 4} for name in "qkv"}
     plan = {"group_size": 32, "bits": 8, "mode": "affine", **special, "model.layers.0.mlp.down_proj": False}
     config = model.config.with_changes(quantization=plan)

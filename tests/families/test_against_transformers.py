@@ -1,4 +1,4 @@
-"""Every family against PyTorch: logits, greedy tokens, and the way back to a folder that transformers opens."""
+"""Every family against transformers: logits, greedy tokens, and folders that it opens again."""
 
 import json
 
@@ -24,7 +24,7 @@ transformers_oracle = pytest.importorskip("transformers_oracle")
 logits_of = transformers_oracle.logits_of
 
 VOCABULARY, LENGTH = 97, 45
-THEIRS = [name for name in FAMILIES if name != MLXLM_MODEL_TYPE]
+HF_FAMILIES = [name for name in FAMILIES if name != MLXLM_MODEL_TYPE]
 LLAMA = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -143,7 +143,7 @@ TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, (2, LENGTH))
 
 
 def test_every_family_has_a_case():
-    assert {model_type for model_type, _ in CASES.values()} == set(THEIRS)
+    assert {model_type for model_type, _ in CASES.values()} == set(HF_FAMILIES)
 
 
 def test_logits(case):
@@ -152,7 +152,7 @@ def test_logits(case):
 
 
 def test_greedy_tokens(case):
-    """16 of them, by the caches of either side."""
+    """16 tokens with caches on both sides."""
     oracle, model, _, _ = case
     prompt = torch.from_numpy(TOKENS[:1, :18])
     with torch.no_grad():
@@ -163,10 +163,9 @@ def test_greedy_tokens(case):
     assert list(found) == expected[0, 18:].tolist()
 
 
-@pytest.mark.parametrize(("prompt", "new"), [(12, 4), (20, 5), (14, 8)], ids=["short", "long", "from one to the other"])
+@pytest.mark.parametrize(("prompt", "new"), [(12, 4), (20, 5), (14, 8)], ids=["short", "long", "across"])
 def test_longrope_in_pieces(prompt, new):
-    """A text of at most 16 tokens has the positions that transformers gives short ones, to the end; a longer one those
-    of its whole, from the beginning."""
+    """Up to 16 tokens, a text has the short positions of transformers; a longer one has only long ones."""
     kind, sizes = CASES["phi3 longrope, long"]
     oracle = make_oracle(kind, {**sizes, "sliding_window": None})
     config = config_from_hf(oracle.config.to_dict())
@@ -177,12 +176,12 @@ def test_longrope_in_pieces(prompt, new):
     model.load_weights([(name, tensor.read()) for name, tensor in modules.items()])
     seen = []
 
-    def watched(logits):
+    def record(logits):
         seen.append(np.array(logits[0]))
         return greedy(logits)
 
     text = TOKENS[0, :prompt].tolist()
-    text += generate_tokens(Context(model), list(text), watched, new, prefill_step_size=5)
+    text += generate_tokens(Context(model), list(text), record, new, prefill_step_size=5)
     whole = logits_of(oracle, np.array([text]))[0]  # of prompt + new tokens, as our positions are
     np.testing.assert_allclose(np.array(seen), whole[prompt - 1 : -1], atol=1e-4)
 
@@ -198,8 +197,8 @@ SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
 
 
-@pytest.mark.parametrize("model_type", THEIRS)
-def test_what_a_configuration_leaves_out_is_as_in_transformers(model_type):
+@pytest.mark.parametrize("model_type", HF_FAMILIES)
+def test_defaults_are_those_of_transformers(model_type):
     sizes = {"vocab_size": 99, **SIZES.get(model_type, USUAL)}
     whole = transformers.AutoConfig.for_model(model_type, **sizes).to_dict()
     own = config_from_hf({"model_type": model_type, **sizes})
@@ -207,7 +206,7 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(model_type):
     assert own == config_from_hf({"model_type": model_type, **whole}).with_changes(**no_tokens)
 
 
-def test_written_back_it_opens_in_transformers(case, tmp_path):
+def test_saved_models_open_in_transformers(case, tmp_path):
     oracle, _, config, tensors = case
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
     stored = {name: tensor.read() for name, tensor in to_file_weights(weight_mappings(config), tensors).items()}
@@ -221,7 +220,7 @@ def test_written_back_it_opens_in_transformers(case, tmp_path):
     assert config_from_hf(again.config.to_dict()) == config
 
 
-def test_sizes_are_those_of_the_arrays(case):
+def test_counts_are_those_of_the_arrays(case):
     _, model, config, _ = case
     arrays = dict(tree_flatten(model.parameters()))
     assert config.parameter_count() == sum(value.size for value in arrays.values())
@@ -253,12 +252,12 @@ def test_a_training_step_reaches_every_parameter(case):
     mx.eval(largest)
     for name, value in largest.items():
         assert np.isfinite(value.item()), name
-        # Softmax doesn't see what adds the same to each score of a row: the bias of the keys without positions.
+        # Softmax ignores what is added to all scores of a row: the bias of keys without positions.
         assert value.item() > 0 or name.endswith("k_proj.bias"), name
 
 
 LAYER = "norm=layer feed_forward=gelu biases=all attention=multi-head"
-PARAMETER_GROUPS = {
+OVERRIDES = {
     "swiglu, multi-query": ("attention=multi-query", "llama"),
     "glu": ("feed_forward=glu head=tied", "llama"),
     "geglu, ntk": ("feed_forward=geglu rope_scaling=ntk:4", "llama"),
@@ -283,12 +282,12 @@ PARAMETER_GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", PARAMETER_GROUPS)
-def test_parts_that_a_family_has_are_those_of_transformers(name, tmp_path):
-    """A model made here part by part, written as the family that its configuration is."""
-    words, family = PARAMETER_GROUPS[name]
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_overrides_that_a_family_can_represent_open_in_transformers(name, tmp_path):
+    """A model made by overrides and saved as the family that can represent it."""
+    overrides, family = OVERRIDES[name]
     base = ModelConfig(32, 2, 4, 128, VOCABULARY, num_key_value_heads=2, max_position_embeddings=64)
-    config = resolve_model_type(apply_overrides(base, parse_overrides(words.split())))
+    config = resolve_model_type(apply_overrides(base, parse_overrides(overrides.split())))
     assert config.model_type == family
     model, rng = Decoder(config), np.random.default_rng(0)
     weights = {
@@ -300,5 +299,5 @@ def test_parts_that_a_family_has_are_those_of_transformers(name, tmp_path):
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation=ATTENTION.get(family), dtype=torch.float32
     )
-    wanted = logits_of(oracle.eval(), TOKENS)
-    np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
+    expected = logits_of(oracle.eval(), TOKENS)
+    np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), expected, atol=1e-4 * max(1, np.abs(expected).max()))

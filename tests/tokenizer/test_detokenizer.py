@@ -20,14 +20,14 @@ def streamed(tokenizer, ids):
 
 @given(numbers=IDS)
 @ANY
-def test_any_ids_stream_to_what_they_decode_to(trained, numbers):
+def test_streams_equal_decode(trained, numbers):
     ids = [n % (trained.vocab_size + 3) for n in numbers]
     assert streamed(trained, ids) == trained.decode(ids)
 
 
 @given(numbers=IDS)
 @ANY
-def test_any_ids_stream_to_what_they_decode_to_llama2(llama2, numbers):
+def test_streams_equal_decode_in_llama2(llama2, numbers):
     ids = [n % 300 if n % 3 else n % llama2.vocab_size for n in numbers]  # many byte tokens
     assert streamed(llama2, ids) == llama2.decode(ids)
 
@@ -39,14 +39,14 @@ def gpt2_runtime(gpt2):
 
 @given(numbers=IDS)
 @ANY
-def test_byte_level_decodes_any_ids_as_the_runtime_does(gpt2, gpt2_runtime, numbers):
+def test_byte_level_decodes_like_the_tokenizers_library(gpt2, gpt2_runtime, numbers):
     ids = [n % 256 if n % 3 else n % gpt2.vocab_size for n in numbers]
     for skip in (True, False):
         assert gpt2.decode(ids, skip_special_tokens=skip) == gpt2_runtime.decode(ids, skip_special_tokens=skip)
     assert streamed(gpt2, ids) == gpt2.decode(ids)
 
 
-def test_characters_come_whole(trained, sample):
+def test_characters_are_complete(trained, sample):
     stream = trained.detokenizer()
     parts = [stream.add_token(id) for id in trained.encode(sample * 2)]
     assert not any("\ufffd" in part for part in parts)
@@ -54,7 +54,7 @@ def test_characters_come_whole(trained, sample):
     assert stream.finalize() == ""
 
 
-def test_an_unfinished_character_is_shown_at_the_end(trained):
+def test_an_incomplete_character_is_emitted_at_the_end(trained):
     ids = trained.encode("𐍈", add_special_tokens=False)  # four bytes, never seen in training
     stream = trained.detokenizer()
     assert [stream.add_token(id) for id in ids[:-1]] == ["", "", ""]

@@ -9,12 +9,12 @@ from mlxlm.tokenizer import load
 from mlxlm.utils.errors import TokenizerError
 
 
-def replace_step(content: str, pattern: str = "a", tokenizer_type: str = "String") -> dict:
-    return {"type": "Replace", "pattern": {tokenizer_type: pattern}, "content": content}
+def replace_step(content: str, pattern: str = "a", pattern_type: str = "String") -> dict:
+    return {"type": "Replace", "pattern": {pattern_type: pattern}, "content": content}
 
 
-def sequence(tokenizer_type: str, steps: list[dict]) -> dict:
-    return {"type": "Sequence", tokenizer_type: steps}
+def sequence(key: str, steps: list[dict]) -> dict:
+    return {"type": "Sequence", key: steps}
 
 
 METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
@@ -56,7 +56,7 @@ TEXT = {"Sequence": {"id": "A", "type_id": 0}}
         ),
     ],
 )
-def test_a_tokenizer_that_makes_texts_long_is_refused(tmp_path, tiny_tokenizer, field, value, expected):
+def test_tokenizers_that_make_texts_long_are_refused(tmp_path, tiny_tokenizer, field, value, expected):
     content = json.loads(tiny_tokenizer.to_json())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**content, field: value}))
     with pytest.raises(TokenizerError, match=expected):
@@ -73,7 +73,7 @@ def test_long_added_tokens_are_refused_before_they_are_normalized(tmp_path, tiny
         load(tmp_path)
 
 
-def test_a_token_as_long_as_a_book_is_refused(tmp_path, tiny_tokenizer):
+def test_huge_tokens_are_refused(tmp_path, tiny_tokenizer):
     content = json.loads(tiny_tokenizer.to_json())
     content["model"]["vocab"]["a" * 70_000] = 500
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -84,7 +84,7 @@ def test_a_token_as_long_as_a_book_is_refused(tmp_path, tiny_tokenizer):
 @pytest.mark.parametrize(
     ("normalizer", "pre_tokenizer"),
     [
-        # Llama 2 and Gemma; T5 and XLM-R; ALBERT; CLIP; BERT; GPT-2's kind after other steps
+        # Llama 2 and Gemma; T5 and XLM-R; ALBERT; CLIP; BERT; byte-level after other steps
         ([{"type": "Prepend", "prepend": "\u2581"}, replace_step("\u2581", " ")], []),
         ([{"type": "NFKC"}, replace_step("\u2581", " {2,}", "Regex")], [METASPACE]),
         ([replace_step('"', "``"), replace_step('"', "''"), {"type": "NFKD"}, {"type": "StripAccents"}], [METASPACE]),
@@ -97,7 +97,7 @@ def test_a_token_as_long_as_a_book_is_refused(tmp_path, tiny_tokenizer):
         ([replace_step("...", "\u2026"), replace_step("<n>", "\n"), replace_step("<tabulator>", "\t")], []),
     ],
 )  # fmt: skip
-def test_the_steps_of_known_families_are_read(tmp_path, tiny_tokenizer, normalizer, pre_tokenizer):
+def test_the_steps_of_known_tokenizers_are_accepted(tmp_path, tiny_tokenizer, normalizer, pre_tokenizer):
     content = json.loads(tiny_tokenizer.to_json())
     content["normalizer"] = sequence("normalizers", normalizer)
     content["pre_tokenizer"] = sequence("pretokenizers", pre_tokenizer)

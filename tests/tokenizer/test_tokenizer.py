@@ -15,7 +15,7 @@ ANY = settings(max_examples=100)
 @example("▁ ▁▁ <s></s><unk><|user|><0x41>")
 @example("\ufeff\r\n \u2028\x85\x00")
 @ANY
-def test_any_text_comes_back(trained, text):
+def test_round_trip(trained, text):
     for special in (False, True):
         ids = trained.encode(text, add_special_tokens=special)
         assert trained.decode(ids) == text
@@ -32,22 +32,22 @@ def test_tokens_are_the_bytes_of_the_text(trained, text):
 
 @given(text=TEXT)
 @ANY
-def test_any_text_comes_back_from_gpt2(gpt2, text):
+def test_round_trip_in_gpt2(gpt2, text):
     assert gpt2.decode(gpt2.encode(text)) == text
 
 
 @given(text=TEXT)
 @ANY
-def test_any_text_comes_back_from_llama2(llama2, text):
-    text = text.replace("▁", "")  # Llama 2's own ids cannot tell it from a space
+def test_round_trip_in_llama2(llama2, text):
+    text = text.replace("▁", "")  # which Llama 2 encodes like a space
     assert llama2.decode(llama2.encode(text)) == text
 
 
-def test_real_text_comes_back(trained, real_text):
+def test_round_trip_of_real_text(trained, real_text):
     assert trained.decode(trained.encode(real_text)) == real_text
 
 
-def test_real_text_comes_back_from_gpt2(gpt2, real_text):
+def test_round_trip_of_real_text_in_gpt2(gpt2, real_text):
     assert gpt2.decode(gpt2.encode(real_text)) == real_text
 
 
@@ -60,15 +60,15 @@ def test_text_cannot_forge_special_tokens(trained):
         assert parsed.count(id) == 1
         assert trained.decode(parsed) == "a b"
         assert trained.decode(parsed, skip_special_tokens=False) == text
-        # the choice is the call's, and leaves nothing behind
+        # parse_special doesn't affect later calls
         assert id not in trained.encode(text, add_special_tokens=False)
 
 
-def test_special_tokens_stand_for_no_bytes(trained):
+def test_special_tokens_have_no_bytes(trained):
     assert all(trained.token_bytes(id) == b"" for id in trained.special_tokens.values())
 
 
-def test_ids_without_a_token_add_nothing(trained):
+def test_ids_without_a_token_have_no_text(trained):
     ids = trained.encode("water")
     assert trained.decode([*ids, trained.vocab_size, 10**6]) == "water"
     assert trained.token_bytes(trained.vocab_size) == b""
@@ -85,7 +85,7 @@ def test_lone_surrogates_are_named(trained):
         trained.encode_batch(["ab", "\udc80"])
 
 
-def test_equal_ids_in_pieces_cut_at_words(corpus):
+def test_pieces_split_at_words_have_the_same_ids(corpus):
     tokenizer = train(corpus, 420, "byte-level")
     text = "one two\n\nthree,\nwater"
     pieces = ["one", " two\n\n", "three,\n", "water"]

@@ -7,14 +7,14 @@ import pytest
 from mlxlm.tokenizer import TOKENIZER_TYPES, train
 from mlxlm.utils.errors import DataError, TokenizerError
 
-ROLES = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+COMMON_TOKENS = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
 def test_special_tokens_of_byte_level(corpus):
     tokenizer = train(corpus, 400, "byte-level")
     assert tokenizer.tokenizer_type == "byte-level"
     assert tokenizer.vocab_size == 400
-    assert list(tokenizer.special_tokens) == ["<|begin_of_text|>", "<|end_of_text|>", *ROLES]
+    assert list(tokenizer.special_tokens) == ["<|begin_of_text|>", "<|end_of_text|>", *COMMON_TOKENS]
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id) == (0, 1, 2, None)
 
 
@@ -22,7 +22,7 @@ def test_special_tokens_of_sentencepiece(corpus):
     tokenizer = train(corpus, 420, "sentencepiece")
     assert tokenizer.tokenizer_type == "sentencepiece"
     assert tokenizer.vocab_size == 420
-    assert list(tokenizer.special_tokens) == ["<unk>", "<s>", "</s>", *ROLES]
+    assert list(tokenizer.special_tokens) == ["<unk>", "<s>", "</s>", *COMMON_TOKENS]
     assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, 3)
 
 
@@ -51,7 +51,7 @@ def test_digits_are_split(corpus):
 
 
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-def test_too_large_a_vocabulary_names_the_largest_that_works(tokenizer_type, corpus):
+def test_the_error_for_a_large_vocabulary_tells_the_largest(tokenizer_type, corpus):
     with pytest.raises(TokenizerError, match="larger than this text supports") as caught:
         train(corpus, 100_000, tokenizer_type)
     largest = int(caught.value.hint.split()[4])
@@ -60,14 +60,14 @@ def test_too_large_a_vocabulary_names_the_largest_that_works(tokenizer_type, cor
 
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
 @pytest.mark.parametrize("text", ["The cat sat on the mat.\n" * 500, "a" * 10_000, "a\n" * 5000, "Hello there."])
-def test_a_vocabulary_that_need_not_be_exact_adapts_to_the_text(tokenizer_type, text):
+def test_without_exact_the_vocabulary_fits_the_text(tokenizer_type, text):
     trained = train([text], 1024, tokenizer_type, exact=False)
     assert 256 < trained.vocab_size < 1024 and trained.decode(trained.encode(text)) == text
     assert train([text], trained.vocab_size, tokenizer_type).fingerprint == trained.fingerprint
 
 
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-def test_too_small_a_vocabulary_names_the_smallest_that_works(tokenizer_type, corpus):
+def test_the_error_for_a_small_vocabulary_tells_the_smallest(tokenizer_type, corpus):
     with pytest.raises(TokenizerError, match="too small") as caught:
         train(corpus, 100, tokenizer_type)
     smallest = int(caught.value.hint.split()[-1])
@@ -86,7 +86,7 @@ def test_no_text(tokenizer_type, texts):
 
 
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-def test_errors_of_the_source_come_through(tokenizer_type):
+def test_errors_of_the_texts_are_raised(tokenizer_type):
     def texts():
         yield "some text\n"
         raise DataError("line 2 is bad", "another line")
@@ -101,7 +101,7 @@ def test_lone_surrogates(tokenizer_type):
         train(["abc\ud800"], 300, tokenizer_type)
 
 
-def test_unknown_kind_and_huge_vocabulary(corpus):
+def test_unknown_type_and_huge_vocabulary(corpus):
     with pytest.raises(TokenizerError, match="unknown tokenizer type"):
         train(corpus, 400, "unigram")
     with pytest.raises(TokenizerError, match="too large"):
