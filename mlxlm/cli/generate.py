@@ -21,7 +21,7 @@ from mlxlm.utils.formatting import human_bytes
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
     from mlxlm.generation import Context, GenerationOptions, GenerationResult, LoadedModel, TextStream
-    from mlxlm.generation.jsonl.requests import EncodedPrompt, Messages
+    from mlxlm.generation.jsonl.prompts import EncodedPrompt, Messages
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b

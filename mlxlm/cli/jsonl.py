@@ -18,7 +18,8 @@ from mlxlm.cli.job_progress import JobProgress, progress
 from mlxlm.cli.line_reader import LineReader
 from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
 from mlxlm.generation.batching import BATCH_SIZE
-from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, EncodedPrompt, Messages, RequestReader, Sample
+from mlxlm.generation.jsonl.prompts import EncodedPrompt, Messages, PromptEncoder
+from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, RequestReader, Sample
 from mlxlm.generation.jsonl.result_file import ResultFile
 from mlxlm.generation.jsonl.results import bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
@@ -70,11 +71,9 @@ def run(
         reader = RequestReader(
             lm,
             settings.options,
-            make_encoder(lm),
+            PromptEncoder(lm, make_encoder(lm), as_chat=settings.chat, system_prompt=settings.system_prompt),
             kv=settings.kv,
             num_samples=settings.num_samples,
-            as_chat=settings.chat,
-            system_prompt=settings.system_prompt,
             **({"done": file.done} if file else {}),
         )
         job_progress.begin(_count_lines(descriptor))

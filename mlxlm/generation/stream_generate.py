@@ -56,7 +56,11 @@ def stream(
             invalid options.
     """
     settings = GenerationOptions.of(("context", "kv", "speculation"), **options)
-    return TextStream(lm, encode_prompt(lm, prompt), settings, context=context, kv=kv, speculation=speculation)
+    if context is None:
+        context = Context(lm.model, kv)
+    elif kv is not None and kv != context.kv:
+        raise GenerationError(f"the context has its own cache settings, {context.kv}", "a context made with these")
+    return TextStream(lm, encode_prompt(lm, prompt), settings, context=context, speculation=speculation)
 
 
 def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
@@ -89,7 +93,6 @@ class TextStream(Iterator[GenerationChunk]):
         options: GenerationOptions,
         *,
         context: Context | None = None,
-        kv: KVOptions | None = None,
         eos_token_ids: frozenset[int] | None = None,
         on_prefill: Callable[[int], None] | None = None,
         speculation: SpeculativeDecoder | None = None,
@@ -101,7 +104,6 @@ class TextStream(Iterator[GenerationChunk]):
             prompt: Token ids.
             options: Sampling options and the end of the text.
             context: See `stream`.
-            kv: See `stream`.
             eos_token_ids: Tokens that end the text; None for the model's.
             on_prefill: See `generate_tokens`.
             speculation: See `stream`.
@@ -109,9 +111,7 @@ class TextStream(Iterator[GenerationChunk]):
         Raises:
             GenerationError: As `stream`.
         """
-        if context is not None and kv is not None and kv != context.kv:
-            raise GenerationError(f"the context has its own cache settings, {context.kv}", "a context made with these")
-        self._context = context or Context(lm.model, kv)
+        self._context = context or Context(lm.model)
         self._sequence = TokenSequence(lm, prompt, options, self._context.kv, eos_token_ids)
         if speculation is not None:
             if not hasattr(speculation, "check"):

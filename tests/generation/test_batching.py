@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
-from mlxlm.generation import GenerationOptions, Request, TextStream, batch, generate, run_batch
+from mlxlm.generation import Context, GenerationOptions, Request, TextStream, batch, generate, run_batch
 from mlxlm.generation.batching import ordered_results
 from mlxlm.generation.context import common_prefix_length
 from mlxlm.model import Decoder
@@ -31,7 +31,9 @@ OPTIONS = [
 
 
 def alone(lm, request, kv=None):
-    text = TextStream(lm, request.prompt, request.options, kv=kv, eos_token_ids=request.eos_token_ids)
+    text = TextStream(
+        lm, request.prompt, request.options, context=Context(lm.model, kv), eos_token_ids=request.eos_token_ids
+    )
     list(text)
     return text.result
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, save_prompt_cache
-from mlxlm.generation import Context, GenerationOptions, TextStream, generate, generate_tokens, stream
+from mlxlm.generation import Context, generate, generate_tokens, stream
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
@@ -195,7 +195,7 @@ def test_a_context_has_its_own_cache_settings(lm):
         Context(lm.model, 8)
     context = Context(lm.model, KVOptions.of(size=32))
     with pytest.raises(GenerationError, match="its own cache settings"):
-        TextStream(lm, PROMPT, GenerationOptions(), context=context, kv=KVOptions.of(size=16))
+        stream(lm, PROMPT, context=context, kv=KVOptions.of(size=16))
     stream(lm, PROMPT, context=context, kv=KVOptions.of(size=32))
 
 

@@ -32,7 +32,9 @@ def soft(lm):
 
 
 def text(lm, speculation, kv=None, prompt=PROMPT, **options):
-    stream = TextStream(lm, prompt, GenerationOptions.of(**options), kv=kv, speculation=speculation)
+    stream = TextStream(
+        lm, prompt, GenerationOptions.of(**options), context=Context(lm.model, kv), speculation=speculation
+    )
     return list(stream), stream.result
 
 

@@ -7,16 +7,16 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.cache.options import is_int_at_least
+from mlxlm.generation.jsonl.prompts import PromptEncoder
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.request_queue import Request
-from mlxlm.generation.stream_generate import encode_prompt
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from mlxlm.utils.json_files import parse_json_object
@@ -25,13 +25,9 @@ MAX_LINE_BYTES = 64 * 2**20  # far more than any context, far less than memory
 MAX_NUM_SAMPLES = 100_000
 
 Id = str | int | float
-Messages = list[dict[str, str]]  # each with "role" and "content"
-EncodedPrompt = tuple[Sequence[int], frozenset[int] | None]  # ids, and the end tokens, None for the model's
 
 _REQUEST_FIELDS = ("id", "prompt", "messages", "system_prompt", "num_samples")
 _OPTION_FIELDS = tuple(field.name for field in fields(GenerationOptions))
-_ROLES = ("system", "user", "assistant")
-_EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello!"}'
 
 
 @dataclass(frozen=True)
@@ -115,12 +111,10 @@ class RequestReader:
         self,
         lm: LoadedModel,
         defaults: GenerationOptions,
-        encode_messages: Callable[[Messages], EncodedPrompt],
+        prompt_encoder: PromptEncoder,
         *,
         kv: KVOptions | None = None,
         num_samples: int = 1,
-        as_chat: bool = False,
-        system_prompt: str | None = None,
         done: Callable[[Id, int], str | None] = lambda id, sample: None,
     ):
         """Prepare to read requests for a model.
@@ -128,21 +122,16 @@ class RequestReader:
         Args:
             lm: The model.
             defaults: Options of requests that don't set them.
-            encode_messages: Applies the chat template. May raise any MlxlmError.
+            prompt_encoder: Encodes prompts and messages.
             kv: Options of the key-value cache.
             num_samples: The default number of samples.
-            as_chat: Whether a text prompt is a user message.
-            system_prompt: The default system prompt of conversations.
             done: `done(id, sample)` is the digest of the request whose result exists; None without a result.
         """
-        self._lm = lm
         setup = (fingerprint(lm.model), lm.tokenizer.fingerprint, asdict(kv or KVOptions()))
         self._setup_hash = hashlib.sha256(json.dumps(setup).encode())
         self._defaults = replace(defaults, seed=0) if defaults.seed is None else defaults
-        self._encode_messages = encode_messages
+        self._prompt_encoder = prompt_encoder
         self._num_samples = num_samples
-        self._as_chat = as_chat
-        self._system_prompt = system_prompt
         self._done = done
         self._line_of_id: dict[str, int] = {}
 
@@ -160,7 +149,7 @@ class RequestReader:
             self._check_unique(request_id, number)
             num_samples = _check_num_samples(value.get("num_samples", self._num_samples))
             options = self._options(value)
-            prompt, eos_token_ids = self._encode(value)
+            prompt, eos_token_ids = self._prompt_encoder.encode(value)
         except MlxlmError as error:
             raise BadRequest(number, request_id, error.message, error.hint) from error
         has_own_seed = value.get("seed") is not None and num_samples == 1
@@ -202,42 +191,6 @@ class RequestReader:
             del options["seed"]
         return replace(self._defaults, **options)
 
-    def _encode(self, value: dict[str, Any]) -> EncodedPrompt:
-        prompt, messages, system_prompt = (value.get(name) for name in ("prompt", "messages", "system_prompt"))
-        if (prompt is None) == (messages is None):
-            raise GenerationError("a request has either a prompt or messages", '{"prompt": "Once upon a time"}')
-        if system_prompt is not None and not isinstance(system_prompt, str):
-            raise GenerationError("system_prompt is not a string", '"Be brief."')
-        if messages is None:
-            is_chat = self._as_chat and isinstance(prompt, str)
-            if not self._as_chat and (system_prompt is not None or self._system_prompt):
-                raise GenerationError("a prompt without a chat can't have a system prompt", "messages, or --chat")
-            if not is_chat:
-                return self._encode_prompt(prompt), None
-            if not prompt:
-                raise GenerationError("the message is empty", "some text to answer")
-            messages = [{"role": "user", "content": prompt}]
-        return self._encode_messages(self._with_system_prompt(_check_messages(messages), system_prompt))
-
-    def _encode_prompt(self, prompt: Any) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return encode_prompt(self._lm, prompt)
-        is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-        if not is_ids or self._as_chat:
-            raise GenerationError("the prompt is not a string", "a string; or without a chat, a list of token ids")
-        return prompt  # `run_batch` checks whether the model has these ids
-
-    def _with_system_prompt(self, messages: Messages, system_prompt: str | None) -> Messages:
-        has_system_prompt = messages[0]["role"] == "system"
-        if system_prompt is not None and has_system_prompt:
-            raise GenerationError(
-                "there are two system prompts", "system_prompt, or a first message with the role system"
-            )
-        system_prompt = self._system_prompt if system_prompt is None else system_prompt
-        if system_prompt and not has_system_prompt:
-            return [{"role": "system", "content": system_prompt}, *messages]
-        return messages
-
 
 def _parse_line(number: int, line: bytes) -> dict[str, Any]:
     if len(line) > MAX_LINE_BYTES:
@@ -259,23 +212,6 @@ def _check_num_samples(value: Any) -> int:
     if not is_int_at_least(value, 1) or value > MAX_NUM_SAMPLES:
         raise GenerationError(f"num_samples is {value!r}", f"a whole number from 1 to {MAX_NUM_SAMPLES}")
     return value
-
-
-def _check_messages(messages: Any) -> Messages:
-    if not isinstance(messages, list) or not messages:
-        raise GenerationError("messages is not a list of messages", f"[{_EXAMPLE_MESSAGE}]")
-    for n, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise GenerationError(f"message {n} must have a role and a content, nothing else", _EXAMPLE_MESSAGE)
-        if message["role"] not in _ROLES:
-            raise GenerationError(f"message {n} has the role {message['role']!r}", "one of " + ", ".join(_ROLES))
-        if not isinstance(message["content"], str):
-            raise GenerationError(f"the content of message {n} is not a string", _EXAMPLE_MESSAGE)
-    if messages[-1]["role"] != "user":
-        raise GenerationError(
-            "the last message is not the user's: there is nothing to answer", f"{_EXAMPLE_MESSAGE} last"
-        )
-    return messages
 
 
 def _similar_fields(unknown: list[str]) -> str:

@@ -11,6 +11,7 @@ from mlxlm.backend.mlx import tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.generation import GenerationOptions, Request, run_batch
 from mlxlm.generation.gumbel_noise import derive_seed
+from mlxlm.generation.jsonl.prompts import PromptEncoder
 from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, RequestReader
 from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError
 
@@ -25,8 +26,9 @@ def reader(lm):
         text = "|".join(f"{m['role']}:{m['content']}" for m in messages)
         return lm.tokenizer.encode(text), frozenset([1])
 
-    def make(defaults=DEFAULTS, **settings):
-        return RequestReader(lm, defaults, encode_messages, **settings)
+    def make(defaults=DEFAULTS, as_chat=False, system_prompt=None, **settings):
+        encoder = PromptEncoder(lm, encode_messages, as_chat=as_chat, system_prompt=system_prompt)
+        return RequestReader(lm, defaults, encoder, **settings)
 
     return make
 
@@ -157,7 +159,7 @@ def test_a_digest_is_of_all_that_decides_the_text(read, lm, reader):
     weights = [(name, value + 1) for name, value in tree_flatten(lm.model.parameters())]
     other = replace(lm, model=type(lm.model)(lm.config))
     other.model.load_weights(weights)
-    found.append(RequestReader(other, DEFAULTS, None).read(1, b'{"prompt": "x"}').digest)
+    found.append(RequestReader(other, DEFAULTS, PromptEncoder(other, None)).read(1, b'{"prompt": "x"}').digest)
     assert len(set(found)) == len(found)
     assert digest({"temperature": 1}) == digest({"temperature": 1.0})
 
@@ -267,7 +269,7 @@ def test_what_the_template_refuses_is_an_error_of_its_line(lm):
     def refuse(messages):
         raise TokenizerError("roles must alternate", "a question")
 
-    reader = RequestReader(lm, DEFAULTS, refuse)
+    reader = RequestReader(lm, DEFAULTS, PromptEncoder(lm, refuse))
     with pytest.raises(BadRequest, match=r"roles must alternate \(try: a question\)"):
         reader.read(1, b'{"messages": [{"role": "user", "content": "x"}]}')
 
@@ -284,7 +286,7 @@ def test_a_byte_order_mark_and_spaces(reader):
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_no_line_does_worse_than_a_bad_request(lm, line):
-    reader = RequestReader(lm, DEFAULTS, lambda messages: ([], frozenset()))
+    reader = RequestReader(lm, DEFAULTS, PromptEncoder(lm, lambda messages: ([], frozenset())))
     with pytest.raises(BadRequest):
         reader.read(1, line)
 
@@ -299,7 +301,7 @@ NAMES = ("id", "prompt", "messages", "system_prompt", "num_samples", *Generation
 
 @given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4), st.sampled_from(["x", [2**31], [10**30], 0]))
 def test_no_value_does_worse_than_a_bad_request(lm, value, prompt):
-    reader = RequestReader(lm, DEFAULTS, lambda messages: ([], frozenset()))
+    reader = RequestReader(lm, DEFAULTS, PromptEncoder(lm, lambda messages: ([], frozenset())))
     try:
         task = reader.read(1, json.dumps({"prompt": prompt} | value).encode())
     except GenerationError:
@@ -313,7 +315,7 @@ WHOLE = [f.name for f in GenerationOptions.__dataclass_fields__.values() if isin
 @pytest.mark.parametrize("name", [*WHOLE, "seed", "logprobs"])
 @pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**63, 1e300])
 def test_no_number_is_too_much(lm, name, value):
-    reader = RequestReader(lm, DEFAULTS, lambda messages: ([], frozenset()))
+    reader = RequestReader(lm, DEFAULTS, PromptEncoder(lm, lambda messages: ([], frozenset())))
     others = {"dry_multiplier": 1, "xtc_probability": 1, "presence_penalty": 1}
     try:
         task = reader.read(1, json.dumps({"prompt": "a", **others, name: value}).encode())
