@@ -112,8 +112,8 @@ class Context:
         if original_length is not None:
             # With a rotating cache, no token attends further back than the cache reaches.
             expected_length = min(len(prompt) + max_tokens, self.kv.size or UNLIMITED)
-            was_long = self.caches[0].expected_length > original_length
-            if self._ids and (expected_length > original_length) != was_long:
+            is_long = expected_length > original_length
+            if self._ids and is_long != (self.caches[0].expected_length > original_length):
                 self.clear()
         shared = common_prefix_length(self._ids, prompt[:-1])
         surplus = len(self._ids) - shared
