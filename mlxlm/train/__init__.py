@@ -1,6 +1,5 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
-from mlxlm.report import plot_losses
 from mlxlm.train.budget import Budget
 from mlxlm.train.distributed.heartbeat import RankLostError
 from mlxlm.train.distributed.process_group import ProcessGroup
@@ -35,34 +34,33 @@ from mlxlm.train.trackers import check_trackers
 
 __all__ = [
     "Budget",
-    "TokenizerOptions",
+    "CheckpointNotSaved",
+    "CheckpointSaved",
     "Event",
     "Finished",
     "Forecast",
-    "CheckpointNotSaved",
     "Paused",
     "PowerPolicy",
     "Probe",
-    "RankLostError",
     "ProcessGroup",
-    "StepsChanged",
+    "RankLostError",
     "Resumed",
     "Run",
     "Sample",
-    "CheckpointSaved",
-    "Throttled",
     "Started",
     "Step",
+    "StepsChanged",
     "Stopped",
+    "Throttled",
+    "TokenizerOptions",
     "TrainSettings",
-    "Validation",
     "TrainingWarning",
+    "Validation",
     "check_trackers",
-    "plot_losses",
-    "run_worker",
     "open_base_model",
     "probe",
     "repeat_run",
+    "run_worker",
     "start_finetune",
     "start_run",
     "train",
