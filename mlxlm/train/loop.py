@@ -217,10 +217,6 @@ class Trainer:
         )  # fmt: skip
         self.deadline.record_time(None)  # building and loading the model
         warnings = [*self.throttle.unsupported(), self.environment_warning]
-        if self.resumed and settings.packing == "best-fit" and self.run.version < 2:
-            warnings.append(
-                "an earlier version of mlxlm packed the rows of this run differently: they change from here"
-            )
         for warning in filter(None, warnings):
             yield TrainingWarning(self.first, warning)
         if self.resumed and (self.should_validate() or self.should_sample()):

@@ -43,7 +43,6 @@ from mlxlm.utils.files import atomic_new_folder, commit_file, same_file, stage_c
 from mlxlm.utils.json_files import read_json, write_json
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
-VERSION = 2  # of the format: before, best-fit packing cropped documents, so such a run continues with other rows
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Run:
 
     It has `config.json`, tokenizer files, `train.json`, `log.jsonl`, `checkpoints/step-N/`, `loss.png`, `report.html`,
     and `model.safetensors`: the weights of the best checkpoint. `train.json` has the settings, the location of the
-    token shards (in `data/` inside the run, or an absolute path), a digest of them, and the version of the format.
+    token shards (in `data/` inside the run, or an absolute path), and a digest of them.
     """
 
     path: Path
@@ -60,7 +59,6 @@ class Run:
     settings: TrainSettings
     data: Path
     data_digest: str
-    version: int = VERSION
 
     @classmethod
     def create(
@@ -85,7 +83,7 @@ class Run:
             if move_data:
                 data.rename(folder / "data")
             location = "data" if move_data else str(data.resolve())
-            _write_run_file(folder, settings, location, digest, VERSION)
+            _write_run_file(folder, settings, location, digest)
         return cls.open(path)
 
     @classmethod
@@ -100,8 +98,8 @@ class Run:
             settings, data, digest = values["settings"], path / values["data"], values["data_digest"]
         except (KeyError, TypeError):
             raise ConfigError(f"{path / RUN_FILE}: it needs settings, data and data_digest") from None
-        settings, version = TrainSettings.from_dict(settings, str(path / RUN_FILE)), values.get("version", 1)
-        return cls(path, config, settings, data, digest, version)
+        settings = TrainSettings.from_dict(settings, str(path / RUN_FILE))
+        return cls(path, config, settings, data, digest)
 
     def with_data(self, data: Path) -> Run:
         """Record that the prepared data was moved to the folder `data`, and return the run.
@@ -115,7 +113,7 @@ class Run:
         folder, moved = self.path.resolve(), data.resolve()
         with self.locked():
             location = moved.relative_to(folder) if moved.is_relative_to(folder) else moved
-            _write_run_file(self.path, self.settings, str(location), self.data_digest, self.version)
+            _write_run_file(self.path, self.settings, str(location), self.data_digest)
         return Run.open(self.path)
 
     @property
@@ -230,7 +228,7 @@ class Run:
     def update_model(self) -> None:
         """Make the best checkpoint the run's `model.safetensors`, if it isn't yet."""
         best = best_checkpoint(self.path)
-        if best is None or not (best / MODEL_FILE).is_file():  # older runs have large models in several files
+        if best is None or not (best / MODEL_FILE).is_file():  # `load_checkpoint` reports a missing file
             return
         if not same_file(best / MODEL_FILE, self.path / MODEL_FILE):
             commit_file(stage_copy(best / MODEL_FILE, self.path / MODEL_FILE), self.path / MODEL_FILE)
@@ -266,7 +264,7 @@ class Run:
             changed = [name for name, value in self.settings.to_dict().items() if saved[name] != value]
             if state["step"] != checkpoint_step(folder):
                 raise ValueError(f"state.json is of step {state['step']}")
-            _check_digests(folder, state.get("sha256", {}))
+            _check_digests(folder, state["sha256"])
             # Contiguous, as they were: a product with a transposed view may differ in the last bit.
             weights = {name: mx.contiguous(tensor.read()) for name, tensor in tensors.items()}
             step.load(weights, mx.load(str(optimizer)))
@@ -282,9 +280,9 @@ class Run:
 
 
 def _check_digests(checkpoint: Path, digests: Mapping[str, str]) -> None:
-    """Raise CheckpointError for a file that has changed. Older checkpoints have no digests in `state.json`."""
+    """Raise CheckpointError for a file that has changed since `state.json` was written."""
     for name in (MODEL_FILE, OPTIMIZER_FILE):
-        if name in digests and file_sha256(checkpoint / name, CheckpointError) != digests[name]:
+        if file_sha256(checkpoint / name, CheckpointError) != digests[name]:
             problem = f"{checkpoint / name} has changed since it was saved: its SHA-256 is not the one in {STATE_FILE}"
             raise CheckpointError(problem, "an unchanged copy of this file, or a new run")
 
@@ -293,8 +291,8 @@ def _lazy_tensors(arrays: Mapping[str, mx.array]) -> dict[str, LazyTensor]:
     return {name: lazy_tensor(value) for name, value in arrays.items()}
 
 
-def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str, version: int) -> None:
-    content = {"version": version, "settings": settings.to_dict(), "data": data, "data_digest": digest}
+def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str) -> None:
+    content = {"settings": settings.to_dict(), "data": data, "data_digest": digest}
     write_json(folder / RUN_FILE, content)
 
 

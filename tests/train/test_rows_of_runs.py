@@ -10,7 +10,7 @@ from mlxlm.data import DataOptions, TrainBatches, read_texts, training_texts
 from mlxlm.experiments.sweep import prepare_shared_data
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
-from mlxlm.train import Run, Started, Step, TokenizerOptions, TrainingWarning, start_run, train
+from mlxlm.train import Run, Started, Step, TokenizerOptions, start_run, train
 from mlxlm.train.run_data import no_phase
 from mlxlm.utils.errors import DataError
 from tests.train.training_runs import QUICK, contents, finish
@@ -95,18 +95,6 @@ def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, ti
 
 def whole_tokens(run: Run) -> int:
     return json.loads((run.data / "manifest.json").read_text())["train"]["tokens"]
-
-
-def test_a_run_of_an_earlier_version_says_that_its_rows_differ(new_run):
-    warnings = {}
-    for name, packing in (("concatenated", "concatenate"), ("packed", "best-fit")):
-        run = new_run(name, packing=packing)
-        finish(run, stop_at=2)
-        file = run.path / "train.json"
-        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "version"}))
-        events = finish(Run.open(run.path), resume=True, stop_at=4)
-        warnings[name] = [e.message for e in events if isinstance(e, TrainingWarning)]
-    assert warnings["concatenated"] == [] and "packed the rows of this run differently" in warnings["packed"][0]
 
 
 def readers() -> list[threading.Thread]:

@@ -62,22 +62,6 @@ def test_a_checkpoint_has_the_digests_of_its_files(stopped):
     }
 
 
-def test_a_run_from_before_digests_and_later_settings_goes_on(stopped, new_run):
-    whole = new_run("whole", save_every=10)
-    finish(whole)
-    for checkpoint in stopped.checkpoints():
-        state = json.loads((checkpoint / "state.json").read_text())
-        del state["sha256"], state["settings"]["save_minutes"]
-        (checkpoint / "state.json").write_text(json.dumps(state))
-    values = json.loads((stopped.path / "train.json").read_text())
-    del values["settings"]["save_minutes"]
-    (stopped.path / "train.json").write_text(json.dumps(values))
-    (stopped.path / "model.safetensors").unlink()
-    finish(Run.open(stopped.path), resume=True)
-    assert contents(stopped.checkpoints()[-1]) == contents(whole.checkpoints()[-1])
-    assert (stopped.path / "model.safetensors").is_file()
-
-
 @pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx.npy", "validation-00000.bin"])
 def test_a_shard_with_a_changed_byte_is_refused_before_anything_is_saved(stopped, name):
     flip(stopped.data / name)
