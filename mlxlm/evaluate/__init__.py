@@ -1,4 +1,4 @@
-"""How well a model predicts: prepared data, as training does; any text, in a strided window; questions with choices."""
+"""Evaluates models: the loss on prepared data, the perplexity of any text, and multiple-choice accuracy."""
 
 from mlxlm.evaluate.dataset import Evaluation, evaluate_dataset
 

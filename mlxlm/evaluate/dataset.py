@@ -1,4 +1,4 @@
-"""How well a model predicts a text: loss, perplexity, bits per byte."""
+"""Evaluates a model on prepared data: loss, perplexity, bits per byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxlm.evaluate.losses import perplexity, sum_nll
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss` in nats per token; `tokens` is how many were predicted."""
+    """The result of `evaluate_dataset`: `loss` in nats per token; `tokens` is the number of predicted tokens."""
 
     loss: float
     bits_per_byte: float
@@ -19,6 +19,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
+        """exp(loss)."""
         return perplexity(self.loss)
 
 
@@ -32,21 +33,28 @@ def evaluate_dataset(
     document_mask: bool = False,
     mask_prompt: bool = False,
 ) -> Evaluation:
-    """Predict each token of `data` once, in windows of `max_seq_length`; or `max_tokens` of them, in windows
-    spread evenly over it. `document_mask` and `mask_prompt`: see `mlxlm.data.validation_batches`.
+    """Predict each token of `data` once, in windows.
 
-    Bits per byte = loss / ln 2 · (tokens / bytes of all of `data`): unlike a loss per token it can be compared
-    between tokenizers. Special tokens count as tokens and have no bytes; of conversations only the answers count. The
-    model is left in the mode it was in.
+    Bits per byte = loss / ln 2 · (tokens / bytes of all of `data`): unlike the loss per token, it can be compared
+    between tokenizers. Special tokens count as tokens and have no bytes; in conversations only the answers count.
+
+    Args:
+        model: Is in evaluation mode meanwhile.
+        data: Prepared tokens.
+        max_seq_length: Predicted tokens per window.
+        batch_size: Windows per batch.
+        max_tokens: Predict only as many, in windows spread evenly over the data.
+        document_mask: See `mlxlm.data.validation_batches`.
+        mask_prompt: See `mlxlm.data.validation_batches`.
     """
     training = model.training
     model.eval()
     total, count = 0.0, 0.0
-    form = {"document_mask": document_mask, "mask_prompt": mask_prompt}
+    masks = {"document_mask": document_mask, "mask_prompt": mask_prompt}
     try:
-        for tokens, segment_ids, weights in validation_batches(data, batch_size, max_seq_length, max_tokens, **form):
-            total += sum_nll(model, tokens, weights, segment_ids)
-            count += float(weights.sum())
+        for batch in validation_batches(data, batch_size, max_seq_length, max_tokens, **masks):
+            total += sum_nll(model, batch.tokens, batch.loss_weights, batch.segment_ids)
+            count += float(batch.loss_weights.sum())
     finally:
         model.train(training)
     loss = total / count

@@ -1,4 +1,4 @@
-"""Questions with choices: which of them a model finds likeliest."""
+"""Multiple-choice evaluation: the choice with the highest likelihood."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.json_files import parse_json_object
 
-_LONGEST = 1 << 24  # bytes of a line
+_MAX_LINE = 1 << 24  # bytes
 _EXAMPLE = '{"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1} on each line'
 
 
 @dataclass(frozen=True)
 class Question:
-    """`answer` is the index of the right one of `choices`, from 0. `location`: file and line, for messages."""
+    """A question.
+
+    Attributes:
+        line: In its file, from 1.
+        question: Text.
+        choices: Texts, two or more.
+        answer: Index of the correct choice, from 0.
+        location: File and line, for error messages.
+    """
 
     line: int
     question: str
@@ -32,8 +40,15 @@ class Question:
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """logprobs: of each choice behind the question (natural). chosen: the likeliest; chosen_by_bytes: the likeliest by
-    log-probability per UTF-8 byte of the choice, since longer ones are less likely."""
+    """The model's answer to a question.
+
+    Attributes:
+        line: Of the question.
+        answer: Index of the correct choice.
+        predicted: Index of the most likely choice.
+        predicted_by_bytes: The same by log-probability per UTF-8 byte, since longer choices are less likely.
+        logprobs: Natural log-probability of each choice.
+    """
 
     line: int
     answer: int
@@ -42,13 +57,20 @@ class ChoiceResult:
     logprobs: list[float]
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of the questions. accuracy, accuracy_by_bytes: answered rightly, as `ChoiceResult` has it (lm-eval's acc and
-    acc_bytes; its acc_norm divides by characters, which for ASCII is the same). chance: what guessing gives.
+    """Accuracy over questions, from 0 to 1.
+
+    Attributes:
+        questions: Number of questions.
+        accuracy: By log-probability (lm-eval's acc).
+        accuracy_by_bytes: By log-probability per byte (lm-eval's acc_bytes; its acc_norm divides by characters, which
+            is the same for ASCII).
+        random_accuracy: Of random guesses.
     """
 
     questions: int
@@ -57,97 +79,105 @@ class Accuracy:
     random_accuracy: float
 
     @classmethod
-    def of(cls, answered: Sequence[ChoiceResult]) -> Accuracy:
-        """Raises DataError for none."""
-        if not answered:
-            raise DataError("there is no question", _EXAMPLE)
-        n = len(answered)
+    def of(cls, results: Sequence[ChoiceResult]) -> Accuracy:
+        """Compute the accuracy of results. Raises DataError if there are none."""
+        if not results:
+            raise DataError("there are no questions", _EXAMPLE)
+        n = len(results)
         return cls(
             n,
-            sum(one.predicted == one.answer for one in answered) / n,
-            sum(one.predicted_by_bytes == one.answer for one in answered) / n,
-            math.fsum(1 / len(one.logprobs) for one in answered) / n,
+            sum(result.predicted == result.answer for result in results) / n,
+            sum(result.predicted_by_bytes == result.answer for result in results) / n,
+            math.fsum(1 / len(result.logprobs) for result in results) / n,
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
         return asdict(self)
 
-    def stderr(self, share: float) -> float:
-        """The standard error of one of the shares; nan for a single question."""
-        return math.sqrt(share * (1 - share) / (self.questions - 1)) if self.questions > 1 else math.nan
+    def stderr(self, accuracy: float) -> float:
+        """The standard error of one of the accuracies; NaN for a single question."""
+        return math.sqrt(accuracy * (1 - accuracy) / (self.questions - 1)) if self.questions > 1 else math.nan
 
 
 def read_questions(path: Path | str, advance: Callable[[int], None] = lambda _: None) -> Iterator[Question]:
-    """Those of a file of JSON lines, {"question": ..., "choices": [...], "answer": index from 0}; other fields are left
-    alone, and empty lines left out. `advance` is told the bytes of each line.
+    """Read questions from JSON lines.
 
-    Raises DataError naming the line.
+    Each line is {"question": ..., "choices": [...], "answer": index from 0}; other fields are ignored.
+
+    Args:
+        path: File of JSON lines; empty lines are skipped.
+        advance: Called with the number of bytes of each line.
+
+    Raises:
+        DataError: A line is malformed; the message names it.
     """
     path = Path(path)
     with open_regular(path, DataError) as file:
         number = 0
-        while line := file.readline(_LONGEST + 1):
+        while line := file.readline(_MAX_LINE + 1):
             number += 1
             location = f"{path}, line {number}"
-            if len(line) > _LONGEST:
-                raise DataError(f"{location} is longer than {_LONGEST} bytes", _EXAMPLE)
+            if len(line) > _MAX_LINE:
+                raise DataError(f"{location} is longer than {_MAX_LINE} bytes", _EXAMPLE)
             advance(len(line))
             if line.strip():
-                yield _question(parse_json_object(line, location, DataError, _EXAMPLE), number, location)
+                yield _parse_question(parse_json_object(line, location, DataError, _EXAMPLE), number, location)
 
 
 def evaluate_multiple_choice(lm: LoadedModel, questions: Iterable[Question]) -> Iterator[ChoiceResult]:
-    """What the model chooses, question by question; ties go to the first choice.
+    """Yield the model's choice for each question; ties go to the first choice.
 
-    A space comes between question and choice where neither has white space there. Both are encoded together, white
-    space between them is the choice's, and so is a token that begins in the question and ends in the choice. What all
-    choices have before them is read once, and what the question before began with, too. Raises DataError, naming the
-    line, for a question that with a choice is longer than the model's context.
+    A space joins question and choice unless there is white space. Both are encoded together; white space between them
+    belongs to the choice, as does a token that starts in the question and ends in the choice.
+
+    Raises:
+        DataError: A question with a choice is longer than the model's context; the message names the line.
     """
-    continuations = LoglikelihoodScorer(lm)
+    scorer = LoglikelihoodScorer(lm)
     for question in questions:
-        logprobs = _logprobs(lm, continuations, question)
+        logprobs = _logprobs(lm, scorer, question)
         sizes = [len(choice.encode("utf-8")) for choice in question.choices]
         by_bytes = [logprob / size for logprob, size in zip(logprobs, sizes, strict=True)]
         predicted, predicted_by_bytes = logprobs.index(max(logprobs)), by_bytes.index(max(by_bytes))
         yield ChoiceResult(question.line, question.answer, predicted, predicted_by_bytes, logprobs)
 
 
-def _logprobs(lm: LoadedModel, continuations: LoglikelihoodScorer, question: Question) -> list[float]:
-    texts = [_encoded(lm, question, choice) for choice in question.choices]
-    # A token of the question that goes on in a choice is part of that choice: prompts can differ by it.
+def _logprobs(lm: LoadedModel, scorer: LoglikelihoodScorer, question: Question) -> list[float]:
+    texts = [_encode(lm, question, choice) for choice in question.choices]
+    # Prompts can differ, since a token that continues into a choice belongs to that choice.
     prompts: dict[tuple[int, ...], list[int]] = {}
     for i, (prompt, _) in enumerate(texts):
         prompts.setdefault(tuple(prompt), []).append(i)
-    found = [0.0] * len(texts)
-    for prompt, places in prompts.items():
-        likelihoods = continuations.score(prompt, [texts[i][1] for i in places])
-        for i, likelihood in zip(places, likelihoods, strict=True):
-            found[i] = likelihood.logprob
-    return found
+    logprobs = [0.0] * len(texts)
+    for prompt, choices in prompts.items():
+        scores = scorer.score(prompt, [texts[i][1] for i in choices])
+        for i, score in zip(choices, scores, strict=True):
+            logprobs[i] = score.logprob
+    return logprobs
 
 
-def _encoded(lm: LoadedModel, question: Question, choice: str) -> tuple[list[int], list[int]]:
-    """The ids of the question, and those of the choice behind it."""
-    between = "" if question.question[-1].isspace() or choice[0].isspace() else " "
-    before = lm.tokenizer.encode(question.question.rstrip())
-    whole = lm.tokenizer.encode(question.question + between + choice)
-    most = lm.config.max_position_embeddings
-    if len(whole) > most:
-        message = f"{question.location}: question and choice have {len(whole)} tokens, and the model's context {most}"
+def _encode(lm: LoadedModel, question: Question, choice: str) -> tuple[list[int], list[int]]:
+    """Token ids of the question, and of the choice after it."""
+    separator = "" if question.question[-1].isspace() or choice[0].isspace() else " "
+    prompt = lm.tokenizer.encode(question.question.rstrip())
+    ids = lm.tokenizer.encode(question.question + separator + choice)
+    limit = lm.config.max_position_embeddings
+    if len(ids) > limit:
+        message = f"{question.location}: question and choice have {len(ids)} tokens, and the model's context {limit}"
         raise DataError(message, "a shorter question, or a model with more context")
-    cut = common_prefix_length(before, whole)
-    if cut == 0:
-        raise DataError(f"{question.location}: nothing of the question comes before a choice", "a longer question")
-    return whole[:cut], whole[cut:]
+    split = common_prefix_length(prompt, ids)
+    if split == 0:
+        raise DataError(f"{question.location}: the question has no token before a choice", "a longer question")
+    return ids[:split], ids[split:]
 
 
-def _question(row: dict[str, Any], line: int, location: str) -> Question:
-    question, choices, right = (row.get(name) for name in ("question", "choices", "answer"))
+def _parse_question(row: dict[str, Any], line: int, location: str) -> Question:
+    question, choices, answer = (row.get(name) for name in ("question", "choices", "answer"))
     if not isinstance(question, str) or not question:
         raise DataError(f"{location}: 'question' is not a text", _EXAMPLE)
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
         raise DataError(f"{location}: 'choices' is not a list of two texts or more", _EXAMPLE)
-    if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(choices):
+    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
         raise DataError(f"{location}: 'answer' is not an index from 0 to {len(choices) - 1}", _EXAMPLE)
-    return Question(line, question, choices, right, location)
+    return Question(line, question, choices, answer, location)

@@ -1,4 +1,4 @@
-"""How well a model predicts a text of any length: each token once, in windows that slide over it."""
+"""Evaluates a model on texts of any length: loss, perplexity and bits per byte, in sliding windows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from mlxlm.evaluate.windows import DocumentTokens, window_lengths, windows
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.utils.errors import CheckpointError, DataError
 
-_TOGETHER = 2048  # tokens of the windows in one forward pass, up to twice as many: more make it no faster
+_BATCH_TOKENS = 2048  # in one forward pass, up to twice as many: more make it no faster
 
 
 @dataclass(frozen=True)
 class TextLoss:
-    """What `evaluate_text` found: sums over every token that was predicted.
+    """Sums over every predicted token.
 
-    nats: the sum of -log p. tokens: how many. bytes, characters: of the text that they stand for (UTF-8, Unicode).
-    documents: how many texts.
+    Attributes:
+        nats: Sum of the negative log-likelihood.
+        tokens: Number of predicted tokens.
+        bytes: UTF-8 bytes that they stand for.
+        characters: Unicode characters that they stand for.
+        documents: Number of texts.
     """
 
     nats: float = 0.0
@@ -39,22 +43,24 @@ class TextLoss:
 
     @property
     def perplexity(self) -> float:
+        """exp(loss)."""
         return perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
-        """Unlike a loss per token, this and bits per character can be compared between tokenizers."""
+        """Bits per UTF-8 byte. Unlike the loss per token, it can be compared between tokenizers."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
     @property
     def bits_per_character(self) -> float:
+        """Bits per Unicode character."""
         return self.nats / math.log(2) / self.characters if self.characters else math.nan
 
     def __add__(self, other: TextLoss) -> TextLoss:
         return TextLoss(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The sums and the means; None for what is not a number."""
+        """The sums and the means; values that are not finite are None."""
         means = {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -67,36 +73,43 @@ class TextLoss:
 def evaluate_text(
     lm: LoadedModel, documents: Iterable[Document], *, context_length: int | None = None, stride: int | None = None
 ) -> TextLoss:
-    """Predict each token of each document once, of every document by itself.
+    """Predict each token of each document once, each document separately.
 
-    A window of `context_length` tokens (default: the model's, at most 2048) moves on by `stride` (default: half of it), and
-    what it reads anew is predicted: every token has `context_length` - `stride` tokens before it or more, or all there are.
-    A smaller stride takes longer and mostly gives a lower loss, since tokens have more before them (Hugging Face,
-    "Perplexity of fixed-length models"); not where a model uses distant tokens badly. A document begins with what the
-    tokenizer puts in front of a text; where that is nothing, its first token is not predicted, and its bytes don't
+    A window moves over the document, and its new tokens are predicted: every token has at least `context_length` -
+    `stride` tokens of context, or all that precede it. A smaller stride takes longer and mostly gives a lower loss,
+    since tokens have more context (Hugging Face, "Perplexity of fixed-length models"). A document starts with the
+    tokens that the tokenizer adds (usually BOS); if it adds none, the first token is not predicted, and its bytes don't
     count. Memory: one window's tokens, and some pieces of text.
 
-    Raises ConfigError for a context or stride that can't work, DataError for conversations, and where there is no token
-    to predict, CheckpointError where the loss is not a number.
+    Args:
+        lm: From `mlxlm.load`.
+        documents: Texts, see `mlxlm.data.read_documents`.
+        context_length: Tokens of a window. None: the model's context, at most 2048.
+        stride: Tokens by which a window moves. None: half a window.
+
+    Raises:
+        ConfigError: The context length or stride can't work.
+        DataError: A document is a conversation, or there is no token to predict.
+        CheckpointError: The loss is NaN.
     """
     context_length, stride = window_lengths(lm.config.max_position_embeddings, context_length, stride)
-    waiting = _Waiting(lm.model)
+    batcher = _WindowBatcher(lm.model)
     size, characters, count = 0, 0, 0
     for document in documents:
         text = DocumentTokens(lm.tokenizer, document)
         for window, new in windows(text.chunks(), context_length, stride):
-            waiting.add(window, new)
+            batcher.add(window, new)
         size, characters, count = size + text.bytes, characters + text.characters, count + 1
-    waiting.flush()
-    if not waiting.tokens:
+    batcher.flush()
+    if not batcher.tokens:
         raise DataError("the text has no token to predict", "a longer text")
-    if not math.isfinite(waiting.nats):
+    if not math.isfinite(batcher.nats):
         raise CheckpointError(f"{lm.path}: the model's loss is not a number", "a checkpoint without NaN")
-    return TextLoss(waiting.nats, waiting.tokens, size, characters, count)
+    return TextLoss(batcher.nats, batcher.tokens, size, characters, count)
 
 
-class _Waiting:
-    """Windows of about one length until they fill a batch: padded behind, where no token of a window sees it."""
+class _WindowBatcher:
+    """Collects windows of similar lengths until they fill a batch, right-padded, and sums their loss."""
 
     def __init__(self, model):
         self._model = model
@@ -105,12 +118,12 @@ class _Waiting:
         self.tokens = 0
 
     def add(self, window: list[int], new: int) -> None:
-        # By powers of two of the length and of what is predicted: no row is more than half padding.
-        kind = (len(window).bit_length(), new.bit_length())
-        rows = self._windows.setdefault(kind, [])
+        # By powers of two of the length and of the number of predicted tokens: no row is more than half padding.
+        bucket = (len(window).bit_length(), new.bit_length())
+        rows = self._windows.setdefault(bucket, [])
         rows.append((window, new))
-        if len(rows) << kind[0] >= 2 * _TOGETHER:  # each is shorter than 1 << kind[0]
-            self._predict(self._windows.pop(kind))
+        if len(rows) << bucket[0] >= 2 * _BATCH_TOKENS:  # each is shorter than 1 << bucket[0]
+            self._predict(self._windows.pop(bucket))
 
     def flush(self) -> None:
         for rows in self._windows.values():
@@ -120,9 +133,11 @@ class _Waiting:
     def _predict(self, rows: list[tuple[list[int], int]]) -> None:
         columns = max(len(window) for window, _ in rows)
         tokens = np.zeros((len(rows), columns), np.int32)
-        weights = np.zeros((len(rows), columns - 1), np.float32)
+        loss_weights = np.zeros((len(rows), columns - 1), np.float32)
         for row, (window, new) in enumerate(rows):
             tokens[row, : len(window)] = window
-            weights[row, len(window) - 1 - new : len(window) - 1] = 1
+            loss_weights[row, len(window) - 1 - new : len(window) - 1] = 1
             self.tokens += new
-        self.nats += sum_nll(self._model, tokens, weights, start=min(len(window) - 1 - new for window, new in rows))
+        self.nats += sum_nll(
+            self._model, tokens, loss_weights, start=min(len(window) - 1 - new for window, new in rows)
+        )

@@ -1,4 +1,4 @@
-"""The windows of tokens in which `evaluate`, `compare` and `quantize` read a text, so that their figures are equal."""
+"""Sliding windows over a text: the same for `evaluate`, `compare` and `quantize`, so that their numbers agree."""
 
 from __future__ import annotations
 
@@ -9,89 +9,100 @@ from mlxlm.generation.scoring import first_token_bytes
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import ConfigError, DataError
 
-MAX_WINDOW = 2048  # tokens of a window, unless asked for: models that read 128k would need memory and hours for it
-_PIECES = 16  # of text that are tokenized together
+MAX_WINDOW = 2048  # default limit, in tokens: a context of 128k would take much memory and hours
+_PIECES = 16  # of text that are tokenized at a time
 
 
-def window_lengths(most: int, context_length: int | None = None, stride: int | None = None) -> tuple[int, int]:
-    """Tokens of a window (default: `most`, the model's context, at most 2048), and tokens from the start of one window
-    to the start of the next (default: half of a window).
+def window_lengths(max_length: int, context_length: int | None = None, stride: int | None = None) -> tuple[int, int]:
+    """Resolve the defaults of window length and stride.
 
-    Raises ConfigError for a context or stride that can't work.
+    Args:
+        max_length: The model's context, in tokens.
+        context_length: Tokens of a window. None: the model's context, at most 2048.
+        stride: Tokens from the start of one window to the start of the next. None: half a window.
+
+    Raises:
+        ConfigError: The context length or stride can't work.
     """
-    context_length = min(most, MAX_WINDOW) if context_length is None else context_length
-    if not 1 <= context_length <= most:
-        raise ConfigError(f"a context of {context_length} tokens, and the model reads {most}", f"from 1 to {most}")
+    context_length = min(max_length, MAX_WINDOW) if context_length is None else context_length
+    if not 1 <= context_length <= max_length:
+        problem = f"a context of {context_length} tokens doesn't fit the model's context of {max_length}"
+        raise ConfigError(problem, f"from 1 to {max_length}")
     stride = max(1, context_length // 2) if stride is None else stride
     if not 1 <= stride <= context_length:
         raise ConfigError(
-            f"a stride of {stride} would leave out tokens of a context of {context_length}", f"1 to {context_length}"
+            f"a stride of {stride} would skip tokens with a context of {context_length}", f"1 to {context_length}"
         )
     return context_length, stride
 
 
 def windows(chunks: Iterable[list[int]], context_length: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Up to `context_length` + 1 tokens, and how many of the last are to be predicted; of one document, given in chunks.
+    """Yield windows of up to `context_length` + 1 tokens of one document, with the number of last tokens to predict.
 
-    The first window's tokens are predicted from its start on, and of each later window the last `stride`, so that every
-    token is predicted once.
+    These are all but the first token in the first window, then the last `stride` of each, so that every token is
+    predicted once.
     """
-    held: list[int] = []
-    done = 1  # of `held`, those predicted, or with nothing before them
+    buffer: list[int] = []
+    predicted = 1  # tokens at the start of the buffer that are predicted, or have no context
     for ids in chunks:
-        held += ids
-        at = 0
-        while len(held) - at > context_length:
-            yield held[at : at + context_length + 1], context_length + 1 - done
-            at += stride
-            done = context_length + 1 - stride
-        held = held[at:]
-    if len(held) > done:
-        yield held, len(held) - done
+        buffer += ids
+        start = 0
+        while len(buffer) - start > context_length:
+            yield buffer[start : start + context_length + 1], context_length + 1 - predicted
+            start += stride
+            predicted = context_length + 1 - stride
+        buffer = buffer[start:]
+    if len(buffer) > predicted:
+        yield buffer, len(buffer) - predicted
 
 
 class DocumentTokens:
-    """The ids of a document, read once; after that `bytes` and `characters` of what all but its unpredicted first token
-    stand for.
+    """Token ids of a text.
 
-    A document begins with what the tokenizer puts in front of a text, usually BOS; where that is nothing, its first
-    token is not predicted. Raises DataError for a conversation.
+    It starts with the tokens that the tokenizer adds, usually BOS; if it adds none, the first token is not predicted.
+
+    Attributes:
+        bytes: UTF-8 bytes of the predicted tokens read so far.
+        characters: Unicode characters of the same.
+
+    Raises:
+        DataError: The document is a conversation.
     """
 
     def __init__(self, tokenizer: Tokenizer, document: Document):
         if document.messages is not None:
-            raise DataError(
-                f"{document.location} is a conversation", "texts; of conversations, mlxlm prepare and a run"
-            )
+            hint = "text; for conversations, mlxlm prepare and a training run"
+            raise DataError(f"{document.location} is a conversation", hint)
         self._tokenizer, self._document = tokenizer, document
         self.bytes = self.characters = 0
 
     def chunks(self) -> Iterator[list[int]]:
+        """Yield the token ids, once."""
         start = self._tokenizer.prefix_token_ids
         yield start
         first, pieces = True, []
         for piece in self._document.pieces:
             pieces.append(piece)
             if len(pieces) == _PIECES:
-                yield self._encoded(pieces, first, bool(start))
+                yield self._encode(pieces, first, bool(start))
                 first, pieces = False, []
         if pieces:
-            yield self._encoded(pieces, first, bool(start))
+            yield self._encode(pieces, first, bool(start))
 
     def exclude_after(self, ids: list[int], count: int) -> None:
-        """Don't count the bytes and characters of `ids`, all that were given, behind the first `count`."""
+        """Subtract the bytes and characters of all but the first `count` of `ids`, which are all ids read so far."""
         if self._tokenizer.has_byte_tokens:
             self._subtract(b"".join(map(self._tokenizer.token_bytes, ids[count:])))
             return
-        whole, kept = (self._tokenizer.decode(part) for part in (ids, ids[:count]))
-        self.bytes -= len(whole.encode("utf-8")) - len(kept.encode("utf-8"))
-        self.characters -= len(whole) - len(kept)
+        text, prefix = (self._tokenizer.decode(part) for part in (ids, ids[:count]))
+        self.bytes -= len(text.encode("utf-8")) - len(prefix.encode("utf-8"))
+        self.characters -= len(text) - len(prefix)
 
-    def _subtract(self, spelled: bytes) -> None:
-        self.bytes -= len(spelled)
-        self.characters -= len(spelled.decode("utf-8", "ignore"))
+    def _subtract(self, text: bytes) -> None:
+        self.bytes -= len(text)
+        self.characters -= len(text.decode("utf-8", "ignore"))
 
-    def _encoded(self, pieces: list[str], first: bool, predicted: bool) -> list[int]:
+    def _encode(self, pieces: list[str], first: bool, predicted: bool) -> list[int]:
         self.bytes += sum(len(piece.encode("utf-8")) for piece in pieces)
         self.characters += sum(map(len, pieces))
         parts = self._tokenizer.encode_batch(pieces, continues=[not first or i > 0 for i in range(len(pieces))])
@@ -102,8 +113,8 @@ class DocumentTokens:
 
 
 def first_tokens(tokenizer: Tokenizer, documents: Iterable[Document], count: int) -> tuple[list[list[int]], int]:
-    """The first `count` ids of `documents`, document by document, and the bytes of all that are predicted."""
-    found: list[list[int]] = []
+    """The first `count` token ids of `documents`, one list per document, and the bytes of those that are predicted."""
+    tokens: list[list[int]] = []
     size = 0
     for document in documents:
         text, ids = DocumentTokens(tokenizer, document), []
@@ -112,9 +123,9 @@ def first_tokens(tokenizer: Tokenizer, documents: Iterable[Document], count: int
             if len(ids) >= count:
                 break
         text.exclude_after(ids, count)
-        found.append(ids[:count])
+        tokens.append(ids[:count])
         size += text.bytes
         count -= len(ids)
         if count <= 0:
             break
-    return found, size
+    return tokens, size

@@ -65,7 +65,7 @@ def plainly_packed(lengths, room):
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=120), room=st.integers(30, 60))
-@settings(max_examples=120)
+@settings(max_examples=50)
 def test_documents_are_packed_first_fit_decreasing(lengths, room):
     patterns = first_fit_decreasing(np.bincount(lengths, minlength=room + 1))
     rows = [np.repeat(p.sizes, p.counts).tolist() for p in patterns for _ in range(p.repeats)]
@@ -73,7 +73,7 @@ def test_documents_are_packed_first_fit_decreasing(lengths, room):
 
 
 @given(lengths=lengths_of_documents, length=st.integers(1, 60), seed=st.integers(0, 9), shard=st.integers(5, 90))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_rows_have_whole_documents_and_every_target_once(lengths, length, seed, shard):
     """In each epoch: what fits a row is whole in exactly one; of longer ones each token is a target exactly once."""
     data = Documents(lengths, shard)
@@ -95,7 +95,7 @@ def test_rows_have_whole_documents_and_every_target_once(lengths, length, seed, 
         assert rows.padding == pytest.approx(1 - tokens / (rows.rows * (length + 1)))
 
 
-@pytest.mark.parametrize(("lengths", "rows"), [([10_000], 50), ([3000, 7000, 150], 51), ([201] * 7, 7), ([202] * 2, 3)])
+@pytest.mark.parametrize(("lengths", "rows"), [([4000], 20), ([1300, 2700, 150], 21), ([201] * 7, 7), ([202] * 2, 3)])
 def test_long_documents_are_seen_whole(lengths, rows):
     """Of a single one, too: in as many rows of 200 targets as it takes."""
     data = Documents(lengths)
@@ -108,10 +108,11 @@ def test_long_documents_are_seen_whole(lengths, rows):
         assert (np.diff(segment_ids[0]) >= 0).all()
     begins = {int(first) for first in data.first}
     assert sorted(set(targets) | begins) == list(range(len(data)))
-    assert not [t for t in set(targets) - begins if targets.count(t) > 1]
+    others = [t for t in targets if t not in begins]
+    assert len(others) == len(set(others))
 
 
-@pytest.mark.parametrize("lengths", [np.random.default_rng(0).integers(3, 60, 400).tolist(), [40] * 50])
+@pytest.mark.parametrize("lengths", [np.random.default_rng(0).integers(3, 60, 200).tolist(), [40] * 50])
 def test_epochs_differ_in_what_meets_and_in_order(lengths):
     data = Documents(lengths)
     rows = BestFitPacking(data, 130, 0)
@@ -123,7 +124,7 @@ def test_epochs_differ_in_what_meets_and_in_order(lengths):
 
 
 def test_any_row_is_found_by_packing_one_block(monkeypatch):
-    """However many come before it, though chapters differ in their rows."""
+    """However many come before it, though blocks differ in their rows."""
     monkeypatch.setattr(packing, "PACKING_BLOCK", 64)
     data = Documents([90] * 50 + np.random.default_rng(1).integers(1, 30, 950).tolist())
     rows = BestFitPacking(data, 33, 5)
@@ -196,7 +197,7 @@ class Mixed:
 
 
 @given(weights=st.lists(st.floats(1e-5, 1), min_size=1, max_size=6), seed=st.integers(0, 5), block=st.integers(0, 999))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_block_has_the_rows_of_its_weights(weights, seed, block):
     mixture = Mixture(weights, seed)
     assert mixture.counts.sum() == BLOCK_ROWS and mixture.counts.min() >= 1
@@ -245,7 +246,7 @@ def test_a_part_that_fills_no_row_is_named():
 
 
 @given(lengths=lengths_of_documents, rows=st.integers(1, 4), length=st.integers(2, 30))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_validation_of_answers_has_every_conversation_from_its_start(lengths, rows, length):
     data = Documents([3, *lengths])
     wanted: list[list[int]] = []  # the documents of each row

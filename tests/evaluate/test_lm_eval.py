@@ -75,7 +75,7 @@ def test_generation(model, lm):
 def test_arguments(folder):
     with pytest.raises(ConfigError, match="unknown model arguments: dtype"):
         MlxlmModel(str(folder), dtype="float16", device="cpu")
-    with pytest.raises(ConfigError, match="max_length is 129, and the model reads 128"):
+    with pytest.raises(ConfigError, match="max_length is 129, and the model's context is 128"):
         MlxlmModel(str(folder), max_length=129)
 
 
@@ -106,7 +106,9 @@ def task(tmp_path, monkeypatch):
 def test_a_task_of_the_harness_agrees_with_our_choices(model, lm, task):
     manager = TaskManager(include_path=str(task), include_defaults=False)
     found = lm_eval.simple_evaluate(model, tasks=["tiny_choices"], task_manager=manager, bootstrap_iters=0)
-    ours = list(evaluate_multiple_choice(lm, [Question(i, r["q"], r["choices"], r["gold"], "") for i, r in enumerate(ROWS)]))
+    ours = list(
+        evaluate_multiple_choice(lm, [Question(i, r["q"], r["choices"], r["gold"], "") for i, r in enumerate(ROWS)])
+    )
     scores = found["results"]["tiny_choices"]
     assert scores["acc,none"] == pytest.approx(sum(one.predicted == one.answer for one in ours) / 3)
     assert scores["acc_bytes,none"] == pytest.approx(sum(one.predicted_by_bytes == one.answer for one in ours) / 3)

@@ -2,17 +2,16 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.evaluate import loglikelihood as continuations_module
+from mlxlm.evaluate import loglikelihood
 from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
 from mlxlm.evaluate.multiple_choice import Accuracy, ChoiceResult, Question, evaluate_multiple_choice, read_questions
 from mlxlm.utils.errors import CheckpointError, DataError
+from tests.run_command import run_command
 
 SHOT = "The quick brown fox jumps over the lazy dog. "
 
@@ -23,7 +22,7 @@ def question(text, choices, right=0):
 
 @pytest.mark.parametrize("supports_batching", [True, False])
 def test_likelihoods_are_those_of_the_whole_text(lm, logprobs, supports_batching, monkeypatch):
-    monkeypatch.setattr(continuations_module, "_LOGITS", 4 * 300)  # one to four columns at a time
+    monkeypatch.setattr(loglikelihood, "_MAX_LOGITS", 4 * 300)  # one to four columns at a time
 
     class Alone:
         supports_batching = False
@@ -145,19 +144,23 @@ def test_questions_that_do_not_fit(lm):
         def __call__(self, ids, cache=None):
             return lm.model(ids, cache=cache) * mx.nan
 
-    with pytest.raises(CheckpointError, match="not numbers"):
+    with pytest.raises(CheckpointError, match="logits are NaN"):
         list(evaluate_multiple_choice(replace(lm, model=Broken()), [question("q", ["a", "b"])]))
-
-
-def mlxlm(*arguments, stdin=b""):
-    command = [sys.executable, "-c", "from mlxlm.cli.main import main; main()", "evaluate", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, timeout=60)
 
 
 def test_the_command(folder, tmp_path):
     (tmp_path / "a.txt").write_text("How are you?\n" * 9)
-    done = mlxlm(
-        folder, tmp_path / "a.txt", "-", "--json", "--context-length", 32, "--stride", 8, stdin="Grüße!".encode()
+    done = run_command(
+        "evaluate",
+        folder,
+        tmp_path / "a.txt",
+        "-",
+        "--json",
+        "--context-length",
+        32,
+        "--stride",
+        8,
+        stdin="Grüße!".encode(),
     )
     assert done.returncode == 0
     found = json.loads(done.stdout)
@@ -167,13 +170,15 @@ def test_the_command(folder, tmp_path):
     assert found["loss"] == pytest.approx(sum(part["nats"] for part in parts.values()) / found["tokens"])
     lines = [{"question": "How are", "choices": ["you", "fox", "世"], "answer": i % 3} for i in range(6)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = mlxlm(folder, "--multiple-choice", tmp_path / "q.jsonl", "--json", "--out", tmp_path / "out.jsonl")
+    done = run_command(
+        "evaluate", folder, "--multiple-choice", tmp_path / "q.jsonl", "--json", "--out", tmp_path / "out.jsonl"
+    )
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert found["questions"] == 6 and found["accuracy"] == pytest.approx(1 / 3)
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert written == found["results"] and [row["line"] for row in written] == list(range(1, 7))
-    assert mlxlm(folder, "--multiple-choice", tmp_path / "q.jsonl").stdout.startswith(b"6 questions")
+    assert run_command("evaluate", folder, "--multiple-choice", tmp_path / "q.jsonl").stdout.startswith(b"6 questions")
 
 
 def test_usage(folder):

@@ -27,7 +27,7 @@ class Counting:
 
 
 @given(n=st.integers(11, 400), batch_size=st.integers(1, 7), seed=st.integers(0, 3))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_an_epoch_predicts_every_target_at_most_once(n, batch_size, seed):
     batches = TrainBatches(Counting(n), batch_size, 10, seed)
     needed = -(-2 * batches.rows // batch_size)
@@ -98,7 +98,7 @@ def test_too_few_tokens_name_a_length_that_works():
     length=st.integers(1, 30),
     limit=st.none() | st.integers(1, 250),
 )
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_validation_predicts_every_target_once(n, batch_size, length, limit):
     seen = []
     for tokens, segment_ids, mask in validation_batches(Counting(n), batch_size, length, limit):
