@@ -1,5 +1,6 @@
 """The chat as a person meets it: in a real pseudo-terminal, over a pipe, and as a single question."""
 
+import io
 import json
 import os
 import re
@@ -9,9 +10,12 @@ import sys
 import termios
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pexpect
 import pytest
+
+from mlxlm.cli.main import main
 
 MLXLM = [sys.executable, "-c", "from mlxlm.cli.main import main; main()"]
 PROMPT = r"\d+% \x1b\[0;1m>"  # in bold: no answer can look like it, since its control characters are replaced
@@ -79,9 +83,20 @@ def messages_in(path):
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
-def piped(model_folder, environment, text, *arguments):
-    command = [*MLXLM, "chat", str(model_folder), "--temperature", "0", *arguments]
-    return subprocess.run(command, input=text, env=environment, capture_output=True, timeout=60)
+@pytest.fixture
+def piped(model_folder, environment, monkeypatch, capfdbinary):
+    """`piped(text, *arguments)` runs `mlxlm chat` in this process, with `text` on standard input."""
+    for name in ("XDG_STATE_HOME", "TERM"):
+        monkeypatch.setenv(name, environment[name])
+
+    def run(text, *arguments):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        capfdbinary.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(["chat", str(model_folder), "--temperature", "0", *arguments])
+        return SimpleNamespace(returncode=stop.value.code or 0, **capfdbinary.readouterr()._asdict())
+
+    return run
 
 
 def test_a_conversation(terminal, tmp_path):
@@ -89,7 +104,7 @@ def test_a_conversation(terminal, tmp_path):
     say(chat, "Hello!", "cut off at max_tokens")
     say(chat, "/stats", r"answers: 1, 12 tokens; context: \d+ of 4096 tokens", "0 from the cache")
     say(chat, "And you?", "cut off at max_tokens")
-    say(chat, "/stats", "answers: 2, 24 tokens", r"[1-9]\d* from the cache", "each token reads", "% of the")
+    say(chat, "/stats", "answers: 2, 24 tokens", r"[1-9]\d* from the cache", "each token reads", "% of this machine")
     say(chat, "/tokens", r"user +Hello!", "assistant", r"user +And you\?", "in all")
     say(chat, "/retry", "cut off")
     say(chat, "/undo", r"removed: And you\?")
@@ -377,11 +392,16 @@ def test_a_hang_up_at_the_prompt(terminal, tmp_path, gone):
     assert len(messages_in(kept(tmp_path)[0])) == 2
 
 
+def pasted(text):
+    """`text` as a terminal sends what is pasted, which is much faster than keys."""
+    return f"\x1b[200~{text}\x1b[201~"
+
+
 def fill(chat):
     """Talk until the context is full and the chat asks what to do."""
-    say(chat, "word " * 300, "cut off")
+    say(chat, pasted("word " * 300), "cut off")
     for _ in range(2):
-        chat.send("word " * 500 + "\r")
+        chat.send(pasted("word " * 500) + "\r")
         chat.expect(r"cut off|Drop the oldest turns\? \[y/N\]")
         if "Drop" in chat.after:
             return
@@ -454,7 +474,7 @@ def test_an_answer_in_a_dumb_terminal_has_no_escapes(terminal):
 
 def test_an_error_ends_the_turn_only(terminal):
     chat = terminal("-n", "5", "--context-overflow", "stop")
-    chat.send("word " * 1500 + "\r")
+    chat.send(pasted("word " * 1500) + "\r")
     chat.expect(r"error: the message alone takes \d+ tokens.*tokens less")
     chat.expect(r"word.*\x1b\[\?25h")  # the message is still there
     chat.sendintr()
@@ -471,33 +491,33 @@ def test_a_history_that_cannot_be_kept_is_said(terminal, tmp_path):
     leave(chat)
 
 
-def test_over_a_pipe_each_line_is_a_turn(model_folder, environment, tmp_path):
-    done = piped(model_folder, environment, b"Hello!\n\n/stats\nAnd you?\n//slash\n/exit\nnot read\n", "-n", "9")
+def test_over_a_pipe_each_line_is_a_turn(piped, tmp_path):
+    done = piped(b"Hello!\n\n/stats\nAnd you?\n//slash\n/exit\nnot read\n", "-n", "9")
     assert done.returncode == 0
-    assert b"\x1b[" not in done.stdout + done.stderr and b">" not in done.stderr
-    assert b"answers: 1, 9 tokens" in done.stderr
-    again = piped(model_folder, environment, b"Hello!\n", "-n", "9")
-    assert done.stdout.startswith(again.stdout) and len(done.stdout) > len(again.stdout)
-    assert again.stderr == b""
+    assert b"\x1b[" not in done.out + done.err and b">" not in done.err
+    assert b"answers: 1, 9 tokens" in done.err
+    again = piped(b"Hello!\n", "-n", "9")
+    assert done.out.startswith(again.out) and len(done.out) > len(again.out)
+    assert again.err == b""
     assert not (tmp_path / "state").exists()  # a script keeps what it wants itself
 
 
-def test_over_a_pipe_blocks_have_several_lines(model_folder, environment):
-    done = piped(model_folder, environment, b'"""one\ntwo"""\n/show messages\n', "-n", "5")
-    assert b"user:\none\ntwo\n" in done.stderr
-    open_block = piped(model_folder, environment, b'Hello!\n"""one\ntwo\n', "-n", "5")
-    assert (open_block.returncode, open_block.stderr) == (
+def test_over_a_pipe_blocks_have_several_lines(piped):
+    done = piped(b'"""one\ntwo"""\n/show messages\n', "-n", "5")
+    assert b"user:\none\ntwo\n" in done.err
+    open_block = piped(b'Hello!\n"""one\ntwo\n', "-n", "5")
+    assert (open_block.returncode, open_block.err) == (
         1, b'error: the block that starts in line 2 isn\'t closed (try: """)\n',
     )  # fmt: skip
 
 
-def test_over_a_pipe_an_error_is_the_exit_code(model_folder, environment):
-    done = piped(model_folder, environment, b"Hello!\n\xff\xfe\n", "-n", "5")
+def test_over_a_pipe_an_error_is_the_exit_code(piped):
+    done = piped(b"Hello!\n\xff\xfe\n", "-n", "5")
     assert done.returncode == 1
-    assert done.stderr.startswith(b"error: line 2 of standard input is not UTF-8: invalid start byte at byte 0 (try: ")
+    assert done.err.startswith(b"error: line 2 of standard input is not UTF-8: invalid start byte at byte 0 (try: ")
     for line, problem in ((b"context_overflow ask", b"requires a terminal"), (b"markdown on", b"requires a terminal")):
-        done = piped(model_folder, environment, b"/set " + line)
-        assert done.returncode == 1 and problem in done.stderr
+        done = piped(b"/set " + line)
+        assert done.returncode == 1 and problem in done.err
 
 
 def test_a_session_of_a_model_that_is_not_here_and_its_escapes(model_folder, environment, tmp_path):
@@ -532,26 +552,27 @@ def test_a_session_of_a_revision_that_is_not_here(environment, tmp_path):
     assert done.returncode == 1 and b"isn't on this machine" in done.stderr
 
 
-def test_one_question(model_folder, environment, tmp_path):
-    once = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!")
-    assert (once.returncode, once.stderr) == (0, b"")
-    assert once.stdout == piped(model_folder, environment, b"Hello!\n", "-n", "9").stdout
-    system = piped(model_folder, environment, b"", "-n", "9", "-p", "Hello!", "--system-prompt", "Be brief.")
-    assert system.stdout != once.stdout
+def test_one_question(piped, tmp_path):
+    once = piped(b"", "-n", "9", "-p", "Hello!")
+    assert (once.returncode, once.err) == (0, b"")
+    assert once.out == piped(b"Hello!\n", "-n", "9").out
+    system = piped(b"", "-n", "9", "-p", "Hello!", "--system-prompt", "Be brief.")
+    assert system.out != once.out
     cached = tmp_path / "c.jsonl"
-    piped(model_folder, environment, b"Hello!\n/exit\n", "-n", "9", "--session", str(cached), "--save-kv-cache")
+    piped(b"Hello!\n/exit\n", "-n", "9", "--session", str(cached), "--save-kv-cache")
     assert cached.with_name("c.jsonl.cache.safetensors").exists()
     session = tmp_path / "s.jsonl"
     for question in ("Hello!", "And?"):
-        done = piped(model_folder, environment, b"", "-n", "9", "-p", question, "--session", str(session))
-        assert (done.returncode, done.stderr) == (0, b"")
+        done = piped(b"", "-n", "9", "-p", question, "--session", str(session))
+        assert (done.returncode, done.err) == (0, b"")
     assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "And?"]
 
 
 def test_one_question_with_what_is_piped_in(model_folder, environment, tmp_path):
     session = tmp_path / "s.jsonl"
     for prompt in ("Summarize", "-"):
-        done = piped(model_folder, environment, b"Two\nlines\n", "-n", "9", "-p", prompt, "--session", str(session))
+        command = [*MLXLM, "chat", str(model_folder), "-n", "9", "-p", prompt, "--session", str(session)]
+        done = subprocess.run(command, input=b"Two\nlines\n", env=environment, capture_output=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, b"")
     assert [m["content"] for m in messages_in(session)][::2] == ["Two\nlines\n\nSummarize", "Two\nlines"]
 
@@ -569,9 +590,9 @@ def test_one_question_with_what_is_piped_in(model_folder, environment, tmp_path)
         ("-n", "0"),
     ],
 )
-def test_options_that_need_others(model_folder, environment, arguments):
-    done = piped(model_folder, environment, b"", *arguments)
-    assert done.returncode == 2 and done.stderr.startswith(b"Usage: ")
+def test_options_that_need_others(piped, arguments):
+    done = piped(b"", *arguments)
+    assert done.returncode == 2 and done.err.startswith(b"Usage: ")
 
 
 def test_ctrl_c_over_a_pipe_ends_the_program(model_folder, environment):
