@@ -1,4 +1,4 @@
-"""The decoder, assembled from its parts by a ModelConfig."""
+"""The decoder: MLX modules that a ModelConfig assembles."""
 
 from mlxlm.model.block import Block
 from mlxlm.model.decoder import Decoder

@@ -11,8 +11,12 @@ from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention (Ainslie et al. 2023) of layer number `layer`, with the positions and the window
-    that the configuration gives it."""
+    """Grouped-query self-attention (Ainslie et al. 2023).
+
+    Args:
+        config: The model's configuration.
+        layer: Index of the layer, which decides whether it has a sliding window.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -32,14 +36,21 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.heads * d if whole else d, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.kv_heads * d if whole else d, config.rms_norm_eps)
         self.rope = RotaryEmbedding(config) if config.positions == "rope" else None
-        self._slopes = None  # no parameter: MLX leaves out what begins with an underscore
+        self._slopes = None  # not a parameter: MLX skips names that begin with an underscore
         if config.positions == "alibi":
             self._slopes = alibi_slopes(self.heads) * (self.scale if config.alibi_scaled else 1.0)
 
     def __call__(self, x: mx.array, cache=None, segment_ids: mx.array | None = None) -> mx.array:
-        """x `[B, T, hidden]` -> `[B, T, hidden]`; the cache, if any, is advanced by T positions.
+        """Apply attention.
 
-        `segment_ids` int `[B, T]`: a position sees those of its own number only; they go without a cache.
+        Args:
+            x: `[B, T, hidden]`.
+            cache: A key-value cache, which is advanced by T positions.
+            segment_ids: int `[B, T]`, the document of each position in packed rows. A position attends only to its own
+                document. Not with a cache.
+
+        Returns:
+            `[B, T, hidden]`.
         """
         B, T, _ = x.shape
 
@@ -58,7 +69,7 @@ class Attention(nn.Module):
         first = None
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-            first = getattr(cache, "first", None)  # caches of mlx_lm have none
+            first = getattr(cache, "first", None)  # mlx_lm's caches don't have it
         out = attention(
             queries, keys, values, self.scale,
             window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, segment_ids=segment_ids,

@@ -1,4 +1,4 @@
-"""The whole decoder: tokens in, logits out."""
+"""The decoder: tokens in, logits out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from mlxlm.model.norms import add_norm, make_norm
 
 
 class Backbone(nn.Module):
-    """Embedding, layers and the last norm: tokens `[B, T]` -> hidden states `[B, T, hidden]`.
+    """Embedding, layers and the final norm: tokens `[B, T]` to hidden states `[B, T, hidden]`.
 
-    `grad_checkpoint`: in training mode, keep of each layer its inputs only and compute the rest again for the gradient.
+    Attributes:
+        grad_checkpoint: In training mode, keep only the inputs of each layer and recompute the rest for the gradient.
     """
 
     def __init__(self, config: ModelConfig, dropout: float, layers: int):
@@ -38,8 +39,16 @@ class Backbone(nn.Module):
         self.dropout = Dropout(dropout)
 
     def embed(self, tokens: mx.array, offset: int | mx.array = 0, segment_ids: mx.array | None = None) -> mx.array:
-        """tokens int `[B, T]`, the first at position `offset`, or those of int `[B]` -> the stream before the first
-        layer. With `segment_ids` int `[B, T]` positions begin anew with each text of a row."""
+        """Embed tokens.
+
+        Args:
+            tokens: int `[B, T]`.
+            offset: Position of the first token, or int `[B]` with one for each row.
+            segment_ids: int `[B, T]`. Positions start at 0 for each document of a row.
+
+        Returns:
+            The residual before the first layer, `[B, T, hidden]`.
+        """
         residual = self.embed_tokens(tokens)
         if self.multiplier != 1:
             residual = residual * self.multiplier
@@ -52,8 +61,9 @@ class Backbone(nn.Module):
         return self.dropout(self.embed_layernorm(residual) if "embed_layernorm" in self else residual)
 
     def __call__(self, tokens: mx.array, cache=None, *, segment_ids: mx.array | None = None) -> mx.array:
+        """Return the hidden states `[B, T, hidden]` after the final norm. See `Decoder` for the arguments."""
         if cache and segment_ids is not None:
-            raise ValueError("segments are for several texts in a row, and a cache has one text a row")
+            raise ValueError("segment_ids can't be used with a cache")
         residual, hidden_states = self.embed(tokens, cache[0].offset if cache else 0, segment_ids), None
         if self.grad_checkpoint and self.training and not cache:
             for layer in self.layers:
@@ -64,17 +74,20 @@ class Backbone(nn.Module):
         return self.final_norm(residual, hidden_states)
 
     def final_norm(self, residual: mx.array, hidden_states: mx.array | None) -> mx.array:
-        """The stream after the last layer, and what that adds to it -> hidden states `[B, T, hidden]`."""
+        """Add the last layer's output to the residual and apply the final norm: `[B, T, hidden]`."""
         return add_norm(self.get("norm"), residual, hidden_states)[1]
 
 
 class Decoder(nn.Module):
-    """A decoder of any family, as its configuration assembles it (Llama's: Touvron et al. 2023). Parameter names are
-    those of Hugging Face's Llama.
+    """A decoder of any architecture that the configuration describes (Llama: Touvron et al. 2023).
 
-    `dropout` applies to the embeddings with their positions and to the output of each sublayer (Vaswani et al. 2017,
-    5.4), in training mode only; attention's weights are left whole, so that no path has to have them in memory.
-    `layers`: how many to make (None: all).
+    Parameters have the names of Hugging Face's Llama.
+
+    Args:
+        config: The model's configuration.
+        dropout: Probability of dropout on the embeddings and on the output of each sublayer (Vaswani et al. 2017,
+            section 5.4), in training mode. Attention weights have no dropout, so that no kernel must store them.
+        layers: Number of layers to build. Defaults to all.
     """
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0, layers: int | None = None):
@@ -88,15 +101,24 @@ class Decoder(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def __call__(self, tokens: mx.array, cache=None, *, segment_ids: mx.array | None = None) -> mx.array:
-        """tokens int `[B, T]` -> logits `[B, T, V]`. A cache (one per layer) is advanced by T positions.
+        """Compute the logits.
 
-        `segment_ids` int `[B, T]`, rising along a row, numbers the texts that are one after another in it: none sees
-        another, and each begins at position 0. Raises ValueError for segments beside a cache.
+        Args:
+            tokens: int `[B, T]`.
+            cache: One key-value cache per layer, which is advanced by T positions.
+            segment_ids: int `[B, T]`, ascending in each row: the document of each position in packed rows. Documents
+                don't attend to each other, and each starts at position 0.
+
+        Returns:
+            Logits `[B, T, V]`.
+
+        Raises:
+            ValueError: Both `cache` and `segment_ids` are given.
         """
         return self.head(self.model(tokens, cache, segment_ids=segment_ids))
 
     def head(self, x: mx.array) -> mx.array:
-        """Hidden states `[B, T, hidden]` after the last norm -> logits `[B, T, V]`."""
+        """Compute logits `[B, T, V]` from the hidden states `[B, T, hidden]` after the final norm."""
         tied = self.config.tie_word_embeddings
         logits = self.model.embed_tokens.as_linear(x) if tied else self.lm_head(x)
         return (
@@ -107,11 +129,12 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> mx.array:
-        """The head's matrix `[V, hidden]`: the embedding where they are tied. Before quantization only."""
+        """The output matrix `[V, hidden]`, which is the embedding if they are tied. Before quantization only."""
         return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
 
     @property
     def layers(self) -> list[Block]:
+        """The layers, as mlx_lm's models have them."""
         return self.model.layers
 
     @property
@@ -121,11 +144,11 @@ class Decoder(nn.Module):
 
     @property
     def supports_batching(self) -> bool:
-        """Whether texts of different lengths can be side by side: not where positions change with the length."""
+        """Whether sequences of different lengths can be batched: not if RoPE depends on the length."""
         return (self.config.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope")
 
     def num_parameters(self) -> int:
-        """The parameters this model stands for, counted before quantization."""
+        """Return the number of parameters, counted before quantization."""
         return self.config.parameter_count()
 
     def flops_per_token(self, context: int, training: bool = False) -> int:
@@ -137,27 +160,27 @@ class Decoder(nn.Module):
         return self.config.kv_bytes_per_token(bytes_per_value)
 
     def init_weights(self, seed: int) -> None:
-        """Fresh weights, a function of `seed` alone.
+        """Initialize the weights from `seed`.
 
-        Normal with standard deviation 0.5 / sqrt(hidden), which is GPT-2's 0.02 at its width of 768 and
-        larger below it. The projections back into the residual stream are divided by sqrt(2·layers), so
-        that the stream's variance doesn't grow with depth (Radford et al. 2019, 2.3).
+        Normal with standard deviation 0.5 / sqrt(hidden), which is GPT-2's 0.02 at a hidden size of 768 and larger in
+        smaller models. The projections into the residual are divided by sqrt(2·layers), so that its variance doesn't
+        grow with depth (Radford et al. 2019, section 2.3).
         """
         keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(self.parameters()))))
         deviation = 0.5 / math.sqrt(self.config.hidden_size)
-        back = deviation / math.sqrt(2 * self.config.num_hidden_layers)
-        fresh = []
+        output_deviation = deviation / math.sqrt(2 * self.config.num_hidden_layers)
+        weights = []
         for name, weight in tree_flatten(self.parameters()):
             key = next(keys)
             if weight.ndim == 1:
                 from_zero = name.endswith("bias") or self._is_offset(name)
                 value = mx.zeros_like(weight) if from_zero else mx.ones_like(weight)
             else:
-                scale = back if name.endswith(("o_proj.weight", "down_proj.weight")) else deviation
+                scale = output_deviation if name.endswith(("o_proj.weight", "down_proj.weight")) else deviation
                 value = mx.random.normal(weight.shape, scale=scale, key=key)
-            fresh.append((name, value))
-        self.load_weights(fresh)
+            weights.append((name, value))
+        self.load_weights(weights)
 
     def _is_offset(self, name: str) -> bool:
-        """Whether a norm's weight is stored less one."""
+        """Return whether the norm's scale is weight + 1."""
         return self.config.norm_unit_offset and not name.endswith(("q_norm.weight", "k_norm.weight"))

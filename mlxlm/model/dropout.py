@@ -1,4 +1,4 @@
-"""Dropout whose masks can be drawn a second time."""
+"""Dropout with reproducible masks, for gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from mlxlm.backend.mlx import mx, nn
 
 
 class Dropout(nn.Module):
-    """Dropout (Srivastava et al. 2014) in training mode only: each value is 0 with `probability`, else divided by
-    1 - probability.
+    """Dropout (Srivastava et al. 2014), in training mode only.
 
-    After `begin(key)` the masks follow from `key`, in the order of the calls; before it they come from MLX's global
-    random state.
+    Each value is 0 with `probability`, and divided by 1 - probability otherwise. After `set_key(key)` the masks are
+    drawn from `key`, in the order of the calls; before, from MLX's global random state.
     """
 
     def __init__(self, probability: float):
@@ -20,17 +19,19 @@ class Dropout(nn.Module):
 
     @property
     def active(self) -> bool:
+        """Whether calls drop values."""
         return self.training and self.probability > 0
 
     def set_key(self, key: mx.array | None) -> None:
-        """Draw the next masks from `key` uint32 `[2]`; None: from the global state again."""
+        """Draw the next masks from `key`, uint32 `[2]`, or from the global random state for None."""
         self._key = key
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Apply dropout to `x`."""
         if not self.active:
             return x
-        own = self._key
-        if own is not None:
-            own, self._key = mx.random.split(own)
-        kept = mx.random.bernoulli(1 - self.probability, x.shape, key=own)
-        return kept * x * (1 / (1 - self.probability))
+        key = self._key
+        if key is not None:
+            key, self._key = mx.random.split(key)
+        mask = mx.random.bernoulli(1 - self.probability, x.shape, key=key)
+        return mask * x * (1 / (1 - self.probability))

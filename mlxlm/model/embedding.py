@@ -1,4 +1,4 @@
-"""Vectors of tokens and of positions."""
+"""Token embeddings and position embeddings."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from mlxlm.utils.errors import GenerationError
 
 
 class Embedding(nn.Embedding):
-    """A table of token vectors whose gradient is the same to the bit every time.
+    """Token embeddings with a deterministic gradient.
 
-    On a GPU, MLX adds the gradients of equal tokens with atomics, in whatever order they arrive.
+    On a GPU, MLX adds the gradients of equal tokens with atomics, in any order.
     """
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """tokens int `[B, T]` -> `[B, T, hidden]`"""
+        """Look up `tokens`, int `[B, T]`: `[B, T, hidden]`."""
         return super().__call__(tokens) if ON_CPU else lookup(self.weight, tokens)
 
 
 @mx.custom_function
 def lookup(table: mx.array, tokens: mx.array) -> mx.array:
-    """Rows of `table` `[V, hidden]`; its gradient is a product with one-hot rows, 512 tokens at a time."""
+    """Look up rows of `table` `[V, hidden]`. The gradient is a product with one-hot rows, 512 tokens at a time."""
     return table[tokens]
 
 
@@ -37,15 +37,18 @@ def _lookup_vjp(primals, cotangent, _output):
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed positions (Vaswani et al. 2017, 3.5): sin(p / 10000^(2i / hidden)) in dimension 2i of position p, and the
-    cosine of the same in 2i + 1. A table of `longest` rows, made on first use; no parameter."""
+    """Sinusoidal position embeddings (Vaswani et al. 2017, section 3.5).
+
+    sin(p / 10000^(2i / hidden)) in dimension 2i of position p, and the cosine of the same in 2i + 1. The table of
+    `longest` rows is made on first use and isn't a parameter.
+    """
 
     def __init__(self, longest: int, size: int):
         super().__init__()
         self._longest, self._size, self._table = longest, size, None
 
     def __call__(self, positions: mx.array) -> mx.array:
-        """positions int `[..., T]` -> `[..., T, hidden]` float32"""
+        """Look up int `[..., T]`: `[..., T, hidden]`, float32."""
         if self._table is None:  # in float64: at position 8000 a float32 angle is wrong by 5e-4
             dims = np.arange(self._size)
             angles = np.arange(self._longest)[:, None] / 10_000.0 ** ((dims - dims % 2) / self._size)
@@ -54,14 +57,16 @@ class SinusoidalPositions(nn.Module):
 
 
 def position_ids(first: int | mx.array, count: int, longest: int) -> mx.array:
-    """The positions `[count]` from `first` on in a table of `longest`; for several rows' `first` `[B]`, those
-    `[B, count]`, where padding before a text has its first position.
+    """Return the positions from `first` on, `[count]`, or `[B, count]` for a `first` of `[B]`.
 
-    Raises GenerationError beyond the table, where MLX, which checks no index, would read whatever lies there.
+    Left padding has position 0.
+
+    Raises:
+        GenerationError: A position is beyond the table of `longest` rows. MLX doesn't check indices.
     """
     last = (max(first.tolist()) if isinstance(first, mx.array) else first) + count
     if last > longest:
-        raise GenerationError(f"position {last} is beyond the {longest} that the model has", "a shorter text")
+        raise GenerationError(f"position {last} is beyond the model's {longest} positions", "a shorter text")
     if isinstance(first, mx.array):
         return mx.maximum(first[:, None] + mx.arange(count), 0)
     positions = mx.arange(first, first + count)
@@ -69,7 +74,7 @@ def position_ids(first: int | mx.array, count: int, longest: int) -> mx.array:
 
 
 def packed_position_ids(segment_ids: mx.array) -> mx.array:
-    """The position of each token in its own text, int `[B, T]`; `segment_ids` `[B, T]` numbers the texts of a row."""
+    """Return the position of each token in its document, int `[B, T]`, from `segment_ids` `[B, T]`."""
     index = mx.arange(segment_ids.shape[1])
     begins = mx.concatenate([mx.ones_like(segment_ids[:, :1]), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     return index - mx.cummax(mx.where(begins, index, 0), axis=1)

@@ -1,4 +1,4 @@
-"""The feed-forward sublayer, gated or plain, and its activations."""
+"""The feed-forward sublayer (MLP), gated or plain, and its activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlxlm.model.linear import Linear
 ACTIVATIONS = {
     "silu": nn.silu,
     "gelu": gelu,
-    "gelu_new": gelu_tanh,  # GPT-2's name for it
+    "gelu_new": gelu_tanh,  # GPT-2's name
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": nn.relu,
     "sigmoid": mx.sigmoid,
@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 
 class FeedForward(nn.Module):
-    """down(act(gate(x)) · up(x)), or without a gate down(act(up(x)))."""
+    """Feed-forward: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -31,7 +31,7 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(inner, h, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x `[B, T, hidden]` -> `[B, T, hidden]`"""
+        """Apply the feed-forward to `x` `[B, T, hidden]`."""
         if self.is_swiglu:
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         if self.gated:

@@ -1,5 +1,7 @@
-"""Layers whose activations are computed again for the gradient instead of being kept (Chen et al. 2016, "Training
-Deep Nets with Sublinear Memory Cost")."""
+"""Gradient checkpointing: recompute a layer's activations for the gradient instead of keeping them.
+
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from mlxlm.model.block import Block
 def checkpointed_layer(
     layer: Block, residual: mx.array, hidden_states: mx.array | None, segment_ids: mx.array | None
 ) -> tuple[mx.array, mx.array | None]:
-    """`layer(stream, hidden_states, None, segments)`, of which only inputs and outputs stay in memory until the gradient.
+    """Apply a layer, keeping only its inputs and outputs for the gradient.
 
-    Why not `mx.checkpoint`: the second pass would draw other dropout masks than the first, and need not wait until
-    the gradient reaches the layer; here it does, so that one layer's activations exist at a time.
+    Unlike with `mx.checkpoint`, both passes draw the same dropout masks, and the second pass waits until the gradient
+    reaches the layer, so that the activations of one layer exist at a time.
     """
     key = mx.random.randint(0, 1 << 31, (2,), dtype=mx.uint32) if layer.dropout.active else None
     names, weights = zip(*tree_flatten(layer.trainable_parameters()), strict=True)
@@ -44,7 +46,7 @@ def checkpointed_layer(
         primals = mx.depends(list(primals), cotangents)
         others = primals[count:]
         _, gradients = mx.vjp(lambda *xs: forward(list(xs), others), primals[:count], cotangents)
-        # What the weights' gradients need is freed before the layer below begins.
+        # Free what the weights' gradients need before the layer below starts.
         below = mx.depends(gradients[len(names) :], gradients[: len(names)])
         return (*gradients[: len(names)], *below, *(mx.zeros_like(x) for x in others))
 

@@ -1,4 +1,4 @@
-"""Projections."""
+"""Linear projections."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from mlxlm.kernels.eval_points import eval_point
 
 
 class Linear(nn.Linear):
-    """x · weightᵀ + bias, whose gradient by the weight lies in memory as the weight does.
+    """x · weightᵀ + bias, with a weight gradient in the memory layout of the weight.
 
-    MLX's lies transposed: an optimizer on a CPU, which goes through weight, gradient and moments at once, then takes
-    a fifth more time.
+    MLX's gradient is transposed in memory, with which an optimizer on a CPU takes a fifth more time.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x `[..., input]` -> `[..., output]`"""
+        """Project `x` `[..., input]` to `[..., output]`."""
         if not (ON_CPU and self.training):
             return super().__call__(x)
         out = eval_point(project(x, self.weight))
@@ -23,13 +22,13 @@ class Linear(nn.Linear):
 
 @mx.custom_function
 def project(x: mx.array, weight: mx.array) -> mx.array:
-    """x `[..., input]` · weightᵀ, weight `[output, input]`"""
+    """Multiply `x` `[..., input]` by the transpose of `weight` `[output, input]`."""
     return x @ weight.T
 
 
 @project.vjp
 def _project_vjp(primals, cotangent, _output):
     x, weight = primals
-    # In this order: what only the gradient by the weight needs is let go of before the gradient goes on.
-    by_weight = eval_point(cotangent.reshape(-1, weight.shape[0]).T @ x.reshape(-1, weight.shape[1]))
-    return eval_point(cotangent @ weight), by_weight
+    # In this order, the arrays that only the weight's gradient needs are freed first.
+    weight_gradient = eval_point(cotangent.reshape(-1, weight.shape[0]).T @ x.reshape(-1, weight.shape[1]))
+    return eval_point(cotangent @ weight), weight_gradient

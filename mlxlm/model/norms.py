@@ -1,4 +1,4 @@
-"""Normalisation: RMSNorm and LayerNorm, of the residual stream and of sublayers' outputs."""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlxlm.kernels import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019) over the last axis. With `unit_offset`, weights are stored less one (Gemma)."""
+    """RMSNorm (Zhang & Sennrich 2019) over the last axis. With `unit_offset`, the scale is weight + 1 (Gemma)."""
 
     def __init__(self, size: int, eps: float, unit_offset: bool = False):
         super().__init__()
@@ -17,14 +17,15 @@ class RMSNorm(nn.Module):
 
     @property
     def scale(self) -> mx.array:
-        """What the normalised values are multiplied with, `[size]`."""
+        """The scale of the normalized values, `[size]`."""
         return self.weight + 1 if self.unit_offset else self.weight
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Normalize `x` over its last axis."""
         return rms_norm(x, self.scale, self.eps)
 
-    def add(self, hidden_states: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
-        """stream + update, and the norm of that, in one pass over memory."""
+    def add_norm(self, hidden_states: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the sum of the arguments and its norm, in one pass over memory."""
         return add_rms_norm(hidden_states, residual, self.scale, self.eps)
 
 
@@ -37,10 +38,11 @@ class LayerNorm(nn.Module):
         self.eps = float(eps)
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Normalize `x` over its last axis."""
         return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add(self, hidden_states: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
-        """stream + update, and the norm of that."""
+    def add_norm(self, hidden_states: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the sum of the arguments and its norm."""
         residual = residual + hidden_states
         return residual, self(residual)
 
@@ -49,18 +51,24 @@ Norm = RMSNorm | LayerNorm
 
 
 def make_norm(config: ModelConfig) -> Norm:
-    """A norm of the residual stream."""
+    """Make a norm of the hidden size."""
     if config.norm == "layer":
         return LayerNorm(config.hidden_size, config.rms_norm_eps)
     return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
 
 
 def add_norm(norm: Norm | None, residual: mx.array, hidden_states: mx.array | None) -> tuple[mx.array, mx.array]:
-    """The stream after the addition that waits for it, and what a sublayer sees of that: its norm, if there is one.
+    """Do the deferred residual addition and normalize the sum.
 
-    `hidden_states` is None at the start of the stream.
+    Args:
+        norm: The norm before the next sublayer, or None.
+        residual: `[B, T, hidden]`.
+        hidden_states: The sublayer's output to add, or None before the first layer.
+
+    Returns:
+        The new residual, and the input of the next sublayer: its norm, or itself without one.
     """
     if norm is None:
         residual = residual if hidden_states is None else residual + hidden_states
         return residual, residual
-    return (residual, norm(residual)) if hidden_states is None else norm.add(hidden_states, residual)
+    return (residual, norm(residual)) if hidden_states is None else norm.add_norm(hidden_states, residual)

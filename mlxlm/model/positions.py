@@ -1,4 +1,4 @@
-"""Positions: rotary embeddings with their scalings, and the slopes of ALiBi."""
+"""Rotary position embeddings (RoPE) with their scalings, and ALiBi slopes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mlxlm.utils.errors import GenerationError
 
 
 class RotaryEmbedding:
-    """Rotary positions (Su et al. 2021) on the first `config.rotary_dims` of a head, the rest as it is.
+    """Rotary position embeddings (Su et al. 2021) on the first `config.rotary_dims` dimensions of a head.
 
-    A scaling changes the wavelength of each pair of dimensions, and for "yarn" and "longrope" also multiplies the
-    rotated dimensions of queries and keys by a factor; its square on the queries alone gives the same scores.
-    Formulas: `mlxlm.config.rope_scaling`, computed in float64.
+    RoPE scaling changes the wavelength of each pair of dimensions. "yarn" and "longrope" also multiply the rotated
+    dimensions of queries and keys by a factor; here its square multiplies the queries, which gives the same scores. The
+    formulas are in `mlxlm.config.rope_scaling`, in float64.
 
-    "longrope" has other wavelengths, for all positions, where a text is longer than `config.longrope_original_length`. Keys
-    in a cache can't change theirs, so that the length that the text will reach decides: see `KVCache.expected_length`.
+    "longrope" has other wavelengths, for all positions, in sequences longer than `config.longrope_original_length`.
+    Cached keys can't change theirs, so the length that the sequence will reach decides, see `KVCache.expected_length`.
     """
 
     def __init__(self, config: ModelConfig):
@@ -38,38 +38,39 @@ class RotaryEmbedding:
 
     @property
     def can_shift_keys(self) -> bool:
-        """Whether keys can be `shift_keys`: not where earlier ones were turned by another base ("dynamic")."""
+        """Whether `shift_keys` works: not with "dynamic" scaling, which rotated earlier keys by another base."""
         return self.rope_type != "dynamic"
 
     def __call__(self, queries: mx.array, keys: mx.array, cache=None) -> tuple[mx.array, mx.array]:
-        """Queries and keys `[B, H, T, D]`, turned: the first at the end of what the cache holds."""
+        """Rotate queries and keys `[B, H, T, D]` for the positions that follow those in the cache."""
         offset = 0 if cache is None else cache.offset
         base, wavelengths = self._waves(offset, queries.shape[2], cache) if self.varies else self._fixed
         if self.query_scale is not None:
             queries = queries * self.query_scale.astype(queries.dtype)
-        return self._turned(queries, offset, base, wavelengths), self._turned(keys, offset, base, wavelengths)
+        return self._rotate(queries, offset, base, wavelengths), self._rotate(keys, offset, base, wavelengths)
 
     def shift_keys(self, keys: mx.array, by: int, cache=None) -> mx.array:
-        """Keys `[B, H, n, D]` that were turned for their positions, now for those `by` later."""
+        """Rotate cached keys `[B, H, n, D]` for positions that are `by` later."""
         base, wavelengths = self._waves(0, by, cache) if self.varies else self._fixed
         B, H, n, D = keys.shape
-        return self._turned(keys.reshape(B, H * n, 1, D), by, base, wavelengths).reshape(keys.shape)
+        return self._rotate(keys.reshape(B, H * n, 1, D), by, base, wavelengths).reshape(keys.shape)
 
-    def _turned(self, x: mx.array, offset: int | mx.array, base: float | None, wavelengths: mx.array | None):
+    def _rotate(self, x: mx.array, offset: int | mx.array, base: float | None, wavelengths: mx.array | None):
         return mx.fast.rope(x, self.dims, traditional=False, base=base, scale=1.0, offset=offset, freqs=wavelengths)
 
     def _waves(self, offset: int | mx.array, count: int, cache) -> tuple[float | None, mx.array | None]:
-        """Base and wavelengths, one of which is None, for a text that goes on at `offset` with `count` tokens.
+        """Return base and wavelengths, one of which is None, for `count` tokens at `offset`.
 
-        Raises GenerationError for texts of different lengths, which would need one each.
+        Raises:
+            GenerationError: The sequences of the batch have different lengths and would need different ones.
         """
         if isinstance(offset, mx.array):
             offset, *others = set(cache.offsets)
             if others:
-                problem = f'texts of different length can\'t be side by side with "{self.rope_type}" positions'
-                raise GenerationError(problem, "one text at a time")
+                problem = f'sequences of different lengths can\'t be batched with "{self.rope_type}" RoPE scaling'
+                raise GenerationError(problem, "one sequence at a time")
         length = offset + count
-        if cache is not None and cache.max_size is not None:  # so far apart are a token and what it sees
+        if cache is not None and cache.max_size is not None:  # the largest distance between a query and a key
             length = min(length, cache.max_size)
         if self.rope_type == "dynamic":
             return self._grown_base(length), None
@@ -78,14 +79,14 @@ class RotaryEmbedding:
         return self._fixed
 
     def _reached(self, length: int, cache) -> int:
-        """How long the text will be: by its cache, where there is one, and as long as can be if that doesn't say."""
+        """Return the length that the sequence will reach: the longest possible if the cache doesn't know."""
         if cache is None:
             return length
         expected_length = self.longest if cache.expected_length is None else cache.expected_length
         return expected_length if cache.max_size is None else min(expected_length, cache.max_size)
 
     def _grown_base(self, length: int) -> float:
-        """The base for texts longer than the model was trained on ("dynamic NTK"); keys in a cache keep theirs."""
+        """Return the base for sequences longer than the model was trained on ("dynamic NTK")."""
         ratio = max(length, self.longest) / self.longest
         return self.base * (self.scaling_factor * ratio - (self.scaling_factor - 1)) ** (self.dims / (self.dims - 2))
 
@@ -95,9 +96,10 @@ def _array(values: list[float] | None) -> mx.array | None:
 
 
 def alibi_slopes(heads: int) -> mx.array:
-    """The slope of each head, `[heads]` (Press et al. 2021): 2^(-8i/heads) where that is a power of two.
+    """Return the ALiBi slope of each head, `[heads]` (Press et al. 2021).
 
-    Other numbers of heads take the slopes of the power below, then every other one of the power above.
+    2^(-8i/heads) if the number of heads is a power of two. Otherwise the slopes of the next lower power of two, followed
+    by every other slope of the next higher one.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]

@@ -283,7 +283,7 @@ def test_models_whose_positions_change_take_one_length_at_a_time():
         caches = make_cache(model)
         for cache in caches:
             cache.set_left_padding([0, 2])
-        with pytest.raises(GenerationError, match="different length can't be side by side"):
+        with pytest.raises(GenerationError, match="different lengths can't be batched"):
             model(tokens_of(5, rows=2), caches)
 
 
@@ -309,7 +309,7 @@ def test_a_learned_table_ends_a_rotating_text_too():
     model = make(positions="learned", max_position_embeddings=30)
     caches = make_cache(model, KVOptions(size=10))
     as_room_allows(model, caches, tokens_of(30), [4])
-    with pytest.raises(GenerationError, match="position 31 is beyond the 30"):
+    with pytest.raises(GenerationError, match="position 31 is beyond the model.s 30"):
         model(tokens_of(1), caches)
 
 
