@@ -27,7 +27,7 @@ class NormPlacement:
         return tuple(name for name in astuple(self) if name is not None)
 
 
-# "post_attention_layernorm" is the norm before the feed-forward in Llama, and of attention's output in OLMo 2 and Gemma 2.
+# "post_attention_layernorm" is the norm before the feed-forward in Llama, and of attention's output in OLMo 2, Gemma 2.
 _NORM_PLACEMENTS = {
     "pre": NormPlacement("input_layernorm", None, "post_attention_layernorm", None),
     # "post" normalizes the residual after the addition, "output" the sublayer's output before it.

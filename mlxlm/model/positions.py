@@ -98,8 +98,8 @@ def _array(values: list[float] | None) -> mx.array | None:
 def alibi_slopes(heads: int) -> mx.array:
     """Return the ALiBi slope of each head, `[heads]` (Press et al. 2021).
 
-    2^(-8i/heads) if the number of heads is a power of two. Otherwise the slopes of the next lower power of two, followed
-    by every other slope of the next higher one.
+    2^(-8i/heads) if the number of heads is a power of two. Otherwise the slopes of the next lower power of two,
+    followed by every other slope of the next higher one.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
