@@ -20,7 +20,7 @@ from mlxlm.model import Decoder
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers (pip install transformers)")
-transformers_oracle = pytest.importorskip("transformers_oracle")
+transformers_oracle = pytest.importorskip("tests.transformers_oracle")
 logits_of = transformers_oracle.logits_of
 
 VOCABULARY, LENGTH = 97, 45

@@ -16,7 +16,7 @@ from mlxlm.generation import Context, generate_tokens
 from mlxlm.utils.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
-transformers_oracle = pytest.importorskip("transformers_oracle", reason="the oracle is transformers")
+transformers_oracle = pytest.importorskip("tests.transformers_oracle", reason="the oracle is transformers")
 mlx_lm = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
 logits_of = transformers_oracle.logits_of
 
