@@ -139,3 +139,11 @@ def test_merges_that_scores_cannot_express_are_errors(case, sentencepiece_bpe):
     runtime = tokenizers.Tokenizer.from_str(json.dumps(model))
     with pytest.raises(TokenizerError, match="follow from its tokens|in an order"):
         tokenizer_metadata(Tokenizer(runtime, sentencepiece_bpe.special_token_names), ModelConfig(32, 1, 4, 64, 420))
+
+
+def test_byte_level_tokenizer_without_merges_is_an_error(byte_level):
+    model = json.loads(byte_level.to_json())
+    model["model"]["merges"] = []
+    runtime = tokenizers.Tokenizer.from_str(json.dumps(model))
+    with pytest.raises(TokenizerError, match="without merges"):
+        tokenizer_metadata(Tokenizer(runtime, byte_level.special_token_names), ModelConfig(32, 1, 4, 64, 420))
