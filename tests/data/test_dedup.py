@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mlxlm.data import DataOptions, Document, TokenDataset, prepare
 from mlxlm.data.dedup import DuplicateFilter
 from mlxlm.data.minhash import NUM_HASHES, MinHash, MinHashLSH
+from mlxlm.utils.errors import DataError
 
 VOCABULARY = [f"word{i}" for i in range(5000)]
 
@@ -50,7 +51,7 @@ def run(texts, threshold):
     return kept, unique.stats
 
 
-def test_estimates_have_the_deviation_that_theory_says():
+def test_similarity_estimates_have_the_expected_deviation():
     draw = random.Random(0)
     errors = []
     for share in (0.02, 0.1, 0.2, 0.4, 0.7) * 20:
@@ -66,7 +67,7 @@ def test_estimates_have_the_deviation_that_theory_says():
     cuts=st.lists(st.integers(0, 200), max_size=5).map(sorted),
 )
 @settings(max_examples=100)
-def test_pieces_do_not_matter(text, cuts):
+def test_signature_does_not_depend_on_pieces(text, cuts):
     cuts = [cut for cut in cuts if cut <= len(text)]
     assert (signature(text, cuts) == signature(text)).all()
 
@@ -79,7 +80,7 @@ def test_words_of_any_language_and_none():
     assert (one.signature(b"12345678") != other.signature(b"12345679")).any()  # "" and "???"
 
 
-def test_a_run_without_spaces_is_cut_and_not_held():
+def test_long_words_are_cut_to_bound_memory():
     minhash = MinHash()
     for _ in range(40):
         minhash.add("x" * 10_000)
@@ -88,7 +89,7 @@ def test_a_run_without_spaces_is_cut_and_not_held():
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.9])
-def test_planted_near_duplicates_are_found_and_others_stay(threshold):
+def test_near_duplicates_are_removed(threshold):
     draw = random.Random(1)
     margin = 2.5 * (threshold * (1 - threshold) / NUM_HASHES) ** 0.5
     texts, near, far = [], 0, 0
@@ -109,14 +110,14 @@ def test_planted_near_duplicates_are_found_and_others_stay(threshold):
     assert (again, counts) == (kept, found)
 
 
-def test_repetitions_to_the_byte_are_told_apart():
+def test_exact_and_near_duplicates_are_counted_separately():
     text = "the river and the green water of the stone"
     kept, found = run([text, text, text.upper(), text + ".", "", "?", "?", "another text of some words here"], 0.99)
     assert kept == [text, "", "?", "another text of some words here"]
     assert (found.documents, found.exact, found.near, found.fraction) == (8, 2, 2, 0.5)
 
 
-def test_the_index_grows_without_losing_anything():
+def test_index_keeps_its_texts_when_it_grows():
     draw = random.Random(2)
     texts = [" ".join(words(draw, 20)) for _ in range(1100)]
     index = MinHashLSH(0.8)
@@ -126,7 +127,7 @@ def test_the_index_grows_without_losing_anything():
         assert index.add(signature(texts[i]), b"another!") == "near"
 
 
-def test_long_documents_wait_on_disk_unchanged(monkeypatch):
+def test_long_documents_are_buffered_on_disk(monkeypatch):
     from mlxlm.data import dedup
 
     monkeypatch.setattr(dedup, "_MAX_BUFFERED", 1000)
@@ -138,7 +139,7 @@ def test_long_documents_wait_on_disk_unchanged(monkeypatch):
     assert read == pieces
 
 
-def test_prepare_leaves_them_out_and_says_so(byte_level, text, tmp_path):
+def test_prepare_removes_and_counts_duplicates(byte_level, text, tmp_path):
     texts = [f"{i} {text(80, i)}" for i in range(60)]
     rows = [*texts, texts[3], texts[5] + " and", *texts[:10]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -154,3 +155,31 @@ def test_prepare_leaves_them_out_and_says_so(byte_level, text, tmp_path):
     assert TokenDataset.open(tmp_path / "out", "train").manifest == manifest
     again = prepare(DataOptions(sources, dedup=0.8, validation=[tmp_path / "b.jsonl"]), byte_level, tmp_path / "again")
     assert again == manifest
+
+
+def _documents(texts):
+    return [Document(str(i), iter((text,))) for i, text in enumerate(texts)]
+
+
+def test_threshold_of_one_removes_exact_duplicates_only():
+    words = [f"w{i}" for i in range(400)]
+    texts = [" ".join([*words[:200], f"other{n}", *words[200:]]) for n in range(200)]  # Jaccard 0.975 with each other
+    unique = DuplicateFilter(1)
+    assert len(list(unique(_documents([*texts, *texts])))) == 200
+    assert (unique.stats.exact, unique.stats.near) == (200, 0)
+
+
+def test_duplicates_in_crowded_buckets_are_found():
+    words = " ".join(f"w{i}" for i in range(60))
+    texts = [f"{words} end{n} of{n} this{n}" for n in range(120)]
+    unique = DuplicateFilter(0.999)
+    kept = len(list(unique(_documents(texts))))
+    list(unique(_documents(texts)))
+    assert unique.stats.exact + unique.stats.near == 240 - kept
+    assert unique.stats.exact >= kept
+
+
+def test_a_source_of_duplicates_only_is_an_error(tmp_path, byte_level):
+    (tmp_path / "a.txt").write_text("one and the same text " * 50)
+    with pytest.raises(DataError, match="repeat earlier ones"):
+        prepare(DataOptions([tmp_path / "a.txt"] * 2, weights=[0.5, 0.5], dedup=0.8), byte_level, tmp_path / "out")

@@ -7,10 +7,7 @@ import os
 
 import pytest
 
-from mlxlm.data import DataOptions, prepare, read_documents, total_bytes
-from mlxlm.data.dedup import DuplicateFilter
-from mlxlm.data.options import parse_weighted_sources
-from mlxlm.data.text import Document
+from mlxlm.data import read_documents, total_bytes
 from mlxlm.utils.errors import DataError
 
 
@@ -54,36 +51,3 @@ def test_null_is_no_text_in_lines_as_in_tables(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": null}\n{"text": "a", "messages": null}\n{"text": null, "messages": null}\n')
     assert ["".join(d.pieces) for d in read_documents([file])] == ["a"]
-
-
-def _documents(texts):
-    return [Document(str(i), iter((text,))) for i, text in enumerate(texts)]
-
-
-def test_a_threshold_of_one_leaves_out_repetitions_alone():
-    words = [f"w{i}" for i in range(400)]
-    texts = [" ".join([*words[:200], f"other{n}", *words[200:]]) for n in range(200)]  # Jaccard 0.975 with each other
-    unique = DuplicateFilter(1)
-    assert len(list(unique(_documents([*texts, *texts])))) == 200
-    assert (unique.stats.exact, unique.stats.near) == (200, 0)
-
-
-def test_repetitions_are_found_in_crowded_buckets():
-    words = " ".join(f"w{i}" for i in range(60))
-    texts = [f"{words} end{n} of{n} this{n}" for n in range(120)]
-    unique = DuplicateFilter(0.999)
-    kept = len(list(unique(_documents(texts))))
-    list(unique(_documents(texts)))
-    assert unique.stats.exact + unique.stats.near == 240 - kept
-    assert unique.stats.exact >= kept
-
-
-def test_a_source_that_repeats_another_is_said_to(tmp_path, byte_level):
-    (tmp_path / "a.txt").write_text("one and the same text " * 50)
-    with pytest.raises(DataError, match="repeat earlier ones"):
-        prepare(DataOptions([tmp_path / "a.txt"] * 2, weights=[0.5, 0.5], dedup=0.8), byte_level, tmp_path / "out")
-
-
-def test_weights_that_rows_cannot_follow_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"smallest share is 0\.001"):
-        parse_weighted_sources(["a.txt=1e-9", "b.txt=1"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlxlm.data import DataOptions, TokenDataset, TrainBatches, packing, prepare, validation_batches
 from mlxlm.data.dataset import DatasetPart, DocumentStarts
-from mlxlm.data.mixture import BLOCK_ROWS, Mixture
+from mlxlm.data.mixture import BLOCK_ROWS
 from mlxlm.data.packing import BestFitPacking, first_fit_decreasing
 from mlxlm.utils.errors import DataError
 
@@ -96,7 +96,7 @@ def test_rows_have_whole_documents_and_every_target_once(lengths, length, seed, 
 
 
 @pytest.mark.parametrize(("lengths", "rows"), [([4000], 20), ([1300, 2700, 150], 21), ([201] * 7, 7), ([202] * 2, 3)])
-def test_long_documents_are_seen_whole(lengths, rows):
+def test_long_documents_are_complete(lengths, rows):
     """Of a single one, too: in as many rows of 200 targets as it takes."""
     data = Documents(lengths)
     batches = TrainBatches(data, 1, 200, 0, packing="best-fit", document_mask=True)
@@ -113,7 +113,7 @@ def test_long_documents_are_seen_whole(lengths, rows):
 
 
 @pytest.mark.parametrize("lengths", [np.random.default_rng(0).integers(3, 60, 200).tolist(), [40] * 50])
-def test_epochs_differ_in_what_meets_and_in_order(lengths):
+def test_epochs_differ_in_order_and_grouping(lengths):
     data = Documents(lengths)
     rows = BestFitPacking(data, 130, 0)
     epochs = [[tuple(rows.spans(e * rows.rows + i)) for i in range(rows.rows)] for e in range(5)]
@@ -123,7 +123,7 @@ def test_epochs_differ_in_what_meets_and_in_order(lengths):
     assert [tuple(BestFitPacking(data, 130, 1).spans(i)) for i in range(rows.rows)] != epochs[0]
 
 
-def test_any_row_is_found_by_packing_one_block(monkeypatch):
+def test_finding_a_row_packs_one_block(monkeypatch):
     """However many come before it, though blocks differ in their rows."""
     monkeypatch.setattr(packing, "PACKING_BLOCK", 64)
     data = Documents([90] * 50 + np.random.default_rng(1).integers(1, 30, 950).tolist())
@@ -174,7 +174,7 @@ def test_documents_and_weights_of_a_batch(packing, lengths, seed):
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_ranks_share_the_batches_of_one(packing, num_processes):
+def test_processes_share_the_batches(packing, num_processes):
     """A step of `num_processes` that accumulate twice is the step of one that accumulates 2 · ranks times."""
     lengths = np.random.default_rng(2).integers(1, 50, 100).tolist()
     alone = TrainBatches(Documents(lengths), 2, 16, 3, **form(packing))
@@ -194,32 +194,6 @@ def test_ranks_share_the_batches_of_one(packing, num_processes):
 class Mixed:
     def __init__(self, *parts):
         self.parts = [DatasetPart(f"part {i}", weight, data) for i, (weight, data) in enumerate(parts)]
-
-
-@given(weights=st.lists(st.floats(1e-5, 1), min_size=1, max_size=6), seed=st.integers(0, 5), block=st.integers(0, 999))
-@settings(max_examples=30)
-def test_a_block_has_the_rows_of_its_weights(weights, seed, block):
-    mixture = Mixture(weights, seed)
-    assert mixture.counts.sum() == BLOCK_ROWS and mixture.counts.min() >= 1
-    wanted = np.array(weights) / sum(weights) * BLOCK_ROWS
-    assert (np.abs(mixture.counts - wanted) < 1 + len(weights)).all()
-    places = [mixture.locate(block * BLOCK_ROWS + i) for i in range(BLOCK_ROWS)]
-    for source, count in enumerate(mixture.counts.tolist()):
-        assert [n for s, n in places if s == source] == list(range(block * count, (block + 1) * count))
-    sources = [s for s, _ in places]
-    for at in (0, 1, 313, 999):
-        before = mixture.rows_before(block * BLOCK_ROWS + at)
-        assert before.tolist() == [block * c + sources[:at].count(i) for i, c in enumerate(mixture.counts)]
-
-
-def test_weights_to_a_thousandth():
-    assert Mixture([0.7, 0.2, 0.1], 0).counts.tolist() == [700, 200, 100]
-    assert Mixture([1.0], 0).counts.tolist() == [1000]
-    assert Mixture([1.0, 1e-9], 0).counts.tolist() == [999, 1]
-    first, second = (Mixture([0.5, 0.5], seed) for seed in (0, 1))
-    assert [first.locate(i) for i in range(50)] != [second.locate(i) for i in range(50)]
-    with pytest.raises(DataError, match="1001 sources with weights are too many .try: at most 1000"):
-        Mixture([1.0] * 1001, 0)
 
 
 def test_every_source_goes_through_its_own_epochs():
@@ -281,7 +255,7 @@ class Unlearned(Documents):
         return (np.arange(start, stop) == self.total - 1).astype(np.uint8)
 
 
-def test_rows_without_anything_to_learn_make_up_no_batch():
+def test_batches_without_targets_are_an_error():
     data = Unlearned([30, 10, 30])
     for form in ({}, {"max_tokens": 1}):
         with pytest.raises(DataError, match="no answers that begin in rows of 20 tokens .*a longer sequence length"):

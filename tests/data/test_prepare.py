@@ -13,12 +13,8 @@ import pytest
 from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, prepare, training_texts
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.utils.errors import DataError, MlxlmError
+from tests.data.helpers import jsonl
 from tests.paths import SHARED
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def tokens(folder, split):
@@ -111,7 +107,7 @@ def test_no_split_is_empty_by_bad_luck(byte_level, tmp_path, n):
 
 @pytest.mark.parametrize("texts", [200, 3, 1])
 @pytest.mark.parametrize("weights", [None, [1, 1]])
-def test_a_tokenizer_is_trained_on_what_a_model_is_trained_on(byte_level, text, tmp_path, texts, weights):
+def test_training_texts_are_the_training_split(byte_level, text, tmp_path, texts, weights):
     """To the byte: of many documents, of few, and of a single one, of which the end is held out."""
     paths = [
         jsonl(
@@ -133,7 +129,7 @@ def test_a_tokenizer_is_trained_on_what_a_model_is_trained_on(byte_level, text, 
     assert len(given.encode()) == manifest.train.bytes + manifest.validation.bytes
 
 
-def test_the_end_of_a_text_that_is_a_single_line(byte_level, tmp_path):
+def test_tail_of_a_single_line_text(byte_level, tmp_path):
     """Its tenth part would begin within a character of three bytes."""
     content = "漢字 river " * 8999
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
@@ -342,7 +338,7 @@ def test_memory_is_bounded(byte_level, text, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2"])
-def test_cutting_a_long_text_into_pieces_changes_no_ids(name, tmp_path):
+def test_pieces_do_not_change_token_ids(name, tmp_path):
     folder = SHARED
     if not folder.is_dir():
         pytest.skip("no folder of real texts and tokenizers beside this checkout")
@@ -356,7 +352,7 @@ def test_cutting_a_long_text_into_pieces_changes_no_ids(name, tmp_path):
     assert data.slice(0, len(data)).tolist() == expected
 
 
-def test_a_tokenizer_without_an_end_is_refused(byte_level, tmp_path):
+def test_tokenizer_without_bos_and_eos_is_refused(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     mute = Tokenizer(byte_level._runtime, {})
     with pytest.raises(DataError, match="neither a BOS nor an EOS token"):

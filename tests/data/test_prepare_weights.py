@@ -1,43 +1,13 @@
 """Sources with weights, as parts of the prepared folder; masks of conversations."""
 
-import hashlib
 import json
 
-import numpy as np
 import pytest
 
-from mlxlm.data import DataOptions, TokenDataset, parse_weighted_sources, prepare
+from mlxlm.data import DataOptions, TokenDataset, prepare
 from mlxlm.data.manifest import Manifest
 from mlxlm.utils.errors import DataError
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def test_weights_are_written_behind_paths(tmp_path):
-    odd = tmp_path / "a=0.5"
-    odd.write_text("x")
-    assert parse_weighted_sources([str(odd), "b.txt"]) == ([str(odd), "b.txt"], None)
-    assert parse_weighted_sources([f"{odd}=3", "b=c.txt=1"]) == ([str(odd), "b=c.txt"], [0.75, 0.25])
-    assert parse_weighted_sources(["a=b", "-"]) == (["a=b", "-"], None)
-    assert parse_weighted_sources(["-=1e0", "x=7"]) == (["-", "x"], [0.125, 0.875])
-
-
-@pytest.mark.parametrize(
-    ("sources", "message"),
-    [
-        (["a=1", "b"], "b has no weight"),
-        (["a=0", "b=1"], "a weight is 0.0"),
-        (["a=-1"], "a weight is -1.0"),
-        (["a=nan"], "a weight is nan"),
-        (["a=inf", "b=1"], "a weight is inf"),
-    ],
-)
-def test_weights_that_cannot_be(sources, message):
-    with pytest.raises(DataError, match=f"{message}.*try: wiki.txt=0.7"):
-        parse_weighted_sources(sources)
+from tests.data.helpers import jsonl
 
 
 def test_parts_have_shards_of_their_own(byte_level, text, tmp_path):
@@ -89,76 +59,6 @@ def test_weights_can_be_changed_in_the_manifest(byte_level, tmp_path):
     content["parts"][0]["weight"] = 1.5
     path.write_text(json.dumps(content))
     assert [part.weight for part in Manifest.read(tmp_path / "out").parts] == [0.75, 0.25]
-
-
-CHAT = [
-    {"role": "system", "content": "stone"},
-    {"role": "user", "content": "river?\n"},
-    {"role": "assistant", "content": "water 東京"},
-    {"role": "user", "content": ""},
-    {"role": "assistant", "content": ""},
-]
-
-
-def expected_mask(tokenizer, messages):
-    mask = [0]  # BOS
-    for message in messages:
-        words = len(tokenizer.encode(message["content"], add_special_tokens=False))
-        answer = int(message["role"] == "assistant")
-        mask += [0, *[answer] * words, answer]
-    return [*mask, 0]  # EOS
-
-
-@pytest.mark.parametrize("shard_tokens", [7, 50, 10_000])
-@pytest.mark.parametrize("documents", [3, 40])
-def test_the_assistants_words_are_learned(byte_level, text, tmp_path, shard_tokens, documents):
-    """And every token of a plain text; conversations and texts come in any order, over any border of shards."""
-    rows = [{"messages": CHAT} if i % 3 else {"text": text(9, i)} for i in range(documents)]
-    path = jsonl(tmp_path / "a.jsonl", rows)
-    manifest = prepare(
-        DataOptions([path], validation_fraction=0.3), byte_level, tmp_path / "out", shard_tokens=shard_tokens
-    )
-    found, ids = [], []
-    for split in ("train", "validation"):
-        for shard in getattr(manifest, split).shards:
-            tokens = np.fromfile(tmp_path / "out" / shard.file, "<u2")
-            mask = np.ones(len(tokens), np.uint8)
-            if shard.mask_sha256 is not None:
-                mask = np.fromfile(tmp_path / "out" / shard.mask_file, np.uint8)
-            else:
-                assert not (tmp_path / "out" / shard.mask_file).exists()
-            assert len(mask) == len(tokens)
-            ids += tokens.tolist()
-            found += mask.tolist()
-    whole, at, seen = expected_mask(byte_level, CHAT), 0, 0
-    system = byte_level.special_tokens["<|system|>"]
-    while at < len(ids):
-        assert ids[at] == byte_level.bos_id
-        end = ids.index(byte_level.eos_id, at) + 1
-        expected = whole if ids[at + 1] == system else [1] * (end - at)
-        assert found[at:end] == expected
-        seen += expected is whole
-        at = end
-    assert seen == sum("messages" in row for row in rows)
-
-
-def test_text_has_no_masks(byte_level, text, tmp_path):
-    jsonl(tmp_path / "a.jsonl", [{"text": text(9, i)} for i in range(30)])
-    manifest = prepare(DataOptions([tmp_path / "a.jsonl"]), byte_level, tmp_path / "out", shard_tokens=50)
-    assert all(shard.mask_sha256 is None for shard in manifest.train.shards)
-    assert not list((tmp_path / "out").glob("*.mask.bin"))
-
-
-def test_masks_are_in_the_manifest_with_their_digest(byte_level, tmp_path):
-    manifest = prepare(
-        DataOptions([jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 30)]),
-        byte_level,
-        tmp_path / "out",
-        shard_tokens=64,
-    )
-    for shard in manifest.train.shards:
-        content = (tmp_path / "out" / shard.mask_file).read_bytes()
-        assert hashlib.sha256(content).hexdigest() == shard.mask_sha256 and len(content) == shard.tokens
 
 
 def test_the_commands(byte_level, text, tmp_path):

@@ -54,7 +54,7 @@ def test_every_token_once_with_its_window(lm, logprobs, context_length, stride):
     share=st.floats(0, 1, exclude_min=True),
 )
 @settings(max_examples=150)
-def test_windows_cover_a_text_however_it_comes(sizes, context_length, share):
+def test_windows_predict_each_token_once_for_any_chunks(sizes, context_length, share):
     stride = max(1, math.ceil(share * context_length))
     ids = iter(range(sum(sizes)))
     chunks = [[next(ids) for _ in range(size)] for size in sizes]
@@ -67,7 +67,7 @@ def test_windows_cover_a_text_however_it_comes(sizes, context_length, share):
     assert seen == list(range(1, sum(sizes)))
 
 
-def test_texts_of_all_lengths_side_by_side(lm, logprobs, tmp_path):
+def test_texts_of_all_lengths_in_one_batch(lm, logprobs, tmp_path):
     rows = ["The", "quick brown " * 9, "a", "fox " * 30, "Grüße", "lazy dog. " * 20] * 3
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     found = evaluate_text(lm, read_documents([tmp_path / "a.jsonl"]), context_length=40, stride=13)
@@ -94,7 +94,7 @@ def test_a_batch_is_as_large_where_texts_are_short(lm, monkeypatch):
     assert all(rows == 1 for rows, _ in shapes)
 
 
-def test_a_first_token_with_nothing_before_it_counts_for_nothing(lm, logprobs):
+def test_first_token_without_bos_is_not_predicted(lm, logprobs):
     class Bare(Tokenizer):
         def __init__(self):
             self.__dict__ = dict(lm.tokenizer.__dict__)
@@ -112,7 +112,7 @@ def test_a_first_token_with_nothing_before_it_counts_for_nothing(lm, logprobs):
     assert found.nats == pytest.approx(windowed_loss(logprobs, ids, 32, 32), rel=1e-5)
 
 
-def test_a_long_text_is_read_in_pieces(lm, monkeypatch):
+def test_pieces_do_not_change_the_loss(lm, monkeypatch):
     monkeypatch.setattr("mlxlm.data.text.PIECE_CHARS", 1000)
     text = TEXT * 25  # about 10 pieces
     whole = evaluate_text(lm, read(text), context_length=128, stride=128)

@@ -6,15 +6,12 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import pytest
 
 from mlxlm.cli.main import _run
 from mlxlm.families import config_to_hf
 from mlxlm.report import read_run, write_report
-from mlxlm.report.chart import Series, chart, format_value
-from mlxlm.report.curves import ExponentialMovingAverage, downsample, smoothing_span
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 NASTY = "Once </script><script>document.title='owned'</script><img src=http://example.com/x onerror=alert(1)> \x1b[31m"
@@ -101,7 +98,7 @@ def test_one_run(tmp_path, tiny_config):
                         "tokens per second", "memory"]  # fmt: skip
 
 
-def test_nothing_is_fetched_and_nothing_of_a_run_is_markup(tmp_path, tiny_config):
+def test_page_is_self_contained_and_escaped(tmp_path, tiny_config):
     page = Page(written(tmp_path, make_run(tmp_path / "<img src=x>", tiny_config, settings={"<i>": "<script>"})))
     assert len(page.all("script")) == 1 and not page.all("img") and not page.all("link") and not page.all("i")
     for _, attributes in page.elements:
@@ -125,7 +122,7 @@ def test_several_runs_side_by_side(tmp_path, tiny_config):
     assert len(html) < 1_000_000
 
 
-def test_a_long_run_is_thinned_and_keeps_its_peak(tmp_path, tiny_config):
+def test_long_runs_are_downsampled_and_keep_their_peak(tmp_path, tiny_config):
     run = make_run(tmp_path / "run", tiny_config, steps=20_000)
     html = written(tmp_path, run)
     assert len(html) < 400_000
@@ -137,7 +134,7 @@ def test_a_long_run_is_thinned_and_keeps_its_peak(tmp_path, tiny_config):
     assert min(middle) < 0 < sorted(middle)[1]
 
 
-def test_what_a_log_may_lack(tmp_path, tiny_config):
+def test_missing_log_fields(tmp_path, tiny_config):
     odd = [
         {"event": "step", "step": 51}, {"event": "step", "step": 52, "loss": "high"}, {"event": "sample", "step": 52},
         {"event": "step", "step": 53, "loss": 1.0, "tokens": None, "memory": 1e308}, {"event": "new kind"},
@@ -160,7 +157,7 @@ def test_the_validation_before_the_first_step_is_the_first_point(tmp_path, tiny_
     assert math.isnan(run.x_at_step("tokens", 2))
 
 
-def test_how_often_the_length_was_changed_is_told_once(tmp_path, tiny_config):
+def test_step_changes_are_summarized(tmp_path, tiny_config):
     changes = [{"event": "steps_changed", "step": n, "steps": 1000 * n} for n in (3, 4, 5)]
     run = make_run(tmp_path / "run", tiny_config, entries=changes)
     assert written(tmp_path, run).count("the number of steps was changed 3 times, most recently to 5,000.") == 1
@@ -170,17 +167,12 @@ def test_how_often_the_length_was_changed_is_told_once(tmp_path, tiny_config):
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 10**400])
-def test_seconds_that_are_no_time(tmp_path, tiny_config, seconds):
+def test_invalid_seconds(tmp_path, tiny_config, seconds):
     odd = [{"event": "resumed", "step": 3, "seconds": seconds}, {"event": "step", "step": 51, "loss": 1, "tokens": 0}]
     Page(written(tmp_path, make_run(tmp_path / "run", tiny_config, entries=odd)))
 
 
-@pytest.mark.parametrize("x", [0.0, 5.0, 2.0**53, 1e30, 9e299])
-def test_a_chart_of_one_point(x):
-    assert "<polyline" in chart([Series("a", [(x, 1.0)])], "tokens")
-
-
-def test_the_end_of_a_run_is_its_state_whatever_is_warned_of_then(tmp_path, tiny_config):
+def test_state_is_the_last_end_event_despite_later_warnings(tmp_path, tiny_config):
     ends = [{"event": "finished", "step": 50}, {"event": "training_warning", "step": 50, "message": "no more"}]
     run = make_run(tmp_path / "run", tiny_config, entries=ends)
     assert read_run(run).state == "finished"
@@ -189,14 +181,14 @@ def test_the_end_of_a_run_is_its_state_whatever_is_warned_of_then(tmp_path, tiny
     assert read_run(run).state == "not finished"
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path, tiny_config):
+def test_runs_with_the_same_name_get_unique_names(tmp_path, tiny_config):
     runs = [make_run(tmp_path / name, tiny_config) for name in ("a/run", "b/run", "b/x/run", "other")]
     page = Page(written(tmp_path, *runs))
     names = {a["data-name"] for a in page.all("polyline") if a.get("data-name", "").endswith("run")}
     assert names == {"a/run", "b/run", "x/run"}
 
 
-def test_what_is_no_run_and_what_is_no_report(tmp_path, tiny_config):
+def test_errors_for_folders_that_are_no_run_and_files_that_are_no_report(tmp_path, tiny_config):
     with pytest.raises(CheckpointError, match="is not a run"):
         write_report([read_run(tmp_path)], tmp_path / "out.html", defaults)
     run = make_run(tmp_path / "run", tiny_config)
@@ -223,58 +215,7 @@ def test_the_command(tmp_path, tiny_config, capsys, monkeypatch):
     assert (tmp_path / "both.html").exists() and len(shown) == 1
 
 
-def test_a_chart_is_where_its_numbers_say():
-    svg = chart([Series("a", [(0.0, 1.0), (10.0, 3.0)])], "tokens", size=(400, 240), marks=[(5.0, "<here>")])
-    root = ElementTree.fromstring(svg)
-    left, top, right, bottom = map(float, root.get("data-plot").split())
-    low, high = map(float, root.get("data-y").split())
-    assert low < 1 < 3 < high
-    [points] = [e.get("points") for e in root.iter() if e.tag == "polyline"]
-    (x0, y0), (x1, y1) = (map(float, p.split(",")) for p in points.split())
-    assert (x0, x1) == (0, right - left)
-    for y, value in ((y0, 1.0), (y1, 3.0)):
-        assert high - y / (bottom - top) * (high - low) == pytest.approx(value, abs=0.02)
-    assert [e.text for e in root.iter("title")] == ["<here>"]
-    assert chart([Series("a", [(1.0, math.nan)])], "tokens") == ""
-
-
-def test_a_chart_of_far_values_is_logarithmic_and_one_of_equal_values_has_an_axis():
-    assert 'data-log="1"' in chart([Series("a", [(1.0, 0.01), (2.0, 50.0)])], "tokens")
-    assert 'data-log="0"' in chart([Series("a", [(1.0, 0.0), (2.0, 50.0)])], "tokens")
-    for value in (0.0, 5.0, -3.0, 1e-12, 1e12):
-        ElementTree.fromstring(chart([Series("a", [(1.0, value), (1.0, value)])], "seconds", "bytes"))
-
-
-def arrows(picture):
-    """(x, title) of each mark for values above the chart."""
-    found = re.findall(r'<path class="beyond c\d" d="M([\d.]+) 1[^"]*"><title>([^<]*)</title>', picture)
-    return [(float(x), title) for x, title in found]
-
-
-def test_what_is_above_the_picture_is_marked_with_its_value():
-    """A spike of one step, of which the smoothed curve shows little; also the first steps, where they are far off."""
-    steady = [(float(i), 2.0 + 0.1 * (i % 2)) for i in range(1000)]
-    noisy = [(x, y + (40.0 if x == 700 else 30.0 if x == 702 else 0.0)) for x, y in steady]
-    runs = [Series("a each step", noisy, 0, "faint"), Series("a smoothed", steady, 0)]
-    picture = chart(runs, "tokens", size=(1160, 330))
-    [(x, title)] = arrows(picture)
-    assert title == "a each step: up to 42, above the chart" and ">42</text>" in picture
-    assert x == pytest.approx((1160 - 52 - 12) * 700 / 999, abs=0.1)
-    assert arrows(chart([Series("a", [(i, 2.0 + i / 1000) for i in range(1000)])], "tokens")) == []
-    first = chart([Series("a", [(i, 30.0 if i == 0 else y) for i, y in steady])], "tokens")
-    assert [t for _, t in arrows(first)] == ["a: up to 30, above the chart"]
-
-
-def test_noise_stays_within_the_picture():
-    points = [(float(i), 2.0 + (-0.9 if i == 50 else 0.0)) for i in range(100)]
-    picture = chart([Series("each", points, 0, "faint"), Series("smoothed", [(0.0, 2.0), (99.0, 2.2)])], "tokens")
-    low, _ = map(float, re.search(r'data-y="(\S+) (\S+)"', picture).groups())
-    assert low < 1.1
-
-
-def test_a_single_validation_is_named_in_the_picture_and_a_sentence_where_there_is_no_other_curve(
-    tmp_path, tiny_config
-):
+def test_single_validation_is_a_label_or_a_sentence(tmp_path, tiny_config):
     html = written(tmp_path, make_run(tmp_path / "run", tiny_config, steps=10))
     page = Page(html)
     loss = 5 / math.sqrt(10) + 0.1
@@ -288,32 +229,7 @@ def test_a_single_validation_is_named_in_the_picture_and_a_sentence_where_there_
     assert not any(text.startswith("validation ") for text in several.texts["text"])
 
 
-def test_thinning_keeps_ends_and_peaks():
-    points = [(float(i), 100.0 if i == 777 else -50.0 if i == 4321 else math.sin(i)) for i in range(10_000)]
-    found = downsample(points, 200)
-    assert len(found) <= 200 and found[0] == points[0] and found[-1] == points[-1]
-    assert found == sorted(found) and (777.0, 100.0) in found and (4321.0, -50.0) in found
-    assert downsample(points[:7] + [(7.0, math.inf)], 7) == points[:7] and downsample([], 5) == []
-
-
-def test_smoothing():
-    smooth = ExponentialMovingAverage(10)
-    assert smooth(3.0) == 3.0
-    assert [smooth(3.0) for _ in range(50)] == pytest.approx([3.0] * 50)
-    assert smooth(13.0) == pytest.approx(4.0)  # a tenth of the way
-    assert (smoothing_span(0), smoothing_span(5000), smoothing_span(10**9)) == (5, 100, 500)
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "expected"),
-    [(1.5e9, "bytes", "1.5 GB"), (75, "seconds", "1m15s"), (0.25, "seconds", "0.25s"), (2e6, "tokens", "2M"),
-     (0.00061, "", "0.00061"), (52000.0, "", "52k")],
-)  # fmt: skip
-def test_figures(value, unit, expected):
-    assert format_value(value, unit) == expected
-
-
-def test_chromium_shows_it(tmp_path, tiny_config):
+def test_page_renders_in_chromium(tmp_path, tiny_config):
     """No error in the console, nothing asked of the network, the title untouched, curves drawn, choice of axis."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
