@@ -49,7 +49,7 @@ class ChatEncoder(Protocol):
     Attributes:
         name: The template in use: "model" for the model's own, a name in `CHAT_FORMATS`, "plain", or a file.
         eos_token_ids: Tokens that end an answer, besides the model's own.
-        generation_prefix: What the template opens in front of an answer as part of it ("<think>" and a line feed), or "".
+        generation_prefix: What the template puts at the start of an answer, such as "<think>" and a line feed, or "".
     """
 
     name: str

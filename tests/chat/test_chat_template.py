@@ -49,10 +49,10 @@ def test_transformers_renders_the_same(tokens, tmp_path):
     tokens.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [Message("user", " <a> & 'ü' "), Message("assistant", "yes\n"), *EXCHANGE]
-    wanted = theirs.apply_chat_template(
+    expected = theirs.apply_chat_template(
         [{"role": m.role, "content": m.content} for m in messages], tokenize=False, add_generation_prompt=True
     )
-    assert ChatTemplate(tokens).render(messages) == wanted
+    assert ChatTemplate(tokens).render(messages) == expected
 
 
 def test_a_message_cannot_forge_a_role(tokens):
@@ -89,8 +89,8 @@ def test_a_template_that_changes_answers_has_its_way(tokens):
     ids = tuple(tokens.encode(" fox ", add_special_tokens=False))
     messages = [Message("user", "?"), Message("assistant", " fox ", ids), Message("user", "!")]
     template = ChatTemplate(tokens)
-    wanted = tokens.encode(template.render(messages), add_special_tokens=False, parse_special=True)
-    assert template.encode(messages) == wanted
+    expected = tokens.encode(template.render(messages), add_special_tokens=False, parse_special=True)
+    assert template.encode(messages) == expected
 
 
 def test_the_token_behind_an_answer_ends_it(tokens):

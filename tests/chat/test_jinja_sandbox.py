@@ -77,7 +77,7 @@ THINKING = """
 {%- endfor %}"""
 
 
-@pytest.mark.parametrize(("count", "size"), [(10_000, 20), (3, 1_000_000)])
+@pytest.mark.parametrize(("count", "size"), [(3_000, 20), (3, 1_000_000)])
 @pytest.mark.parametrize("source", [THINKING, *(form.template for form in CHAT_FORMATS.values())])
 def test_long_conversations_are_rendered_as_without_limits(tokens, source, count, size):
     plain = jinja2.sandbox.ImmutableSandboxedEnvironment(

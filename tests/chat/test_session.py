@@ -79,8 +79,8 @@ def remade(lm, **changes):
 def test_answers_equal_a_fresh_computation_of_the_whole_conversation(lm):
     chat = mlxlm.Chat(lm, system_prompt="Be brief.", **GREEDY)
     for question in ("Hello!", "How are you?", "Grüße 世界"):
-        _, wanted = fresh(chat, question)
-        assert say(chat, question) == wanted.text
+        _, expected = fresh(chat, question)
+        assert say(chat, question) == expected.text
 
 
 def test_only_new_tokens_are_read_and_the_system_prompt_once(lm):
@@ -112,8 +112,8 @@ def test_a_stopped_answer_stays_as_far_as_it_was_said(lm):
     with closing(chat.ask("Hello!")) as pieces:
         said = "".join(next(pieces).text for _ in range(5))
     assert chat.messages == [Message("user", "Hello!"), Message("assistant", said, chat.messages[1].ids)]
-    _, wanted = fresh(chat, "And?")
-    assert say(chat, "And?") == wanted.text
+    _, expected = fresh(chat, "And?")
+    assert say(chat, "And?") == expected.text
     assert chat.stats.last.cached_tokens > 0
 
 
@@ -126,8 +126,8 @@ def test_stopped_while_reading_the_message_is_forgotten(lm):
     with pytest.raises(KeyboardInterrupt):
         list(chat.ask("Hello! " * 300, on_prefill=stop))
     assert chat.messages == [] and chat.stats.answers == 0
-    _, wanted = fresh(chat, "And?")
-    assert say(chat, "And?") == wanted.text
+    _, expected = fresh(chat, "And?")
+    assert say(chat, "And?") == expected.text
 
 
 def test_whatever_is_asked_of_a_chat_ends_the_answer_under_way(lm):
@@ -321,8 +321,8 @@ def test_a_rotating_cache_bounds_a_chat_and_never_overflows(lm, bits):
     lm = small(lm, 128) if bits is None else wide(lm)
     chat = Chat(lm, system_prompt="Be brief.", kv=kv, **GREEDY)
     for n in range(5):
-        _, wanted = fresh(chat, f"Question {n}?")
-        assert say(chat, f"Question {n}?") == wanted.text
+        _, expected = fresh(chat, f"Question {n}?")
+        assert say(chat, f"Question {n}?") == expected.text
         if n:
             assert chat.stats.last.cached_tokens > 0
     assert chat.stats.last.prompt_tokens > 128
@@ -330,12 +330,12 @@ def test_a_rotating_cache_bounds_a_chat_and_never_overflows(lm, bits):
     assert chat.drop_oldest() == 0
     held = chat.stats.cache_bytes
     chat.undo()
-    _, wanted = fresh(chat, "And?")  # across what was dropped it is read again, and right
-    assert say(chat, "And?") == wanted.text
+    _, expected = fresh(chat, "And?")  # across what was dropped it is read again, and right
+    assert say(chat, "And?") == expected.text
     assert chat.stats.cache_bytes <= held
     cached = chat.stats.last.cached_tokens
     list(chat.retry())
-    assert chat.messages[-1].content == wanted.text and chat.stats.last.cached_tokens >= cached
+    assert chat.messages[-1].content == expected.text and chat.stats.last.cached_tokens >= cached
 
 
 @pytest.mark.parametrize("kv", [None, KVOptions(size=96)])
@@ -345,25 +345,25 @@ def test_caches_that_drop_tokens_go_back_to_the_last_question(lm, kv):
     long = {"temperature": 0, "max_tokens": 120}
     chat = Chat(lm, system_prompt="Be brief.", kv=kv, **long)
 
-    def wanted():
+    def expected():
         return generate(lm, fresh_prompt(chat), kv=kv, **long).text
 
     for n in range(2):
         say(chat, f"Question {n}?")
-        assert chat.messages[-1].content == wanted()
+        assert chat.messages[-1].content == expected()
     new = len(lm.tokenizer.encode("Question 2?")) + 70
     assert chat.stats.last.prompt_tokens > 2 * new
     list(chat.retry())
-    assert read(chat) < new and chat.messages[-1].content == wanted()
+    assert read(chat) < new and chat.messages[-1].content == expected()
     list(chat.edit("What?"))
-    assert read(chat) < new and chat.messages[-1].content == wanted()
+    assert read(chat) < new and chat.messages[-1].content == expected()
     chat.undo()
     say(chat, "Why?")
-    assert read(chat) < new and chat.messages[-1].content == wanted()
+    assert read(chat) < new and chat.messages[-1].content == expected()
     chat.undo()
     chat.undo()  # further back it is read again, and right
     say(chat, "Why?")
-    assert chat.stats.last.cached_tokens == 0 and chat.messages[-1].content == wanted()
+    assert chat.stats.last.cached_tokens == 0 and chat.messages[-1].content == expected()
 
 
 def test_memory_stays_bounded_with_a_rotating_cache(lm):
@@ -385,8 +385,8 @@ def test_reset_keeps_the_system_prompt(lm):
     assert say(chat, "Hello!") == first
     chat.system_prompt = "Be long."
     assert chat.messages[0] == Message("system", "Be long.")
-    _, wanted = fresh(chat, "Why?")
-    assert say(chat, "Why?") == wanted.text
+    _, expected = fresh(chat, "Why?")
+    assert say(chat, "Why?") == expected.text
     chat.system_prompt = None
     assert chat.messages[0].role == "user"
 
@@ -443,12 +443,12 @@ def test_a_chat_that_crosses_the_length_where_positions_change(lm):
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     lm = remade(lm, rope_scaling={**scaling, "original_max_position_embeddings": 60})
     chat = Chat(lm, **GREEDY)
-    was_read = []
+    tokens_read = []
     for question in ("Hello!", "How?", "You?", "Dog?"):
-        _, wanted = fresh(chat, question)
-        assert say(chat, question) == wanted.text
-        was_read.append((chat.stats.last.prompt_tokens + 12 > 60, chat.stats.last.cached_tokens > 0))
-    assert was_read == [(False, False), (False, True), (True, False), (True, True)]
+        _, expected = fresh(chat, question)
+        assert say(chat, question) == expected.text
+        tokens_read.append((chat.stats.last.prompt_tokens + 12 > 60, chat.stats.last.cached_tokens > 0))
+    assert tokens_read == [(False, False), (False, True), (True, False), (True, True)]
     chat.reset()
     say(chat, "Hello!")
     assert chat.stats.last.cached_tokens == 0 and chat.context_used <= 60
@@ -509,14 +509,14 @@ def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(lm, tokens):
     lm = remade(lm, sliding_window=32, model_type="mistral")
     script = THOUGHT.replace("Hm, ", "Hm, " * 100)
     chat = Chat(replace(lm, model=Scripted(lm, script)), temperature=0, max_tokens=None)
-    was_read = []
+    tokens_read = []
     for n in range(6):
         say(chat, f"Question {n}?")
-        was_read.append(read(chat))
+        tokens_read.append(read(chat))
         assert chat.messages[-1].content == script and len(chat.stats.last.tokens) > 200
         assert chat.stats.last.cached_tokens > 0 or n < 4  # little is read again as a whole
     turn = chat.stats.last.prompt_tokens / 6
-    assert max(was_read) < 64 + 2 * turn
+    assert max(tokens_read) < 64 + 2 * turn
 
 
 def test_a_template_that_drops_earlier_reasoning_has_its_way(lm, tokens):
@@ -562,16 +562,16 @@ def test_a_chat_with_another_model_goes_on_as_text(lm, tokens):
     chat.lm = other
     assert chat.messages[-1] == said and chat.options.logit_bias  # the same tokens
     chat.options = replace(chat.options, logit_bias={})
-    _, wanted = fresh(chat, "Why?")
-    assert say(chat, "Why?") == wanted.text and chat.stats.last.cached_tokens == 0
+    _, expected = fresh(chat, "Why?")
+    assert say(chat, "Why?") == expected.text and chat.stats.last.cached_tokens == 0
     chat.options = replace(chat.options, logit_bias={7: -100})
     with_other_tokens = tokenizer.train(["Another text altogether, of other words. " * 20], 280)
     with_other_tokens.chat_template = tokens.chat_template
     chat.lm = replace(other, tokenizer=with_other_tokens)
-    assert not chat.options.logit_bias and chat.messages[-1].content == wanted.text
+    assert not chat.options.logit_bias and chat.messages[-1].content == expected.text
     assert not any(message.ids for message in chat.messages)
-    _, wanted = fresh(chat, "Why?")
-    assert say(chat, "Why?") == wanted.text
+    _, expected = fresh(chat, "Why?")
+    assert say(chat, "Why?") == expected.text
     with pytest.raises(GenerationError, match="more than the model's context"):
         rotating = Chat(lm, kv=KVOptions(size=1000), **GREEDY)
         rotating.lm = small(other)

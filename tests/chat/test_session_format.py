@@ -173,14 +173,14 @@ def test_a_cache_that_cannot_be_used_is_told_and_the_chat_goes_on(lm, file):
     chat = Chat(lm, **SAMPLED)
     say(chat, "Hello!")
     chat.save(file, cache=True)
-    wanted = say(chat, "Why?")
+    expected = say(chat, "Why?")
     cache = cache_path(file)
     whole = cache.read_bytes()
     for content in (b"", whole[:100], whole[:-9], b"\xff" * 200, os.urandom(4000)):
         cache.write_bytes(content)
         again = Chat.open(file, lm)
         assert len(again.notes) == 1 and "is read again, since its cache can't be used: " in again.notes[0]
-        assert say(again, "Why?") == wanted and again.stats.last.cached_tokens == 0
+        assert say(again, "Why?") == expected and again.stats.last.cached_tokens == 0
     cache.write_bytes(whole)
     again = Chat.open(file, lm, kv=KVOptions(size=32))
     assert "can't be used" in again.notes[0] and say(again, "Why?")
