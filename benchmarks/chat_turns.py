@@ -1,5 +1,7 @@
-"""Time to the first token of chat turns: the first with a long history, the second, and the first after loading the
-session with and without its cache.
+"""Time to the first token of chat turns.
+
+The turns are: the first with a long history, the second, and the first after loading the session with and without its
+cache.
 
     python benchmarks/chat_turns.py [--history 4000] [--size 26m] [--rounds 3]
 """

@@ -125,8 +125,9 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
         quantize(source, folder / "4-bit", bits=4, evaluate=False)
 
 
-def worker(peer: str, path: str, context: str, prompt: str, tokens: str, seconds: str) -> None:
+def worker(peer: str, path: str, context: str, *limits: str) -> None:
     """Measure in this process and print one JSON line. The first token's time includes imports and loading."""
+    prompt, tokens, seconds = limits
     start = time.perf_counter()
     context_length, ids = int(context), [(7 * i) % 1000 for i in range(int(prompt))]
     open_peer = open_mlxlm if peer == "mlxlm" else open_mlx_lm

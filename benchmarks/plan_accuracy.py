@@ -37,7 +37,9 @@ def one(preset: str, batch: int, length: int, seconds: float, text: str) -> dict
     with tempfile.TemporaryDirectory() as folder:
         settings = {**shape, "steps": 1, "eval_every": 0}
         vocab = min(config.vocab_size, 4096)
-        draft = start_run(Path(folder, "draft"), [text], config, tokenizer=TokenizerOptions(vocab_size=vocab), settings=settings)
+        draft = start_run(
+            Path(folder, "draft"), [text], config, tokenizer=TokenizerOptions(vocab_size=vocab), settings=settings
+        )
         held_out = TokenDataset.open(draft.data, "validation")
         results = probe(draft.config, draft.settings, held_out)
         steps = max(5, round(seconds / results.step))

@@ -1,5 +1,6 @@
-"""Kills `mlxlm pretrain` at random moments and resumes it until it is done, then compares it with an uninterrupted run,
-bit for bit.
+"""Kills `mlxlm pretrain` at random moments and resumes it until it is done.
+
+The result is compared with an uninterrupted run, bit for bit.
 
     python benchmarks/power_cut.py [--kills 50] [--seed 0] [--steps 1500] [--image]
 

@@ -1,4 +1,4 @@
-"""Bits per byte on the last 10% of a text, after training on its first 90% for some minutes.
+r"""Bits per byte on the last 10% of a text, after training on its first 90% for some minutes.
 
     python benchmarks/small_text.py tinyshakespeare.txt --minutes 10 [OPTIONS OF mlxlm pretrain]
 
@@ -10,11 +10,11 @@ stride of a quarter window, so that tokens have at least three quarters of a win
 Results on two cores of an AMD EPYC, at 10 to 30 epochs:
 
     tinyshakespeare.txt --minutes 10                                                                  2.072
-    tinyshakespeare.txt --minutes 4 --preset 1m --vocab-size 1024 --batch-size 8 --max-seq-length 256 \\
+    tinyshakespeare.txt --minutes 4 --preset 1m --vocab-size 1024 --batch-size 8 --max-seq-length 256 \
         --weight-decay 1.0                                                                            2.069
-    tinyshakespeare.txt --minutes 10 --preset 1m --vocab-size 1024 --batch-size 8 --max-seq-length 256 \\
-        --set hidden_size=192 --set num_hidden_layers=6 --set intermediate_size=512 \\
-        --set num_attention_heads=6 --set num_key_value_heads=6 \\
+    tinyshakespeare.txt --minutes 10 --preset 1m --vocab-size 1024 --batch-size 8 --max-seq-length 256 \
+        --set hidden_size=192 --set num_hidden_layers=6 --set intermediate_size=512 \
+        --set num_attention_heads=6 --set num_key_value_heads=6 \
         --weight-decay 1.2 --dropout 0.1 --min-lr-ratio 0.02                                          2.026
     wikitext2-valid.txt --minutes 30, the same with 6.6M parameters (hidden_size=256, 8 layers, 4 heads of 64,
         intermediate_size=688)                                                                        1.888

@@ -29,7 +29,12 @@ _BUILT_IN = "Python's language reference"
     "--eval-text", type=click.Path(exists=True, path_type=Path), help="Text to evaluate on.  [default: built in]"
 )
 @click.option(
-    "--tokens", type=click.IntRange(2), default=4096, show_default=True, help="Number of tokens of the text to use."
+    "--tokens",
+    type=click.IntRange(2),
+    metavar="N",
+    default=4096,
+    show_default=True,
+    help="Number of tokens of the text to use.",
 )
 @json_option
 def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) -> None:

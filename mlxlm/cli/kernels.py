@@ -51,7 +51,9 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
 @kernels.command()
 @_MODEL
 @_DTYPE
-@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timings per implementation.")
+@click.option(
+    "--repeats", type=click.IntRange(1), metavar="N", default=7, show_default=True, help="Timings per implementation."
+)
 @json_option
 def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
     """Benchmark all implementations of the operations of MODEL; from then on the fastest ones are used.
