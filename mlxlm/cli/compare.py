@@ -112,8 +112,7 @@ def _differences(weights: TensorDiff) -> Iterator[str]:
 def _documents(path: Path | None) -> Iterator[Document]:
     from mlxlm.data import Document, read_documents
     from mlxlm.data.builtin import python_reference
-    from mlxlm.data.text import split_pieces
-    from mlxlm.quantize.text import conversation_as_text
+    from mlxlm.data.text import conversation_as_text, split_pieces
 
     if path is not None:
         return map(conversation_as_text, read_documents([path]))

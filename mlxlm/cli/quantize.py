@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import SectionedCommand, flag, json_option, option, reject_unused_options
+from mlxlm.cli.options import SectionedCommand, argument_errors_as_usage, json_option, option
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.quantize import QuantizationReport
 
-# Repeated here so that `--help` needn't import MLX; a test compares them with those of mlxlm.quantize.
+# Repeated here so that `--help` doesn't import MLX; a test compares them with those of mlxlm.quantize.
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 METHODS = ("rtn", "gptq", "awq")
@@ -93,7 +93,8 @@ _output = partial(option, "Output")
     "--calibration-text, else built in]",
 )
 @_output("--no-evaluate", is_flag=True, help="Don't compare the result with SOURCE.")
-@_output("--no-verify", is_flag=True, help="Don't check the files, nor run them with mlx_lm.")
+@_output("--no-verify", is_flag=True, help="Don't read the files again to check them.")
+@_output("--cross-check", is_flag=True, help="Also run the output with mlx_lm, and compare its tokens.")
 @json_option
 def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Quantize SOURCE for mlxlm and mlx_lm, and show what that costs.
@@ -101,48 +102,21 @@ def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or llama2.c .bin file. The
     report, with the error of each layer, is also written to quantization.json and quantization.png.
     """
-    _check_options(options)
+    from mlxlm.quantize import QuantizationSettings
     from mlxlm.quantize import quantize as run_quantize
 
-    settings = {name: options[name] for name in options if name not in ("no_verify", "no_evaluate")}
     for name in ("bits", "group_size"):
-        settings[name] = settings[name] and int(settings[name])
-    with render.phases_progress() as progress:
-        report = run_quantize(
-            source,
-            out,
-            **settings,
-            verify=not options["no_verify"],
-            evaluate=not options["no_evaluate"],
-            progress=progress,
-        )
+        options[name] = options[name] and int(options[name])
+    for name in ("verify", "evaluate"):
+        options[name] = not options.pop(f"no_{name}")
+    with argument_errors_as_usage(), render.phases_progress() as progress:
+        report = run_quantize(source, out, QuantizationSettings(**options), progress=progress)
     if as_json:
         render.emit_json(report.to_dict())
     else:
         print_report(report)
     for warning in report.warnings:
         render.say(f"warning: {warning}", style="yellow")
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Raise UsageError for options that contradict each other or would have no effect."""
-    searches = ("max_size", "target_bpw", "max_kl")
-    chosen = [name for name in ("bits", "recipe", *searches) if options[name] is not None]
-    mode, method = options["mode"], options["method"]
-    if len(chosen) > 1:
-        raise click.UsageError(f"{flag(chosen[0])} and {flag(chosen[1])} both decide the bits: give one of them")
-    if mode != "affine" and method == "gptq":
-        raise click.UsageError(f"--method gptq is for --mode affine, not {mode}: awq is for both")
-    rounds = method == "rtn" and not any(name in searches for name in chosen)
-    reject_unused_options(
-        options,
-        (mode != "affine", [*chosen, "group_size"], f"{mode} has a fixed number of bits and group size"),
-        (rounds, ["calibration_text"], "rounding to nearest needs none (try: --method gptq, or --eval-text)"),
-        (options["no_evaluate"], ["eval_text", "max_kl"], "--no-evaluate is given"),
-    )
-    for name in ("target_bpw", "max_kl"):
-        if options[name] is not None and not 0 < options[name] < float("inf"):
-            raise click.UsageError(f"{flag(name)} must be a positive number")
 
 
 def print_report(report: QuantizationReport) -> None:

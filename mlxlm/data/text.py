@@ -41,6 +41,13 @@ class Document:
     add_eos: bool = True
 
 
+def conversation_as_text(document: Document) -> Document:
+    """A conversation as the text of its messages, separated by empty lines; a text as it is."""
+    if document.messages is None:
+        return document
+    return Document(document.location, iter(("\n\n".join(content for _, content in document.messages),)))
+
+
 @contextmanager
 def reading(name: str) -> Iterator[None]:
     """Turn errors of the disk and of decompression into a DataError that names the file."""

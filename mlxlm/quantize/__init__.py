@@ -1,13 +1,15 @@
-"""Quantize models, plainly or calibrated on a text, and tell what it costs.
+"""Quantize models by rounding, GPTQ or AWQ, and report what it costs.
 
-report = quantize("runs/stories", "stories-4bit", bits=4, method="gptq")
-print(report.bits_per_weight, report.measured.kl)
+Example::
+
+    report = quantize("runs/stories", "stories-4bit", bits=4, method="gptq")
+    print(report.bits_per_weight, report.metrics.kl)
 """
 
-from mlxlm.quantize.calibrated_methods import METHODS
-from mlxlm.quantize.model import PLOT_FILE, REPORT_FILE, quantize
+from mlxlm.quantize.pipeline import PLOT_FILE, REPORT_FILE, quantize
 from mlxlm.quantize.quantization_plan import BITS, GROUP_SIZES, RECIPES, Format
 from mlxlm.quantize.report import QuantizationMetrics, QuantizationReport
+from mlxlm.quantize.settings import METHODS, QuantizationSettings
 
 __all__ = [
     "BITS",
@@ -19,5 +21,6 @@ __all__ = [
     "Format",
     "QuantizationMetrics",
     "QuantizationReport",
+    "QuantizationSettings",
     "quantize",
 ]

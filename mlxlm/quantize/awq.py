@@ -82,7 +82,7 @@ def apply_best_scales(
     return inputs, changed
 
 
-def clipped(name: str, weight: mx.array, moments: np.ndarray, chosen: Format) -> PackedMatrix:
+def quantize_clipped(name: str, weight: mx.array, moments: np.ndarray, chosen: Format) -> PackedMatrix:
     """Rounded within the range of each group whose output error is smallest, taken group by group."""
     plain = quantize_rtn(weight, chosen)
     if name.rpartition(".")[2] in _UNCLIPPED:

@@ -122,7 +122,7 @@ class _Probe:
         return self._model.head(self._model.model.final_norm(*state))
 
 
-def steps(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[QuantizationPlan, list[BitUpgrade]]:
+def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[QuantizationPlan, list[BitUpgrade]]:
     """The smallest plan, and the steps up from it in the order of the KL divergence saved per byte.
 
     Of each matrix only the formats on the lower convex hull of cost over bytes are taken, so that a matrix's steps
@@ -150,7 +150,7 @@ def steps(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[Quantiz
 def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: int) -> QuantizationPlan:
     """The plan whose matrices take at most `nbytes`, with the least cost found by walking up; room that a step is
     too large for goes to the next that fit. `nbytes` are those of the smallest plan at least."""
-    smallest, path = steps(plan, sensitivities)
+    smallest, path = upgrade_path(plan, sensitivities)
     room = nbytes - smallest.nbytes()
     if room < 0:
         raise ValueError(f"{smallest.nbytes()} bytes are the least, not {nbytes}")
@@ -206,7 +206,7 @@ def fit_to_kl(
 
 def _sizes(plan: QuantizationPlan, sensitivities: Sensitivities) -> list[QuantizationPlan]:
     """Plans from the smallest size to the largest, each the best for its size as far as `fit_to_size` finds it."""
-    smallest, path = steps(plan, sensitivities)
+    smallest, path = upgrade_path(plan, sensitivities)
     low, span = smallest.nbytes(), sum(step.nbytes for step in path)
     found = {
         p.nbytes(): p for p in (fit_to_size(plan, sensitivities, low + span * i // _SIZES) for i in range(_SIZES + 1))

@@ -1,176 +1,165 @@
-"""What flows into each linear layer of a decoder, measured block by block with one block in memory."""
+"""Second moments of the inputs of each linear layer, computed block by block with one block in memory."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
 from mlxlm.checkpoint.layerwise import LAYER_PREFIX, HiddenState, LayerwiseModel
-from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
 
-_BATCH = 2048  # tokens that go through a block at once
-_IN_MEMORY = 1 << 30  # bytes of hidden states; more of them go to files
+_BATCH_TOKENS = 2048  # that go through a block at once
 
 
 @dataclass(frozen=True)
 class InputStats:
-    """What a linear layer reads over the calibration text, as sums over tokens, float32 `[width, width]`.
+    """Statistics of a linear layer's inputs on the calibration text, sums over tokens, float32 `[width, width]`.
 
-    moments: XᵀX of its inputs in the model as it is quantized so far. drift: (X₀ - X)ᵀX, X₀ being the source's
-    inputs at the same tokens; None where there are none to compare with.
+    Attributes:
+        moments: XᵀX of the inputs X in the model as quantized so far.
+        dxxt: (X₀ - X)ᵀX with the unquantized model's inputs X₀ at the same tokens; None if it wasn't run.
     """
 
     moments: np.ndarray
     dxxt: np.ndarray | None = None
 
 
-# What is done with one block: its name, the block, and its layers' inputs by their names in the block. It sets the
-# weights that the block goes on with.
+# on_block(name, block, inputs by layer name within the block): quantizes the block and sets its weights.
 OnBlock = Callable[[str, nn.Module, Mapping[str, InputStats]], None]
 
 
-class _Recorder(nn.Module):
-    """A linear layer that shows its inputs on the way."""
+class _RecordingLinear(nn.Module):
+    """A linear layer that records its inputs."""
 
-    def __init__(self, name: str, layer: nn.Module, sums: _Sums):
+    def __init__(self, name: str, layer: nn.Module, recorder: _InputRecorder):
         super().__init__()
-        self._name, self._layer, self._sums = name, layer, sums  # underscores: no parameters
+        self._name, self._layer, self._recorder = name, layer, recorder  # underscores: not parameters
 
     def __call__(self, x: mx.array) -> mx.array:
-        self._sums.saw(self._name, x)
+        self._recorder.record(self._name, x)
         return self._layer(x)
 
 
-class _Sums:
-    """Sums over batches: in each, inputs to calibrate with are shown, after the source's where these count."""
+class _InputRecorder:
+    """Sums the statistics of inputs over batches. In each batch the source may run first, then the quantized model."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, mx.array] = {}
-        self._source: dict[str, mx.array] = {}
-        self._sums: dict[str, list[mx.array]] = {}  # by the first layer that reads an input
-        self._shared: dict[str, str] = {}  # layer: that first one
+        self._inputs: dict[str, mx.array] = {}
+        self._source_inputs: dict[str, mx.array] = {}
+        self._sums: dict[str, list[mx.array]] = {}  # by the first layer with these inputs
+        self._first_layer: dict[str, str] = {}  # layer -> first layer with the same inputs
 
-    def saw(self, name: str, x: mx.array) -> None:
-        self._seen[name] = x
+    def record(self, name: str, x: mx.array) -> None:
+        self._inputs[name] = x
 
-    def source_done(self) -> None:
-        """What was seen were the source's."""
-        self._source, self._seen = self._seen, {}
+    def end_source(self) -> None:
+        """The inputs recorded so far were the source's."""
+        self._source_inputs, self._inputs = self._inputs, {}
 
-    def batch_done(self) -> None:
-        """Add up. The same array for several layers (query, key and value) is multiplied once."""
+    def end_batch(self) -> None:
+        """Add the batch. An array that several layers read (query, key and value) is multiplied once."""
         first: dict[int, str] = {}
-        for name, x in self._seen.items():
-            leader = self._shared[name] = first.setdefault(id(x), name)
+        for name, x in self._inputs.items():
+            leader = self._first_layer[name] = first.setdefault(id(x), name)
             if leader != name:
                 continue
-            flat = _rows(x)
-            own = [flat.T @ flat]
-            if self._source:
-                own.append((_rows(self._source[name]) - flat).T @ flat)
+            flat = _flatten(x)
+            products = [flat.T @ flat]
+            if self._source_inputs:
+                products.append((_flatten(self._source_inputs[name]) - flat).T @ flat)
             before = self._sums.get(name)
-            self._sums[name] = own if before is None else [x + y for x, y in zip(before, own, strict=True)]
+            self._sums[name] = products if before is None else [x + y for x, y in zip(before, products, strict=True)]
         mx.eval(self._sums)
-        self._seen, self._source = {}, {}
+        self._inputs, self._source_inputs = {}, {}
 
-    def inputs(self) -> dict[str, InputStats]:
-        """By layer, the same object for layers that read the same. The sums are handed over, not copied."""
-        arrays = {name: InputStats(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
+    def stats(self) -> dict[str, InputStats]:
+        """By layer, one object for layers with the same inputs. Hands the sums over without a copy."""
+        stats = {name: InputStats(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
         self._sums = {}
-        return {name: arrays[first] for name, first in self._shared.items()}
+        return {name: stats[first] for name, first in self._first_layer.items()}
 
 
-def _rows(x: mx.array) -> mx.array:
-    """[tokens, width] float32"""
+def _flatten(x: mx.array) -> mx.array:
+    """[tokens, width] float32."""
     return x.reshape(-1, x.shape[-1]).astype(mx.float32)
 
 
 @contextmanager
-def _recorded(module: nn.Module) -> Iterator[_Sums]:
-    """All linear layers of `module` record, until the end."""
-    sums = _Sums()
+def _recording(module: nn.Module) -> Iterator[_InputRecorder]:
+    """Record the inputs of all linear layers of `module`."""
+    recorder = _InputRecorder()
     leaves = tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module)
     linear = [(name, leaf) for name, leaf in leaves if isinstance(leaf, nn.Linear)]
-    module.update_modules(tree_unflatten([(name, _Recorder(name, leaf, sums)) for name, leaf in linear]))
+    module.update_modules(tree_unflatten([(name, _RecordingLinear(name, leaf, recorder)) for name, leaf in linear]))
     try:
-        yield sums
+        yield recorder
     finally:
         module.update_modules(tree_unflatten(linear))
 
 
-class _States:
-    """A hidden state `[B, T, hidden]` for each batch of `tokens`: in memory, or in files where they are large."""
+def _embed(model: LayerwiseModel, windows: np.ndarray) -> list[mx.array]:
+    """The hidden state `[B, T, hidden]` of each batch of windows after the embedding."""
+    rows = max(1, _BATCH_TOKENS // windows.shape[1])
+    batches = [mx.array(windows[start : start + rows]) for start in range(0, len(windows), rows)]
+    return [_merge(state) for state in model.embeddings(batches)]
 
-    def __init__(self, stages: LayerwiseModel, tokens: np.ndarray, folder: Path):
-        folder.mkdir()
-        self._folder = folder if 4 * tokens.size * stages.config.hidden_size > _IN_MEMORY else None
-        rows = max(1, _BATCH // tokens.shape[1])
-        batches = [mx.array(tokens[start : start + rows]) for start in range(0, len(tokens), rows)]
-        self._kept: list[mx.array | None] = [None] * len(batches)
-        for index, state in enumerate(stages.embeddings(batches)):
-            self.put(index, state)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def state(self, index: int) -> HiddenState:
-        kept = self._kept[index]
-        return (file_tensors(self._file(index))["state"].read() if kept is None else kept), None
-
-    def put(self, index: int, state: HiddenState) -> None:
-        residual, hidden_states = state
-        value = residual if hidden_states is None else residual + hidden_states
-        if self._folder is None:
-            mx.eval(value)
-            self._kept[index] = value
-        else:
-            save_tensors(self._file(index), {"state": value})
-
-    def _file(self, index: int) -> Path:
-        return self._folder / f"{index}.safetensors"
+def _merge(state: HiddenState) -> mx.array:
+    residual, hidden_states = state
+    value = residual if hidden_states is None else residual + hidden_states
+    mx.eval(value)
+    return value
 
 
 def calibrate_blocks(
-    source: LayerwiseModel | None, stages: LayerwiseModel, tokens: np.ndarray, on_block: OnBlock | None, scratch: Path,
+    source: LayerwiseModel | None,
+    model: LayerwiseModel,
+    windows: np.ndarray,
+    on_block: OnBlock | None,
     progress: Callable[[str], None],
-) -> InputStats:  # fmt: skip
-    """Send `tokens` int `[N, T]` through the decoder; call `on_block` for each block. What the head then reads.
+) -> InputStats:
+    """Run the calibration text through a decoder, and quantize each block on the way.
 
-    A block gets what the blocks before it make as `on_block` left them, so that each makes up for the errors of
-    those before. `stages` begin with the embedding to calibrate with; `source` is the model as it was, run beside it
-    for `InputStats.dxxt`, or None. Without `on_block` all is as it is. Memory: one block, its sums, and one or two hidden
-    states per token, those beyond a gigabyte in the folder `scratch`. `progress` is told each block that is done.
+    A block's inputs are the outputs of the blocks before it as `on_block` left them, so that each block compensates
+    for the errors of those before. Memory: one block, the sums for its layers, and one or two hidden states per token
+    (67 MB each for 16,384 tokens of width 1024).
+
+    Args:
+        source: The unquantized model, to run beside `model` for `InputStats.dxxt`; or None.
+        model: The model to calibrate on, with the embedding as it was quantized.
+        windows: Tokens, int `[N, T]`.
+        on_block: Called for each block; None leaves the blocks as they are.
+        progress: Called with the name of each finished block.
+
+    Returns:
+        Statistics of the head's inputs.
     """
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        states = _States(stages, tokens, Path(folder) / "states")
-        originals = None if source is None else _States(source, tokens, Path(folder) / "originals")
-        for index in range(stages.num_layers):
-            name, block = f"{LAYER_PREFIX}.{index}", stages.load_layer(index)
-            if on_block is not None:
-                with _recorded(block) as sums:
-                    for i in range(len(states)):
-                        if originals is not None:
-                            originals.put(i, block(*originals.state(i)))
-                            sums.source_done()
-                        block(*states.state(i))
-                        sums.batch_done()
-                on_block(name, block, sums.inputs())
-            for i in range(len(states)):
-                states.put(i, block(*states.state(i)))
-            del block  # before the next one is read
-            mx.clear_cache()
-            progress(name)
-        final_norm, sums = stages.final_norm(), _Sums()
-        for i in range(len(states)):
-            if originals is not None:
-                sums.saw("head", final_norm(*originals.state(i)))
-                sums.source_done()
-            sums.saw("head", final_norm(*states.state(i)))
-            sums.batch_done()
-    return sums.inputs()["head"]
+    states = _embed(model, windows)
+    source_states = None if source is None else _embed(source, windows)
+    for index in range(model.num_layers):
+        name, block = f"{LAYER_PREFIX}.{index}", model.load_layer(index)
+        if on_block is not None:
+            with _recording(block) as recorder:
+                for i, state in enumerate(states):
+                    if source_states is not None:
+                        source_states[i] = _merge(block(source_states[i], None))
+                        recorder.end_source()
+                    block(state, None)
+                    recorder.end_batch()
+            on_block(name, block, recorder.stats())
+        for i, state in enumerate(states):
+            states[i] = _merge(block(state, None))
+        del block  # before the next one is read
+        mx.clear_cache()
+        progress(name)
+    final_norm, recorder = model.final_norm(), _InputRecorder()
+    for i, state in enumerate(states):
+        if source_states is not None:
+            recorder.record("head", final_norm(source_states[i], None))
+            recorder.end_source()
+        recorder.record("head", final_norm(state, None))
+        recorder.end_batch()
+    return recorder.stats()["head"]

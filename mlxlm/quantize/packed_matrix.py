@@ -62,7 +62,7 @@ def dequantized(packed: PackedMatrix, chosen: Format) -> mx.array:
     return mx.dequantize(packed.weight, as_float32(packed.scales), as_float32(packed.biases), **arguments)
 
 
-def relative_error(weight: mx.array, packed: PackedMatrix, chosen: Format) -> float:
+def weight_error(weight: mx.array, packed: PackedMatrix, chosen: Format) -> float:
     """|packed - weight| / |weight|"""
 
     def some(start: int, stop: int) -> tuple[mx.array, mx.array]:

@@ -94,6 +94,10 @@ class QuantizationPlan:
     def format_of(self, matrix: Matrix) -> Format | None:
         return self.formats[matrix.modules[0]]
 
+    def matrix_formats(self) -> list[Format | None]:
+        """The format of each matrix of `matrices`."""
+        return [self.format_of(matrix) for matrix in self.matrices]
+
     def quantization_config(self) -> dict[str, Any]:
         """ModelConfig's `quantization`: the default, and each exception by the decoder's module."""
         quantization_config: dict[str, Any] = self.default.to_dict()

@@ -1,4 +1,4 @@
-"""Texts to calibrate with and to measure on: a file, the built-in one, or the data of a run; never the same part."""
+"""Texts for calibration and evaluation: files, a run's data or a built-in text. The two never share a part."""
 
 from __future__ import annotations
 
@@ -8,45 +8,55 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm.checkpoint.locations import RUN_FILE
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.locations import RUN_FILE, locate
 from mlxlm.data import Document, TokenDataset, read_documents
 from mlxlm.data.builtin import python_reference
-from mlxlm.data.text import split_pieces
+from mlxlm.data.text import conversation_as_text, split_pieces
 from mlxlm.evaluate.windows import first_tokens
+from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.utils.errors import DataError, MlxlmError
+from mlxlm.utils.errors import DataError, MlxlmError, TokenizerError
 
-WINDOW = 512  # tokens of a calibration sequence, less where the model's context is shorter
-CALIBRATION = 16_384  # tokens, some times as many as inputs of a layer; GPTQ's paper takes 262,144, too many for a CPU
-EVALUATION = 8_192
-_SPREAD = 16  # calibration windows come from a stretch of up to this many times as many tokens
-_CHARACTERS = 4  # per token, about
+WINDOW_TOKENS = 512  # of a calibration window, less if the model's context is shorter
+CALIBRATION_TOKENS = 16_384  # several times a layer's width; GPTQ's paper takes 262,144, too many for a CPU
+EVAL_TOKENS = 8_192
+_MIN_WINDOW = 16  # tokens
+_SPREAD = 16  # calibration windows are spread over up to so many times their tokens
+_CHARS_PER_TOKEN = 4  # about
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Tokens to calibrate with. `name` is for reports."""
+    """Tokens to calibrate on; `name` is for reports."""
 
     name: str
     tokens: np.ndarray
 
     def windows(self, length: int, tokens: int) -> np.ndarray:
-        """int32 `[N, length]`: up to `tokens` of them in windows spread evenly over the text.
+        """Up to `tokens` tokens in windows spread evenly over the text, int32 `[N, length]`.
 
-        Raises DataError if it is shorter than one window of 16.
+        Raises:
+            DataError: The text is shorter than 16 tokens.
         """
         length = min(length, len(self.tokens))
-        if length < 16:
-            raise DataError(f"{self.name} has {len(self.tokens)} tokens, too few to calibrate with", "a longer text")
-        there = len(self.tokens) // length
-        count = max(1, min(there, tokens // length))
-        starts = [i * there // count * length for i in range(count)]
+        if length < _MIN_WINDOW:
+            raise DataError(f"{self.name} has {len(self.tokens)} tokens, too few to calibrate on", "a longer text")
+        available = len(self.tokens) // length
+        count = max(1, min(available, tokens // length))
+        starts = [i * available // count * length for i in range(count)]
         return np.stack([self.tokens[start : start + length] for start in starts]).astype(np.int32)
 
 
 @dataclass(frozen=True)
 class EvalText:
-    """Tokens to measure on, document by document, and how many bytes all but the first of each stand for."""
+    """Tokens to evaluate on.
+
+    Attributes:
+        name: For reports.
+        documents: Tokens of each document.
+        bytes: Bytes of the text of all tokens but the first of each document.
+    """
 
     name: str
     documents: list[list[int]]
@@ -54,112 +64,156 @@ class EvalText:
 
     @property
     def predicted(self) -> int:
+        """Number of predicted tokens."""
         return sum(len(ids) - 1 for ids in self.documents)
 
 
-def text_of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> CalibrationText:
-    """Up to `tokens` tokens from the beginning of whatever `mlxlm prepare` reads as text."""
-    return _encoded(str(path), _documents(path), tokenizer, tokens)
+@dataclass(frozen=True)
+class Texts:
+    """The texts that the settings need, None for one that isn't needed. `window_length`: of calibration windows."""
+
+    calibration: CalibrationText | None
+    evaluation: EvalText | None
+    window_length: int
+
+    @property
+    def calibration_windows(self) -> np.ndarray:
+        """The tokens to calibrate on, int32 `[N, T]`."""
+        return self.calibration.windows(self.window_length, CALIBRATION_TOKENS)
 
 
-def _documents(path: Path | str) -> Iterator[str]:
-    """The text of each document, an empty line between two."""
-    for count, document in enumerate(map(conversation_as_text, read_documents([path]))):
-        if count:
-            yield "\n\n"
-        yield from document.pieces
+def read_texts(source: Checkpoint, settings: QuantizationSettings) -> Texts:
+    """Read the texts that the settings need.
+
+    Raises:
+        DataError: A text is too short, or a run's data can't be read.
+        TokenizerError: The model has no tokenizer.
+    """
+    length = min(WINDOW_TOKENS, source.config.max_position_embeddings)
+    if not (settings.needs_calibration_text or settings.needs_eval_text):
+        return Texts(None, None, length)
+    root = locate(source.path).root if source.path.is_dir() else None
+    try:
+        tokenizer = source.load_tokenizer()
+    except TokenizerError as error:
+        hint = f"{error.hint}; method rtn without evaluation (--no-evaluate) needs none"
+        raise TokenizerError(error.message, hint) from error
+    calibration = evaluation = None
+    if settings.needs_calibration_text:
+        whole = not settings.needs_eval_text or settings.eval_text is not None
+        calibration = calibration_text(root, tokenizer, settings.calibration_text, whole)
+    if settings.needs_eval_text:
+        evaluation = eval_text(root, tokenizer, settings.eval_text, settings.calibration_text)
+    return Texts(calibration, evaluation, length)
 
 
 def calibration_text(root: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> CalibrationText:
-    """What to calibrate with: `file`, whole or but its last tenth; else a run's training data (`root` has train.json),
-    or for another model four fifths of the text that every Python carries."""
-    tokens = _SPREAD * CALIBRATION
+    """The text to calibrate on.
+
+    Args:
+        root: The source's folder; its training data is the default if it is a run.
+        tokenizer: The source's tokenizer.
+        file: A text file.
+        whole: Whether to use all of `file`; else its last tenth is left for evaluation.
+    """
+    tokens = _SPREAD * CALIBRATION_TOKENS
     if file is None and _is_run(root):
-        return CalibrationText("training data of the run", _of_run(root, "train", tokens)[0])
+        return CalibrationText("training data of the run", _run_tokens(root, "train", tokens)[0])
     if file is None:
-        topics = _topics()
-        name = "Python's language reference (four fifths)"
-        return _encoded(name, topics[: len(topics) * 4 // 5], tokenizer, tokens)
+        topics = _builtin_topics()
+        name = "Python's language reference (first four fifths)"
+        return _tokenize(name, topics[: len(topics) * 4 // 5], tokenizer, tokens)
     text = text_of_file(file, tokenizer, tokens)
-    return text if whole else _cut(text, tokenizer)[0]
+    return text if whole else _split(text, tokenizer)[0]
 
 
 def eval_text(
     root: Path | None, tokenizer: Tokenizer, file: Path | str | None, calibrated_on: Path | str | None
 ) -> EvalText:
-    """What to measure on: `file`, else the last tenth of the file calibrated on, else a run's validation data, or the
-    fifth of Python's text that `calibration_text` leaves."""
+    """The text to evaluate on.
+
+    The default is the last tenth of the file `calibrated_on`, else a run's validation data, else the fifth of the
+    built-in text that `calibration_text` leaves.
+    """
     if file is not None:
-        return _measured(str(file), map(conversation_as_text, read_documents([file])), tokenizer)
+        return _first_tokens(str(file), map(conversation_as_text, read_documents([file])), tokenizer)
     if calibrated_on is not None:
-        return _cut(text_of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION), tokenizer)[1]
+        return _split(text_of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION_TOKENS), tokenizer)[1]
     if _is_run(root):
-        tokens, size = _of_run(root, "validation", EVALUATION)
+        tokens, size = _run_tokens(root, "validation", EVAL_TOKENS)
         return EvalText("validation data of the run", [tokens.tolist()], size)
-    topics = _topics()
+    topics = _builtin_topics()
     text = "".join(topics[len(topics) * 4 // 5 :])
     document = Document("Python's language reference", split_pieces(iter((text,))))
-    return _measured(f"{document.location} (the last fifth)", [document], tokenizer)
+    return _first_tokens(f"{document.location} (last fifth)", [document], tokenizer)
 
 
-def conversation_as_text(document: Document) -> Document:
-    """The same document, a conversation as the text of its messages."""
-    if document.messages is None:
-        return document
-    return Document(document.location, iter(("\n\n".join(content for _, content in document.messages),)))
+def text_of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> CalibrationText:
+    """The first `tokens` tokens of a file of any kind that `read_documents` reads."""
+    return _tokenize(str(path), _joined_documents(path), tokenizer, tokens)
 
 
-def _measured(name: str, texts: Iterable[Document], tokenizer: Tokenizer) -> EvalText:
-    return _long_enough(EvalText(name, *first_tokens(tokenizer, texts, EVALUATION)))
+def _joined_documents(path: Path | str) -> Iterator[str]:
+    """The text of all documents, with an empty line between two."""
+    for index, document in enumerate(map(conversation_as_text, read_documents([path]))):
+        if index:
+            yield "\n\n"
+        yield from document.pieces
 
 
-def _long_enough(text: EvalText) -> EvalText:
+def _tokenize(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int) -> CalibrationText:
+    """The first `tokens` tokens of the joined pieces."""
+    parts, size = [], 0
+    for piece in pieces:
+        parts.append(piece)
+        size += len(piece)
+        if size > _CHARS_PER_TOKEN * tokens:
+            break
+    ids = tokenizer.encode("".join(parts))[:tokens]
+    if len(ids) < 2:
+        raise DataError(f"{name} has too little text", "a longer text")
+    return CalibrationText(name, np.array(ids, np.int32))
+
+
+def _first_tokens(name: str, documents: Iterable[Document], tokenizer: Tokenizer) -> EvalText:
+    return _check_length(EvalText(name, *first_tokens(tokenizer, documents, EVAL_TOKENS)))
+
+
+def _check_length(text: EvalText) -> EvalText:
     if not text.predicted:
         raise DataError(f"{text.name} has too little text", "a longer text")
     return text
 
 
-def _cut(text: CalibrationText, tokenizer: Tokenizer) -> tuple[CalibrationText, EvalText]:
+def _split(text: CalibrationText, tokenizer: Tokenizer) -> tuple[CalibrationText, EvalText]:
+    """The first nine tenths for calibration, the last tenth for evaluation."""
     at = len(text.tokens) * 9 // 10
-    first, last = text.tokens[:at], text.tokens[at : at + EVALUATION].tolist()
-    whole, begin = (len(tokenizer.decode(part).encode("utf-8")) for part in (last, last[:1]))
-    rest = EvalText(f"{text.name} (from its last tenth)", [last], max(1, whole - begin))
-    return CalibrationText(f"{text.name} (but its last tenth)", first), _long_enough(rest)
+    first, last = text.tokens[:at], text.tokens[at : at + EVAL_TOKENS].tolist()
+    total_bytes, first_token_bytes = (len(tokenizer.decode(part).encode("utf-8")) for part in (last, last[:1]))
+    rest = EvalText(f"{text.name} (last tenth)", [last], max(1, total_bytes - first_token_bytes))
+    return CalibrationText(f"{text.name} (without its last tenth)", first), _check_length(rest)
 
 
 def _is_run(root: Path | None) -> bool:
     return root is not None and (root / RUN_FILE).is_file()
 
 
-def _topics() -> list[str]:
+def _builtin_topics() -> list[str]:
     return ["\n\n".join(m["content"] for m in messages) + "\n\n" for messages in python_reference()]
 
 
-def _of_run(root: Path, split: str, tokens: int) -> tuple[np.ndarray, int]:
-    """Up to `tokens` of a run's data, and the bytes of all but the first, by the mean over all of it."""
-    from mlxlm.train import Run  # not for every model: it brings the optimizers
+def _run_tokens(root: Path, split: str, tokens: int) -> tuple[np.ndarray, int]:
+    """Up to `tokens` tokens of a run's data, and the bytes of all but the first, by the mean over all data."""
+    from mlxlm.train import Run  # only for runs: it imports the optimizers
 
     try:
         run = Run.open(root)
         run.check_data()
         data = TokenDataset.open(run.data, split)
     except MlxlmError as error:
-        option = "--calibration-text" if split == "train" else "--eval-text"
-        raise type(error)(error.message, f"{option} FILE instead of the run's own data") from error
+        name = "calibration_text" if split == "train" else "eval_text"
+        option = f"--{name.replace('_', '-')} FILE"
+        raise type(error)(error.message, f"a file as {name} ({option}) instead of the run's data") from error
     count = min(tokens, len(data))
     size = round(data.bytes * max(0, count - 1) / len(data))
     return np.array(data.slice(0, count), np.int32), size
-
-
-def _encoded(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int) -> CalibrationText:
-    """One text of the pieces, about as long as asked and no longer."""
-    parts, size = [], 0
-    for piece in pieces:
-        parts.append(piece)
-        size += len(piece)
-        if size > _CHARACTERS * tokens:
-            break
-    ids = tokenizer.encode("".join(parts))[:tokens]
-    if len(ids) < 2:
-        raise DataError(f"{name} has too little text", "a longer text")
-    return CalibrationText(name, np.array(ids, np.int32))

@@ -17,7 +17,6 @@ def hasty(tmp_path, monkeypatch):
     for name in ("_MIN_TOKENS", "_MIN_STEPS"):
         monkeypatch.setattr(f"mlxlm.train.budget.{name}", 0)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)  # of measuring speed
-    monkeypatch.setattr("mlxlm.quantize.check._SLOW", 0)  # no waiting for mlx_lm
     monkeypatch.chdir(tmp_path)
 
 

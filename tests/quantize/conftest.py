@@ -9,7 +9,6 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
-from mlxlm.convert.reference_backends import BackendUnavailable
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.json_files import write_json
@@ -57,29 +56,17 @@ def texts(make_text, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(request, monkeypatch):
-    """A picture takes half a second, and one test looks at one: those that ask for `pictures` draw."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("mlxlm.quantize.model.plot_quantization", lambda report, path: None)
+def no_plots(request, monkeypatch):
+    """A plot takes half a second: only tests with the fixture `plots` draw one."""
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr("mlxlm.quantize.pipeline.plot_quantization", lambda report, path: None)
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(request, monkeypatch):
-    """A peer takes seconds to start, and speed is measured for seconds: those that ask for `peers` wait for mlx_lm."""
+def short_speed_measurement(monkeypatch):
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
-    if "peers" not in request.fixturenames:
-
-        def unavailable(*arguments, **options):
-            raise BackendUnavailable("not asked in this test")
-
-        monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", unavailable)
 
 
 @pytest.fixture
-def peers():
-    """Asks for peers: see above."""
-
-
-@pytest.fixture
-def pictures():
-    """Asks for pictures: see above."""
+def plots():
+    """Enable plots."""

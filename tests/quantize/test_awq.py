@@ -106,10 +106,10 @@ def test_clipping_never_loses_within_a_group():
     source = np.array(weight.astype(mx.float32))
     clipped, plain = (
         row_errors(source, packed, chosen, moments)
-        for packed in (awq.clipped("v_proj", weight, moments, chosen), quantize_rtn(weight, chosen))
+        for packed in (awq.quantize_clipped("v_proj", weight, moments, chosen), quantize_rtn(weight, chosen))
     )
     assert (clipped <= plain * 1.001).all() and clipped.sum() < 0.95 * plain.sum()
-    kept = awq.clipped("self_attn.q_proj", weight, moments, chosen)
+    kept = awq.quantize_clipped("self_attn.q_proj", weight, moments, chosen)
     assert mx.array_equal(kept.weight, quantize_rtn(weight, chosen).weight)
 
 

@@ -1,0 +1,224 @@
+"""Quantize all tensors of a model: round to nearest, or GPTQ or AWQ block by block, writing each block's result to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.dequantize import dequantize_tensors
+from mlxlm.checkpoint.layerwise import LayerwiseModel
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
+from mlxlm.convert.verify import Progress
+from mlxlm.quantize import awq
+from mlxlm.quantize.calibrate import InputStats, calibrate_blocks
+from mlxlm.quantize.gptq import gptq, inverse_hessian_cholesky, output_error
+from mlxlm.quantize.lazy_quantize import lazy_quantize
+from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, weight_error
+from mlxlm.quantize.quantization_plan import Format, QuantizationPlan
+from mlxlm.quantize.source import Source
+from mlxlm.quantize.text import Texts
+from mlxlm.utils.errors import CheckpointError
+
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+_ROWS = 16_384  # of a matrix that are calibrated at once: embeddings have a quarter of a million
+_TIED_SHARE = 4  # a tied embedding is calibrated as the head on every fourth window
+
+
+@dataclass
+class QuantizedTensors:
+    """Quantized tensors.
+
+    Attributes:
+        tensors: The decoder's tensors. Those of calibrated methods are mostly in files of a scratch folder, which must
+            stay until they have been read.
+        errors: Module -> relative error: of its weights for rtn, filled while the tensors are read; else of its outputs
+            on the calibration text, |ΔW X| / |W X|.
+    """
+
+    tensors: dict[str, LazyTensor]
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+def quantize_tensors(
+    source: Source,
+    plan: QuantizationPlan,
+    method: str,
+    texts: Texts,
+    scratch: Path,
+    progress: Progress,
+    label: str = "",
+) -> QuantizedTensors:
+    """Quantize all matrices of `plan` by a method; `label` is appended to the names of phases."""
+    if method == "rtn":
+        return _round_to_nearest(source.checkpoint_16bit, plan)
+    config = source.checkpoint.config
+    tied = config.tie_word_embeddings and plan.formats[EMBEDDING] is not None
+    untied_head = plan.formats.get(HEAD) is not None
+    total = config.num_hidden_layers * (1 + tied) + untied_head
+    counter = progress_counter(progress, f"calibrating ({method}){label}", total)
+    return quantize_calibrated(source.checkpoint_16bit, plan, method, texts.calibration_windows, scratch, counter)
+
+
+def progress_counter(progress: Progress, phase: str, total: int) -> Callable[[str], None]:
+    """A function to call with the name of each finished part; it counts them for `progress`."""
+    done = 0
+
+    def advance(_name: str) -> None:
+        nonlocal done
+        done += 1
+        progress(phase, done, total)
+
+    return advance
+
+
+def _round_to_nearest(checkpoint: Checkpoint, plan: QuantizationPlan) -> QuantizedTensors:
+    errors: dict[str, float] = {}
+
+    def on_matrix(module: str, weight: mx.array, packed: PackedMatrix, fmt: Format) -> None:
+        errors[module] = weight_error(weight, packed, fmt)
+
+    return QuantizedTensors(lazy_quantize(checkpoint.tensors, plan, on_matrix), errors)
+
+
+def quantize_calibrated(
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    method: str,
+    windows: np.ndarray,
+    scratch: Path,
+    progress: Callable[[str], None] = lambda name: None,
+) -> QuantizedTensors:
+    """Quantize with GPTQ or AWQ.
+
+    The blocks are calibrated on the quantized embedding. A tied embedding is calibrated as the head, which takes a run
+    through the source first, and as a table with the same weight. Other tables have no inputs: their rows are
+    quantized for equal errors of all columns. Memory: one block or table in float32, the second moments of a block's
+    inputs and a few matrices of their size, and the hidden states of the windows.
+
+    Args:
+        checkpoint: A model in 16 bits.
+        plan: The format of each matrix.
+        method: "gptq" or "awq".
+        windows: Calibration tokens, int `[N, T]`.
+        scratch: An empty folder for the result.
+        progress: Called with the name of each finished block.
+    """
+    quantizer = _BlockQuantizer(checkpoint, plan, method, scratch)
+    source, head_moments = LayerwiseModel(checkpoint), None
+    if checkpoint.config.tie_word_embeddings and plan.formats[EMBEDDING] is not None:
+        head_moments = calibrate_blocks(None, source, windows[::_TIED_SHARE], None, progress).moments
+    embeddings = quantizer.quantize_embeddings(head_moments)
+    calibrated = LayerwiseModel(replace(checkpoint, tensors={**checkpoint.tensors, **embeddings}))
+    head_inputs = calibrate_blocks(
+        source if method == "gptq" else None, calibrated, windows, quantizer.quantize_block, progress
+    )
+    if plan.formats.get(HEAD) is not None:
+        quantizer.quantize_head(head_inputs)
+        progress(HEAD)
+    return quantizer.result()
+
+
+class _BlockQuantizer:
+    """Quantizes embeddings, blocks and head one after the other, and keeps the results in files of `scratch`."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: QuantizationPlan, method: str, scratch: Path):
+        self._checkpoint, self._plan, self._method, self._scratch = checkpoint, plan, method, scratch
+        self._stored: dict[str, LazyTensor] = {}
+        self._errors: dict[str, float] = {}
+        self._factor: tuple[InputStats, np.ndarray] | None = None  # the last one: query, key and value share it
+
+    def quantize_embeddings(self, head_moments: np.ndarray | None) -> dict[str, LazyTensor]:
+        """Quantize the embeddings; returns them dequantized, by tensor name. `head_moments`: inputs of a tied head."""
+        embeddings: dict[str, LazyTensor] = {}
+        for module, fmt in self._plan.formats.items():
+            if fmt is None or not module.startswith("model.embed"):
+                continue
+            tensor = self._checkpoint.tensors[f"{module}.weight"]
+            moments = error_moments = np.eye(tensor.shape[1], dtype=np.float32)
+            if module == EMBEDDING and head_moments is not None:
+                moments = moments + head_moments / max(float(np.mean(np.diag(head_moments))), 1e-30)
+                error_moments = head_moments
+            packed = self._quantize(module, tensor.read(), InputStats(moments), fmt, error_moments)
+            stored = self._save(module, packed.parts(module))
+            embeddings |= dequantize_tensors(stored, self._plan.quantization_config())
+        return embeddings
+
+    def quantize_head(self, inputs: InputStats) -> None:
+        """Quantize an untied head."""
+        weight = self._checkpoint.tensors[f"{HEAD}.weight"].read()
+        self._save(HEAD, self._quantize(HEAD, weight, inputs, self._plan.formats[HEAD]).parts(HEAD))
+
+    def quantize_block(self, name: str, block: nn.Module, inputs: Mapping[str, InputStats]) -> None:
+        """Quantize the layers of a block, and set its weights to the dequantized ones."""
+        formats = {layer: self._plan.formats.get(f"{name}.{layer}") for layer in inputs}
+        results: dict[str, mx.array] = {}
+        if self._method == "awq":
+            dtype = self._checkpoint.tensors[f"{name}.self_attn.q_proj.weight"].dtype
+            inputs, changed = awq.apply_best_scales(block, self._checkpoint.config, inputs, formats, dtype)
+            for layer in sorted(changed):
+                for parameter, value in tree_flatten(awq.get_submodule(block, layer).parameters()):
+                    results[f"{name}.{layer}.{parameter}"] = value.astype(dtype)
+        for layer_name, fmt in formats.items():
+            if fmt is None:
+                continue
+            layer, module = awq.get_submodule(block, layer_name), f"{name}.{layer_name}"
+            weight = layer.weight.astype(self._checkpoint.tensors[f"{module}.weight"].dtype)
+            packed = self._quantize(module, weight, inputs[layer_name], fmt)
+            layer.weight = dequantized(packed, fmt).astype(layer.weight.dtype)
+            results |= packed.parts(module)
+        self._factor = None
+        if results:
+            self._save(name, results)
+
+    def result(self) -> QuantizedTensors:
+        """All tensors in the source's order; matrices that weren't calibrated are rounded when they are read."""
+        tensors = lazy_quantize(self._checkpoint.tensors, self._plan)
+        return QuantizedTensors({n: self._stored.get(n, tensor) for n, tensor in tensors.items()}, self._errors)
+
+    def _quantize(
+        self,
+        module: str,
+        weight: mx.array,
+        inputs: InputStats,
+        fmt: Format,
+        error_moments: np.ndarray | None = None,
+    ) -> PackedMatrix:
+        """Quantize a matrix and record its error, on inputs with `error_moments` if they are given."""
+        pieces, squared = [], np.zeros(2)
+        error_moments = inputs.moments if error_moments is None else error_moments
+        try:
+            for start in range(0, weight.shape[0], _ROWS):
+                rows = weight[start : start + _ROWS]
+                if self._method == "gptq":
+                    piece = gptq(rows, inputs.moments, fmt, inputs.dxxt, factor=self._factor_of(inputs))
+                else:
+                    piece = awq.quantize_clipped(module, rows, inputs.moments, fmt)
+                squared += output_error(rows, piece, fmt, error_moments)
+                mx.eval(*piece.parts(module).values())
+                mx.clear_cache()
+                pieces.append(piece)
+        except CheckpointError as error:
+            raise CheckpointError(f"{module}: {error.message}", error.hint) from None
+        change, size = squared
+        self._errors[module] = float(np.sqrt(max(0.0, change) / size)) if size > 0 else 0.0
+        return pieces[0] if len(pieces) == 1 else PackedMatrix.concatenate_rows(pieces)
+
+    def _factor_of(self, inputs: InputStats) -> np.ndarray:
+        if self._factor is None or self._factor[0] is not inputs:
+            self._factor = None  # free it before the next one is computed
+            self._factor = inputs, inverse_hessian_cholesky(inputs.moments)
+        return self._factor[1]
+
+    def _save(self, name: str, arrays: dict[str, mx.array]) -> dict[str, LazyTensor]:
+        file = self._scratch / f"{name}.safetensors"
+        save_tensors(file, arrays)
+        stored = file_tensors(file)
+        self._stored |= stored
+        return stored

@@ -1,0 +1,179 @@
+"""Quantize a checkpoint: open it, plan the bits, calibrate, write, verify, evaluate, report."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlxlm.backend.mlx import limit_buffer_cache, mx
+from mlxlm.checkpoint import huggingface
+from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, with_read_progress
+from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
+from mlxlm.convert.verify import Progress
+from mlxlm.quantize.bit_targets import search_bits
+from mlxlm.quantize.evaluation import evaluate
+from mlxlm.quantize.methods import QuantizedTensors, quantize_tensors
+from mlxlm.quantize.plot import plot_quantization
+from mlxlm.quantize.quantization_plan import GROUP_SIZES, QuantizationPlan, recipe, uniform
+from mlxlm.quantize.report import QuantizationReport
+from mlxlm.quantize.settings import QuantizationSettings
+from mlxlm.quantize.source import Source, open_source
+from mlxlm.quantize.text import EvalText, read_texts
+from mlxlm.quantize.verify import checksum, cross_check_mlx_lm, verify
+from mlxlm.utils.errors import CheckpointError, ConfigError
+from mlxlm.utils.files import atomic_new_folder, check_not_exists
+from mlxlm.utils.json_files import write_json
+
+REPORT_FILE, PLOT_FILE = "quantization.json", "quantization.png"
+_SCRATCH = ".scratch"
+_FEW_TOKENS = 256  # a mean over fewer tokens says little
+
+
+def quantize(
+    source: Path | str,
+    out: Path | str,
+    settings: QuantizationSettings | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> QuantizationReport:
+    """Quantize a checkpoint for mlxlm and mlx_lm.
+
+    Tensors stream from disk to disk. Rounding holds one matrix in memory; calibration holds one block or table in
+    float32, the second moments of its inputs, and the hidden states of the calibration text. The report is also written
+    to the folder, as JSON and as a plot. If anything fails, `out` is not created.
+
+    Args:
+        source: Whatever `open_checkpoint` opens, unless MLX quantized it already.
+        out: New folder.
+        settings: How to quantize.
+        progress: Called as `progress(phase, done, total)`.
+        **options: Fields of QuantizationSettings that replace those of `settings`: `bits=4, method="gptq"`.
+
+    Raises:
+        ArgumentError: Settings contradict each other, or one has no effect.
+        CheckpointError: `out` exists, or the weights can't be quantized.
+        ConfigError: A value can't work, or a target can't be reached; the hint is the nearest one that can.
+        DataError: A text is too short.
+    """
+    started = time.monotonic()
+    settings = replace(settings or QuantizationSettings(), **options)
+    settings.check()
+    progress = progress or (lambda phase, done, total: None)
+    out = Path(out)
+    _check_output_name(out)
+    check_not_exists(out, CheckpointError, "another name for the output")
+    model = open_source(source)
+    plan = _initial_plan(model, settings)
+    texts = read_texts(model.checkpoint, settings)
+    with limit_buffer_cache(), atomic_new_folder(out) as folder:
+        scratch = folder / _SCRATCH
+        scratch.mkdir()
+        if settings.searches_bits:
+            plan, quantized = search_bits(model, plan, settings, texts, scratch, progress)
+        else:
+            quantized = quantize_tensors(model, plan, settings.method, texts, scratch, progress)
+        checksums: dict[str, int] = {}
+        warnings = _write(folder, model, plan, quantized, checksums if settings.verify else None, progress)
+        shutil.rmtree(scratch)
+        written = open_checkpoint(folder)
+        checks = verify(model.checkpoint, written, str(out), checksums, progress) if settings.verify else []
+        if settings.cross_check:
+            checks.append(cross_check_mlx_lm(model.checkpoint, written, str(out), progress))
+        metrics = evaluate(model.checkpoint, written, texts.evaluation, progress) if settings.evaluate else None
+        source_bytes, nbytes = (sum(t.nbytes for t in c.tensors.values()) for c in (model.checkpoint, written))
+        report = QuantizationReport(
+            source=str(source),
+            path=str(out),
+            method=settings.method,
+            dtype=str(model.dtype).removeprefix("mlx.core."),
+            parameters=model.parameters,
+            source_bytes=source_bytes,
+            bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
+            source_bits_per_weight=8 * source_bytes / model.parameters,
+            bits_per_weight=8 * nbytes / model.parameters,
+            formats=plan.to_dict(),
+            reduced_group_sizes=dict(plan.reduced_group_sizes),
+            skipped=dict(plan.skipped),
+            bits={module: fmt.bits for module, fmt in plan.formats.items() if fmt is not None},
+            errors=quantized.errors,
+            error_of="weights" if settings.method == "rtn" else "outputs",
+            calibration_text=texts.calibration and texts.calibration.name,
+            metrics=metrics,
+            seconds=time.monotonic() - started,
+            checks=checks,
+            warnings=[*_warnings(model.checkpoint.tensors, texts.evaluation), *warnings],
+        )
+        write_json(folder / REPORT_FILE, report.to_dict())
+        plot_quantization(report, folder / PLOT_FILE)
+    return report
+
+
+def _check_output_name(out: Path) -> None:
+    """Raise ConfigError for a name that other programs would take for a file."""
+    suffix = out.suffix.lower()
+    if suffix == ".gguf":
+        hint = f"mlxlm convert SOURCE --out {out} --outtype q4_0"
+    elif suffix in (".bin", ".safetensors", ".npz", ".pt", ".pth", ".json"):
+        hint = f"{out.with_suffix('')}, for a folder"
+    else:
+        return
+    raise ConfigError(f"quantize writes a folder, not {out.name}", hint)
+
+
+def _initial_plan(source: Source, settings: QuantizationSettings) -> QuantizationPlan:
+    """The plan of a recipe, or one format for all matrices, which a search starts from.
+
+    Raises:
+        CheckpointError: No group size divides the width of any matrix.
+    """
+    config, tensors = source.checkpoint.config, source.checkpoint.tensors
+    if settings.recipe is not None:
+        plan = recipe(config, tensors, settings.recipe, settings.format.group_size)
+    else:
+        plan = uniform(config, tensors, settings.format)
+    if not any(plan.formats.values()):
+        widths = ", ".join(map(str, sorted(set(plan.skipped.values()))))
+        sizes = ", ".join(map(str, GROUP_SIZES if settings.format.affine else [settings.format.group_size]))
+        raise CheckpointError(f"no matrix can be quantized: widths are {widths}, group sizes {sizes}")
+    return plan
+
+
+def _write(
+    folder: Path,
+    source: Source,
+    plan: QuantizationPlan,
+    quantized: QuantizedTensors,
+    checksums: dict[str, int] | None,
+    progress: Progress,
+) -> list[str]:
+    """Write the model's files, and the checksum of each tensor to `checksums`; returns warnings."""
+    tensors: LazyTensors = with_read_progress(quantized.tensors, partial(progress, "writing"))
+    if checksums is not None:
+
+        def record(name: str, value: mx.array) -> mx.array:
+            checksums[name] = checksum(value)
+            return value
+
+        tensors = {name: tensor.transform(partial(record, name)) for name, tensor in tensors.items()}
+    config = source.with_tensors(plan, tensors).config
+    huggingface.write(folder, source.checkpoint.hf_config, config, tensors, None)
+    return copy_tokenizer(source.checkpoint, folder)
+
+
+def _warnings(source_tensors: LazyTensors, text: EvalText | None) -> list[str]:
+    """Reasons to read the report with care."""
+    warnings = []
+    types = sorted({t.stored_dtype for t in source_tensors.values()} - UNQUANTIZED_DTYPES)
+    if types:
+        warnings.append(
+            f"the source is already quantized ({' and '.join(types)}): the report shows the additional loss"
+        )
+    if text is not None and text.predicted < _FEW_TOKENS:
+        warnings.append(f"evaluated on {text.predicted} tokens of {text.name}: fewer than {_FEW_TOKENS} say little")
+    return warnings

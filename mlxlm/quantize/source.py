@@ -1,0 +1,114 @@
+"""The model that is quantized, with its weights in 16 bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.bits import max_abs
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.checkpoint.mlx_lm import unconvertible_hint
+from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.checkpoint.tokenizer_files import check_tokenizer
+from mlxlm.quantize.quantization_plan import QuantizationPlan
+from mlxlm.utils.errors import CheckpointError
+
+DTYPES_16BIT = (mx.float16, mx.bfloat16)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to quantize.
+
+    Attributes:
+        checkpoint: As it was opened.
+        dtype: float16 or bfloat16, for everything that isn't quantized.
+        checkpoint_16bit: The same checkpoint with floating-point tensors in `dtype`.
+        parameters: Number of parameters.
+    """
+
+    checkpoint: Checkpoint
+    dtype: mx.Dtype
+    checkpoint_16bit: Checkpoint
+    parameters: int
+
+    def with_tensors(self, plan: QuantizationPlan, tensors: LazyTensors) -> Checkpoint:
+        """The checkpoint with tensors that were quantized by `plan`."""
+        config = self.checkpoint.config.with_changes(quantization=plan.quantization_config())
+        return replace(self.checkpoint, config=config, tensors=tensors)
+
+
+def open_source(source: Path | str) -> Source:
+    """Open a checkpoint and choose its 16-bit dtype.
+
+    Raises:
+        CheckpointError: Only mlx_lm runs the architecture, or the model is already quantized by MLX.
+        TokenizerError: It has a tokenizer that can't be read.
+    """
+    checkpoint = open_checkpoint(source)
+    if checkpoint.config is None:
+        problem = f"{source} can't be quantized: mlxlm's decoder has no {checkpoint.unsupported_reason}"
+        raise CheckpointError(problem, unconvertible_hint(checkpoint))
+    if checkpoint.config.quantization:
+        raise CheckpointError(f"{source} is already quantized", "the unquantized model")
+    check_tokenizer(checkpoint)  # before hours of work
+    dtype = output_dtype(checkpoint.tensors)
+    checkpoint_16bit = replace(checkpoint, tensors=cast_to_16bit(checkpoint.tensors, dtype))
+    parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    return Source(checkpoint, dtype, checkpoint_16bit, parameters)
+
+
+def output_dtype(tensors: LazyTensors) -> mx.Dtype:
+    """The 16-bit dtype for a model: that of most of its values.
+
+    For a float32 model float16 if it can represent all values, since it has three more bits of precision, else
+    bfloat16; this reads the tensors once, one at a time.
+
+    Raises:
+        CheckpointError: A float32 tensor has NaN or infinite values.
+    """
+    sizes = dict.fromkeys(DTYPES_16BIT, 0)
+    float32_tensors = []
+    for name, tensor in tensors.items():
+        if tensor.dtype in sizes:
+            sizes[tensor.dtype] += tensor.nbytes
+        elif mx.issubdtype(tensor.dtype, mx.floating):
+            float32_tensors.append((name, tensor))
+    if any(sizes.values()):
+        return max(sizes, key=sizes.get)
+    largest = max((_max_abs(name, tensor.read()) for name, tensor in float32_tensors), default=0.0)
+    return mx.float16 if largest < mx.finfo(mx.float16).max else mx.bfloat16
+
+
+def cast_to_16bit(tensors: LazyTensors, dtype: mx.Dtype) -> dict[str, LazyTensor]:
+    """The tensors with every floating-point one in `dtype`.
+
+    Reading one whose values are not finite, or beyond the dtype's range, raises CheckpointError.
+    """
+    stored_dtype = {mx.float16: "F16", mx.bfloat16: "BF16"}[dtype]
+
+    def cast(name: str, tensor: LazyTensor) -> LazyTensor:
+        if not mx.issubdtype(tensor.dtype, mx.floating):
+            return tensor
+
+        def read() -> mx.array:
+            value = tensor.read()
+            largest = _max_abs(name, value)
+            if largest > mx.finfo(dtype).max:
+                raise CheckpointError(f"{name} has values up to {largest:g}, too large for 16 bits")
+            return value.astype(dtype)
+
+        return LazyTensor(tensor.shape, dtype, stored_dtype, 2 * math.prod(tensor.shape), read)
+
+    return {name: cast(name, tensor) for name, tensor in tensors.items()}
+
+
+def _max_abs(name: str, value: mx.array) -> float:
+    """The largest magnitude. Raises CheckpointError for NaN or infinity."""
+    largest = max_abs(value)
+    if not largest < math.inf:
+        raise CheckpointError(f"{name} has values that are not finite", "an earlier checkpoint")
+    return largest
