@@ -1,4 +1,4 @@
-"""The examples of docs/ run on a tiny model, and README.md and docs/ name only commands, options and modules that exist."""
+"""The examples of docs/ run, and README.md and docs/ name only commands, options and modules that exist."""
 
 import ast
 import importlib
