@@ -335,7 +335,7 @@ def test_a_report_that_is_refused_is_warned_of_in_the_log(new_run):
     run = new_run("run", steps=2)
     (run.path / "report.html").write_text("mine")
     events = finish(run)
-    assert isinstance(events[-1], TrainingWarning) and "is no report" in events[-1].message
+    assert isinstance(events[-1], TrainingWarning) and "is not a report" in events[-1].message
     assert read_log(run)[-1]["message"] == events[-1].message
     assert read_run(run.path).state == "finished"
 
