@@ -6,7 +6,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from markdown_it import MarkdownIt
@@ -266,8 +266,3 @@ class MarkdownStream:
         if starts:
             self._source = "\n".join(source_lines[end:])
         return final
-
-
-def plain_lines(lines: Sequence[str]) -> list[str]:
-    """Return lines without their SGR sequences."""
-    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from mlxlm.chat.terminal.live_tail import LiveTail
-from mlxlm.chat.terminal.markdown import MarkdownStream, Renderer, block_starts, plain_lines
+from mlxlm.chat.terminal.markdown import MarkdownStream, Renderer, block_starts
 from mlxlm.chat.terminal.output import printable
 from tests.chat.terminal.fake_terminal import FakeTerminal
 
@@ -63,6 +63,11 @@ LONG += "".join(f"|{i}|{'w' * i}|\n" for i in range(30)) + "\nlast"
 def colours(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def plain_lines(lines):
+    """Lines without their SGR sequences."""
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
 
 
 def rendered(text, columns=60):
