@@ -187,7 +187,7 @@ def _report(grid: Grid, errors: list[str], compute_budget: str | None, predict: 
     if compute_budget and analysis.joint is not None:
         flops, in_hours = _parse_compute_budget(compute_budget)
         flops = grid.flops_per_second() * 3600 * flops if in_hours else flops
-        predictions["best"], interval = analysis.best(flops)
+        predictions["best"], interval = analysis.compute_optimal(flops)
     notes += _warnings(predictions, grid)
     plot = grid.path / PLOT_FILE
     values = {**analysis.to_dict(), "parameters": "all, embedding included", "tokens_in_text": grid.unique_tokens}
@@ -195,7 +195,10 @@ def _report(grid: Grid, errors: list[str], compute_budget: str | None, predict: 
         plot_scaling_law(analysis, plot, grid.by_ratio)
         write_json(grid.path / FILE, values)
     if as_json:
-        fields = {name: {**vars(prediction), "far": prediction.far} for name, prediction in predictions.items()}
+        fields = {
+            name: {**vars(prediction), "is_extrapolation": prediction.is_extrapolation}
+            for name, prediction in predictions.items()
+        }
         if "best" in fields:
             fields["best"]["parameters_interval"] = list(interval)
         plot_path = str(plot) if points else None
@@ -217,7 +220,7 @@ def _report(grid: Grid, errors: list[str], compute_budget: str | None, predict: 
 def _warnings(predictions: dict[str, Prediction], grid: Grid) -> Iterator[str]:
     for prediction in predictions.values():
         tokens = human_count(prediction.tokens)
-        if prediction.far:
+        if prediction.is_extrapolation:
             factor = f"{prediction.extrapolation:.0f} times the operations of the largest run"
             yield f"{human_count(prediction.parameters)} parameters on {tokens} tokens are {factor}: a guess"
         if prediction.tokens > 4.8 * grid.unique_tokens:

@@ -1,8 +1,8 @@
-"""What a grid of runs says: the fits, what they predict, and how far beyond the grid that is."""
+"""Analysis of a grid of runs: the fitted scaling laws, and predictions with their confidence intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,18 @@ from mlxlm.utils.errors import ConfigError, DataError
 from mlxlm.utils.json_files import read_json
 
 FILE = "scaling.json"
-MAX_EXTRAPOLATION = 10.0  # times as many operations as the largest run: from there on a prediction is a guess
+MAX_EXTRAPOLATION = 10.0  # predictions beyond this multiple of the largest run's operations are marked
 
 
 @dataclass(frozen=True)
 class HoldoutCheck:
-    """The largest run, predicted from all others."""
+    """The largest run, predicted from a fit to all other runs.
+
+    Attributes:
+        point: The largest run.
+        predicted: Its predicted loss, in nats per token.
+        interval: 90% confidence interval of `predicted`.
+    """
 
     point: ScalingPoint
     predicted: float
@@ -27,8 +33,15 @@ class HoldoutCheck:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The loss of a run that wasn't made, in nats per token. `extrapolation`: its operations, by those of the largest run that
-    was."""
+    """The predicted loss of a run that was not trained.
+
+    Attributes:
+        parameters: Number of parameters, embedding included.
+        tokens: Number of training tokens.
+        loss: Predicted loss in nats per token.
+        interval: 90% confidence interval of `loss`.
+        extrapolation: Its training operations, as a multiple of those of the largest run.
+    """
 
     parameters: float
     tokens: float
@@ -37,14 +50,23 @@ class Prediction:
     extrapolation: float
 
     @property
-    def far(self) -> bool:
+    def is_extrapolation(self) -> bool:
+        """Whether the run is too large for a reliable prediction, see `MAX_EXTRAPOLATION`."""
         return self.extrapolation > MAX_EXTRAPOLATION
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """`by_parameters` is fitted to the runs of the most tokens (or the most tokens per parameter) of each size,
-    `by_tokens` to those of the largest size. What can't be fitted is None, and `missing` says why."""
+    """All scaling laws that were fitted to the runs of a grid. A fit is None if there are too few runs.
+
+    Attributes:
+        points: The runs.
+        by_parameters: L(N), fitted to the runs of each size with the most tokens (or tokens per parameter).
+        by_tokens: L(D), fitted to the runs of the largest size.
+        joint: L(N, D), fitted to all runs.
+        check: The largest run, predicted from the others.
+        missing: For each fit that failed, why.
+    """
 
     points: tuple[ScalingPoint, ...]
     by_parameters: Fit | None
@@ -54,22 +76,33 @@ class Analysis:
     missing: tuple[str, ...]
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Raises DataError where there is no joint fit."""
+        """Predict the loss of a model with `parameters` after training on `tokens`.
+
+        Raises:
+            DataError: There is no joint fit.
+        """
         fit = self._joint()
         largest = max(p.parameters * p.tokens for p in self.points)
         loss, interval = fit.law.loss(parameters, tokens), fit.interval(lambda law: law.loss(parameters, tokens))
         return Prediction(parameters, tokens, loss, interval, parameters * tokens / largest)
 
-    def best(self, flops: float) -> tuple[Prediction, tuple[float, float]]:
-        """The compute-optimal run of so many operations, and the interval of its parameters."""
+    def compute_optimal(self, flops: float) -> tuple[Prediction, tuple[float, float]]:
+        """Return the run with the lowest predicted loss for `flops`, and the 90% interval of its parameters.
+
+        Raises:
+            DataError: There is no joint fit.
+        """
         fit = self._joint()
         parameters, tokens = fit.law.compute_optimal(flops)
         return self.predict(parameters, tokens), fit.interval(lambda law: law.compute_optimal(flops)[0])
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the contents of `scaling.json`."""
         check = self.check and {
-            "run": self.check.point.to_dict(), "predicted": self.check.predicted, "interval": list(self.check.interval),
-        }  # fmt: skip
+            "run": self.check.point.to_dict(),
+            "predicted": self.check.predicted,
+            "interval": list(self.check.interval),
+        }
         fits = {name: getattr(self, name) for name in ("by_parameters", "by_tokens", "joint")}
         return {
             "points": [point.to_dict() for point in self.points],
@@ -85,24 +118,30 @@ class Analysis:
 
 
 def analyze(points: Sequence[ScalingPoint], by_ratio: bool = False) -> Analysis:
-    """All fits of these runs. `by_ratio`: their token counts are multiples of their parameters, so that the longest
-    runs of each size share the ratio, not the count."""
+    """Fit all scaling laws to `points`.
+
+    Args:
+        points: The finished runs.
+        by_ratio: Whether the token counts are multiples of the parameters. The longest runs of all sizes then share
+            the tokens per parameter instead of the tokens.
+    """
     missing = []
 
-    def tried(name: str, fit, *arguments) -> Fit | None:
+    def try_fit(name: str, fit: Callable[..., Fit], *arguments: Any) -> Fit | None:
         try:
             return fit(*arguments)
         except DataError as error:
-            missing.append(f"{name}: {error.message}, it takes {error.hint}")
+            missing.append(f"{name}: {error.message}, it needs {error.hint}")
             return None
 
-    longest = max((p.tokens / (p.parameters if by_ratio else 1) for p in points), default=0.0)
-    row = [p for p in points if p.tokens / (p.parameters if by_ratio else 1) > 0.99 * longest]
-    largest = max((p.parameters for p in points), default=0.0)
-    column = [p for p in points if p.parameters == largest]
-    by_parameters = tried("L(N)", fit_power, [p.parameters for p in row], [p.loss for p in row])
-    by_tokens = tried("L(D)", fit_power, [p.tokens for p in column], [p.loss for p in column])
-    joint = tried("L(N, D)", fit_joint, points)
+    lengths = [p.tokens / (p.parameters if by_ratio else 1) for p in points]
+    longest = max(lengths, default=0.0)
+    longest_runs = [p for p, length in zip(points, lengths, strict=True) if length > 0.99 * longest]
+    max_parameters = max((p.parameters for p in points), default=0.0)
+    largest_runs = [p for p in points if p.parameters == max_parameters]
+    by_parameters = try_fit("L(N)", fit_power, [p.parameters for p in longest_runs], [p.loss for p in longest_runs])
+    by_tokens = try_fit("L(D)", fit_power, [p.tokens for p in largest_runs], [p.loss for p in largest_runs])
+    joint = try_fit("L(N, D)", fit_joint, points)
     check = fit_without_largest(points) if joint else None
     if check:
         point, fit = check
@@ -112,33 +151,38 @@ def analyze(points: Sequence[ScalingPoint], by_ratio: bool = False) -> Analysis:
 
 
 def fit_warnings(analysis: Analysis) -> list[str]:
-    """What to keep in mind when reading the fits."""
-    said = list(analysis.missing)
+    """Return reasons to distrust the fits: fits that failed, exponents at their bounds, wide intervals."""
+    warnings = list(analysis.missing)
     joint = analysis.joint
     if joint:
-        said += [f"{name} is at the end of what is allowed: these runs don't tell it" for name in joint.at_bounds]
-        most = FLOPS_PER_PARAM_TOKEN * max(p.parameters * p.tokens for p in analysis.points)
-        wide = joint.interval(lambda law: law.compute_optimal(most)[0])
-        if wide[1] > 4 * wide[0]:
-            said.append("the intervals are wide: more runs, or a wider range of sizes and tokens, would narrow them")
-    return said
+        warnings += [f"{name} ended at its bound: these runs don't determine it" for name in joint.at_bounds]
+        largest = FLOPS_PER_PARAM_TOKEN * max(p.parameters * p.tokens for p in analysis.points)
+        low, high = joint.interval(lambda law: law.compute_optimal(largest)[0])
+        if high > 4 * low:
+            hint = "more runs, or a wider range of sizes and tokens, would narrow them"
+            warnings.append(f"the confidence intervals are wide: {hint}")
+    return warnings
 
 
 def read_law(folder: Path | str) -> ScalingLaw:
-    """The joint law in a folder of `mlxlm scaling`. Raises ConfigError where there is none."""
+    """Read the joint law from the output folder of `mlxlm scaling`.
+
+    Raises:
+        ConfigError: There is none, or its numbers are invalid.
+    """
     path = Path(folder, FILE)
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist", "the folder of a mlxlm scaling that has ended")
+        raise ConfigError(f"{path} does not exist", "the --out folder of a finished mlxlm scaling")
     values = read_json(path)
     joint = values.get("joint") if isinstance(values, dict) else None
     if not joint:
-        raise ConfigError(f"{path} has no joint fit", "the folder of mlxlm scaling, with enough runs for one")
+        raise ConfigError(f"{path} has no joint fit", "the --out folder of mlxlm scaling, with enough runs")
     try:
         law = ScalingLaw(*(float(joint[name]) for name in ("E", "A", "alpha", "B", "beta")))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{path}: its joint fit needs E, A, alpha, B and beta") from None
-    least, most = EXPONENT_BOUNDS
+    low, high = EXPONENT_BOUNDS
     scales, exponents = (law.E, law.A, law.B), (law.alpha, law.beta)
-    if not all(0 <= x < 1e300 for x in scales) or not all(least <= x <= most for x in exponents):
-        raise ConfigError(f"{path}: its joint fit has numbers that no fit gives", "the folder as mlxlm scaling left it")
+    if not all(0 <= x < 1e300 for x in scales) or not all(low <= x <= high for x in exponents):
+        raise ConfigError(f"{path}: its joint fit has numbers out of range", "fit again with mlxlm scaling --fit-only")
     return law

@@ -1,10 +1,12 @@
-"""Scaling laws fitted to measured losses: robust to single runs that went astray, with intervals by bootstrap."""
+"""Fits of scaling laws to measured losses: robust to outliers, with confidence intervals by bootstrap."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -12,57 +14,80 @@ from mlxlm.plan.scaling_law import PowerLaw, ScalingLaw
 from mlxlm.utils.errors import DataError
 
 HUBER_DELTA = 1e-3  # of the Huber loss of log losses (Hoffmann et al. 2022, D.3)
-CONFIDENCE = 0.9  # of intervals
+CONFIDENCE = 0.9  # of the intervals
 BOOTSTRAP_SAMPLES = 200
-MIN_POINTS = 8  # points of a joint fit, which has five numbers to find
-MIN_POINTS_POWER_LAW = 4  # points of L(N) or L(D), which have three
+MIN_POINTS = 8  # for a joint fit, which has five parameters
+MIN_POINTS_POWER_LAW = 4  # for L(N) or L(D), which have three
 EXPONENT_BOUNDS = (0.02, 2.0)  # nothing outside was ever measured; without bounds a straight line has no best exponent
-_STARTS = (0.2, 0.7)  # exponents to begin from, in every combination
-_FLOOR = 0.5  # and the irreducible loss, as a share of the lowest one
+_INITIAL_EXPONENTS = (0.2, 0.7)  # all combinations are tried
+_INITIAL_FLOOR = 0.5  # initial irreducible loss, as a fraction of the lowest loss
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A run: `parameters` trained on `tokens` came to `loss`, in nats per token of held-out text."""
+    """A finished run.
+
+    Attributes:
+        parameters: Number of parameters, embedding included.
+        tokens: Number of training tokens.
+        loss: Final loss on held-out text, in nats per token.
+    """
 
     parameters: float
     tokens: float
     loss: float
 
     def to_dict(self) -> dict[str, float]:
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """`law` fits the `points`, whose losses are exp(`residuals`) times what it says; `bootstrap` are the laws of the
-    bootstrap. `at_bounds`: exponents that ended at the end of what is allowed, so that the points don't tell them."""
+    """A fitted law.
+
+    Attributes:
+        law: The law with the smallest Huber loss.
+        bootstrap: The laws fitted to the bootstrap samples.
+        residuals: log(measured loss / fitted loss) of each point.
+        at_bounds: Names of exponents that ended at `EXPONENT_BOUNDS`: the points don't determine them.
+    """
 
     law: ScalingLaw | PowerLaw
     bootstrap: tuple[ScalingLaw | PowerLaw, ...]
     residuals: tuple[float, ...]
     at_bounds: tuple[str, ...]
 
-    def interval(self, figure: Callable[[ScalingLaw | PowerLaw], float]) -> tuple[float, float]:
-        """Within which `figure` of the law is, by the bootstrap, in 9 of 10 cases."""
-        found = np.array([figure(law) for law in self.bootstrap])
-        low, high = np.quantile(found[np.isfinite(found)], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    def interval(self, statistic: Callable[[ScalingLaw | PowerLaw], float]) -> tuple[float, float]:
+        """Return the 90% confidence interval of a statistic of the law."""
+        values = np.array([statistic(law) for law in self.bootstrap])
+        low, high = np.quantile(values[np.isfinite(values)], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         return float(low), float(high)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
+        """Return the law's parameters, their intervals, and the residuals, for JSON."""
         names = list(self.law.to_dict())
         intervals = {name: list(self.interval(lambda law, name=name: getattr(law, name))) for name in names}
         return {
-            **self.law.to_dict(), "intervals": intervals, "residuals": list(self.residuals),
+            **self.law.to_dict(),
+            "intervals": intervals,
+            "residuals": list(self.residuals),
             "at_bounds": list(self.at_bounds),
-        }  # fmt: skip
+        }
 
 
 def fit_joint(points: Sequence[ScalingPoint], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit:
-    """L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3): the Huber loss of the log losses, by
-    trust regions from several beginnings.
+    """Fit L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3).
 
-    Raises DataError for less than 8 points, 3 sizes or 3 token counts.
+    The Huber loss of the log losses is minimized by a trust-region method from several starting points.
+
+    Args:
+        points: The runs.
+        resamples: Number of bootstrap samples.
+        seed: Of the bootstrap.
+
+    Raises:
+        DataError: There are fewer than 8 points, 3 sizes or 3 token counts, or a loss is not a positive number.
     """
     sizes, lengths = {p.parameters for p in points}, {p.tokens for p in points}
     if len(points) < MIN_POINTS or len(sizes) < 3 or len(lengths) < 3:
@@ -70,98 +95,131 @@ def fit_joint(points: Sequence[ScalingPoint], resamples: int = BOOTSTRAP_SAMPLES
             f"{len(points)} runs of {len(sizes)} sizes and {len(lengths)} token counts are too few for a joint fit",
             f"{MIN_POINTS} runs or more, of 3 sizes and 3 token counts or more",
         )
-    where = np.log([[p.parameters, p.tokens] for p in points])
+    log_x = np.log([[p.parameters, p.tokens] for p in points])
 
-    def law(found: np.ndarray) -> ScalingLaw:
-        e, a, alpha, b, beta = found
+    def law(params: np.ndarray) -> ScalingLaw:
+        e, a, alpha, b, beta = params
         return ScalingLaw(float(np.exp(e)), float(np.exp(a)), float(alpha), float(np.exp(b)), float(beta))
 
-    return _fit(where, points, law, ("alpha", "beta"), resamples, seed)
+    return _fit(log_x, [p.loss for p in points], law, ("alpha", "beta"), resamples, seed)
 
 
 def fit_power(xs: Sequence[float], losses: Sequence[float], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit:
-    """L(x) = floor + scale / x^exponent, as `fit_joint`. Raises DataError for less than 4 different x."""
+    """Fit L(x) = irreducible_loss + scale / x^exponent, in the same way as `fit_joint`.
+
+    Raises:
+        DataError: There are fewer than 4 different x, or a loss is not a positive number.
+    """
     if len(set(xs)) < MIN_POINTS_POWER_LAW:
         raise DataError(f"{len(set(xs))} different runs are too few for a power law", f"{MIN_POINTS_POWER_LAW} or more")
-    points = [ScalingPoint(x, x, loss) for x, loss in zip(xs, losses, strict=True)]
 
-    def law(found: np.ndarray) -> PowerLaw:
-        return PowerLaw(float(np.exp(found[0])), float(np.exp(found[1])), float(found[2]))
+    def law(params: np.ndarray) -> PowerLaw:
+        return PowerLaw(float(np.exp(params[0])), float(np.exp(params[1])), float(params[2]))
 
-    return _fit(np.log(xs)[:, None], points, law, ("exponent",), resamples, seed)
+    return _fit(np.log(xs)[:, None], losses, law, ("exponent",), resamples, seed)
 
 
 def fit_without_largest(points: Sequence[ScalingPoint]) -> tuple[ScalingPoint, Fit] | None:
-    """The run of the most operations, and the joint fit of all the others; None where those are too few."""
-    last = max(points, key=lambda p: p.parameters * p.tokens)
-    rest = [p for p in points if p is not last]
+    """Return the run with the most operations and the joint fit of all others; None if those are too few."""
+    largest = max(points, key=lambda p: p.parameters * p.tokens)
     try:
-        return last, fit_joint(rest)
+        return largest, fit_joint([p for p in points if p is not largest])
     except DataError:
         return None
 
 
+# The parameters of a fit with T terms are a vector [1 + 2 T]: the log of the irreducible loss, then for each term the
+# log of its scale and its exponent.
+
+
 def _fit(
-    where: np.ndarray, points: Sequence[ScalingPoint], law, names: tuple[str, ...], resamples: int, seed: int
+    log_x: np.ndarray,
+    losses: Sequence[float],
+    law: Callable[[np.ndarray], ScalingLaw | PowerLaw],
+    exponent_names: tuple[str, ...],
+    resamples: int,
+    seed: int,
 ) -> Fit:
-    """where: log x of each point, a column for each term."""
-    losses = np.array([p.loss for p in points])
+    """Fit a sum of power laws.
+
+    Args:
+        log_x: log of the variables, [points, terms].
+        losses: Measured losses, [points].
+        law: Makes the law of a vector of parameters.
+        exponent_names: Names of the exponents, one for each term.
+        resamples: Number of bootstrap samples.
+        seed: Of the bootstrap.
+    """
+    losses = np.array(losses)
     if not (np.isfinite(losses).all() and (losses > 0).all()):
-        raise DataError("a loss is not a positive number", "runs that ended well")
-    logs, centre = np.log(losses), where.mean(axis=0)
-    centred = where - centre  # of two numbers per term, which would depend on each other, this makes the fit quick
-    low = logs.min()
-    # Each term has as much of what is above the floor.
-    share = float(np.log((losses.mean() - _FLOOR * losses.min()) / where.shape[1]))
-    starts = [
-        np.array([low + np.log(_FLOOR), *itertools.chain.from_iterable((share, x) for x in xs)])
-        for xs in itertools.product(_STARTS, repeat=where.shape[1])
-    ]
-    best = min((_descended(start, centred, logs) for start in starts), key=lambda found: found[1])[0]
-    predicted = _terms(best, centred)[0]
-    residuals = logs - predicted
-    # What was fitted leaves residuals smaller than the noise: by as much as it has numbers.
-    spread = residuals * np.sqrt(len(points) / max(1, len(points) - len(best)))
-    draw = np.random.default_rng(seed)
-    bootstrap = [_descended(best, centred, predicted + draw.choice(spread, len(points)))[0] for _ in range(resamples)]
-    exponents = best[2::2]
-    ended = [min(abs(x - bound) for bound in EXPONENT_BOUNDS) < 1e-4 for x in exponents]
-    at_bounds = tuple(itertools.compress(names, ended))
-    laws = [law(_uncentred(found, centre)) for found in (best, *bootstrap)]
+        raise DataError("a loss is not a positive number", "runs that did not diverge")
+    log_losses, center = np.log(losses), log_x.mean(axis=0)
+    centered = log_x - center  # decorrelates scale and exponent of a term, so that the fit converges quickly
+    best = min(
+        (_minimize(start, centered, log_losses) for start in _starts(losses, log_x.shape[1])), key=itemgetter(1)
+    )[0]
+    predicted = _evaluate(best, centered)[0]
+    residuals = log_losses - predicted
+    # Fitted residuals are smaller than the noise: correct for the degrees of freedom.
+    noise = residuals * np.sqrt(len(losses) / max(1, len(losses) - len(best)))
+    rng = np.random.default_rng(seed)
+    samples = [_minimize(best, centered, predicted + rng.choice(noise, len(losses)))[0] for _ in range(resamples)]
+    is_at_bound = [min(abs(x - bound) for bound in EXPONENT_BOUNDS) < 1e-4 for x in best[2::2]]
+    at_bounds = tuple(itertools.compress(exponent_names, is_at_bound))
+    laws = [law(_uncenter(params, center)) for params in (best, *samples)]
     return Fit(laws[0], tuple(laws[1:]), tuple(float(r) for r in residuals), at_bounds)
 
 
-def _uncentred(found: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    moved = found.copy()
-    moved[1::2] += found[2::2] * centre
-    return moved
+def _starts(losses: np.ndarray, terms: int) -> list[np.ndarray]:
+    """Return the starting points. The terms share equally what is above the floor."""
+    floor = float(np.log(losses.min()) + np.log(_INITIAL_FLOOR))
+    scale = float(np.log((losses.mean() - _INITIAL_FLOOR * losses.min()) / terms))
+    return [
+        np.array([floor, *itertools.chain.from_iterable((scale, exponent) for exponent in exponents)])
+        for exponents in itertools.product(_INITIAL_EXPONENTS, repeat=terms)
+    ]
 
 
-def _terms(found: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """log of the sum of the terms at each point, and the share that each has of it, the floor's first."""
-    each = np.column_stack([np.full(len(where), found[0]), found[1::2] - found[2::2] * where])
-    top = each.max(axis=1, keepdims=True)
-    total = np.log(np.exp(each - top).sum(axis=1, keepdims=True)) + top
-    return total[:, 0], np.exp(each - total)
+def _uncenter(params: np.ndarray, center: np.ndarray) -> np.ndarray:
+    """Return the parameters for variables from which `center` was not subtracted."""
+    result = params.copy()
+    result[1::2] += params[2::2] * center
+    return result
 
 
-def _descended(start: np.ndarray, where: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, float]:
-    """The minimum of the Huber loss near `start`, and its value."""
+def _evaluate(params: np.ndarray, log_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log of the loss, [points], and each term's share of it, [points, 1 + terms], the floor first."""
+    log_terms = np.column_stack([np.full(len(log_x), params[0]), params[1::2] - params[2::2] * log_x])
+    largest = log_terms.max(axis=1, keepdims=True)
+    log_sum = np.log(np.exp(log_terms - largest).sum(axis=1, keepdims=True)) + largest
+    return log_sum[:, 0], np.exp(log_terms - log_sum)
+
+
+def _minimize(start: np.ndarray, log_x: np.ndarray, log_losses: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the parameters at the local minimum of the Huber loss, and its value."""
     # Not L-BFGS: its BLAS uses threads for five numbers, which took a hundred times longer on two busy cores.
     from scipy.optimize import least_squares
 
-    def slopes(found: np.ndarray) -> np.ndarray:
-        shares = _terms(found, where)[1]
-        table = np.empty((len(where), len(found)))
-        table[:, 0], table[:, 1::2], table[:, 2::2] = shares[:, 0], shares[:, 1:], -shares[:, 1:] * where
-        return table
+    def jacobian(params: np.ndarray) -> np.ndarray:
+        shares = _evaluate(params, log_x)[1]
+        result = np.empty((len(log_x), len(params)))
+        result[:, 0], result[:, 1::2], result[:, 2::2] = shares[:, 0], shares[:, 1:], -shares[:, 1:] * log_x
+        return result
 
-    least, most = EXPONENT_BOUNDS
-    terms = where.shape[1]
-    low, high = np.array([-np.inf, *[-np.inf, least] * terms]), np.array([logs.max(), *[np.inf, most] * terms])
-    inside = np.clip(start, low + 1e-9, high - 1e-9)  # where it must begin
+    min_exponent, max_exponent = EXPONENT_BOUNDS
+    terms = log_x.shape[1]
+    low = np.array([-np.inf, *[-np.inf, min_exponent] * terms])
+    high = np.array([log_losses.max(), *[np.inf, max_exponent] * terms])
     result = least_squares(
-        lambda found: _terms(found, where)[0] - logs, inside, slopes, (low, high), loss="huber", f_scale=HUBER_DELTA,
-        max_nfev=300, ftol=1e-12, xtol=1e-10, gtol=1e-12,
-    )  # fmt: skip
+        lambda params: _evaluate(params, log_x)[0] - log_losses,
+        np.clip(start, low + 1e-9, high - 1e-9),  # the start must be strictly inside the bounds
+        jacobian,
+        (low, high),
+        loss="huber",
+        f_scale=HUBER_DELTA,
+        max_nfev=300,
+        ftol=1e-12,
+        xtol=1e-10,
+        gtol=1e-12,
+    )
     return result.x, float(result.cost)

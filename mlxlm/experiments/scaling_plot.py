@@ -1,4 +1,4 @@
-"""Draws a scaling law: the runs beside the fits, and the loss over parameters and tokens."""
+"""Plots of scaling laws: runs and fits, and lines of equal loss over parameters and tokens."""
 
 from __future__ import annotations
 

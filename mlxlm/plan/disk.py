@@ -35,7 +35,7 @@ class DiskUsage:
 
 
 def estimate_disk(config: ModelConfig, training: Training, data_tokens: float) -> DiskUsage:
-    """Estimate the disk space of a run on a text of `data_tokens` tokens, of 2 bytes each, or 4 for large vocabularies."""
+    """Estimate the disk space of a run on a text of `data_tokens` tokens (2 bytes each; 4 for large vocabularies)."""
     count = config.parameter_count()
     checkpoint = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
     shards = round(data_tokens) * (2 if config.vocab_size <= 1 << 16 else 4)

@@ -48,7 +48,10 @@ def cases_of(config: ModelConfig, dtype: str, training_dtype: str) -> list[tuple
 def generation_cases(
     model: Decoder, length: int, kv: KVOptions | None = None, pads: tuple[int, ...] = (0,)
 ) -> dict[Case, Operation]:
-    """Trace the prefill of `length` - 1 tokens in chunks and one decoding step. `pads` is the left padding of each row."""
+    """Trace the prefill of `length` - 1 tokens in chunks and one decoding step.
+
+    `pads` is the left padding of each row.
+    """
 
     def run() -> None:
         caches = make_cache(model, kv or KVOptions())

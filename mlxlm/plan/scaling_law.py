@@ -92,8 +92,8 @@ def _exp(x: float) -> float:
     return math.exp(min(300.0, max(-300.0, x)))
 
 
-# Fitted on web text (Hoffmann et al. 2022, equation 10). Its compute-optimal models have 5 tokens per parameter at 0.03M
-# parameters, 8 at 0.4M and 16 at 10M: 20 per parameter would make the smallest ones too small.
+# Fitted on web text (Hoffmann et al. 2022, equation 10). Its compute-optimal models have 5 tokens per parameter at
+# 0.03M parameters, 8 at 0.4M and 16 at 10M: 20 per parameter would make the smallest ones too small.
 CHINCHILLA_LAW = ScalingLaw(1.69, 406.4, 0.34, 410.7, 0.28)
 
 

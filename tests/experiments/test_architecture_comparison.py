@@ -37,7 +37,9 @@ def test_ids_of_the_configuration_s_own_tokenizer(tmp_path, text_file, tiny_conf
     config = tiny_config.with_changes(vocab_size=9000, bos_token_id=8000, eos_token_id=[8001, 8002], pad_token_id=8003)
     settings = {"tokenizer": tokenizer_folder, "settings": SETTINGS}
     comparison = start_comparison(tmp_path / "out", [text_file], config, VARIANTS, **settings)
-    run = start_run(tmp_path / "run", [text_file], config, tokenizer=TokenizerOptions(vocab_size=300), settings=SETTINGS)
+    run = start_run(
+        tmp_path / "run", [text_file], config, tokenizer=TokenizerOptions(vocab_size=300), settings=SETTINGS
+    )
     words = load(tokenizer_folder)
     assert comparison.run(comparison.variants[0]).config.eos_token_id == words.eos_id
     assert run.config.vocab_size <= 300 and run.config.eos_token_id == load(run.path).eos_id

@@ -271,9 +271,9 @@ def test_the_command_fits_what_is_finished(start, capfd):
     said = json.loads(capfd.readouterr().out)
     assert said["joint"]["alpha"] == pytest.approx(0.4, abs=0.02)
     assert said["held_out"]["predicted"] == pytest.approx(said["held_out"]["run"]["loss"], rel=1e-3)
-    assert said["predicted"]["tokens"] == 1e4 and said["predicted"]["far"]
+    assert said["predicted"]["tokens"] == 1e4 and said["predicted"]["is_extrapolation"]
     assert said["best"]["parameters_interval"][0] <= said["best"]["parameters"]
-    assert any("a guess more than a prediction" in note for note in said["notes"])
+    assert any(": a guess" in note for note in said["notes"])
     picture = matplotlib.image.imread(grid.path / "scaling.png")
     assert picture.shape[1] > 1000 and np.std(picture) > 0.05
     assert _run([*command, "--sizes", "1m"]) == 2 and _run([*command, "--compute-budget", "soon"]) == 2

@@ -147,9 +147,14 @@ def test_an_analysis_predicts_and_says_how_far_that_is(tmp_path):
     found = analyze(grid(CHINCHILLA, count=3, noise=0.001))
     assert found.by_parameters is None and "L(N): 3 different runs are too few" in found.missing[0]
     near, far = found.predict(1e7, 1e9), found.predict(1e9, 1e11)
-    assert near.extrapolation == 1 and not near.far and far.extrapolation == pytest.approx(1e4) and far.far
+    assert (
+        near.extrapolation == 1
+        and not near.is_extrapolation
+        and far.extrapolation == pytest.approx(1e4)
+        and far.is_extrapolation
+    )
     assert near.interval[0] < CHINCHILLA.loss(1e7, 1e9) < near.interval[1]
-    best, around = found.best(6e18)
+    best, around = found.compute_optimal(6e18)
     assert 6 * best.parameters * best.tokens == pytest.approx(6e18) and around[0] < best.parameters < around[1]
     write_json(tmp_path / FILE, found.to_dict())
     assert read_law(tmp_path) == found.joint.law
@@ -167,13 +172,13 @@ def test_a_folder_without_a_law(tmp_path, joint):
 
 
 def test_a_folder_whose_grid_has_not_ended(tmp_path):
-    with pytest.raises(ConfigError, match=r"scaling.json does not exist.*a mlxlm scaling that has ended"):
+    with pytest.raises(ConfigError, match=r"scaling.json does not exist.*a finished mlxlm scaling"):
         read_law(tmp_path)
 
 
 def test_analysis_of_too_few_runs_says_what_it_takes():
     found = analyze(grid(CHINCHILLA)[:3])
-    assert found.joint is None and "it takes 8 runs or more" in found.missing[2]
+    assert found.joint is None and "it needs 8 runs or more" in found.missing[2]
     with pytest.raises(DataError, match="no joint fit"):
         found.predict(1, 1)
 
