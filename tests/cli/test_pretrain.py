@@ -80,7 +80,7 @@ def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
     few = endless_run(
         text_file, tmp_path / "run", steps=99
     )  # so few are not tried beforehand, which would compile them
-    process = start(*few, env=dying_compiler(tmp_path, "kill -INT 0; sleep 60"))
+    process = start(*few, env=dying_compiler(tmp_path, "kill -INT 0; sleep 5"))
     rest = process.stderr.read()
     assert process.wait(60) == 0 and (tmp_path / "died").exists(), rest
     assert "--resume" in rest and [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-1"]
