@@ -1,4 +1,4 @@
-"""Key-value caches: what attention keeps of the tokens that it has seen, in memory and in files."""
+"""Key-value caches, in memory and in files."""
 
 from mlxlm.cache.factory import make_cache
 from mlxlm.cache.fingerprint import fingerprint

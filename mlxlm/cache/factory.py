@@ -1,4 +1,4 @@
-"""The caches of a model."""
+"""Creates the caches of a model."""
 
 from __future__ import annotations
 
@@ -10,39 +10,53 @@ from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
-ALL = KVOptions()  # everything, as it is
+DEFAULT = KVOptions()  # unbounded and unquantized
 
 
-def make_cache(model, options: KVOptions = ALL) -> list:
-    """One cache per layer. Layers with a sliding window of their own hold what that can see, unless `options.size`
-    is no larger. A model of mlx_lm that needs other caches (`model.make_cache`) makes them itself.
+def make_cache(model, options: KVOptions = DEFAULT) -> list:
+    """Make one cache per layer.
 
-    Raises GenerationError for options that the model can't have.
+    A layer with sliding-window attention gets a window cache, unless `options.size` is not larger than its window.
+    An mlx_lm model that needs other cache types creates them itself (`model.make_cache`).
+
+    Args:
+        model: A `Decoder`, or a model loaded through mlx_lm.
+        options: Size and quantization of the caches.
+
+    Raises:
+        GenerationError: The model doesn't support these options.
     """
     if hasattr(model, "make_cache"):
-        if options != ALL:
-            raise GenerationError("this architecture has a cache of its own kind", "no size and no bits for the cache")
+        if options != DEFAULT:
+            raise GenerationError(
+                "this architecture has its own cache type, which supports no size and no quantization",
+                "--max-kv-size and --kv-bits left out",
+            )
         return model.make_cache()
     if not isinstance(model, Decoder):
         rotation = None if options.size is None else RotationPolicy(options.size, options.keep)
         bits = {"key_bits": options.key_bits, "value_bits": options.value_bits}
         return [MlxLmKVCache(rotation=rotation, **bits) for _ in model.layers]
-    return [_of_layer(model, layer, options) for layer in range(len(model.layers))]
+    return [_make_layer_cache(model, layer, options) for layer in range(len(model.layers))]
 
 
-def _of_layer(model: Decoder, layer: int, options: KVOptions) -> KVCache:
+def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache:
     window, size = model.config.window(layer), options.size
     if options.key_bits or options.value_bits:
-        group_size(model.config.head_dim)
+        group_size(model.config.head_dim)  # raises for head dims that can't be quantized
     rotation = None
     if size is not None and (window is None or size <= window):
         rope = model.layers[layer].self_attn.rope
         if options.keep and rope is not None and not rope.can_shift_keys:
             raise GenerationError(
-                f'first tokens can\'t be kept with "{rope.rope_type}" positions, which change with the length of a text',
-                "0 tokens to keep",
+                f'rope type "{rope.rope_type}" can\'t keep the first tokens: its positions depend on the text length',
+                "--kv-keep 0",
             )
         rotation = RotationPolicy(size, options.keep, None if rope is None else rope.shift_keys)
         window = None
-    window = None if window is None else SlidingWindow.of(window)
-    return KVCache(rotation=rotation, window=window, key_bits=options.key_bits, value_bits=options.value_bits)
+    return KVCache(
+        rotation=rotation,
+        window=None if window is None else SlidingWindow.of(window),
+        key_bits=options.key_bits,
+        value_bits=options.value_bits,
+    )

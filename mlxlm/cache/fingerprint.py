@@ -1,4 +1,4 @@
-"""Which model a cache was made with."""
+"""Identifies the model that a cache was made with."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, tree_flatten
 
-_SAMPLES = 64  # values of each parameter
+_NUM_SAMPLES = 64  # values hashed per parameter
 
 
 def fingerprint(model) -> str:
-    """SHA-256, in hexadecimal, over a model's configuration and over the names, shapes, dtypes and evenly spaced
-    samples of its parameters. Weights that are not read yet are read."""
+    """Hash a model: SHA-256, in hexadecimal.
+
+    Covers the configuration and the names, shapes, dtypes and evenly spaced samples of the parameters. Evaluates
+    weights that are not loaded yet.
+    """
     digest = hashlib.sha256()
-    for name in ("config", "args"):  # ours, and that of mlx_lm's models
+    for name in ("config", "args"):  # mlxlm's models, mlx_lm's models
         if is_dataclass(settings := getattr(model, name, None)):
             digest.update(json.dumps(asdict(settings), sort_keys=True, default=str).encode())
     parameters = sorted(tree_flatten(model.parameters()))
@@ -30,8 +33,8 @@ def fingerprint(model) -> str:
 
 
 def _sample(value: mx.array) -> mx.array:
-    """The bytes of up to `_SAMPLES` values, the first and the last among them."""
+    """The bytes of up to `_NUM_SAMPLES` values, including the first and the last."""
     flat = value.reshape(-1)
-    if flat.size > _SAMPLES:
-        flat = flat[mx.array([i * (flat.size - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)])]
+    if flat.size > _NUM_SAMPLES:
+        flat = flat[mx.array([i * (flat.size - 1) // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)])]
     return flat.view(mx.uint8) if flat.size else flat.astype(mx.uint8)

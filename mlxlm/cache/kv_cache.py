@@ -1,4 +1,4 @@
-"""The key-value cache of one layer: what attention keeps of the tokens it has seen."""
+"""The key-value cache of one layer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from mlxlm.cache.rotation import RotationPolicy, Sink, SlidingWindow
 from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
 
-STEP = 256  # positions that the buffers grow by: a decoded token writes in place instead of copying the cache
+STEP = 256  # the buffers grow by this many positions, so that decoding rarely copies the cache
 
-Held = mx.array | QuantizedKV
+Cached = mx.array | QuantizedKV
 
 
 class KVCache:
-    """Keys and values `[B, H_kv, S, D]` of one layer, for one text or several side by side.
+    """Keys and values `[B, H_kv, S, D]` of one layer, for a batch of texts.
 
-    All rows end at the same index of the buffers; before a row's first token is padding. By default it holds all that
-    it is given. `rotation` bounds a text's tokens, `window` is what the layer's own attention sees; `key_bits` and
-    `value_bits` (8, 4 or None) hold either of them quantized. The interface is that of mlx_lm's caches, and more.
+    All rows end at the same index of the buffers (left padding). The interface is a superset of that of mlx_lm's
+    caches. By default the cache is unbounded.
 
-    `expected_length` is the length that the text will have, None while nobody knows: with "longrope", positions depend on it.
+    Args:
+        rotation: Limits the number of tokens per text.
+        window: Drops tokens outside of the layer's sliding window.
+        key_bits: 8 or 4 to quantize keys, None for the model's dtype.
+        value_bits: The same for values.
+
+    Attributes:
+        expected_length: The final length of the text, None if unknown. "longrope" positions depend on it.
     """
 
     def __init__(
@@ -39,81 +45,87 @@ class KVCache:
         self.expected_length: int | None = None
         self._keys: KVBuffer | None = None
         self._values: KVBuffer | None = None
-        self._starts: list[int] = []  # of each row, the index of its first token
-        self._dropped: list[int] = []  # and how many tokens it has dropped
-        self._sinks: list[Sink | None] = []  # the kept tokens of rows that have dropped some
-        self._pads: list[int] | None = None  # of the next update
+        self._starts: list[int] = []  # index of each row's first token
+        self._dropped: list[int] = []  # number of tokens that each row has dropped
+        self._sinks: list[Sink | None] = []  # for rows that have dropped tokens
+        self._pads: list[int] | None = None  # left padding of the next update
         self._end = 0
-        self._bound = 0  # of `_end`, up to which an update only writes
-        self._first = 0  # of the positions that the last update returned
-        self._latest = 0  # of the starts at that time
+        self._bound = 0  # an update that ends at or before this index only writes
+        self._first = 0  # index of the first position that the last update returned
+        self._latest = 0  # largest of `_starts` at that time
 
-    # What it holds
+    # Size and positions
 
     @property
     def rows(self) -> int:
-        """B; one before the first token."""
+        """Batch size B; 1 before the first token."""
         return len(self._starts) or 1
 
     @property
     def offsets(self) -> list[int]:
-        """The position of the next token of each row; with padding to come, that of the first padding."""
-        found = [lost + self._end - start for lost, start in zip(self._dropped, self._starts, strict=True)] or [0]
-        return found if self._pads is None else [offset - pad for offset, pad in zip(found, self._pads, strict=True)]
+        """Position of each row's next token, or of its next padding if `set_left_padding` was called."""
+        offsets = [lost + self._end - start for lost, start in zip(self._dropped, self._starts, strict=True)] or [0]
+        return offsets if self._pads is None else [n - pad for n, pad in zip(offsets, self._pads, strict=True)]
 
     @property
     def offset(self) -> int | mx.array:
-        """`offsets`, as a number for one row and int32 `[B]` for several: what `mx.fast.rope` takes."""
-        if len(self._starts) == 1 and self._pads is None:  # once a layer and token: without lists
+        """`offsets` in the form of `mx.fast.rope`: an int for one row, int32 `[B]` for several."""
+        if len(self._starts) == 1 and self._pads is None:  # called per layer and token: avoid lists
             return self._dropped[0] + self._end - self._starts[0]
         offsets = self.offsets
         return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
 
     @property
     def first(self) -> mx.array | None:
-        """int32 `[B]`: the index of each row's first token in what the last update returned. None: all are 0."""
+        """Index of each row's first token in what the last update returned, int32 `[B]`. None if all are 0."""
         if self._latest <= self._first:
             return None
         return mx.array([max(0, start - self._first) for start in self._starts], dtype=mx.int32)
 
     @property
     def max_update_size(self) -> int | None:
-        """How many positions the next update may have at most; None for any number. Never 0."""
+        """Maximum number of positions of the next update, None if unlimited. Never 0."""
         if self.rotation is None:
             return None
         pads = self._pads or [0] * len(self._starts)
-        rooms = [
+        sizes = [
             self.rotation.max_update_size(self._end - start) + pad
             for start, pad in zip(self._starts, pads, strict=True)
         ]
-        return min(rooms, default=self.rotation.size)
+        return min(sizes, default=self.rotation.size)
 
     @property
     def max_size(self) -> int | None:
-        """How many tokens of a text attention can see at once at most, None without a bound."""
+        """Maximum number of tokens per text, None if unlimited."""
         return None if self.rotation is None else self.rotation.size
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the room to grow included."""
+        """Bytes of all buffers, including their unused capacity."""
         if self._keys is None:
             return 0
-        kept = sum(x.nbytes for sink in self._sinks if sink for x in sink.arrays)
-        return self._keys.nbytes + self._values.nbytes + kept
+        sinks = sum(x.nbytes for sink in self._sinks if sink for x in sink.arrays)
+        return self._keys.nbytes + self._values.nbytes + sinks
 
     def size(self) -> int:
-        """Tokens held, of the row that has most."""
+        """Number of tokens in the longest row."""
         return self._end - min(self._starts, default=0)
 
     def empty(self) -> bool:
+        """Whether the cache has no tokens yet."""
         return self._keys is None
 
-    # Adding
+    # Updates
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
-        """Append T positions; return those that the new ones can see, themselves last, `[B, H_kv, S, D]`.
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Cached, Cached]:
+        """Append keys and values `[B, H_kv, T, D]`.
 
-        A quantized side is given as `QuantizedKV`. Raises GenerationError for more positions than `max_update_size`.
+        Returns:
+            Keys and values `[B, H_kv, S, D]` that the new positions can see, including themselves, as `QuantizedKV`
+            if quantized.
+
+        Raises:
+            GenerationError: T is more than `max_update_size`, or the model is not the one that filled the cache.
         """
         rows, _, count, _ = keys.shape
         if self._end + count > self._bound or self._pads is not None or rows != len(self._starts):
@@ -129,37 +141,38 @@ class KVCache:
             first = self._latest = self._starts[0]
         else:
             first, self._latest = min(self._starts), max(self._starts)
-        if first > begin:  # all rows begin with padding
+        if first > begin:  # all rows start with padding
             first = begin
         if self.window is not None:
-            first = max(first, begin - self.window.seen)
+            first = max(first, begin - self.window.num_visible)
         self._first = first
         return self._keys.read(first, end), self._values.read(first, end)
 
     def set_left_padding(self, pads: Sequence[int]) -> None:
-        """Of the next update's T positions, the first `pads[b]` of row b are padding.
+        """Declare the first `pads[b]` positions of row b in the next update as padding.
 
-        Only a row without tokens can have padding. Raises ValueError otherwise.
+        Raises:
+            ValueError: A row that is to be padded already has tokens, or the number of rows is different.
         """
         if not self._starts:
             self._begin(len(pads))
         if len(pads) != len(self._starts):
-            raise ValueError(f"{len(pads)} numbers of padding for {len(self._starts)} rows")
+            raise ValueError(f"got paddings of {len(pads)} rows for a cache of {len(self._starts)}")
         for row, (pad, offset) in enumerate(zip(pads, self.offsets, strict=True)):
             if pad and offset > 0:
-                raise ValueError(f"row {row} has {offset} tokens, behind which padding can't come")
+                raise ValueError(f"row {row} already has {offset} tokens, so it can't be padded")
         self._pads = list(pads) if any(pads) else None
 
     def _make_room(self, keys: mx.array, values: mx.array) -> None:
-        """Drop what must go, and let the buffers have room for T more positions."""
+        """Drop tokens if needed and make room for T more positions."""
         rows, count = keys.shape[0], keys.shape[2]
         if not self._starts:
             self._begin(rows)
         if self._keys is None:
             self._allocate(keys, values)
-        for held, new in ((self._keys, keys), (self._values, values)):
-            if (held.shape[1], held.shape[3], held.dtype) != (new.shape[1], new.shape[3], new.dtype):
-                problem = f"the cache has {held.dtype} {held.shape}, and the model gives {new.dtype} {new.shape}"
+        for buffer, new in ((self._keys, keys), (self._values, values)):
+            if (buffer.shape[1], buffer.shape[3], buffer.dtype) != (new.shape[1], new.shape[3], new.dtype):
+                problem = f"the cache has {buffer.dtype} {buffer.shape}, but the model gives {new.dtype} {new.shape}"
                 raise GenerationError(problem, "the model that the cache was made with")
         if rows != len(self._starts) or max(self._pads or [0]) > count:
             raise ValueError(f"keys {keys.shape} for {len(self._starts)} rows with padding {self._pads}")
@@ -181,40 +194,40 @@ class KVCache:
         self._values = KVBuffer.like(values, self.value_bits, group)
 
     def _rotate(self, count: int) -> None:
-        """Drop the oldest tokens behind the kept ones in those rows that would hold too many."""
-        rule, full = self.rotation, []
+        """Drop the oldest tokens after the sinks in rows that would become too long."""
+        policy, full = self.rotation, []
         for row, (start, pad) in enumerate(zip(self._starts, self._pads or [0] * self.rows, strict=True)):
-            held, added = self._end - start, count - pad
-            if added > rule.max_update_size(held):
+            length, added = self._end - start, count - pad
+            if added > policy.max_update_size(length):
                 raise GenerationError(
-                    f"{added} tokens at once, and a rotating cache that holds {held} of {rule.size} has room for "
-                    f"{rule.max_update_size(held)} before it drops some",
-                    f"pieces of at most {rule.step}",
+                    f"{added} tokens at once, but a rotating cache with {length} of {policy.size} tokens has room for "
+                    f"{policy.max_update_size(length)}",
+                    f"chunks of at most {policy.step} tokens",
                 )
-            if held + added > rule.size:
+            if length + added > policy.size:
                 full.append(row)
         for row in full:
             self._drop(row)
 
     def _drop(self, row: int) -> None:
-        rule, start = self.rotation, self._starts[row]
-        if rule.keep and self._sinks[row] is None:
-            kept = start, start + rule.keep
-            self._sinks[row] = Sink(self._keys.slice_row(row, *kept), self._values.slice_row(row, *kept))
-        self._starts[row] += rule.step
-        self._dropped[row] += rule.step
+        policy, start = self.rotation, self._starts[row]
+        if policy.keep and self._sinks[row] is None:
+            end = start + policy.keep
+            self._sinks[row] = Sink(self._keys.slice_row(row, start, end), self._values.slice_row(row, start, end))
+        self._starts[row] += policy.step
+        self._dropped[row] += policy.step
         if (sink := self._sinks[row]) is not None:
             keys = sink.keys.arrays
-            if rule.shift_keys is not None:
-                keys = self._keys.quantize(rule.shift_keys(sink.keys.dequantized(), self._dropped[row], self))
+            if policy.shift_keys is not None:
+                keys = self._keys.quantize(policy.shift_keys(sink.keys.dequantized(), self._dropped[row], self))
             self._keys.write_to_row(row, self._starts[row], keys)
             self._values.write_to_row(row, self._starts[row], sink.values.arrays)
 
     def _move(self, count: int) -> None:
-        """Larger buffers, or the same again with what is held at their front."""
+        """Move the tokens to the front of new buffers, with room for `count` more; drop what no window can see."""
         if self.window is not None:
             for row, start in enumerate(self._starts):
-                lost = max(0, self._end - self.window.held - start)
+                lost = max(0, self._end - self.window.num_retained - start)
                 self._starts[row] += lost
                 self._dropped[row] += lost
         first = min(self._starts)
@@ -222,16 +235,16 @@ class KVCache:
         capacity = -(-needed // STEP) * STEP
         if (bound := self.rotation or self.window) is not None:
             capacity = -(-(needed + bound.extra_capacity) // STEP) * STEP
-            capacity = min(capacity, max(needed, bound.held) + bound.extra_capacity)
+            capacity = min(capacity, max(needed, bound.num_retained) + bound.extra_capacity)
         self._keys = self._keys.resize(first, self._end, capacity)
         self._values = self._values.resize(first, self._end, capacity)
         self._starts = [start - first for start in self._starts]
         self._end -= first
 
-    # Taking away
+    # Trimming
 
     def can_trim(self, n: int) -> bool:
-        """Whether the last `n` tokens of every row can be forgotten; not where what came before them was dropped."""
+        """Whether the last `n` tokens of every row can be removed: not if the tokens before them were dropped."""
         bound = self.rotation or self.window
         return all(
             not lost or self._end - n - start >= bound.min_tokens_to_trim
@@ -239,17 +252,21 @@ class KVCache:
         )
 
     def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be forgotten."""
+        """Whether any number of tokens can be removed."""
         return not any(self._dropped)
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens of every row (at most what the shortest holds); return how many were forgotten.
+        """Remove the last `n` tokens of every row, at most as many as the shortest row has.
 
-        Raises GenerationError, and changes nothing, where what came before them was dropped.
+        Returns:
+            The number of removed tokens.
+
+        Raises:
+            GenerationError: The tokens before them were dropped. The cache is unchanged.
         """
         if not self.can_trim(n):
             raise GenerationError(
-                f"the last {n} tokens can't be taken from a cache that has dropped older ones", "a cleared cache"
+                f"can't trim {n} tokens from a cache that has dropped the tokens before them", "an empty cache"
             )
         n = min(max(n, 0), self._end - max(self._starts, default=self._end))
         self._end -= n
@@ -259,8 +276,8 @@ class KVCache:
 
     @classmethod
     def merge(cls, rows: Sequence[KVCache]) -> KVCache:
-        """The rows of all these caches side by side, which were made alike; they stay as they are."""
-        merged = rows[0]._alike()
+        """Batch the rows of several caches with the same settings. The caches themselves are unchanged."""
+        merged = rows[0]._empty_like()
         longest = max(cache.size() for cache in rows)
         for cache in rows:
             merged._starts += [longest - (cache._end - start) for start in cache._starts] or [longest]
@@ -268,24 +285,24 @@ class KVCache:
             merged._sinks += cache._sinks or [None]
         merged._end = longest
         for side in ("_keys", "_values"):
-            if filled := [store for cache in rows if (store := getattr(cache, side)) is not None]:
-                setattr(merged, side, KVBuffer.stack([cache._held(side, filled[0]) for cache in rows]))
+            if filled := [buffer for cache in rows if (buffer := getattr(cache, side)) is not None]:
+                setattr(merged, side, KVBuffer.stack([cache._filled(side, filled[0]) for cache in rows]))
         return merged
 
-    def _held(self, side: str, like: KVBuffer) -> KVBuffer:
-        """The filled part of the keys or the values; none as those of `like` before the first token."""
-        store, first = getattr(self, side), min(self._starts, default=0)
-        if store is None:
+    def _filled(self, side: str, like: KVBuffer) -> KVBuffer:
+        """The filled part of the keys or the values; before the first token, no positions of the form of `like`."""
+        buffer, first = getattr(self, side), min(self._starts, default=0)
+        if buffer is None:
             return like.map_arrays(lambda x: mx.zeros((self.rows, x.shape[1], 0, x.shape[3]), x.dtype))
-        return store.map_arrays(lambda x: x[:, :, first : self._end])
+        return buffer.map_arrays(lambda x: x[:, :, first : self._end])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; padding that all of them have goes."""
+        """Keep only these rows, in this order, without their common padding."""
         first = min(self._starts[row] for row in rows)
         index = mx.array(rows)
         for name in ("_keys", "_values"):
-            if (store := getattr(self, name)) is not None:
-                setattr(self, name, store.map_arrays(lambda x: mx.take(x[:, :, first : self._end], index, axis=0)))
+            if (buffer := getattr(self, name)) is not None:
+                setattr(self, name, buffer.map_arrays(lambda x: mx.take(x[:, :, first : self._end], index, axis=0)))
         self._starts = [self._starts[row] - first for row in rows]
         self._dropped = [self._dropped[row] for row in rows]
         self._sinks = [self._sinks[row] for row in rows]
@@ -293,33 +310,33 @@ class KVCache:
         self._bound = 0  # the next update makes room
 
     def copy(self) -> KVCache:
-        """Another one with the same tokens. Arrays are shared until either is written to."""
+        """Copy the cache. Arrays are shared until either copy is written to."""
         other = copy(self)
         other._starts, other._dropped, other._sinks = list(self._starts), list(self._dropped), list(self._sinks)
         if self._keys is not None:
             other._keys, other._values = self._keys.map_arrays(copy), self._values.map_arrays(copy)
         return other
 
-    def _alike(self) -> KVCache:
-        """An empty one of the same kind."""
+    def _empty_like(self) -> KVCache:
+        """An empty cache with the same settings."""
         return type(self)(
             rotation=self.rotation, window=self.window, key_bits=self.key_bits, value_bits=self.value_bits
         )
 
-    # Its arrays
+    # State
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        """Every array with tokens in it: the filled part of keys and of values, and what kept tokens were."""
+        """All arrays with tokens: the filled part of keys and values, and the sinks."""
         if self._keys is None:
             return ()
-        filled = [*self._held("_keys", self._keys).arrays, *self._held("_values", self._values).arrays]
+        filled = [*self._filled("_keys", self._keys).arrays, *self._filled("_values", self._values).arrays]
         return (*filled, *(x for sink in self._sinks if sink for x in sink.arrays))
 
     @state.setter
     def state(self, value: tuple[mx.array, ...]) -> None:
-        """Hold these keys and values, of texts that have dropped nothing and need no padding."""
-        empty = self._alike()
+        """Replace the contents with keys and values of texts that have dropped nothing and have no padding."""
+        empty = self._empty_like()
         empty.expected_length = self.expected_length
         self.__dict__ = empty.__dict__
         if not value:

@@ -1,4 +1,4 @@
-"""Caches in a file: one of safetensors, which says what it was made with."""
+"""Saves and loads prompt caches: safetensors files that name the model they belong to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxlm.utils.files import atomic_new_file, atomic_write
 
 FORMAT = "mlxlm-cache-1"
 _IDS = "ids"
-_ANEW = "delete it and let it be written anew"
+_RECREATE_HINT = "delete the file and create it again"
 
 
 def save_prompt_cache(
@@ -28,17 +28,24 @@ def save_prompt_cache(
     *,
     replace: bool = False,
 ) -> None:
-    """Write the caches of one text, the `ids` of all its tokens, and `identity`: what they belong to.
+    """Write the caches of one text to a file.
 
-    The file appears whole or not at all, also where several processes write it: the last one stays. `replace`: it may
-    take the place of an earlier cache file, never of another; a link stays a link.
-    Raises CheckpointError if something is at `path`, for caches without tokens and those that a model of mlx_lm makes
-    itself, and if the disk refuses.
+    The file is written atomically; if several processes write it, the last one wins.
+
+    Args:
+        path: The file. If it is a symbolic link and `replace` is set, the link's target is written.
+        caches: One cache per layer.
+        ids: All token IDs of the text.
+        identity: Identifies the model and settings; `load_prompt_cache` returns it.
+        replace: Allow replacing an earlier cache file (never another file).
+
+    Raises:
+        CheckpointError: `path` exists, the caches are empty or of mlx_lm's own types, or writing fails.
     """
     path = Path(path)
     if not ids or not all(isinstance(cache, KVCache) for cache in caches):
-        kind = "no tokens" if not ids else "a kind of its own"
-        raise CheckpointError(f"a cache of {kind} can't be written", "a text that was read by a model of mlxlm")
+        kind = "without tokens" if not ids else "of the architecture's own type"
+        raise CheckpointError(f"a cache {kind} can't be saved", "an architecture of mlxlm, after a prompt")
     tensors, dropped = {_IDS: lazy_tensor(mx.array(ids, dtype=mx.int32))}, []
     for layer, cache in enumerate(caches):
         arrays, lost = cache_arrays(cache)
@@ -48,7 +55,7 @@ def save_prompt_cache(
     if replace:
         path = Path(os.path.realpath(path))
         if path.exists():
-            _header(path)  # that of an earlier cache
+            _header(path)  # raises if it is not a cache file
         with os_errors_as(CheckpointError, "write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
     with (atomic_write if replace else atomic_new_file)(path) as file:
@@ -56,58 +63,68 @@ def save_prompt_cache(
 
 
 def load_prompt_cache_identity(path: Path | str) -> dict[str, str]:
-    """What the caches in a file belong to. Reads the header only; raises as `load_prompt_cache` does."""
+    """Return the `identity` that was saved with the caches. Reads the header only.
+
+    Raises:
+        CheckpointError: As for `load_prompt_cache`.
+    """
     path = Path(path)
     return _identity(path, _header(path)[1])
 
 
 def load_prompt_cache(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int], dict[str, str]]:
-    """Let `caches`, made with the settings that the file's had, hold what is in it; return its ids and identity.
+    """Load a file into `caches`, which must have the settings of the saved ones.
 
-    Raises CheckpointError, and changes no cache, for what is no such file, is not whole, or is of caches with other
-    settings. Heads, head dim and dtype are compared where the model next reads a token, which raises GenerationError.
+    Heads, head dim and dtype are checked by the next update, which raises GenerationError if they are different.
+
+    Returns:
+        The token IDs and the identity.
+
+    Raises:
+        CheckpointError: Not a cache file, damaged, or of caches with other settings. No cache is changed.
     """
     path = Path(path)
     tensors, metadata = _header(path)
     identity = _identity(path, metadata)
     ids, dropped = tensors.pop(_IDS, None), _numbers(metadata.get("dropped"))
     if ids is None or ids.dtype != mx.int32 or len(ids.shape) != 1 or not ids.shape[0]:
-        raise CheckpointError(f"{path} has no ids of tokens", _ANEW)
+        raise CheckpointError(f"{path} has no token IDs", _RECREATE_HINT)
     if dropped is None or len(dropped) != len(caches):
-        found = "no layers" if dropped is None else f"the caches of {len(dropped)} layers"
-        raise CheckpointError(f"{path} has {found}, the model has {len(caches)}", "the model that it was made with")
+        layers_of_file = "no layers" if dropped is None else f"caches of {len(dropped)} layers"
+        problem = f"{path} has {layers_of_file}, but the model has {len(caches)}"
+        raise CheckpointError(problem, "the model that it was made with")
     layers: dict[str, dict[str, LazyTensor]] = {str(layer): {} for layer in range(len(caches))}
     for name, tensor in tensors.items():
         layer, _, part = name.partition(".")
         if layer not in layers:
-            raise CheckpointError(f"{path}: there is no place for tensor {name:.80}", _ANEW)
+            raise CheckpointError(f"{path}: unexpected tensor {name:.80}", _RECREATE_HINT)
         layers[layer][part] = tensor
-    fresh = []
-    for cache, (layer, found), lost in zip(caches, layers.items(), dropped, strict=True):
-        arrays = {name: tensor.read() for name, tensor in found.items()}
+    loaded = []
+    for cache, (layer, layer_tensors), lost in zip(caches, layers.items(), dropped, strict=True):
+        arrays = {name: tensor.read() for name, tensor in layer_tensors.items()}
         try:
             restored = cache.copy()
             set_cache_arrays(restored, arrays, lost)
         except ValueError as error:
             raise CheckpointError(f"{path}: layer {layer}: {error}", "the settings that it was made with") from None
         if restored.offset != ids.shape[0]:
-            problem = f"{path}: layer {layer} has read {restored.offset} tokens, and not {ids.shape[0]}"
-            raise CheckpointError(problem, _ANEW)
-        fresh.append(restored)
-    found = ids.read()
+            problem = f"{path}: layer {layer} has {restored.offset} tokens instead of {ids.shape[0]}"
+            raise CheckpointError(problem, _RECREATE_HINT)
+        loaded.append(restored)
+    token_ids = ids.read()
     try:
-        mx.eval(found, [cache.state for cache in fresh])
+        mx.eval(token_ids, [cache.state for cache in loaded])
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", _ANEW) from None
-    for cache, restored in zip(caches, fresh, strict=True):
+        raise CheckpointError(f"{path} can't be read: {error}", _RECREATE_HINT) from None
+    for cache, restored in zip(caches, loaded, strict=True):
         cache.__dict__ = restored.__dict__
-    return found.tolist(), identity
+    return token_ids.tolist(), identity
 
 
 def _header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     tensors, metadata = file_header(path)
     if metadata.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a cache file of mlxlm", "another path")
+        raise CheckpointError(f"{path} is not a prompt cache file of mlxlm", "another path")
     return tensors, metadata
 
 
@@ -117,7 +134,7 @@ def _identity(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
     except (ValueError, RecursionError):
         identity = None
     if not isinstance(identity, dict) or not all(isinstance(value, str) for value in identity.values()):
-        raise CheckpointError(f"{path} doesn't say what it was made with", _ANEW)
+        raise CheckpointError(f"{path} doesn't say which model it was made with", _RECREATE_HINT)
     return identity
 
 

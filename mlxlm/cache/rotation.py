@@ -1,4 +1,4 @@
-"""What a cache drops when it is full, and when."""
+"""Which tokens a full cache drops, and when."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.config import counts
 
-ShiftKeys = Callable[..., mx.array]  # (keys [B, H, n, D], by, cache) -> the keys, `by` positions later
+ShiftKeys = Callable[..., mx.array]  # (keys [B, H, n, D], offset, cache) -> the keys, moved by `offset` positions
 
 
 @dataclass(frozen=True)
 class RotationPolicy:
-    """At most `size` tokens are held. A full cache drops the oldest `step` behind the first `keep` ones.
+    """A rotating cache: a full cache drops the oldest `step` tokens after the first `keep` ones.
 
-    What a token sees is therefore a function of its position p (from 0) alone: with d the multiple of `step` that is
-    the least from p + 1 - size on (0 below size), the first `keep` tokens and those from keep + d on.
+    What a token sees depends only on its position p (from 0): the first `keep` tokens and those from keep + d on,
+    where d is the smallest multiple of `step` that is at least p + 1 - size (0 if p < size).
 
-    Distances are compact, as in StreamingLLM (Xiao et al. 2023, section 3.2): kept tokens count as if they stood
-    directly before the oldest of the others, `shift_keys` giving their keys there. None leaves keys as they are.
+    Positions are those within the cache, as in StreamingLLM (Xiao et al. 2023, section 3.2): the first `keep` tokens
+    (sinks) count as if they stood directly before the oldest of the others.
+
+    Args:
+        size: Maximum number of tokens.
+        keep: Number of first tokens that are never dropped.
+        shift_keys: Moves the keys of the sinks to their new positions. None leaves them as they are.
     """
 
     size: int
@@ -29,34 +34,38 @@ class RotationPolicy:
 
     @property
     def step(self) -> int:
-        """An eighth of what may be dropped: prompts are read in pieces of this length once the cache is full."""
+        """Tokens dropped at once: an eighth of what may go. It is also the prefill chunk size of a full cache."""
         return max(1, (self.size - self.keep) // 8)
 
     @property
-    def held(self) -> int:
-        """Tokens that the buffers are made for."""
+    def num_retained(self) -> int:
+        """Tokens that the buffers must have room for."""
         return self.size
 
     @property
     def extra_capacity(self) -> int:
-        """Positions beside them, so that the tokens rarely move to the front of the buffers."""
+        """Further positions, so that the tokens rarely move to the front of the buffers."""
         return self.step
 
     @property
     def min_tokens_to_trim(self) -> int:
-        """Tokens that must be left once some were dropped: as many as the first token after that saw before it."""
+        """Tokens that `trim` must leave if some were dropped: as many as were there right after the drop."""
         return self.size - self.step
 
-    def max_update_size(self, held: int) -> int:
-        """How many tokens a text of which `held` are held can take at once, dropping at most before the first."""
-        return self.size - held if held < self.size else self.step
+    def max_update_size(self, num_tokens: int) -> int:
+        """How many tokens an update of a cache with `num_tokens` can add, with at most one drop before it."""
+        return self.size - num_tokens if num_tokens < self.size else self.step
 
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """A layer's own sliding window: a token sees itself and the `size` - 1 before it, the rest may go.
+    """The cache of a layer with sliding-window attention.
 
-    It is dropped now and then, so that the last `slack` tokens at least can be trimmed away.
+    A token sees itself and the `size` - 1 tokens before it. Older ones are dropped when the buffers move.
+
+    Args:
+        size: The window, in tokens.
+        slack: At least this many of the last tokens can be trimmed.
     """
 
     size: int
@@ -64,37 +73,45 @@ class SlidingWindow:
 
     @classmethod
     def of(cls, size: int) -> SlidingWindow:
-        """With slack for an answer, which is taken back without reading the text again."""
+        """Make one with enough slack to trim an answer without another prefill."""
         return cls(size, counts.window_slack(size))
 
     @property
-    def seen(self) -> int:
-        """Tokens that the next one can see."""
+    def num_visible(self) -> int:
+        """Earlier tokens that the next token can see."""
         return self.size - 1
 
     @property
-    def held(self) -> int:
-        """Tokens that are left where some are dropped."""
-        return self.seen + self.slack
+    def num_retained(self) -> int:
+        """Tokens that are left after a drop."""
+        return self.num_visible + self.slack
 
     @property
     def extra_capacity(self) -> int:
-        """Positions beside them, so that the tokens rarely move to the front of the buffers."""
+        """Further positions, so that the tokens rarely move to the front of the buffers."""
         return counts.window_spare(self.size)
 
     @property
     def min_tokens_to_trim(self) -> int:
-        """Tokens that must be left once some were dropped."""
-        return self.seen
+        """Tokens that `trim` must leave if some were dropped."""
+        return self.num_visible
 
 
 @dataclass(frozen=True)
 class Sink:
-    """The kept tokens of a row as they were before it dropped any: turned from here each time, no error adds up."""
+    """Original keys and values of a row's sinks, the first `keep` tokens.
 
-    keys: KVBuffer  # 1 row, `keep` positions
+    Keys are always shifted from these, so that rounding errors don't accumulate.
+
+    Args:
+        keys: 1 row, `keep` positions.
+        values: The same.
+    """
+
+    keys: KVBuffer
     values: KVBuffer
 
     @property
     def arrays(self) -> list[mx.array]:
+        """All arrays of both buffers."""
         return [*self.keys.arrays, *self.values.arrays]

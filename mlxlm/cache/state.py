@@ -1,4 +1,4 @@
-"""What is written of a cache, and what a cache takes back."""
+"""Converts a cache to named arrays and back, for files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from mlxlm.cache.rotation import Sink
 
 
 def cache_arrays(cache: KVCache) -> tuple[dict[str, mx.array], int]:
-    """The arrays of one text by names, and how many tokens were dropped. Raises ValueError for several texts."""
+    """Return the arrays of a cache by name, and how many tokens it has dropped.
+
+    Raises:
+        ValueError: The cache has several rows.
+    """
     if cache._keys is None or len(cache._starts) > 1:
-        raise ValueError(f"{len(cache._starts)} texts, one can be saved")
-    sides = {"keys": cache._held("_keys", cache._keys), "values": cache._held("_values", cache._values)}
+        raise ValueError(f"only a cache of one text can be saved, this has {len(cache._starts)}")
+    sides = {"keys": cache._filled("_keys", cache._keys), "values": cache._filled("_values", cache._values)}
     if sink := cache._sinks[0]:
         sides |= {"kept_keys": sink.keys, "kept_values": sink.values}
     arrays = {f"{name}.{i}": x for name, side in sides.items() for i, x in enumerate(side.arrays)}
@@ -22,18 +26,19 @@ def cache_arrays(cache: KVCache) -> tuple[dict[str, mx.array], int]:
 
 
 def set_cache_arrays(cache: KVCache, arrays: Mapping[str, mx.array], dropped: int) -> None:
-    """Hold what `cache_arrays` gave of a cache that was made alike, in the place of all else.
+    """Replace the contents of a cache with the result of `cache_arrays` of one with the same settings.
 
-    Raises ValueError, and changes nothing, for arrays that such a cache can't have.
+    Raises:
+        ValueError: A cache with these settings can't have such arrays. The cache is unchanged.
     """
     bits = {"keys": cache.key_bits, "values": cache.value_bits}
     sink = bool(dropped and cache.rotation and cache.rotation.keep)
     if sink:
         bits |= {"kept_keys": cache.key_bits, "kept_values": cache.value_bits}
     names = {side: [f"{side}.{i}" for i in range(1 if b is None else 3)] for side, b in bits.items()}
-    if wrong := set(arrays) ^ {name for side in names.values() for name in side}:
-        raise ValueError(f"unknown or missing: {', '.join(sorted(wrong))}")
-    sides = {side: KVBuffer.of([arrays[name] for name in found], bits[side]) for side, found in names.items()}
+    if unexpected := set(arrays) ^ {name for side in names.values() for name in side}:
+        raise ValueError(f"unknown or missing: {', '.join(sorted(unexpected))}")
+    sides = {side: KVBuffer.of([arrays[name] for name in parts], bits[side]) for side, parts in names.items()}
     _check(cache, sides, dropped)
     cache.state = (*sides["keys"].arrays, *sides["values"].arrays)
     cache._dropped = [dropped]
@@ -42,16 +47,21 @@ def set_cache_arrays(cache: KVCache, arrays: Mapping[str, mx.array], dropped: in
 
 
 def _check(cache: KVCache, sides: Mapping[str, KVBuffer], dropped: int) -> None:
-    bound, held = cache.rotation or cache.window, sides["keys"].capacity
+    bound, length = cache.rotation or cache.window, sides["keys"].capacity
     B, H = sides["keys"].shape[:2]
-    for side, store in sides.items():
-        length = cache.rotation.keep if side.startswith("kept") else held
+    for side, buffer in sides.items():
+        expected = cache.rotation.keep if side.startswith("kept") else length
         like = sides[side.removeprefix("kept_")]
-        if store.shape != (1, H, length, like.shape[3]) or store.dtype != sides["keys"].dtype:
-            raise ValueError(f"{side} are {store.shape} {store.dtype} beside keys {sides['keys'].shape}")
-    most = cache.rotation.size if cache.rotation else held
-    least = bound.min_tokens_to_trim if dropped and bound else 1
-    if B != 1 or not least <= held <= most or dropped < 0 or dropped % (cache.rotation.step if cache.rotation else 1):
-        raise ValueError(f"{held} tokens after {dropped} that were dropped")
+        if buffer.shape != (1, H, expected, like.shape[3]) or buffer.dtype != sides["keys"].dtype:
+            raise ValueError(f"{side} are {buffer.shape} {buffer.dtype}, but keys are {sides['keys'].shape}")
+    maximum = cache.rotation.size if cache.rotation else length
+    minimum = bound.min_tokens_to_trim if dropped and bound else 1
+    if (
+        B != 1
+        or not minimum <= length <= maximum
+        or dropped < 0
+        or dropped % (cache.rotation.step if cache.rotation else 1)
+    ):
+        raise ValueError(f"{length} tokens can't follow {dropped} dropped ones")
     if dropped and bound is None:
-        raise ValueError(f"{dropped} tokens were dropped from a cache that drops none")
+        raise ValueError(f"{dropped} tokens were dropped from an unbounded cache")

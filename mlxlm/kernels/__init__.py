@@ -1,8 +1,8 @@
-"""Operations with more than one implementation: one contract each, and the choice of what runs here.
+"""Operations with several implementations, and the dispatch between them.
 
-Norms and attention have paths (see `dispatch`): MLX's operations, kernels of our own for Metal, blocks with
-linear memory. On the CPU backend, whose `exp` is a scalar 12 ns per element, MLX's operations give way to
-graphs built on a vectorised `exp`.
+Norms and attention have up to three implementations (see `dispatch`): MLX's operations, mlxlm's Metal kernels, and
+blockwise computation with linear memory. On MLX's CPU backend, whose `exp` is scalar (12 ns per element), softmax and
+activations use a vectorised `exp` instead.
 """
 
 from mlxlm.kernels.attention import attention

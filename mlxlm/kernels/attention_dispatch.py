@@ -1,4 +1,4 @@
-"""What computes attention: its operations, which path "auto" prefers for which case, and what a path lacks."""
+"""The attention operations: their implementations, which one "auto" prefers, and what each doesn't support."""
 
 from __future__ import annotations
 
@@ -11,41 +11,45 @@ from mlxlm.kernels.blockwise_attention import blockwise_attention
 from mlxlm.kernels.dispatch import Case, Operation, metal_available
 from mlxlm.kernels.mlx_attention import mlx_attention, mlx_quantized_attention
 
-MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # query rows that count as decoding, in MLX as well
-LINEAR_MEMORY_FROM = 1024  # length from which the square of probabilities must not be in memory
+MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # up to this many queries count as decoding, as in MLX
+LINEAR_MEMORY_FROM = 1024  # from this length on, the T² probabilities must not be in memory
 _FEATURES = ("window", "softcap", "slopes", "first", "segment_ids")
-_DECODE_FEATURES = _FEATURES[:3]  # of the Metal kernels
-LENGTHS = (256, 4096)  # least and greatest length that are told apart
+_DECODE_FEATURES = _FEATURES[:3]  # supported by the Metal decode kernels
+LENGTHS = (256, 4096)  # lengths are clipped to this range
 
-_FUSED_DECODE_DIMS = (64, 96, 128, 256)  # of MLX 0.32 on Metal: scaled_dot_product_attention.cpp
-_FUSED_DECODE_ROWS = 32  # most rows · heads of a key head there
+# Head dims that MLX 0.32 fuses on Metal: scaled_dot_product_attention.cpp.
+_FUSED_DECODE_DIMS = (64, 96, 128, 256)
+_FUSED_DECODE_ROWS = 32  # maximum of queries · heads per key head
 _FUSED_PROMPT_DIMS = (64, 72, 80, 96, 128)
 
 
 def attention_case(
     operation, dtype, D, H, K, T, S, window, softcap, slopes, first=None, segment_ids=None, **form: int
 ) -> Case:
-    """The case of a call. Decoding counts T one by one and S up to a power of two; elsewhere T, which S is about,
-    goes down to one, so that a case of 1,024 has no shorter length in it."""
-    least, most = LENGTHS
+    """Return the case of a call.
+
+    For decoding, T is exact and S is rounded up to a power of two. Otherwise T (about the same as S) is rounded down
+    to a power of two, so that a case of T=1024 contains no shorter lengths.
+    """
+    shortest, longest = LENGTHS
     if operation is DECODE or operation is QUANTIZED:
-        S = max(least, min(most, 1 << (S - 1).bit_length()))
+        S = max(shortest, min(longest, 1 << (S - 1).bit_length()))
     else:
-        T, S = max(least, min(most, 1 << T.bit_length() - 1)), None
-    given = tuple(x is not None for x in (window, softcap, slopes, first, segment_ids))
-    return _case(operation, dtype, D, H, K, T, S, given, **form)
+        T, S = max(shortest, min(longest, 1 << T.bit_length() - 1)), None
+    used = tuple(x is not None for x in (window, softcap, slopes, first, segment_ids))
+    return _case(operation, dtype, D, H, K, T, S, used, **form)
 
 
-@cache  # each token of each layer asks for one of a few
-def _case(operation, dtype, D, H, K, T, S, given, group_size=None, key_bits=None, value_bits=None) -> Case:
+@cache  # called per token and layer with few different arguments
+def _case(operation, dtype, D, H, K, T, S, used, group_size=None, key_bits=None, value_bits=None) -> Case:
     sizes = {"D": D, "H": H, "K": K, "group_size": group_size, "key_bits": key_bits, "value_bits": value_bits}
     sizes = {name: size for name, size in {**sizes, "T": T, "S": S}.items() if size is not None}
-    features = tuple(name for name, is_given in zip(_FEATURES, given, strict=True) if is_given)
+    features = tuple(name for name, is_used in zip(_FEATURES, used, strict=True) if is_used)
     return Case(operation.name, dtype, tuple(sizes), tuple(sizes.values()), features)
 
 
-def _plain(queries, keys, values, scale, *, window=None, softcap=None, slopes=None, first=None, segment_ids=None):
-    """MLX's operations, which have neither soft cap nor slopes: `_lacks` keeps them away."""
+def _mlx(queries, keys, values, scale, *, window=None, softcap=None, slopes=None, first=None, segment_ids=None):
+    """MLX's operations, without soft cap and slopes: `_unsupported_reason` excludes them."""
     return mlx_attention(queries, keys, values, scale, window=window, first=first, segment_ids=segment_ids)
 
 
@@ -53,74 +57,78 @@ def _tiled(queries, keys, values, scale, *, window=None, softcap=None, slopes=No
     return flash_attention.tiled_attention(queries, keys, values, scale, window=window)
 
 
-def _lacks(path: str, case: Case) -> str | None:
-    """Why a path can't serve a case of attention on plain keys and values."""
+def _unsupported_reason(path: str, case: Case) -> str | None:
+    """Why a path doesn't support a case of attention on unquantized keys and values."""
     decoding = case.operation == DECODE.name
     in_metal = _DECODE_FEATURES if decoding else ("window",)
-    has = {"mlx": ("window", "first", "segment_ids"), "metal": in_metal}.get(path, _FEATURES)
-    if special := [name for name in case.features if name not in has]:
-        return f"it has no {' and no '.join(special)}"
+    supported = {"mlx": ("window", "first", "segment_ids"), "metal": in_metal}.get(path, _FEATURES)
+    if missing := [name for name in case.features if name not in supported]:
+        return f"it doesn't support {' and '.join(missing)}"
     if path != "metal":
         return None
     if decoding:
-        return _lacks_decode(case)
+        return _decode_unsupported_reason(case)
     D = case.size("D")
-    return None if D % 8 == 0 and D <= flash_attention.MAX_HEAD_DIM else f"it has no head dim {D}"
+    return None if D % 8 == 0 and D <= flash_attention.MAX_HEAD_DIM else f"it doesn't support head dim {D}"
 
 
-def _lacks_decode(case: Case) -> str | None:
-    """Why the Metal kernels of decoding, on plain or quantized keys, can't serve a case."""
+def _decode_unsupported_reason(case: Case) -> str | None:
+    """Why the Metal decode kernels, plain or quantized, don't support a case."""
     if case.size("D") not in decode_attention.HEAD_DIMS:
-        return f"it has no head dim {case.size('D')}"
+        return f"it doesn't support head dim {case.size('D')}"
     if case.size("T") > MAX_DECODE_QUERIES or _rows(case) > decode_attention.MAX_ROWS:
-        return f"it takes {MAX_DECODE_QUERIES} query rows, {decode_attention.MAX_ROWS} with the heads of a key head"
+        return f"it supports {MAX_DECODE_QUERIES} queries, and {decode_attention.MAX_ROWS} queries · heads per key head"
     return None
 
 
-def _lacks_quantized(path: str, case: Case) -> str | None:
+def _quantized_unsupported_reason(path: str, case: Case) -> str | None:
     if path != "metal":
         return None
     if "first" in case.features:
-        return "it has no first"
+        return "it doesn't support first"
     bits, group_size = case.size("key_bits"), case.size("group_size")
     if bits not in (4, 8) or bits != case.size("value_bits") or group_size not in (32, 64):
-        return f"it has no {bits} and {case.size('value_bits')} bits in groups of {group_size}"
-    return _lacks_decode(case)
+        return f"it doesn't support {bits} and {case.size('value_bits')} bits in groups of {group_size}"
+    return _decode_unsupported_reason(case)
 
 
 def _rows(case: Case) -> int:
-    """Query rows that share a key head."""
+    """Queries · heads per key head."""
     return case.size("T") * case.size("H") // case.size("K")
 
 
 def _prefers_decode(case: Case):
     if ON_CPU or (case.size("D") in _FUSED_DECODE_DIMS and _rows(case) <= _FUSED_DECODE_ROWS):
         return ("mlx", "metal", "blockwise"), "MLX's own"
-    return ("metal", "mlx", "blockwise"), f"MLX fuses no head dim {case.size('D')} with {_rows(case)} rows a key head"
+    return (
+        "metal",
+        "mlx",
+        "blockwise",
+    ), f"MLX doesn't fuse head dim {case.size('D')} with {_rows(case)} queries per key head"
 
 
-def _prefers_prompt(case: Case):
-    if ON_CPU and case.size("T") >= LINEAR_MEMORY_FROM:  # MLX fuses nothing there: 4096 x 4096 takes 2.7 GB, not 0.3
+def _prefers_prefill(case: Case):
+    if ON_CPU and case.size("T") >= LINEAR_MEMORY_FROM:  # MLX fuses nothing on the CPU: 2.7 GB instead of 0.3 for 4096²
         return ("blockwise", "mlx"), "memory linear in the length"
     if ON_CPU or case.size("D") in _FUSED_PROMPT_DIMS:
         return ("mlx", "metal", "blockwise"), "MLX's own"
-    return ("metal", "mlx", "blockwise"), f"MLX fuses no head dim {case.size('D')}"
+    return ("metal", "mlx", "blockwise"), f"MLX doesn't fuse head dim {case.size('D')}"
 
 
 def _prefers_training(case: Case):
     if case.size("T") < LINEAR_MEMORY_FROM:
-        return ("mlx", "metal", "blockwise"), "short: MLX keeps the probabilities and need not compute them twice"
+        return ("mlx", "metal", "blockwise"), "short: MLX keeps the probabilities instead of computing them twice"
     if not ON_CPU and not metal_available() and case.dtype != "float32":
         return ("mlx", "blockwise"), "MLX's own fused gradient on CUDA"
-    return ("metal", "blockwise", "mlx"), "memory linear in the length, unless MLX's own was measured to have that too"
+    return ("metal", "blockwise", "mlx"), "memory linear in the length"
 
 
 def _prefers_quantized(case: Case):
-    return ("metal", "mlx"), "MLX has no attention on a quantized cache"
+    return ("metal", "mlx"), "MLX has no attention kernel for quantized caches"
 
 
-def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
-    """Queries as they come out of a projection, and keys and values as slices of a cache with room to grow."""
+def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
+    """Random inputs with a model's strides: queries of a projection, keys and values as slices of a cache buffer."""
     H, K, D, T = (case.size(name) for name in ("H", "K", "D", "T"))
     S = case.size("S") if "S" in case.names else T
     batch = max(1, 2048 // T) if case.operation == TRAINING.name else 1
@@ -128,15 +136,15 @@ def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
     seeds = mx.random.split(mx.random.key(0), 3)
     shapes = ((batch, T, H, D), (batch, K, S + 3, D), (batch, K, S + 3, D))
     queries, keys, values = (mx.random.normal(s, key=k).astype(dtype) for s, k in zip(shapes, seeds, strict=True))
-    given = {"window": S // 2, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}
-    given["first"] = mx.arange(batch, dtype=mx.int32) + S // 4
-    given["segment_ids"] = mx.broadcast_to(3 * mx.arange(S, dtype=mx.int32) // S, (batch, S))  # three texts
-    options = {name: given[name] for name in case.features}
+    features = {"window": S // 2, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}
+    features["first"] = mx.arange(batch, dtype=mx.int32) + S // 4
+    features["segment_ids"] = mx.broadcast_to(3 * mx.arange(S, dtype=mx.int32) // S, (batch, S))  # three texts
+    options = {name: features[name] for name in case.features}
     return [queries.swapaxes(1, 2), keys[:, :, :S], values[:, :, :S], D**-0.5], options
 
 
-def _quantized_trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
-    (queries, keys, values, scale), options = _trial(case)
+def _quantized_sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
+    (queries, keys, values, scale), options = _sample_inputs(case)
     form = {name: case.size(name) for name in ("group_size", "key_bits", "value_bits")}
     sides = [
         mx.quantize(x, group_size=form["group_size"], bits=bits) if bits else x
@@ -145,41 +153,51 @@ def _quantized_trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
     return [queries, *sides, scale], {**form, **options}
 
 
-def _small(case: Case) -> tuple[Case, ...]:
+def _check_cases(case: Case) -> tuple[Case, ...]:
     """Two key heads and a length that is ragged against every tile."""
     return (case.with_sizes(H=2 * case.size("H") // case.size("K"), K=2, T=70),)
 
 
-def _small_decode(case: Case) -> tuple[Case, ...]:
-    """Two key heads; keys for one threadgroup, and for many, whose results another kernel combines.
+def _decode_check_cases(case: Case) -> tuple[Case, ...]:
+    """Two key heads, and keys for one threadgroup and for several, whose results another kernel combines.
 
-    From 13,000 keys on, there are several for every head dim, number of rows and quantization.
+    From 13,000 keys on, every head dim, number of rows and quantization has several threadgroups.
     """
     narrow = case.with_sizes(H=2 * case.size("H") // case.size("K"), K=2)
     return narrow.with_sizes(S=70), narrow.with_sizes(S=16411)
 
 
 def _quantized_decode(queries, keys, values, scale, *, group_size, key_bits, value_bits, **options):
-    form = {"group_size": group_size, "bits": key_bits}  # `_lacks_quantized` keeps others away
+    form = {"group_size": group_size, "bits": key_bits}  # `_quantized_unsupported_reason` excludes different bits
     return decode_attention.quantized_decode_attention(queries, keys, values, scale, **form, **options)
 
 
 _PATHS = {
-    "mlx": _plain,
+    "mlx": _mlx,
     "metal": _tiled,
     "blockwise": blockwise_attention,
 }
 _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
 _QUANTIZED_PATHS = {"mlx": mlx_quantized_attention, "metal": _quantized_decode}
 
-DECODE = Operation("decode_attention", _DECODE_PATHS, _prefers_decode, _trial, _small_decode, _lacks)
-PREFILL = Operation("prompt_attention", _PATHS, _prefers_prompt, _trial, _small, _lacks)
-TRAINING = Operation("training_attention", _PATHS, _prefers_training, _trial, _small, _lacks, differentiable=(0, 1, 2))
+DECODE = Operation(
+    "decode_attention", _DECODE_PATHS, _prefers_decode, _sample_inputs, _decode_check_cases, _unsupported_reason
+)
+PREFILL = Operation("prompt_attention", _PATHS, _prefers_prefill, _sample_inputs, _check_cases, _unsupported_reason)
+TRAINING = Operation(
+    "training_attention",
+    _PATHS,
+    _prefers_training,
+    _sample_inputs,
+    _check_cases,
+    _unsupported_reason,
+    differentiable=(0, 1, 2),
+)
 QUANTIZED = Operation(
     "quantized_decode_attention",
     _QUANTIZED_PATHS,
     _prefers_quantized,
-    _quantized_trial,
-    _small_decode,
-    _lacks_quantized,
+    _quantized_sample_inputs,
+    _decode_check_cases,
+    _quantized_unsupported_reason,
 )

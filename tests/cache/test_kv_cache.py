@@ -123,7 +123,7 @@ class Pair:
         if self.rotation is not None:  # exactly where the tokens before the trimmed ones are gone
             left = self.rotation.size - self.rotation.step
             assert any(text.lost and len(text.tokens) - n < left for text in self.texts)
-        with pytest.raises(GenerationError, match="can't be taken"):
+        with pytest.raises(GenerationError, match="can't trim"):
             self.cache.trim(n)
         self.check_counts()
 
@@ -185,7 +185,7 @@ def test_memory_stays_the_same_however_long_a_text_is(kind):
     bound = (
         cache.rotation.size + cache.rotation.extra_capacity
         if cache.rotation
-        else cache.window.held + cache.window.extra_capacity
+        else cache.window.num_retained + cache.window.extra_capacity
     )
     token = mx.ones((1, H, 1, D))
     held = set()
@@ -211,7 +211,7 @@ def test_a_row_that_has_dropped_nothing_holds_all():
 def test_more_tokens_than_room_are_refused_and_change_nothing():
     cache = KVCache(rotation=RotationPolicy(20, 2))
     x = mx.ones((1, H, 21, D))
-    with pytest.raises(GenerationError, match="21 tokens at once, .* 0 of 20 has room for 20"):
+    with pytest.raises(GenerationError, match="21 tokens at once, .* 0 of 20 tokens has room for 20"):
         cache.update_and_fetch(x, x)
     cache.update_and_fetch(x[:, :, :15], x[:, :, :15])
     with pytest.raises(GenerationError, match="has room for 5"):
@@ -244,17 +244,17 @@ def test_padding_before_tokens_is_refused_elsewhere():
     cache = KVCache()
     x = mx.ones((2, H, 4, D))
     cache.update_and_fetch(x, x)
-    with pytest.raises(ValueError, match="row 1 has 4 tokens"):
+    with pytest.raises(ValueError, match="row 1 already has 4 tokens"):
         cache.set_left_padding([0, 1])
-    with pytest.raises(ValueError, match="3 numbers of padding for 2 rows"):
+    with pytest.raises(ValueError, match="paddings of 3 rows for a cache of 2"):
         cache.set_left_padding([0, 0, 0])
-    with pytest.raises(ValueError, match="for 2 rows"):
+    with pytest.raises(ValueError, match="for 2 rows|cache of 2"):
         cache.update_and_fetch(x[:1], x[:1])
 
 
 def test_heads_that_no_group_divides():
     cache = KVCache(key_bits=8)
-    with pytest.raises(GenerationError, match="head dim 24 can't be quantized.*multiple of 32.*no bits"):
+    with pytest.raises(GenerationError, match="head dim 24 can't be quantized.*multiple of 32.*no --kv-bits"):
         cache.update_and_fetch(mx.ones((1, 1, 1, 24)), mx.ones((1, 1, 1, 24)))
 
 

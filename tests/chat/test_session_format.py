@@ -239,7 +239,7 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
         ([{**HEADER, "options": {"seed": 1, "logit_bias": {"a": []}}}], "line 1: .*logit_bias"),
         ([{**HEADER, "options": [1]}], r"line 1 has the options \[1\] .try: a JSON object"),
         ([{**HEADER, "kv": {"bits": 4}}], "line 1 has bits in its kv, which is not a setting"),
-        ([{**HEADER, "kv": {"size": 1e9}}], "line 1: these cache settings can't work"),
+        ([{**HEADER, "kv": {"size": 1e9}}], "line 1: invalid cache options"),
         ([{**HEADER, "context_overflow": "ask"}], "line 1: context_overflow is 'ask'"),
         ([{**HEADER, "system_prompt": 3}], "line 1 has the system_prompt 3 .try: a text"),
         (['{"mlxlm_chat": 1, "options": {"seed": 1}, "system_prompt": "\\ud800"}'], "line 1: .*lone surrogate"),
