@@ -4,13 +4,14 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.quantize.lazy_quantize import cast_to_16bit, quantized
+from mlxlm.quantize.lazy_quantize import lazy_quantize
 from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.quantize.source import cast_to_16bit
 
 
 def quantized_weights(model: nn.Module, bits: int, group_size: int) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Weights by name, and the `quantization` entry of config.json."""
     tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
     plan = uniform(model.config, tensors, Format(bits, group_size))
-    made = quantized(cast_to_16bit(tensors, mx.float16), plan)
+    made = lazy_quantize(cast_to_16bit(tensors, mx.float16), plan)
     return {name: tensor.read() for name, tensor in made.items()}, plan.quantization_config()
